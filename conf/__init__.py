@@ -1,0 +1,1 @@
+"""The Hydra tree and the embedded checkpoint, shipped as package data (``pkg://conf``)."""

@@ -1,0 +1,76 @@
+"""The errors that a user can mend.
+
+Each one says four things: what it is about (a config key, a file, a tensor), what was received, the rule that it
+broke, and what to do next. The command prints them in one line and exits with the class's code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class OffstageError(Exception):
+    """What every error that a user can mend derives from."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(OffstageError, ValueError):
+    """The config says something that can't be carried out."""
+
+    exit_code = 2
+
+
+class CheckpointError(OffstageError, ValueError):
+    """A checkpoint's files are missing, damaged, or not those of the model."""
+
+    exit_code = 3
+
+
+class BudgetError(OffstageError, ValueError):
+    """The memory budget can't hold the plan."""
+
+    exit_code = 4
+
+
+class StorageError(OffstageError, OSError):
+    """Reading or writing failed for a reason outside the config and the checkpoint."""
+
+    exit_code = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing wrong with a config.
+
+    ``key`` is the dotted config key, ``message`` the value received, the rule and the next step. ``error`` is the
+    class to raise when this fault stands alone.
+    """
+
+    key: str
+    message: str
+    error: type[OffstageError] = ConfigError
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}"
+
+
+def raise_faults(faults: Sequence[Fault]) -> None:
+    """Raise all of ``faults`` as one error, or return if there are none.
+
+    Faults of one kind keep their class (a missing checkpoint exits 3); mixed ones are a ``ConfigError``.
+    """
+    if not faults:
+        return
+    kinds = {fault.error for fault in faults}
+    kind = kinds.pop() if len(kinds) == 1 else ConfigError
+    raise kind("\n".join(str(fault) for fault in faults))
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

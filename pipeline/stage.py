@@ -1,0 +1,121 @@
+"""The contract between the runner and a stage.
+
+A stage has two halves. The stored half is an artifact: files under ``outputs/cache/STAGE/KEY/``, written once and
+never changed. The live half (a module, placed tensors) is made from it on demand, the first time a later stage asks.
+The runner knows no stage by name: it finds them among the entry points of the group ``offstage.stages``.
+
+A stage's module is imported even when its artifact is cached, so it imports nothing heavy at its top (no torch, no
+transformers): what needs them it imports where it works.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from pipeline.errors import Fault
+
+Config = Mapping[str, Any]
+"""A resolved config: plain dicts, lists and scalars. ``max_memory`` has str keys ("0", "cpu") and str values."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of an artifact, as its manifest lists it: size in bytes and SHA-256 in hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """The stored half of a stage: the files of one published folder."""
+
+    stage: str
+    key: str
+    folder: Path
+    files: Mapping[str, FileEntry]
+
+    def path(self, name: str) -> Path:
+        """Return where the file ``name`` lies."""
+        return self.folder / name
+
+    def json(self, name: str) -> Any:
+        """Return what the JSON file ``name`` holds."""
+        return json.loads(self.path(name).read_text())
+
+    def digest(self, name: str) -> str:
+        """Return the SHA-256 of the file ``name``: what a later stage that depends on its content puts in its key."""
+        return self.files[name].sha256
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a stage's artifact adds to the run record and to the summary on the screen.
+
+    ``summary`` is one short line. ``memory``, ``metrics`` and ``outputs`` go under those names of ``run.json``;
+    ``screen`` is shown after the summary table.
+    """
+
+    summary: str = ""
+    memory: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
+    metrics: Mapping[str, float | int | None] = field(default_factory=dict)
+    outputs: tuple[Mapping[str, Any], ...] = ()
+    screen: str = ""
+
+
+class Context(Protocol):
+    """What the runner lends to a stage."""
+
+    @property
+    def config(self) -> Config:
+        """The run's resolved config."""
+
+    @property
+    def cache(self) -> Path:
+        """The cache's root, ``outputs/cache``: for stores that several artifacts share."""
+
+    @property
+    def host_peak(self) -> Callable[[], int]:
+        """Returns the peak of anonymous host memory since the run began, in bytes."""
+
+    def artifact(self, stage: str) -> Artifact:
+        """Return the artifact of an earlier stage; a ``ConfigError`` where the stage isn't in the run's list."""
+
+    def live(self, stage: str) -> Any:
+        """Return the live half of an earlier stage, made now if nobody asked before."""
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """One stage of the pipeline. Instances hold no state: the runner makes one a run."""
+
+    name: str
+    version: int
+    """Raised by hand when the meaning or the format of the artifact changes; a part of every key."""
+    needs: tuple[str, ...]
+    """The stages whose live halves ``build`` or ``revive`` asks for."""
+
+    def check(self, config: Config) -> Iterable[Fault]:
+        """Yield what is wrong with the config, as far as nothing heavy must be imported to see it."""
+
+    def examine(self, config: Config) -> Iterable[Fault]:
+        """Yield what is wrong with the config and needs model code to be seen.
+
+        Asked, before any work, only of a stage whose artifact isn't known to be cached: what is cached was examined.
+        """
+
+    def key(self, context: Context) -> Mapping[str, object]:
+        """Return all that the artifact depends on, as a value that ``fingerprint`` takes."""
+
+    def build(self, context: Context, folder: Path) -> Any:
+        """Write the stored half into ``folder``. Returns the live half if it was made on the way, else None."""
+
+    def revive(self, context: Context) -> Any:
+        """Return the live half, made from the stored half of this stage and those before it."""
+
+    def report(self, artifact: Artifact) -> Report:
+        """Return what the artifact adds to the run record."""

@@ -1,0 +1,110 @@
+"""The skeleton as data: all that is known of a model but the values of its weights.
+
+A ``Skeleton`` holds no tensors and needs no torch, so that a plan can be made from a cached ``skeleton.json`` in
+milliseconds. ``describe.py`` makes one from a live module.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from stages.units import DTYPE_BYTES
+
+FILE_NAME = "skeleton.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One parameter or buffer: dotted ``name``, ``shape`` in elements, ``dtype`` as torch names it (``bfloat16``)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["parameter", "buffer"] = "parameter"
+    persistent: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor's data in bytes."""
+        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSpec:
+    """One module: its dotted ``name`` (``""`` is the model) and the name of its class."""
+
+    name: str
+    class_name: str
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model without its data.
+
+    ``tensors`` lists every name, tied ones each under its own name, in the order of registration. ``tied`` groups the
+    names that share one tensor, each group sorted; the first name of a group stands for it. ``no_split`` names the
+    classes whose modules compute on one device. ``order`` lists the modules in the order in which they are first
+    called; ``calls`` the modules that hold tensors directly, in the order of every call, repeats included.
+    ``unrehearsed`` says why the order had to be that of registration, and is null where a rehearsal gave it.
+    ``streamed_by`` names, for a module that is never called itself, the caller that uses its tensors directly.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    modules: tuple[ModuleSpec, ...]
+    tied: tuple[tuple[str, ...], ...] = ()
+    no_split: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    calls: tuple[str, ...] = ()
+    streamed_by: Mapping[str, str] | None = None
+    unrehearsed: str | None = None
+    model_class: str = ""
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorSpec]:
+        """Every tensor by its name."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def leaders(self) -> dict[str, str]:
+        """The name that stands for each tied tensor: the first of its group."""
+        return {name: group[0] for group in self.tied for name in group}
+
+    def leader(self, name: str) -> str:
+        """Return the name that stands for the tensor ``name``: its own, or the first of its tied group."""
+        return self.leaders.get(name, name)
+
+    @cached_property
+    def unique(self) -> tuple[TensorSpec, ...]:
+        """The tensors, tied ones once."""
+        return tuple(tensor for tensor in self.tensors if self.leader(tensor.name) == tensor.name)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all parameters and buffers, tied ones counted once."""
+        return sum(tensor.bytes for tensor in self.unique)
+
+    def save(self, folder: Path) -> None:
+        """Write ``skeleton.json`` into ``folder``."""
+        folder.joinpath(FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def from_json(data: Mapping[str, Any]) -> Skeleton:
+    """Return the skeleton that ``skeleton.json`` holds."""
+    fields = dict(data)
+    fields["tensors"] = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
+    fields["modules"] = tuple(ModuleSpec(**m) for m in data["modules"])
+    fields["tied"] = tuple(tuple(group) for group in data["tied"])
+    for key in ("no_split", "order", "calls"):
+        fields[key] = tuple(data[key])
+    return Skeleton(**fields)
+
+
+def parent(name: str) -> str:
+    """Return the dotted name of the module that holds ``name``."""
+    return name.rpartition(".")[0]

@@ -1,0 +1,60 @@
+"""The plan as data: what goes where, and how much each device is to hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device
+
+FILE_NAME = "plan.json"
+MAP_NAME = "device_map.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every tensor lies and where every module computes.
+
+    ``device_map`` is the folded map (module or tensor name → device id); ``homes`` has an entry for every tensor,
+    tied names included; ``execution`` one for every module that holds tensors directly. ``budgets`` are bytes of
+    weights (null: unlimited). ``resident_bytes`` counts tied tensors once; on disk it is what lies there.
+    ``reserve_bytes`` is kept free on ``main_device`` for streamed weights. ``reasons`` says why each layer lies
+    where it does.
+    """
+
+    policy: str
+    main_device: DeviceId
+    device_map: Mapping[str, DeviceId]
+    homes: Mapping[str, DeviceId]
+    execution: Mapping[str, DeviceId]
+    budgets: Mapping[DeviceId, int | None]
+    resident_bytes: Mapping[DeviceId, int]
+    reserve_bytes: int
+    reasons: Mapping[str, str]
+
+    @cached_property
+    def devices(self) -> list[DeviceId]:
+        """The devices that hold or compute something, in the order of the tiers."""
+        return in_tier_order([*self.homes.values(), self.main_device])
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any tensor is streamed: it lies on disk, or on the host while another device computes it."""
+        return any(home in (CPU, DISK) and home != self.main_device for home in self.homes.values())
+
+    def save(self, folder: Path) -> None:
+        """Write ``plan.json`` and ``device_map.json`` into ``folder``."""
+        folder.joinpath(FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        folder.joinpath(MAP_NAME).write_text(json.dumps(dict(self.device_map), indent=1) + "\n")
+
+
+def from_json(data: Mapping[str, Any]) -> Plan:
+    """Return the plan that ``plan.json`` holds; JSON's string keys become device ids again."""
+    fields = dict(data)
+    for key in ("budgets", "resident_bytes"):
+        fields[key] = {parse_device(device): count for device, count in data[key].items()}
+    return Plan(**fields)
