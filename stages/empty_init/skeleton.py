@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +52,8 @@ class Skeleton:
     classes whose modules compute on one device. ``order`` lists the modules in the order in which they are first
     called; ``calls`` the modules that hold tensors directly, in the order of every call, repeats included.
     ``unrehearsed`` says why the order had to be that of registration, and is null where a rehearsal gave it.
-    ``streamed_by`` names, for a module that is never called itself, the caller that uses its tensors directly.
+    ``borrowers`` lists, for a module whose tensors other modules' code reads directly, those other modules (a
+    mixer that reads the weight of its convolution without calling it).
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -61,7 +62,7 @@ class Skeleton:
     no_split: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
-    streamed_by: Mapping[str, str] | None = None
+    borrowers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unrehearsed: str | None = None
     model_class: str = ""
 
@@ -102,6 +103,7 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
     fields["tied"] = tuple(tuple(group) for group in data["tied"])
     for key in ("no_split", "order", "calls"):
         fields[key] = tuple(data[key])
+    fields["borrowers"] = {owner: tuple(users) for owner, users in data["borrowers"].items()}
     return Skeleton(**fields)
 
 

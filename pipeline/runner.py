@@ -1,0 +1,180 @@
+"""The runner: stages in order, through the cache.
+
+It first finds the artifacts that are already there, which needs no model code. Only then are the remaining stages
+asked whether the config is one that they can carry out, and only then does any work begin. Live halves are made when a
+stage asks for one, and let go when no stage that remains will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from pipeline.cache.fingerprint import fingerprint
+from pipeline.cache.store import Store
+from pipeline.config import check
+from pipeline.errors import ConfigError, Fault, raise_faults
+from pipeline.memory import MemoryMonitor
+from pipeline.meter import Meter
+from pipeline.record import RunRecord, StageRecord
+from pipeline.stage import Artifact, Config, Report, Stage
+
+GROUP = "offstage.stages"
+
+
+def installed_stages() -> dict[str, Any]:
+    """Return the entry points of the installed stages by name; none is imported."""
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def load_stages(config: Config) -> list[Stage]:
+    """Return the stages that ``config`` lists, up to ``stop_after``, one new instance each."""
+    installed, names = installed_stages(), list(config["stages"])
+    if config["stop_after"] is not None:
+        names = names[: names.index(config["stop_after"]) + 1]
+    return [installed[name].load()() for name in names]
+
+
+def check_config(config: Config) -> list[Stage]:
+    """Return the stages to run, or raise every fault of ``config`` that can be seen, as one error.
+
+    What needs model code to be seen is looked at here only where the config is faulty anyway: a sound config may be
+    served from the cache, without any.
+    """
+    faults = list(check(config, list(installed_stages())))
+    if any(fault.key in ("stages", "stop_after", "model.kind") for fault in faults):
+        raise_faults(faults)
+    stages = load_stages(config)
+    faults += [fault for stage in stages for fault in stage.check(config)]
+    if faults:
+        faults += [fault for stage in stages for fault in stage.examine(config)]
+    raise_faults(faults)
+    return stages
+
+
+class Runner:
+    """One pass of the pipeline. It is the ``Context`` that the stages work in."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        config: Config,
+        *,
+        record: RunRecord,
+        monitor: MemoryMonitor,
+        announce: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self._stages = {stage.name: stage for stage in stages}
+        self._config = config
+        self._record = record
+        self._monitor = monitor
+        self._announce = announce
+        self._meter = Meter(monitor)
+        self._store = Store(self.cache)
+        self._artifacts: dict[str, Artifact] = {}
+        self._cached: dict[str, bool] = {}
+        self._live: dict[str, Any] = {}
+        self._reports: dict[str, Report] = {}
+        self.at_work: str | None = None
+        """The stage whose turn it is: the one to name where something fails."""
+
+    @property
+    def config(self) -> Config:
+        """The run's resolved config."""
+        return self._config
+
+    @property
+    def cache(self) -> Path:
+        """The cache's root."""
+        return Path(self._config["outputs"]) / "cache"
+
+    @property
+    def host_peak(self) -> Callable[[], int]:
+        """Returns the peak of anonymous host memory since the run began, in bytes."""
+        return lambda: self._monitor.peak_host_bytes
+
+    def artifact(self, stage: str) -> Artifact:
+        """Return the artifact of the earlier stage ``stage``."""
+        if stage not in self._artifacts:
+            raise ConfigError(f"stages: {stage!r} must stand before the stage that needs it; see stages=generate")
+        return self._artifacts[stage]
+
+    def live(self, stage: str) -> Any:
+        """Return the live half of the earlier stage ``stage``, made now if it isn't there."""
+        if stage not in self._live:
+            self.artifact(stage)
+            with self._meter.charge(stage):
+                self._live[stage] = self._stages[stage].revive(self)
+        return self._live[stage]
+
+    def run(self) -> Mapping[str, Report]:
+        """Run every stage, and return what each reports. Raises what a stage raises."""
+        self._find_cached()
+        remaining = [name for name in self._stages if name not in self._artifacts]
+        raise_faults([fault for name in remaining for fault in self._examine(name)])
+        for name in remaining:
+            self.at_work = name
+            self._announce(name)
+            with self._meter.charge(name):
+                self._obtain(name)
+            self._release(remaining[remaining.index(name) + 1 :])
+            self._write_record()
+        self._write_record()
+        self._store.sweep()
+        return self._reports
+
+    def _examine(self, name: str) -> Sequence[Fault]:
+        with self._meter.charge(name):
+            return list(self._stages[name].examine(self._config))
+
+    def _find_cached(self) -> None:
+        """Find the artifacts of the leading stages, up to the first that isn't there: later keys depend on it."""
+        for name in self._stages:
+            self.at_work = name
+            with self._meter.charge(name):
+                found = self._store.find(name, self._key(name))
+            if found is None:
+                return
+            self._artifacts[name], self._cached[name] = found, True
+
+    def _key(self, name: str) -> str:
+        stage = self._stages[name]
+        return fingerprint({"stage": name, "version": stage.version, "inputs": dict(stage.key(self))})
+
+    def _obtain(self, name: str) -> None:
+        stage = self._stages[name]
+        artifact, live, cached = self._store.obtain(name, self._key(name), lambda folder: stage.build(self, folder))
+        self._artifacts[name], self._cached[name] = artifact, cached
+        if live is not None:
+            self._live[name] = live
+
+    def _release(self, remaining: Sequence[str]) -> None:
+        """Let go of every live half that none of the ``remaining`` stages will ask for."""
+        wanted: set[str] = set()
+        frontier = {need for name in remaining for need in self._stages[name].needs}
+        while frontier:
+            wanted |= frontier
+            unmade = [name for name in frontier if name not in self._live and name in self._stages]
+            frontier = {need for name in unmade for need in self._stages[name].needs} - wanted
+        self._live = {name: live for name, live in self._live.items() if name in wanted}
+
+    def _write_record(self) -> None:
+        """Bring the record up to date: what an earlier stage used may have grown since it was last written."""
+        for name, artifact in self._artifacts.items():
+            usage = self._meter.usage(name)
+            self._record.add_stage(
+                StageRecord(
+                    name=name,
+                    key=artifact.key,
+                    cached=self._cached[name],
+                    seconds=usage.seconds,
+                    artifact=str(artifact.folder),
+                    peak_host_bytes=usage.peak_host_bytes,
+                    peak_device_bytes={str(device): count for device, count in usage.peak_device_bytes.items()},
+                )
+            )
+            if name not in self._reports:
+                self._reports[name] = self._stages[name].report(artifact)
+                self._record.merge(self._reports[name])

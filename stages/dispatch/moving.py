@@ -1,0 +1,59 @@
+"""Moving values between devices, whatever containers they come in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+
+def send_to_device(value: Any, device: torch.device, *, skip_keys: Collection[str] = ()) -> Any:
+    """Return ``value`` with every tensor in it on ``device``.
+
+    Goes through tuples, named tuples, lists, mappings and dataclasses (transformers' outputs are both), keeps their
+    types, and returns what holds no tensor, or is there already, as it is. Entries of a mapping named in
+    ``skip_keys`` are left where they are.
+    """
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device)
+    if isinstance(value, (tuple, list)):
+        return _send_sequence(value, device, skip_keys)
+    if isinstance(value, Mapping):
+        return _send_mapping(value, device, skip_keys)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _send_dataclass(value, device, skip_keys)
+    return value
+
+
+def first_device(value: Any) -> torch.device | None:
+    """Return the device of the first tensor found in ``value``, or None if it holds none."""
+    if isinstance(value, torch.Tensor):
+        return value.device
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return next((found for item in value if (found := first_device(item)) is not None), None)
+    return None
+
+
+def _send_sequence(value: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
+    items = [send_to_device(item, device, skip_keys=skip_keys) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _send_mapping(value: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
+    items = {k: v if k in skip_keys else send_to_device(v, device, skip_keys=skip_keys) for k, v in value.items()}
+    if all(items[key] is value[key] for key in items):
+        return value
+    kind: Any = type(value)
+    return kind(**items) if dataclasses.is_dataclass(value) else kind(items)
+
+
+def _send_dataclass(value: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    moved = _send_mapping(fields, device, skip_keys)
+    return value if moved is fields else dataclasses.replace(value, **moved)

@@ -1,0 +1,95 @@
+"""The score of a dispatch: which module's weights are brought in, for whose calls, and where each module computes.
+
+It is made from the skeleton and the plan alone, so that ``dispatch.json`` can be written without a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.empty_init.skeleton import Skeleton, parent
+from stages.plan.plan import Plan
+from stages.units import CPU, DISK, DeviceId
+
+FILE_NAME = "dispatch.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One module that holds tensors directly: where it computes and what is streamed for it.
+
+    ``streamed`` maps the names of the tensors that are brought in for each use to where they wait; ``callers`` are
+    the modules whose calls bring them in: the module itself, and those that read its tensors without calling it.
+    """
+
+    execution: DeviceId
+    streamed: Mapping[str, DeviceId]
+    callers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """All parts by module name, the modules that inputs are moved for, and the order in which streamed parts play.
+
+    ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
+    """
+
+    main_device: DeviceId
+    parts: Mapping[str, Part]
+    entries: Mapping[str, DeviceId]
+    order: tuple[str, ...]
+    streamed_bytes: int
+    reserve_bytes: int
+
+    def save(self, folder: Path) -> None:
+        """Write ``dispatch.json`` into ``folder``."""
+        folder.joinpath(FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def from_json(data: Mapping[str, Any]) -> Score:
+    """Return the score that ``dispatch.json`` holds."""
+    parts = {name: Part(**{**part, "callers": tuple(part["callers"])}) for name, part in data["parts"].items()}
+    return Score(**{**data, "parts": parts, "order": tuple(data["order"])})
+
+
+def write_score(skeleton: Skeleton, plan: Plan) -> Score:
+    """Return the score for a model with this ``skeleton`` placed by this ``plan``."""
+    owned: dict[str, list[str]] = {}
+    for tensor in skeleton.tensors:
+        owned.setdefault(parent(tensor.name), []).append(tensor.name)
+    parts = {}
+    for module, names in owned.items():
+        execution = plan.execution[module]
+        streamed = {name: plan.homes[name] for name in names if _is_streamed(plan.homes[name], execution)}
+        parts[module] = Part(execution, streamed, (module, *skeleton.borrowers.get(module, ())))
+    return Score(
+        main_device=plan.main_device,
+        parts=parts,
+        entries=_entries(skeleton, plan),
+        order=tuple(name for name in skeleton.calls if name in parts and parts[name].streamed),
+        streamed_bytes=sum(skeleton.by_name[name].bytes for part in parts.values() for name in part.streamed),
+        reserve_bytes=plan.reserve_bytes,
+    )
+
+
+def _is_streamed(home: DeviceId, execution: DeviceId) -> bool:
+    return home in (CPU, DISK) and home != execution
+
+
+def _entries(skeleton: Skeleton, plan: Plan) -> dict[str, DeviceId]:
+    """Return the roots of the largest subtrees that compute on one device."""
+    computing: dict[str, set[DeviceId]] = {module.name: set() for module in skeleton.modules}
+    for module, device in plan.execution.items():
+        path: str | None = module
+        while path is not None:
+            computing[path].add(device)
+            path = parent(path) if path else None
+    return {
+        name: next(iter(devices))
+        for name, devices in computing.items()
+        if len(devices) == 1 and (not name or len(computing[parent(name)]) > 1)
+    }

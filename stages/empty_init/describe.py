@@ -1,0 +1,101 @@
+"""From a live module to its skeleton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from stages.empty_init.rehearsal import REFUSALS, Rehearsal, rehearse
+from stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec, parent
+from stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
+
+
+def describe(
+    model: nn.Module,
+    *,
+    no_split: Iterable[str] | None = None,
+    call: Callable[[nn.Module], object] | None = None,
+    rehearsed: bool = True,
+) -> Skeleton:
+    """Return the skeleton of ``model``, whose tensors may lie on any device, meta included.
+
+    ``no_split`` names the classes whose modules compute on one device; by default what a transformers model
+    declares. ``call`` runs the rehearsal's forward (see ``rehearse``). A model that can't be rehearsed is described
+    in the order of registration, and ``unrehearsed`` says why.
+    """
+    declared = getattr(model, "_no_split_modules", None) if no_split is None else no_split
+    tied = find_tied_parameters(model)
+    seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return Skeleton(
+        tensors=tuple(_tensors(model)),
+        modules=tuple(ModuleSpec(n, type(m).__name__) for n, m in model.named_modules(remove_duplicate=False)),
+        tied=tuple(tuple(group) for group in tied),
+        no_split=tuple(sorted(declared or ())),
+        order=tuple(seen.order) if seen else tuple(names),
+        calls=tuple(seen.calls) if seen else tuple(name for name in names if _holds_tensors(model, name)),
+        borrowers=_borrowers(seen, tied) if seen else _likely_borrowers(model),
+        unrehearsed=refusal,
+        model_class=type(model).__name__,
+    )
+
+
+def dtype_name(dtype: object) -> str:
+    """Return torch's name of a dtype without its module: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensors(model: nn.Module) -> Iterable[TensorSpec]:
+    hidden = non_persistent_buffers(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield TensorSpec(name, tuple(parameter.shape), dtype_name(parameter.dtype))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        persistent = name not in hidden
+        yield TensorSpec(name, tuple(buffer.shape), dtype_name(buffer.dtype), "buffer", persistent)
+
+
+def _holds_tensors(model: nn.Module, name: str) -> bool:
+    module = model.get_submodule(name)
+    return any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+
+
+def _try_rehearsal(model: nn.Module, call: Callable[[nn.Module], object] | None) -> tuple[Rehearsal | None, str | None]:
+    """Return what a rehearsal saw and null, or null and why the model's code refused fake tensors."""
+    training = model.training
+    try:
+        return rehearse(model.eval(), call), None
+    except REFUSALS as error:
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        return None, f"{type(error).__name__}: {first_line}"
+    finally:
+        model.train(training)
+
+
+def _borrowers(seen: Rehearsal, tied: list[list[str]]) -> dict[str, tuple[str, ...]]:
+    """Return, for each module whose tensors were read by code of modules that don't own them, those modules.
+
+    Every module that a tied tensor is bound in owns it.
+    """
+    owners = {name: {parent(other) for other in group} for group in tied for name in group}
+    found: dict[str, set[str]] = {}
+    for name, users in seen.users.items():
+        strangers = users - owners.get(name, {parent(name)})
+        if strangers:
+            found.setdefault(parent(name), set()).update(strangers)
+    return {owner: tuple(sorted(users)) for owner, users in sorted(found.items())}
+
+
+def _likely_borrowers(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the borrowers to expect where no rehearsal could show them.
+
+    A module with tensors of its own and leaf children (``nn.MultiheadAttention`` and its ``out_proj``) may read the
+    children's directly; taking too many costs a read, missing one would break the forward.
+    """
+    return {
+        name: (parent(name),)
+        for name, module in model.named_modules()
+        if name and not any(True for _ in module.children())
+        if _holds_tensors(model, name)
+        and any(True for _ in model.get_submodule(parent(name)).parameters(recurse=False))
+    }

@@ -1,0 +1,110 @@
+"""The model of a config, built without its weights."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from hydra.errors import HydraException
+from hydra.utils import get_class, instantiate
+from torch import nn
+
+from pipeline.errors import CheckpointError, ConfigError, closest
+from stages.empty_init.identity import constructor_arguments, read_config, resolve_dtype
+from stages.empty_init.init import init_empty_weights
+
+_BUILD_FAULTS = (
+    TypeError, ValueError, AttributeError, LookupError, ImportError, RuntimeError, AssertionError, HydraException,
+)  # fmt: skip
+
+
+def build_model(config: Mapping[str, Any]) -> nn.Module:
+    """Return the model that ``config`` declares, in eval mode, with parameters on meta and buffers computed.
+
+    Parameters have the dtype that they will be loaded in. Nothing of the checkpoint but its ``config.json`` is read.
+    """
+    transformers.logging.set_verbosity_error()
+    node, dtype = config["model"], resolve_dtype(config)
+    model = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
+    return model.eval().requires_grad_(False)
+
+
+def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:
+    target = node["_target_"]
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        with init_empty_weights():
+            model = instantiate(constructor_arguments(node))
+    except _BUILD_FAULTS as error:
+        cause = error.__cause__ or error
+        raise ConfigError(f"model._target_: {target!r} can't be built: {type(cause).__name__}: {cause}") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model._target_: {target!r} made a {type(model).__name__}, not a torch.nn.Module")
+    return model if dtype == "auto" else model.to(getattr(torch, dtype))
+
+
+def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
+    folder, remote = Path(node["path"]), bool(node["trust_remote_code"])
+    read_config(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
+        model_class = _model_class(node.get("class"), config, folder=folder, remote=remote)
+        with init_empty_weights():
+            model = model_class._from_config(config, dtype=getattr(torch, dtype))
+    except (ConfigError, CheckpointError):
+        raise
+    except _BUILD_FAULTS as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{folder / 'config.json'}: no model can be built from it: {first}") from error
+    model.tie_weights()
+    _apply_dtype_plan(model, getattr(torch, dtype))
+    return model  # type: ignore[no-any-return]
+
+
+def _model_class(override: str | None, config: Any, *, folder: Path, remote: bool) -> Any:
+    """Return the class that the config override, the checkpoint's own code, or its ``architectures`` name."""
+    if override and "." in override:
+        return get_class(override)
+    name = override or next(iter(config.architectures or ()), None)
+    auto_map = getattr(config, "auto_map", None) or {}
+    reference = next((auto_map[key] for key in auto_map if key.startswith("AutoModel")), None)
+    if remote and reference and not override:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(reference, folder)
+    if name is None:
+        return _default_class(config)
+    found = getattr(transformers, name, None)
+    if found is None or not hasattr(found, "_from_config"):
+        near = closest(name, (n for n in dir(transformers) if n.startswith(name[:3])))
+        where = "model.class" if override else f"{folder / 'config.json'}: architectures"
+        raise (ConfigError if override else CheckpointError)(
+            f"{where}: {name!r} is no model class of transformers {transformers.__version__}{near}; set model.class"
+        )
+    return found
+
+
+def _default_class(config: Any) -> Any:
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise CheckpointError(f"config.json: {config.model_type!r} says no architectures; set model.class")
+
+
+def _apply_dtype_plan(model: Any, dtype: torch.dtype) -> None:
+    """Keep in float32 the parameters that the model class declares so (T5's ``wo``), as transformers does."""
+    patterns = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    if dtype not in (torch.float16, torch.bfloat16) or not patterns:
+        return
+    kept = re.compile("|".join(pattern.replace("*", ".*") for pattern in sorted(patterns)))
+    for name, parameter in model.named_parameters():
+        if kept.search(name):
+            parameter.data = parameter.data.float()

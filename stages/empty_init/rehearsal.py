@@ -1,0 +1,132 @@
+"""The rehearsal: a forward pass of the skeleton with fake tensors.
+
+It computes nothing and allocates nothing, yet runs the model's own code, so it shows what no module tree says: in
+which order modules are called, and which module reads a tensor that belongs to another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+REFUSALS = (
+    RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError, AssertionError,
+)  # fmt: skip
+"""What a model's code may raise when it meets fake tensors: a rehearsal that fails is no error, only less is known."""
+
+
+@dataclass(slots=True)
+class Rehearsal:
+    """What a rehearsal saw.
+
+    ``order``: modules by their first call; ``calls``: every call of a module that holds tensors, repeats included;
+    ``users``: tensor name → the modules whose code read it.
+    """
+
+    order: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    users: dict[str, set[str]] = field(default_factory=dict)
+
+
+def rehearse(model: nn.Module, call: Callable[[nn.Module], object] | None = None) -> Rehearsal:
+    """Run one forward of ``model``, whose parameters may be on meta, with fake tensors, and return what was seen.
+
+    ``call`` runs the forward on the module that it is given; by default eight token ids in a batch of one.
+    Raises whatever the model's code raises when it meets fake tensors (one of ``REFUSALS``).
+    """
+    seen = Rehearsal()
+    stack: list[str] = []
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = _fake_weights(model)
+        names: dict[int, list[str]] = {id(fake): [] for fake in fakes.values()}
+        for name, fake in fakes.items():
+            names[id(fake)].append(name)
+        with _watch_calls(model, seen, stack), _Uses(names, seen, stack), _swapped(model, fakes):
+            (call or call_with_tokens)(model)
+    return seen
+
+
+def call_with_tokens(model: nn.Module) -> object:
+    """Call ``model`` on a batch of one prompt of eight token ids, the way a language model is called."""
+    tokens = torch.ones((1, 8), dtype=torch.long)
+    config = getattr(model, "config", None)
+    if config is None:
+        return model(tokens)
+    if getattr(config, "is_encoder_decoder", False):
+        return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), decoder_input_ids=tokens[:, :1])
+    return model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+
+
+def _fake_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a fake cpu tensor for every parameter name; tied names share one."""
+    made: dict[int, torch.Tensor] = {}
+    weights = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in made:
+            made[id(parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        weights[name] = made[id(parameter)]
+    return weights
+
+
+@contextmanager
+def _swapped(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Bind ``weights`` in place of the model's parameters; the parameters are back afterwards, whatever happened."""
+    homes = [(model.get_submodule(name.rpartition(".")[0])._parameters, name) for name in weights]
+    saved = [table[name.rpartition(".")[2]] for table, name in homes]
+    try:
+        for table, name in homes:
+            table[name.rpartition(".")[2]] = weights[name]  # type: ignore[assignment]
+        yield
+    finally:
+        for (table, name), parameter in zip(homes, saved, strict=True):
+            table[name.rpartition(".")[2]] = parameter
+
+
+@contextmanager
+def _watch_calls(model: nn.Module, seen: Rehearsal, stack: list[str]) -> Iterator[None]:
+    """Note every call of a module of ``model`` in ``seen``, and keep the modules that are running on ``stack``."""
+    handles = []
+    entered: set[str] = set()
+    for name, module in model.named_modules():
+        holds = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+
+        def enter(_module: nn.Module, _args: Any, name: str = name, holds: bool = holds) -> None:
+            stack.append(name)
+            if name not in entered:
+                entered.add(name)
+                seen.order.append(name)
+            if holds:
+                seen.calls.append(name)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            stack.pop()
+
+        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which running module hands which weight to an operator."""
+
+    def __init__(self, names: Mapping[int, list[str]], seen: Rehearsal, stack: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names, self._seen, self._stack = names, seen, stack
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        user = self._stack[-1] if self._stack else ""
+        for leaf in tree_leaves((args, kwargs)):
+            for name in self._names.get(id(leaf), ()):
+                self._seen.users.setdefault(name, set()).add(user)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,63 @@
+"""The stage empty_init: config → skeleton."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError, Fault
+from pipeline.stage import Artifact, Config, Context, Report
+from stages.empty_init.identity import identity, resolve_dtype
+from stages.empty_init.skeleton import FILE_NAME, from_json
+from stages.units import format_bytes
+
+
+class EmptyInit:
+    """Builds the model on the meta device and leaves ``skeleton.json``; its live half is that model."""
+
+    name = "empty_init"
+    version = 1
+    needs: tuple[str, ...] = ()
+
+    def check(self, config: Config) -> Iterable[Fault]:
+        """Yield a fault if the model's checkpoint folder or its target isn't there."""
+        model = config["model"]
+        target = model.get("_target_")
+        if model["kind"] == "module" and (not isinstance(target, str) or "." not in target):
+            yield Fault("model._target_", f"{target!r} is no dotted class name; give PACKAGE.MODULE.CLASS")
+        path = model.get("path")
+        if not path:
+            yield Fault("model.path", f"{path!r} is no checkpoint; give the folder that holds it")
+        elif model["kind"] == "pretrained" and not Path(path).is_dir():
+            yield Fault("model.path", f"{path!r} is no folder; give a checkpoint folder", CheckpointError)
+
+    def examine(self, config: Config) -> Iterable[Fault]:
+        """Yield nothing: what needs the model's code is said as the model is built, the first work of a run."""
+        return ()
+
+    def key(self, context: Context) -> Mapping[str, object]:
+        """The skeleton depends on the model's identity and the dtype."""
+        return {"model": identity(context.config["model"]), "dtype": resolve_dtype(context.config)}
+
+    def build(self, context: Context, folder: Path) -> Any:
+        """Write ``skeleton.json`` and return the model on meta."""
+        from stages.empty_init.describe import describe
+        from stages.empty_init.model import build_model
+
+        model = build_model(context.config)
+        describe(model, no_split=context.config["model"].get("no_split")).save(folder)
+        return model
+
+    def revive(self, context: Context) -> Any:
+        """Return the model on meta."""
+        from stages.empty_init.model import build_model
+
+        return build_model(context.config)
+
+    def report(self, artifact: Artifact) -> Report:
+        """Say how large the model is, and whether its order is that of a rehearsal."""
+        skeleton = from_json(artifact.json(FILE_NAME))
+        order = "rehearsed" if skeleton.unrehearsed is None else "order of registration"
+        size = format_bytes(skeleton.bytes)
+        return Report(f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}, {order}")

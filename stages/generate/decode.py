@@ -1,0 +1,140 @@
+"""Decoding: transformers' ``generate`` where the model has it, else a plain loop over its logits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from pipeline.errors import ConfigError
+from stages.generate.prompts import Batch
+
+
+@dataclass(slots=True)
+class Clock:
+    """When each token of a batch came, in seconds of ``time.perf_counter``; ``tick`` is told after each.
+
+    ``first`` is called once the first token is there: what follows is decoding, what came before is the prefill.
+    """
+
+    tick: Callable[[], object] = lambda: None
+    first: Callable[[], object] = lambda: None
+    times: list[float] = field(default_factory=list)
+
+    def token(self) -> None:
+        """Note that a token has come."""
+        self.times.append(time.perf_counter())
+        if len(self.times) == 1:
+            self.first()
+        self.tick()
+
+
+class _ClockCriteria(StoppingCriteria):  # type: ignore[misc]
+    """Never stops anything: transformers asks its stopping criteria after each token, and so tells the clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._clock.token()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def has_generate(model: nn.Module) -> bool:
+    """Return whether transformers' ``generate`` can be called on ``model``."""
+    can_generate = getattr(model, "can_generate", None)
+    return callable(can_generate) and bool(can_generate()) and callable(getattr(model, "generate", None))
+
+
+def decode_with_transformers(
+    model: Any, batch: Batch, options: Mapping[str, Any], *, device: torch.device, clock: Clock
+) -> torch.Tensor:
+    """Return the new tokens, int64 of shape (sequences, new tokens), padded on the right where one ended early."""
+    sequences = model.generate(
+        input_ids=batch.input_ids.to(device),
+        attention_mask=batch.attention_mask.to(device),
+        stopping_criteria=StoppingCriteriaList([_ClockCriteria(clock)]),
+        **options,
+    )
+    sequences = getattr(sequences, "sequences", sequences)
+    skipped = 1 if model.config.is_encoder_decoder else batch.input_ids.shape[1]
+    return sequences[:, skipped:].cpu()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def decode_plainly(
+    model: nn.Module, input_ids: torch.Tensor, options: Mapping[str, Any], *, clock: Clock
+) -> torch.Tensor:
+    """Return the new tokens, shape (prompts, new tokens), of any ``model`` that maps token ids to logits.
+
+    ``input_ids`` has shape (prompts, length): all of one length, since nothing is known of masks. Each step runs the
+    whole sequence, since nothing is known of caches. A row that met an end token repeats it.
+    """
+    tokens, ended = input_ids, torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    ends = _as_list(options.get("eos_token_id"))
+    for _ in range(options.get("max_new_tokens", 20)):
+        chosen = choose(logits_of(model(tokens))[:, -1], tokens, options)
+        if ends:
+            chosen = torch.where(ended, ends[0], chosen)
+            ended |= torch.isin(chosen, torch.tensor(ends, device=chosen.device))
+        tokens = torch.cat([tokens, chosen[:, None]], dim=1)
+        clock.token()
+        if bool(ended.all()):
+            break
+    return tokens[:, input_ids.shape[1] :].cpu()
+
+
+def choose(logits: torch.Tensor, tokens: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+    """Return the next token of each row of ``logits`` (prompts, words): the likeliest, or sampled."""
+    if not options.get("do_sample"):
+        return logits.argmax(dim=-1)
+    logits = logits.float()
+    for name, warper in (
+        ("temperature", TemperatureLogitsWarper),
+        ("top_k", TopKLogitsWarper),
+        ("top_p", TopPLogitsWarper),
+    ):
+        if options.get(name):
+            logits = warper(options[name])(tokens, logits)
+    return torch.multinomial(logits.softmax(dim=-1), 1)[:, 0]
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """Return the logits (prompts, length, words) in what a model returned: a tensor, a mapping, or a tuple's first."""
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    elif hasattr(output, "logits"):
+        output = output.logits
+    elif isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if not isinstance(output, torch.Tensor) or output.dim() != 3:
+        got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+        raise ConfigError(f"model: its forward returned {got}; text needs logits of shape (prompts, length, words)")
+    return output
+
+
+def trim(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """Return ``tokens`` up to the first end token, that one included."""
+    stop = next((index for index, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+    return list(tokens[: stop + 1])
+
+
+def _as_list(value: int | Sequence[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def end_tokens(*sources: Any) -> list[int]:
+    """Return the end tokens that the first of ``sources`` that has any names as ``eos_token_id``."""
+    found = (
+        source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
+        for source in sources
+    )
+    return next((_as_list(value) for value in found if value is not None), [])

@@ -1,0 +1,169 @@
+"""One generation: prompts in, a ``Generation`` out, measured as it goes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from pipeline.errors import ConfigError
+from pipeline.stage import Context
+from stages.dispatch.stage import Dispatched
+from stages.generate import decode, options, prompts
+from stages.generate.stage import FILE_NAME
+
+WORDS_UNKNOWN = 2**63
+"""A bound on token ids where the model doesn't say how many words it knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """``outputs``: one ``{prompt, text, token_ids}`` a sequence; ``measured``: device → peak bytes."""
+
+    outputs: list[dict[str, Any]]
+    metrics: dict[str, float | int | None]
+    measured: dict[str, int]
+
+    def save(self, folder: Path) -> None:
+        """Write ``generation.json`` into ``folder``."""
+        folder.joinpath(FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+@dataclass(slots=True)
+class _Timing:
+    """Sums over batches: seconds and tokens (steps, however many prompts share one), before and after the first."""
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    decode_bytes: int = 0
+
+
+def perform(context: Context) -> Generation:
+    """Generate what ``context.config`` asks for, on the live model of the stage dispatch."""
+    config = context.config
+    tokenizer = prompts.load_tokenizer(config["model"])
+    asked = prompts.read_prompts(config["generate"])
+    encoded = prompts.encode(asked, tokenizer)
+    dispatched: Dispatched = context.live("dispatch")
+    _check_words(dispatched.model, encoded)
+    player = _Player(dispatched, config, tokenizer)
+    torch.manual_seed(config["seed"])
+    rows = player.play(encoded)
+    copies = max(len(rows) // len(asked), 1)
+    outputs = [
+        {"prompt": asked[index // copies], "text": _decoded(tokenizer, row), "token_ids": row}
+        for index, row in enumerate(rows)
+    ]
+    return Generation(outputs, player.metrics(), _measured(context))
+
+
+class _Player:
+    """Runs the batches of one generation and keeps their timing."""
+
+    def __init__(self, dispatched: Dispatched, config: Mapping[str, Any], tokenizer: Any) -> None:
+        self._dispatched = dispatched
+        self._generate = config["generate"]
+        self._timing = _Timing()
+        self._options = options.given_options(self._generate)
+        self._defaults = options.checkpoint_defaults(Path(config["model"]["path"]))
+        self._uses_transformers = decode.has_generate(dispatched.model)
+        if self._uses_transformers and self._defaults is not None:
+            dispatched.model.generation_config = self._defaults
+        if not self._uses_transformers:
+            self._options = options.plain_options(self._options, self._defaults)
+        self._ends = decode.end_tokens(
+            self._options, self._defaults, getattr(dispatched.model, "generation_config", None)
+        )
+        pads = (self._options.get("pad_token_id"), getattr(self._defaults, "pad_token_id", None))
+        pads += (getattr(tokenizer, "pad_token_id", None), *self._ends, 0)
+        self._pad = int(next(pad for pad in pads if pad is not None))
+
+    def play(self, encoded: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the new tokens of each prompt, in order."""
+        steps = self._options.get("max_new_tokens")
+        batches = self._batches(encoded)
+        total = steps * len(batches) if steps else None
+        rows: list[list[int]] = []
+        with tqdm(total=total, desc="generate", unit="token", disable=None, leave=False) as bar:
+            for batch in batches:
+                rows += [decode.trim(row, self._ends) for row in self._play_batch(batch, bar)]
+        return rows
+
+    def _batches(self, encoded: Sequence[Sequence[int]]) -> list[prompts.Batch]:
+        """Cut ``encoded`` into batches. The plain loop knows no masks, so there prompts of one length go together."""
+        size = self._generate.get("batch_size") or len(encoded)
+        groups: list[list[Sequence[int]]] = []
+        for ids in encoded:
+            full = not groups or len(groups[-1]) == size
+            if full or (not self._uses_transformers and len(groups[-1][0]) != len(ids)):
+                groups.append([])
+            groups[-1].append(ids)
+        config = getattr(self._dispatched.model, "config", None)
+        side = "right" if getattr(config, "is_encoder_decoder", False) else "left"
+        return [prompts.make_batch(group, pad=self._pad, side=side) for group in groups]
+
+    def _play_batch(self, batch: prompts.Batch, bar: Any) -> list[list[int]]:
+        traffic = self._dispatched.streamer.traffic
+        marks: list[int] = []
+        clock = decode.Clock(tick=bar.update, first=lambda: marks.append(traffic.streamed_bytes))
+        began = time.perf_counter()
+        tokens = self._decode(batch, clock)
+        timing, times = self._timing, clock.times
+        if times:
+            timing.prefill_seconds += times[0] - began
+            timing.decode_seconds += times[-1] - times[0]
+            timing.decode_steps += len(times) - 1
+            timing.decode_tokens += (len(times) - 1) * len(tokens)
+            timing.decode_bytes += traffic.streamed_bytes - marks[0]
+        return [[int(token) for token in row] for row in tokens]
+
+    def _decode(self, batch: prompts.Batch, clock: decode.Clock) -> torch.Tensor:
+        model, device = self._dispatched.model, self._dispatched.device
+        if self._uses_transformers:
+            with torch.no_grad():
+                return decode.decode_with_transformers(model, batch, self._options, device=device, clock=clock)
+        return decode.decode_plainly(model, batch.input_ids.to(device), self._options, clock=clock)
+
+    def metrics(self) -> dict[str, float | int | None]:
+        """Return the run record's metrics, null where nothing was decoded after the first token."""
+        timing, steps = self._timing, self._timing.decode_steps
+        traffic = self._dispatched.streamer.traffic
+        return {
+            "load_seconds": self._dispatched.load_seconds,
+            "prefill_seconds": timing.prefill_seconds,
+            "decode_seconds_per_token": timing.decode_seconds / steps if steps else None,
+            "decode_tokens_per_second": timing.decode_tokens / timing.decode_seconds if steps else None,
+            "streamed_bytes_per_token": round(timing.decode_bytes / steps) if steps else None,
+            "storage_read_bytes": self._dispatched.read_bytes + traffic.storage_bytes,
+            "stall_seconds": traffic.stall_seconds,
+        }
+
+
+def _check_words(model: Any, encoded: Sequence[Sequence[int]]) -> None:
+    """Refuse token ids that the model has no embedding for, before its forward trips over them."""
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    words = getattr(text_config, "vocab_size", None) or WORDS_UNKNOWN
+    largest = max(max(ids) for ids in encoded)
+    if largest >= words:
+        raise ConfigError(f"generate.prompts: token id {largest} is beyond the model's {words} words; give ids below")
+
+
+def _decoded(tokenizer: Any, row: Sequence[int]) -> str | None:
+    return None if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True)
+
+
+def _measured(context: Context) -> dict[str, int]:
+    """Return the peaks so far: of the host's anonymous memory, and of every accelerator in use."""
+    peaks = {"cpu": context.host_peak()}
+    if torch.cuda.is_available():
+        peaks |= {str(i): torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())}
+    return peaks

@@ -1,0 +1,119 @@
+"""Prompts: strings or token ids, from the config or a file, as padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError, Fault
+
+if TYPE_CHECKING:
+    import torch
+
+OWN_KEYS = ("prompts", "prompts_file", "batch_size")
+"""The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
+"""The files of a checkpoint folder that a tokenizer is made from, as glob patterns."""
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts of one batch: ``input_ids`` and ``attention_mask``, int64 of shape (prompts, longest prompt)."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+
+def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield what is wrong with the prompts and the batch size of the config node ``generate``."""
+    size, file = generate.get("batch_size"), generate.get("prompts_file")
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        yield Fault("generate.batch_size", f"{size!r} is no batch size; give a whole number from 1, or null for all")
+    if file is not None:
+        if not Path(file).is_file():
+            yield Fault("generate.prompts_file", f"{file!r} is no file; give a text file with one prompt a line")
+        return
+    prompts = generate.get("prompts")
+    if not isinstance(prompts, list) or not prompts:
+        yield Fault("generate.prompts", f"{prompts!r} is no list of prompts; give generate.prompts=['…'] or [[5,6,7]]")
+        return
+    for index, prompt in enumerate(prompts):
+        if not _is_prompt(prompt):
+            yield Fault(f"generate.prompts[{index}]", f"{prompt!r} is neither a string nor a list of token ids")
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, str):
+        return bool(value)
+    ids = value if isinstance(value, list) else []
+    return bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+
+
+def read_prompts(generate: Mapping[str, Any]) -> list[Prompt]:
+    """Return the prompts of the config node ``generate``; blank lines of a prompts file are passed over."""
+    if generate.get("prompts_file") is None:
+        return list(generate["prompts"])
+    file = Path(generate["prompts_file"])
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"generate.prompts_file: {str(file)!r} can't be read as UTF-8 text: {error}") from error
+    if not lines:
+        raise ConfigError(f"generate.prompts_file: {str(file)!r} holds no prompt; write one a line")
+    return list(lines)
+
+
+def load_tokenizer(model: Mapping[str, Any]) -> Any:
+    """Return the tokenizer of the config node ``model``, or None if its folder holds none.
+
+    A folder given as ``model.tokenizer`` must hold one.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(model.get("tokenizer") or model["path"])
+    if not model.get("tokenizer") and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        return None
+    remote = bool(model.get("trust_remote_code", False))
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads: {first}; "
+            "set model.tokenizer to a folder that does, or give token ids: generate.prompts=[[5,6,7]]"
+        ) from error
+
+
+def encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of each prompt. A string needs a tokenizer: a ``ConfigError`` where there is none."""
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str) and tokenizer is None:
+            raise ConfigError(
+                f"generate.prompts: {prompt!r} is text and the checkpoint has no tokenizer; "
+                "set model.tokenizer to a folder that has one, or give token ids: generate.prompts=[[5,6,7]]"
+            )
+        ids = list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise ConfigError(f"generate.prompts: {prompt!r} has no tokens; give a longer prompt")
+        encoded.append([int(i) for i in ids])
+    return encoded
+
+
+def make_batch(ids: Sequence[Sequence[int]], *, pad: int, side: str) -> Batch:
+    """Return ``ids`` as one batch, padded with ``pad`` on ``side`` ("left" for decoders, "right" for encoders)."""
+    import torch
+
+    longest = max(map(len, ids))
+    tokens = torch.full((len(ids), longest), pad, dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(ids):
+        place = slice(longest - len(prompt), None) if side == "left" else slice(0, len(prompt))
+        tokens[row, place] = torch.tensor(prompt)
+        mask[row, place] = 1
+    return Batch(tokens, mask)

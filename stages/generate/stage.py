@@ -1,0 +1,91 @@
+"""The stage generate: a dispatched model and prompts → tokens, texts and metrics."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import Fault
+from pipeline.stage import Artifact, Config, Context, Report
+from stages.dispatch.score import FILE_NAME as SCORE
+from stages.empty_init import skeleton as skeletons
+from stages.generate.prompts import TOKENIZER_FILES, check_prompts, read_prompts
+
+FILE_NAME = "generation.json"
+
+
+class Generate:
+    """Leaves ``generation.json``: prompts, texts, token ids, metrics. It has no live half."""
+
+    name = "generate"
+    version = 1
+    needs: tuple[str, ...] = ("dispatch",)
+
+    def check(self, config: Config) -> Iterable[Fault]:
+        """Yield what is wrong with the prompts."""
+        return check_prompts(config["generate"])
+
+    def examine(self, config: Config) -> Iterable[Fault]:
+        """Yield the generation options that transformers doesn't know."""
+        from stages.generate.options import check_options
+
+        return check_options(config["generate"])
+
+    def key(self, context: Context) -> Mapping[str, object]:
+        """The tokens depend on the model, the prompts and every option; the metrics on the placement too."""
+        config = context.config
+        options = {key: value for key, value in config["generate"].items() if key not in ("prompts", "prompts_file")}
+        return {
+            "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
+            "weights": context.artifact("shard_load").key,
+            "placement": context.artifact("dispatch").digest(SCORE),
+            "prompts": read_prompts(config["generate"]),
+            "options": options,
+            "seed": config["seed"],
+            "text": _text_files(config["model"]),
+            "libraries": {name: metadata.version(name) for name in ("torch", "transformers")},
+        }
+
+    def build(self, context: Context, folder: Path) -> Any:
+        """Generate, and write ``generation.json``."""
+        from stages.generate.perform import perform
+
+        perform(context).save(folder)
+
+    def revive(self, context: Context) -> Any:
+        """Return None: nothing comes after the text."""
+
+    def report(self, artifact: Artifact) -> Report:
+        """Return the outputs, metrics and measured memory of the generation, and the texts for the screen."""
+        data = artifact.json(FILE_NAME)
+        tokens = sum(len(output["token_ids"]) for output in data["outputs"])
+        rate = data["metrics"]["decode_tokens_per_second"]
+        return Report(
+            summary=f"{tokens} tokens" + (f", {rate:.1f} a second" if rate else ""),
+            memory={"measured": data["measured"]},
+            metrics=data["metrics"],
+            outputs=tuple(data["outputs"]),
+            screen="\n".join(_shown(output) for output in data["outputs"]),
+        )
+
+
+def _shown(output: Mapping[str, Any]) -> str:
+    if isinstance(output["prompt"], str):
+        return f"{output['prompt']}{output['text']}"
+    return f"{output['prompt']} → {output['token_ids'] if output['text'] is None else output['text']}"
+
+
+def _text_files(model: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hashes of the files that say how text becomes tokens and which options are the default."""
+    folders = [Path(model["path"]), *([Path(model["tokenizer"])] if model.get("tokenizer") else [])]
+    files = {
+        file
+        for folder in folders
+        for pattern in (*TOKENIZER_FILES, "generation_config.json")
+        for file in folder.glob(pattern)
+        if file.is_file()
+    }
+    return {f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
