@@ -27,11 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     sys.argv[1:] = prepare_arguments(sys.argv[1:] if arguments is None else arguments)
+    shows_all = _FULL_ERROR in os.environ
+    os.environ[_FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
     try:
-        code = _guarded(lambda: _compose_and_run(started))
+        code = _guarded(lambda: _compose_and_run(started, shows_all=shows_all), shows_all=shows_all)
     except KeyboardInterrupt:
         sys.stderr.write("offstage: interrupted\n")
         code = INTERRUPTED
+    finally:
+        if not shows_all:
+            os.environ.pop(_FULL_ERROR, None)
     sys.stdout.flush()
     sys.exit(code)
 
@@ -54,7 +59,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _compose_and_run(started: float) -> int:
+def _compose_and_run(started: float, *, shows_all: bool) -> int:
     """Let Hydra compose the config and run each job; return the exit code: the first job's that failed, else 0."""
     import hydra
 
@@ -65,37 +70,36 @@ def _compose_and_run(started: float) -> int:
     codes: list[int] = []
 
     def job(config: DictConfig) -> int:
-        codes.append(_guarded(lambda: run_job(config, started=started if not codes else time.perf_counter())))
+        since = time.perf_counter() if codes else started
+        codes.append(_guarded(lambda: run_job(config, started=since), shows_all=shows_all))
         return codes[-1]
 
     hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(job)()
     return next((code for code in codes if code), 0)
 
 
-def _guarded(work: Callable[[], int]) -> int:
-    """Return what ``work`` returns, or print the error that a user can mend and return its exit code."""
+def _guarded(work: Callable[[], int], *, shows_all: bool) -> int:
+    """Return what ``work`` returns, or print the error that a user can mend and return its exit code.
+
+    With ``shows_all`` the error is raised on, to be seen with its traceback.
+    """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     from pipeline.errors import ConfigError, OffstageError
 
-    asked_for_all = _FULL_ERROR in os.environ
-    os.environ[_FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
     try:
         return work()
     except OffstageError as error:
-        if asked_for_all:
+        if shows_all:
             raise
         sys.stderr.writelines(f"offstage: {line}\n" for line in str(error).splitlines())
         return error.exit_code
     except (HydraException, OmegaConfBaseException) as error:
-        if asked_for_all:
+        if shows_all:
             raise
         sys.stderr.write(f"offstage: {_one_line(error)}\n")
         return ConfigError.exit_code
-    finally:
-        if not asked_for_all:
-            os.environ.pop(_FULL_ERROR, None)
 
 
 def _one_line(error: Exception) -> str:
@@ -110,5 +114,6 @@ def _one_line(error: Exception) -> str:
     unknown = lines[0].partition("Could not override '")[2].partition("'")[0]
     if unknown:
         return f"{unknown}: unknown key{closest(unknown, [f.name for f in fields(Schema)])}; --cfg job shows every key"
-    kept = [line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    noise = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
+    kept = [line for line in lines if not line.startswith(noise)]
     return "; ".join(dict.fromkeys(kept))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,9 @@ from pipeline.record import RunRecord
 from pipeline.runner import Runner, check_config
 from pipeline.stage import Report
 
+WIDTH_OF_FILES = 200
+"""Characters a line where the output is no terminal, so that nothing is folded that somebody may search for."""
+
 
 def run_job(config: DictConfig, *, started: float) -> int:
     """Run the pipeline once and return 0; raises what went wrong, after the record says so.
@@ -35,18 +39,23 @@ def run_job(config: DictConfig, *, started: float) -> int:
         config={},
         environment=environment(),
     )
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
     with MemoryMonitor() as monitor, _Ending(record, monitor) as ending:
         record.config = resolve(config)
         stages = check_config(record.config)
-        with console.status("looking into the cache") as status:
-            runner = ending.runner = Runner(
-                stages, record.config, record=record, monitor=monitor, announce=lambda name: status.update(f"{name} …")
-            )
-            reports = runner.run()
+        runner = ending.runner = Runner(stages, record.config, record=record, monitor=monitor, announce=announce)
+        reports = runner.run()
+    announce("")
     show(console, record.data, reports)
     console.print(f"\n{len(stages)} stages in {time.perf_counter() - started:.2f} s, {shorten(folder)}")
     return 0
+
+
+def announce(stage: str) -> None:
+    """Say on a terminal which stage is at work, on a line that the next one, or a progress bar, writes over."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[2K{stage and stage + ' …'}")
+        sys.stderr.flush()
 
 
 class _Ending:
@@ -75,8 +84,11 @@ class _Ending:
 def show(console: Console, record: Mapping[str, Any], reports: Mapping[str, Report]) -> None:
     """Print what ran as a table, then what the stages have to show."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name, justify in (("stage", "left"), ("seconds", "right"), ("", "left"), ("peak", "right"), ("", "left")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("stage", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("host peak", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
     for stage in record["stages"]:
         made = "[green]cached[/]" if stage["cached"] else "made"
         peak = decimal(stage["peak_host_bytes"] or 0)

@@ -50,7 +50,7 @@ def check_config(config: Config) -> list[Stage]:
     faults += [fault for stage in stages for fault in stage.check(config)]
     if faults:
         faults += [fault for stage in stages for fault in stage.examine(config)]
-    raise_faults(faults)
+    raise_faults(list({fault.key: fault for fault in reversed(faults)}.values())[::-1])  # two stages may see one fault
     return stages
 
 

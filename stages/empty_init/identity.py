@@ -15,11 +15,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError, ConfigError
-from stages.empty_init.skeleton import parent
+from pipeline.errors import CheckpointError
 
 OWN_KEYS = ("kind", "path", "no_split", "tokenizer", "trust_remote_code")
 """The keys of ``model`` that are ours; for ``model=module`` all others are arguments of its constructor."""
+
+WHERE_CODE_IS_FOUND = "give PACKAGE.MODULE.CLASS, with the package installed, on PYTHONPATH or in the current folder"
 
 
 def identity(model: Mapping[str, Any]) -> dict[str, object]:
@@ -109,18 +110,15 @@ def code_identity(target: str) -> dict[str, str]:
     """Return what the code behind a dotted ``target`` is, without importing it.
 
     For a package that an installed distribution provides, its version; else the hash of every source file of the
-    top-level module or package that ``target`` names. A ``ConfigError`` if there is no such module.
+    top-level module or package that ``target`` names. Empty if there is no such module.
     """
     top = target.partition(".")[0]
     distributions = metadata.packages_distributions().get(top, [])
     if distributions:
         return {name: metadata.version(name) for name in sorted(set(distributions))}
     spec = PathFinder.find_spec(top, [*sys.path, str(Path.cwd())])
-    if spec is None or not parent(target):
-        raise ConfigError(
-            f"model._target_: {target!r} names no importable module; give PACKAGE.MODULE.CLASS, with the package "
-            "installed, on PYTHONPATH or in the current folder"
-        )
+    if spec is None:
+        return {}
     places = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
     files = [file for place in places for file in _sources(Path(place))]
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,10 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
+
+_FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 
 
 @contextmanager
@@ -42,7 +46,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     """Build modules inside this context with every parameter on ``device``; see ``init_empty_weights``."""
     device = torch.device(device)
     owner = threading.get_ident()
-    moved: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()  # a parameter assigned twice stays one parameter
+    # A parameter that is assigned twice stays one parameter.
+    moved: MutableMapping[torch.Tensor, torch.Tensor] = WeakIdKeyDictionary()
 
     def send(_module: nn.Module, _name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         if threading.get_ident() != owner or tensor.device == device or is_lazy(tensor):
@@ -56,11 +61,30 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         return None if buffer is None else send(module, name, buffer)
 
     with ExitStack() as stack:
+        if device.type == "meta":
+            stack.enter_context(_TooLargeToMeta())
         stack.callback(register_module_parameter_registration_hook(send).remove)  # type: ignore[arg-type]
         if include_buffers:
             stack.enter_context(device)
             stack.callback(register_module_buffer_registration_hook(send_buffer).remove)  # type: ignore[arg-type]
         yield
+
+
+class _TooLargeToMeta(TorchFunctionMode):
+    """Makes a tensor on meta where the machine can't allocate it.
+
+    A parameter is allocated, though never touched, before it can be registered: on most systems that costs nothing,
+    up to the point where one tensor is larger than the machine.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            if func not in _FACTORIES or "allocate memory" not in str(error):
+                raise
+            return func(*args, **{**kwargs, "device": "meta"})
 
 
 def _on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

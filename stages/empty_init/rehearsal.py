@@ -6,6 +6,7 @@ which order modules are called, and which module reads a tensor that belongs to 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,7 +46,7 @@ def rehearse(model: nn.Module, call: Callable[[nn.Module], object] | None = None
     """
     seen = Rehearsal()
     stack: list[str] = []
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), _quiet(fake_tensor.__name__), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = _fake_weights(model)
         names: dict[int, list[str]] = {id(fake): [] for fake in fakes.values()}
         for name, fake in fakes.items():
@@ -129,4 +131,24 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves((args, kwargs)):
             for name in self._names.get(id(leaf), ()):
                 self._seen.users.setdefault(name, set()).add(user)
+        if func is torch.ops.aten._grouped_mm.default:
+            return _fake_grouped_mm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _fake_grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call the grouped product of a mixture's experts in bfloat16: torch knows the shape of no other dtype's."""
+    product = torch.ops.aten._grouped_mm.default(left.bfloat16(), right.bfloat16(), *args, **kwargs)
+    return product.to(left.dtype)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silence the logger ``name``: torch logs a traceback where an operator refuses fake tensors."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

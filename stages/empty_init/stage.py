@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
-from stages.empty_init.identity import identity, resolve_dtype
+from stages.empty_init.identity import WHERE_CODE_IS_FOUND, code_identity, identity, resolve_dtype
 from stages.empty_init.skeleton import FILE_NAME, from_json
 from stages.units import format_bytes
 
@@ -26,6 +26,8 @@ class EmptyInit:
         target = model.get("_target_")
         if model["kind"] == "module" and (not isinstance(target, str) or "." not in target):
             yield Fault("model._target_", f"{target!r} is no dotted class name; give PACKAGE.MODULE.CLASS")
+        elif model["kind"] == "module" and not code_identity(target):
+            yield Fault("model._target_", f"{target!r} names no importable module; {WHERE_CODE_IS_FOUND}")
         path = model.get("path")
         if not path:
             yield Fault("model.path", f"{path!r} is no checkpoint; give the folder that holds it")

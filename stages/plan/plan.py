@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ class Plan:
     tied names included; ``execution`` one for every module that holds tensors directly. ``budgets`` are bytes of
     weights (null: unlimited). ``resident_bytes`` counts tied tensors once; on disk it is what lies there.
     ``reserve_bytes`` is kept free on ``main_device`` for streamed weights. ``reasons`` says why each layer lies
-    where it does.
+    where it does. ``notes`` are remarks in words; ``budget_terms`` lists what automatic budgets are the sum of.
     """
 
     policy: str
@@ -35,6 +35,8 @@ class Plan:
     resident_bytes: Mapping[DeviceId, int]
     reserve_bytes: int
     reasons: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    budget_terms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @cached_property
     def devices(self) -> list[DeviceId]:
@@ -57,4 +59,5 @@ def from_json(data: Mapping[str, Any]) -> Plan:
     fields = dict(data)
     for key in ("budgets", "resident_bytes"):
         fields[key] = {parse_device(device): count for device, count in data[key].items()}
+    fields["notes"] = tuple(data.get("notes", ()))
     return Plan(**fields)

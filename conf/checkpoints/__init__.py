@@ -1,0 +1,1 @@
+"""The checkpoints that ship with offstage, and the scripts that make them."""

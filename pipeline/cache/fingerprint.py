@@ -1,0 +1,143 @@
+"""A value's fingerprint: the same for the same value in every process, and another for any other value.
+
+A key that two different values share serves a wrong artifact in silence, so nothing is hashed by its
+``repr``, its pickle or its ``hash()``. Each value is encoded with its type and the lengths of its parts,
+which makes the encoding reversible in principle: two values encode alike only if they are equal and of one
+type. A type that has no such encoding is refused rather than guessed at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import PurePath
+from typing import NoReturn
+
+_DEEPEST = 100
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Where inside the value the encoder is: the name for an error, the ids of the containers around it."""
+
+    name: str
+    around: tuple[int, ...] = ()
+
+    def inside(self, container: object, step: str) -> _Place:
+        return _Place(f"{self.name}{step}", (*self.around, id(container)))
+
+    def refuse(self, why: str) -> NoReturn:
+        raise TypeError(f"{self.name} {why}")
+
+
+def fingerprint(value: object) -> str:
+    """Return 64 hex characters (SHA-256) that stand for ``value``.
+
+    Taken are None, bool, int, float, str, bytes, list, tuple, mappings and sets (in any order), members of an
+    Enum, paths, and instances of dataclasses, nested as they like. A str is not a path, 1 is neither "1" nor
+    True nor 1.0, and a list is no tuple; 0.0 and -0.0 differ, every nan is one.
+
+    Raises:
+        TypeError: a part of the value is of another type, contains itself, or is nested more than 100 deep.
+            The
+            message says which part: ``value['model'][2]``.
+    """
+    return hashlib.sha256(_encode(value, _Place("value"))).hexdigest()
+
+
+def _encode(value: object, place: _Place) -> bytes:
+    """Return the encoding of ``value``: a tag for its type, then its parts, each after its length."""
+    scalar = _scalar(value)
+    if scalar is not None:
+        return scalar
+    if id(value) in place.around:
+        place.refuse("contains itself; a fingerprint needs a value with an end")
+    if len(place.around) >= _DEEPEST:
+        place.refuse(f"is nested more than {_DEEPEST} deep; a fingerprint needs a value with an end")
+    return _container(value, place)
+
+
+def _scalar(value: object) -> bytes | None:
+    """Return the encoding of a value without parts, or None if it isn't one.
+
+    Types are compared exactly: a subclass (``numpy.float64`` is a float) may mean more than its base says.
+    """
+    if value is None or type(value) is bool:
+        return _pack(repr(value))
+    if type(value) is int:
+        return _pack("int", value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
+    if type(value) is float:
+        return _pack("float", b"nan" if math.isnan(value) else struct.pack(">d", value))
+    if type(value) is str:
+        return _pack("str", _text(value))
+    if type(value) is bytes:
+        return _pack("bytes", value)
+    if isinstance(value, PurePath):
+        return _pack("path", _text(value.as_posix()))
+    return None
+
+
+def _container(value: object, place: _Place) -> bytes:
+    kind = type(value)
+    if isinstance(value, Enum):
+        member = value.value if value.name is None else value.name
+        return _pack("enum", _name_of(kind), _encode(member, place.inside(value, ".name")))
+    if type(value) is list or type(value) is tuple:
+        return _pack(kind.__name__, *_items(value, place))
+    if type(value) is set or type(value) is frozenset:
+        return _pack("set", *_members(value, place))
+    if "__dataclass_fields__" in vars(kind):
+        return _pack("dataclass", _name_of(kind), *_fields(value, place))
+    if isinstance(value, Mapping):
+        return _pack("mapping", *_entries(value, place))
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return place.refuse(
+        f"is a {name}, which has no fingerprint; give plain data instead "
+        "(None, bool, int, float, str, bytes, list, tuple, dict, set, Enum member, path, dataclass)"
+    )
+
+
+def _items(value: Iterable[object], place: _Place) -> Iterable[bytes]:
+    return (_encode(item, place.inside(value, f"[{index}]")) for index, item in enumerate(value))
+
+
+def _members(value: Iterable[object], place: _Place) -> Iterable[bytes]:
+    return sorted(_encode(member, place.inside(value, f"{{{member!r}}}")) for member in value)
+
+
+def _entries(value: Mapping[object, object], place: _Place) -> Iterable[bytes]:
+    """Return the entries in an order that doesn't depend on how the mapping was filled."""
+    return sorted(
+        _pack(
+            "entry",
+            _encode(key, place.inside(value, f".key({key!r})")),
+            _encode(item, place.inside(value, f"[{key!r}]")),
+        )
+        for key, item in value.items()
+    )
+
+
+def _fields(value: object, place: _Place) -> Iterable[bytes]:
+    names = [field.name for field in dataclasses.fields(value)]  # type: ignore[arg-type]
+    return (
+        _pack("field", _text(name), _encode(getattr(value, name), place.inside(value, f".{name}")))
+        for name in sorted(names)
+    )
+
+
+def _pack(tag: str, *parts: bytes) -> bytes:
+    lengths_and_parts = (piece for part in parts for piece in (struct.pack(">Q", len(part)), part))
+    return b"".join([_text(tag), b"\0", struct.pack(">Q", len(parts)), *lengths_and_parts])
+
+
+def _text(value: str) -> bytes:
+    """Return UTF-8; a file name that isn't UTF-8 has lone surrogates in it, which pass."""
+    return value.encode("utf-8", "surrogatepass")
+
+
+def _name_of(kind: type) -> bytes:
+    return _pack("class", _text(kind.__module__), _text(kind.__qualname__))

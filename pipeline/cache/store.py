@@ -1,0 +1,239 @@
+"""The store of artifacts, shared by every process that uses its folder.
+
+An artifact is built in a folder of its own beside its place, brought to the disk, and renamed into place: the
+rename is atomic, so a reader finds the whole artifact or none, whatever was killed when. Of several that
+build one key, the first to rename wins and the others take its artifact. A lock lets them wait instead of
+doing the same work; some file systems grant it to all or to none, so nothing but time depends on it.
+
+    ROOT/STAGE/KEY/            an artifact: its files and ``manifest.json``
+    ROOT/STAGE/.tmp-*          one being built, or left by a process that was killed
+    ROOT/STAGE/.damaged-*      one that didn't match its manifest
+    ROOT/STAGE/.KEY.lock       the lock of a key
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+from pipeline.cache.manifest import DamagedError, seal, verify
+from pipeline.errors import OffstageError, StorageError
+from pipeline.files import mendable, storage_error, sync_folder
+from pipeline.stage import Artifact
+
+T = TypeVar("T")
+
+_log = logging.getLogger("offstage")
+_BUILDING = ".tmp-"
+_DAMAGED = ".damaged-"
+_LOCK = ".lock"
+_TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_LOCK = (OSError, RuntimeError)
+"""What filelock raises where it can't lock: by its release and the file system, one or the other."""
+_PUBLISH_ATTEMPTS = 5
+
+
+class Store:
+    """Artifacts under one folder, by stage and key.
+
+    Every method may raise ``StorageError`` for what the disk refuses: no space, no permission, a file in the
+    way.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def find(self, stage: str, key: str) -> Artifact | None:
+        """Return the artifact of ``key``, its files checked against the manifest, or None if there is none.
+
+        One that is damaged is set aside with a warning, and None returned: it will be built again.
+        """
+        folder = self._folder(stage, key)
+        with mendable(folder.parent):
+            try:
+                return _read(folder)
+            except DamagedError:
+                # Judged again under the lock, so that what another process has mended meanwhile is left
+                # alone; and if another holds the lock, it is mending now.
+                with _locked(folder, wait=False) as ours:
+                    return _settle(folder) if ours else None
+
+    def obtain(self, stage: str, key: str, write: Callable[[Path], T]) -> tuple[Artifact, T | None, bool]:
+        """Return the artifact of ``key``, what ``write`` returned, and whether the artifact was there before.
+
+        ``write`` is called with an empty folder to fill, and only if no artifact is found; else its part is
+        None. The folder is renamed afterwards, so what ``write`` returns must not depend on where it lies.
+        Whatever ``write`` raises leaves nothing behind.
+        """
+        folder = self._folder(stage, key)
+        found = self.find(stage, key)
+        if found is not None:
+            return found, None, True
+        with mendable(folder.parent):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, wait=True):
+            with mendable(folder.parent):
+                found = _settle(folder)
+            if found is not None:
+                return found, None, True
+            artifact, made = _build(folder, write)
+            return artifact, made, False
+
+    def sweep(self, *, older_than_seconds: float = 86400.0) -> None:
+        """Remove what killed processes left, what was set aside, and idle locks, all by their newest file.
+
+        What can't be removed stays: a sweep never fails a run.
+        """
+        deadline = time.time() - older_than_seconds
+        for path in sorted(self._root.glob("*/.*")):
+            with suppress(OSError):
+                if _is_leftover(path) and _newest(path) <= deadline:
+                    _remove(path)
+
+    def _folder(self, stage: str, key: str) -> Path:
+        for part in (stage, key):
+            if not part or part.startswith(".") or "/" in part or os.sep in part:
+                raise ValueError(f"{part!r} can't name a folder of the cache")
+        return self._root / stage / key
+
+
+def _read(folder: Path) -> Artifact | None:
+    """Return the artifact in ``folder``, None if there is no such folder; raises ``DamagedError``."""
+    try:
+        folder.lstat()
+    except FileNotFoundError:
+        return None
+    stage, key = folder.parent.name, folder.name
+    return Artifact(stage=stage, key=key, folder=folder, files=verify(folder, stage=stage, key=key))
+
+
+def _settle(folder: Path) -> Artifact | None:
+    """Return the artifact of ``folder``; a damaged one is set aside and None returned."""
+    judged = _inode(folder)
+    try:
+        return _read(folder)
+    except DamagedError as damage:
+        # Where locks don't work, another process may have put a good one in its place since.
+        if _inode(folder) == judged:
+            _set_aside(folder, damage)
+        return None
+
+
+def _set_aside(folder: Path, damage: DamagedError) -> None:
+    aside = folder.with_name(f"{_DAMAGED}{uuid.uuid4().hex}")
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:
+        return
+    os.utime(aside)  # the sweep counts from now: a rename leaves the time as it was
+    _log.warning("%s: %s; set aside as %s, to be built again", folder, damage, aside.name)
+
+
+def _inode(folder: Path) -> int | None:
+    try:
+        return folder.lstat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _build(folder: Path, write: Callable[[Path], T]) -> tuple[Artifact, T]:
+    building = folder.with_name(f"{_BUILDING}{uuid.uuid4().hex}")
+    try:
+        with mendable(folder.parent):
+            building.mkdir()
+        made = _write(building, write)
+        with mendable(folder.parent):
+            return _publish(building, folder), made
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _write(building: Path, write: Callable[[Path], T]) -> T:
+    """Call ``write``; an ``OSError`` about the cache becomes a ``StorageError``, any other passes."""
+    try:
+        return write(building)
+    except OffstageError:
+        raise
+    except OSError as error:
+        ours = error.errno in _FULL or str(error.filename).startswith(str(building))
+        if not ours:
+            raise
+        raise storage_error(building.parent, error) from error
+
+
+def _publish(building: Path, folder: Path) -> Artifact:
+    """Rename ``building`` to ``folder``, or return the artifact of the process that was faster."""
+    stage, key = folder.parent.name, folder.name
+    files = seal(building, stage=stage, key=key)
+    for _ in range(_PUBLISH_ATTEMPTS):
+        try:
+            building.rename(folder)
+            sync_folder(folder.parent)
+            return Artifact(stage=stage, key=key, folder=folder, files=files)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+        winner = _settle(folder)
+        if winner is not None:
+            return winner
+    raise StorageError(f"{folder}: other processes keep leaving damaged artifacts here; check the disk and run again")
+
+
+@contextmanager
+def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
+    """Hold the lock of ``folder``; yields False only if another process has it and ``wait`` is False."""
+    lock = FileLock(folder.with_name(f".{folder.name}{_LOCK}"))
+    try:
+        yield _acquire(lock, folder, wait=wait)
+    finally:
+        with suppress(*_NO_LOCK):
+            lock.release()
+
+
+def _acquire(lock: BaseFileLock, folder: Path, *, wait: bool) -> bool:
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return wait and _wait(lock, folder)
+    except _NO_LOCK:
+        _log.debug("%s: no lock to be had here; going on without", folder)
+    return True
+
+
+def _wait(lock: BaseFileLock, folder: Path) -> bool:
+    """Wait for the lock, however long the other builds. Returns True, also if in the end there is no lock."""
+    if isinstance(lock, SoftFileLock):
+        return True  # what filelock makes do with where flock is missing: a file that outlives a killed holder
+    _log.info("waiting for another process that builds %s (%s)", folder.parent.name, folder)
+    with suppress(*_NO_LOCK):
+        lock.acquire()
+    return True
+
+
+def _is_leftover(path: Path) -> bool:
+    return path.name.startswith((_BUILDING, _DAMAGED)) or path.name.endswith(_LOCK)
+
+
+def _newest(path: Path) -> float:
+    return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.name.endswith(_LOCK):
+        with FileLock(path, timeout=0):  # one that is held stays
+            path.unlink()
+    else:
+        path.unlink()

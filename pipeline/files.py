@@ -1,0 +1,95 @@
+"""Files that are whole or not there: how the cache and the run record write.
+
+A file written here survives a kill and a power cut as it was before or as it is after, never in between. What
+goes wrong with a disk is a ``StorageError`` that names the folder and says what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.errors import OffstageError, StorageError
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_LEAVE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_IN_THE_WAY = frozenset({errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+
+
+def storage_error(folder: Path, error: OSError) -> StorageError:
+    """Return ``error`` as one that names ``folder`` and the next step."""
+    if error.errno in _NO_SPACE:
+        advice = "free some space there, or set outputs to a folder on another disk"
+    elif error.errno in _NO_LEAVE:
+        advice = "change its permissions, or set outputs to a folder that you may write to"
+    elif error.errno in _IN_THE_WAY:
+        advice = "a file lies where a folder must be: move it away, or set outputs to another folder"
+    else:
+        advice = "check the disk and run again, or set outputs to a folder on another disk"
+    return StorageError(f"{folder}: {error.strerror or error}; {advice}")
+
+
+@contextmanager
+def mendable(folder: Path) -> Iterator[None]:
+    """Turn every ``OSError`` of the block into a ``StorageError`` about ``folder``."""
+    try:
+        yield
+    except OffstageError:
+        raise
+    except OSError as error:
+        raise storage_error(folder, error) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` survive a power cut, where its file system can promise that."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, over what was there: a reader sees the old file or the new one, whole."""
+    _write_beside(path, text, lambda written: os.replace(written, path))  # noqa: PTH105
+
+
+def create_file(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, which must not exist; of several that try at once, one succeeds.
+
+    Raises:
+        FileExistsError: something of that name is there already; it is left as it is.
+    """
+    _write_beside(path, text, lambda written: _link(written, path))
+
+
+def _write_beside(path: Path, text: str, publish: Callable[[Path], None]) -> None:
+    written = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        with written.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(written)
+    finally:
+        written.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _link(written: Path, path: Path) -> None:
+    """Give ``written`` the name ``path`` if that is free: a link is made whole, and never over a file."""
+    try:
+        path.hardlink_to(written)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        path.touch(exist_ok=False)
+        written.replace(path)

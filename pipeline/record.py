@@ -1,0 +1,174 @@
+"""The run record: ``run.json``, from which a run can be read, compared and replayed.
+
+It is written when the run starts, after each stage and at the end, each time whole. A run that was killed
+leaves a record that says ``running`` and tells how far it came.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.errors import StorageError
+from pipeline.files import create_file, mendable, replace_file
+from pipeline.stage import Config, Report
+
+RECORD = "run.json"
+SCHEMA_VERSION = 1
+METRICS = (
+    "load_seconds",
+    "prefill_seconds",
+    "decode_seconds_per_token",
+    "decode_tokens_per_second",
+    "streamed_bytes_per_token",
+    "storage_read_bytes",
+    "stall_seconds",
+    "peak_host_bytes",
+    "peak_host_rss_bytes",
+)
+"""What every record has a value for, null where it isn't known. A stage may report others beside them."""
+
+Status = Literal["running", "completed", "failed", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """One stage of a run: how long it took, the peaks while it ran, and where its artifact lies.
+
+    ``peak_device_bytes`` maps an accelerator's device id to bytes; it is empty where there is none.
+    """
+
+    name: str
+    key: str
+    cached: bool
+    seconds: float
+    artifact: str
+    peak_host_bytes: int | None = None
+    peak_device_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class RunRecord:
+    """The record of one run, and the file that holds it."""
+
+    def __init__(self, path: Path, content: dict[str, Any]) -> None:
+        self._path = path
+        self._content = content
+        self._written = ""
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        *,
+        overrides: Sequence[str],
+        config: Config,
+        environment: Mapping[str, Any],
+    ) -> RunRecord:
+        """Create ``run.json`` in ``folder``, status running; the folder is made where it is missing.
+
+        Raises:
+            StorageError: there is a record already, of another run; or the folder can't be written to.
+        """
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "status": "running",
+            "error": None,
+            "overrides": list(overrides),
+            "config": config,
+            "environment": environment,
+            "stages": [],
+            "memory": {"budget": {}, "predicted": {}, "measured": {}},
+            "metrics": dict.fromkeys(METRICS),
+            "outputs": [],
+        }
+        record = cls(folder / RECORD, content)
+        record._create()
+        return record
+
+    @property
+    def path(self) -> Path:
+        """Where the record lies."""
+        return self._path
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """What the file holds, to be read only."""
+        return self._content
+
+    @property
+    def config(self) -> Config:
+        """The run's config; resolved once that is assigned, which writes it."""
+        config: Config = self._content["config"]
+        return config
+
+    @config.setter
+    def config(self, resolved: Config) -> None:
+        self._content["config"] = resolved
+        self._write()
+
+    def add_stage(self, stage: StageRecord) -> None:
+        """Add a stage, or bring the entry of that name up to date: making a live half late costs more time."""
+        stages = self._content["stages"]
+        names = [known["name"] for known in stages]
+        place = names.index(stage.name) if stage.name in names else len(stages)
+        stages[place : place + 1] = [asdict(stage)]
+        self._write()
+
+    def merge(self, report: Report) -> None:
+        """Add what a stage reports, over what it reported before.
+
+        A None says that it doesn't know, and leaves a number that is there. ``outputs`` are those of the last
+        stage that has any.
+        """
+        for section, devices in report.memory.items():
+            _update(self._content["memory"].setdefault(section, {}), devices)
+        _update(self._content["metrics"], report.metrics)
+        if report.outputs:
+            self._content["outputs"] = [dict(output) for output in report.outputs]
+        self._write()
+
+    def finish(self, status: Status, *, error: BaseException | None = None, stage: str | None = None) -> None:
+        """Write how the run ended: its status, and the error that ended it with the stage it came from."""
+        self._content["status"] = status
+        if error is not None:
+            message = str(error)
+            self._content["error"] = {"stage": stage, "type": type(error).__name__, "message": message}
+        self._write()
+
+    def _create(self) -> None:
+        folder, self._written = self._path.parent, self._text()
+        try:
+            with mendable(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                create_file(self._path, self._written)
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileExistsError) or not self._path.exists():
+                raise
+            raise StorageError(
+                f"{self._path}: another run's record lies here, and two runs never share a folder; "
+                "start again, or choose another folder with hydra.run.dir"
+            ) from error
+
+    def _write(self) -> None:
+        text = self._text()
+        if text == self._written:
+            return
+        with mendable(self._path.parent):
+            replace_file(self._path, text)
+        self._written = text
+
+    def _text(self) -> str:
+        return json.dumps(self._content, indent=2) + "\n"
+
+
+def _update(known: dict[str, Any], reported: Mapping[str, float | int | None]) -> None:
+    """Take over the numbers of ``reported``. JSON has no infinity and no nan: those count as not known."""
+    for name, value in reported.items():
+        if value is None or not math.isfinite(value):
+            known.setdefault(name, None)
+        else:
+            known[name] = value

@@ -1,0 +1,5 @@
+"""The second stage: what goes where, decided before a byte is loaded."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

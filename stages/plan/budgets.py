@@ -1,0 +1,100 @@
+"""The bytes of weights that each device may hold: what ``max_memory`` says, or what the machine can give.
+
+An automatic budget is a sum of stated terms. All of them stand in the plan, so that a replay starts from the same
+numbers on a machine that is otherwise busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.errors import ConfigError
+from stages.plan.hardware import Hardware, coarse
+from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order, parse_device, parse_size
+
+BASE_PROCESS_BYTES = 700 * 10**6
+"""What the process holds on the host beside weights: Python, torch, transformers and their workspaces."""
+MARGIN = 0.05
+"""The share of an automatic host budget's memory that is left to the rest of the system."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """``budgets`` by device (null: unlimited), the ``terms`` of automatic ones, and ``notes`` in words."""
+
+    budgets: Mapping[DeviceId, int | None]
+    terms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def allow(max_memory: Mapping[str, str] | None, machine: Hardware, *, needed: int = 0) -> Allowance:
+    """Return what every device may hold. An empty or null ``max_memory`` is automatic.
+
+    ``needed`` is what this request takes on the main device beside weights (KV cache, activations), in bytes; an
+    automatic budget leaves it free. An accelerator that is listed but not there is passed over, and a note says so.
+    """
+    return _given(max_memory, machine) if max_memory else _automatic(machine, needed)
+
+
+def _given(max_memory: Mapping[str, str], machine: Hardware) -> Allowance:
+    budgets: dict[DeviceId, int | None] = {CPU: 0, DISK: None}
+    notes = []
+    for key, size in max_memory.items():
+        device = parse_device(key)
+        if isinstance(device, int) and device >= len(machine.accelerators):
+            notes.append(f"max_memory.{device} is unused: {_absent(device, machine)}")
+        else:
+            budgets[device] = _parse(key, size, _size_of(device, machine))
+    return Allowance(_ordered(budgets), notes=tuple(notes))
+
+
+def _parse(key: str, size: int | str, whole: int | None) -> int:
+    try:
+        return parse_size(size, of=whole)
+    except ValueError as error:
+        raise ConfigError(f"max_memory.{key}: {error}") from error
+
+
+def _size_of(device: DeviceId, machine: Hardware) -> int | None:
+    if isinstance(device, int):
+        return machine.accelerators[device].total_bytes
+    return machine.host.total_bytes if device == CPU else None
+
+
+def _automatic(machine: Hardware, needed: int) -> Allowance:
+    terms: dict[str, dict[str, int]] = {}
+    for index, accelerator in enumerate(machine.accelerators):
+        free = coarse(accelerator.free_bytes)
+        terms[str(index)] = {"free": free, "request": -needed if index == 0 else 0, "margin": -round(free * MARGIN)}
+    free = coarse(machine.host.available_bytes)
+    request = 0 if machine.accelerators else needed
+    terms["cpu"] = {
+        "available": free,
+        "process": -BASE_PROCESS_BYTES,
+        "request": -request,
+        "margin": -round(free * MARGIN),
+    }
+    budgets: dict[DeviceId, int | None] = {parse_device(key): max(0, sum(of.values())) for key, of in terms.items()}
+    return Allowance(_ordered({**budgets, DISK: None}), terms)
+
+
+def _ordered(budgets: Mapping[DeviceId, int | None]) -> dict[DeviceId, int | None]:
+    return {device: budgets[device] for device in in_tier_order(budgets)}
+
+
+def _absent(device: int, machine: Hardware) -> str:
+    count = len(machine.accelerators)
+    return f"no accelerator {device} here" + (f", the last is {count - 1}" if count else "")
+
+
+def require_present(devices: Mapping[str, DeviceId], machine: Hardware, key: str) -> None:
+    """Raise ``ConfigError``, naming the config ``key``, where a map's entry names an accelerator that isn't there."""
+    for name, device in devices.items():
+        if isinstance(device, int) and device >= len(machine.accelerators):
+            raise ConfigError(f"{key}: {name!r} is on {device}, but {_absent(device, machine)}")
+
+
+def describe_terms(terms: Mapping[str, int]) -> str:
+    """Return the terms of a budget for people to read: ``available 8.00 GB - process 0.70 GB``."""
+    return " ".join(f"{'-' if count < 0 else '+'} {name} {format_bytes(abs(count))}" for name, count in terms.items())

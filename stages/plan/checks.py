@@ -1,0 +1,88 @@
+"""The checks of a device map and of a placement: what must not wait until a run fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pipeline.errors import BudgetError, ConfigError, closest
+from stages.plan.outline import Outline
+from stages.plan.placement import Budgets, Placement, reserves, resident_bytes
+from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
+
+
+def require_known_names(outline: Outline, names: Iterable[str], key: str) -> None:
+    """Raise ``ConfigError`` where a name is neither a module nor a tensor of the model."""
+    for name in names:
+        if name not in outline.names:
+            raise ConfigError(f"{key}: {name!r} names nothing in the model{closest(name, outline.names)}")
+
+
+def require_no_contradiction(outline: Outline, device_map: Mapping[str, DeviceId], key: str) -> None:
+    """Raise ``ConfigError`` where entries below a module leave nothing of what the module's own entry says.
+
+    A module's entry speaks for the tensors below it that have no entry of their own. Where all have one, and one of
+    them is on another device, the module's entry is not true of the module.
+    """
+    for name, device in device_map.items():
+        below = outline.below(name)
+        spoken_for = {tensor: _nearest(tensor, name, device_map) for tensor in below}
+        strangers = [entry for entry in spoken_for.values() if entry != name and device_map[entry] != device]
+        if strangers and name not in spoken_for.values():
+            other = strangers[0]
+            raise ConfigError(
+                f"{key}: {name!r} is on {device!r}, but {other!r} in it is on {device_map[other]!r} and nothing in it"
+                f" is left to {name!r}; remove that entry or one of the others"
+            )
+
+
+def _nearest(tensor: str, top: str, device_map: Mapping[str, DeviceId]) -> str:
+    """Return the longest name in ``device_map``, from ``tensor`` up to ``top``, that covers ``tensor``."""
+    name = tensor
+    while name != top and name not in device_map:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def require_complete(outline: Outline, homes: Mapping[str, DeviceId], key: str) -> None:
+    """Raise ``ConfigError`` where a tensor has no home."""
+    missing = [name for name in outline.sizes if name not in homes]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"{key}: no entry covers {missing[0]!r}{more}; add one, or one for '' (the whole model)")
+
+
+def require_ties_together(outline: Outline, homes: Mapping[str, DeviceId], key: str) -> None:
+    """Raise ``ConfigError`` where the names of one tied tensor have different homes."""
+    for group in outline.skeleton.tied:
+        placed = [name for name in group if name in homes]
+        for name in placed[1:]:
+            if homes[name] != homes[placed[0]]:
+                raise ConfigError(
+                    f"{key}: {placed[0]!r} (on {homes[placed[0]]!r}) and {name!r} (on {homes[name]!r}) are one tied"
+                    " tensor; give them one device"
+                )
+
+
+def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> None:
+    """Raise ``BudgetError``, with the least budget that would work, where a device can't hold weights and reserve.
+
+    A device that ``budgets`` doesn't list holds nothing, except that disk is then unlimited.
+    """
+    held = resident_bytes(outline, placement.homes)
+    kept = reserves(outline, placement)
+    for device in in_tier_order([*held, *kept]):
+        budget = budgets.get(device, None if device == DISK else 0)
+        needed = held.get(device, 0) + kept.get(device, 0)
+        if budget is not None and needed > budget:
+            raise BudgetError(_shortage(device, budget=budget, held=held.get(device, 0), kept=kept.get(device, 0)))
+
+
+def _shortage(device: DeviceId, *, budget: int, held: int, kept: int) -> str:
+    where = "the host" if device == CPU else "the disk" if device == DISK else f"accelerator {device}"
+    wants = [f"{format_bytes(held)} of weights"] if held or not kept else []
+    wants += [f"a reserve of {format_bytes(kept)} for the largest streamed layer"] if kept else []
+    needed = held + kept
+    return (
+        f"max_memory.{device}: {format_bytes(budget)} ({budget} bytes) can't hold {' and '.join(wants)} on {where};"
+        f" the least that works is {needed} bytes ({format_bytes(needed)})"
+    )

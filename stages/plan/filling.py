@@ -1,0 +1,101 @@
+"""Filling devices in order, with room kept for what is streamed.
+
+The reserve depends on what is offloaded, and what is offloaded on the reserve. So the filling starts with no reserve,
+and raises it to the largest streamed layer until nothing changes. Reserves only grow and the devices only hold less, so
+this ends, and what stands at the end is the most that can be held: any placement that respects its own reserve fits
+into every step on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from stages.plan.outline import Outline
+from stages.plan.placement import Budgets, Homes, Placement, held_bytes, main_device, reserves
+from stages.units import CPU, DeviceId, in_tier_order
+
+Filling = Callable[[Outline, Budgets], Homes]
+"""How a policy fills devices, reserves aside: it may hold on each device at most what the budgets say."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One placement, the reserves that were kept free for it, and whether it can be used as it stands."""
+
+    placement: Placement
+    kept: Mapping[DeviceId, int]
+    sound: bool
+
+
+def fill(outline: Outline, budgets: Budgets) -> dict[str, DeviceId]:
+    """Return the homes that filling device after device gives, layer by layer in the order of execution.
+
+    A device that can't take the next layer is closed. The last device takes what is left, whatever its budget:
+    ``checks.require_fit`` refuses that.
+    """
+    homes: dict[str, DeviceId] = {}
+    waiting: list[str] = []
+    devices = iter(in_tier_order(budgets))
+    device = next(devices)
+    free = budgets[device]
+    for layer in outline.layers:
+        waiting += layer.owned
+        if not layer.bytes:
+            continue
+        while free is not None and layer.bytes > free:
+            following = next(devices, None)
+            device, free = (device, None) if following is None else (following, budgets[following])
+        free = None if free is None else free - layer.bytes
+        homes |= dict.fromkeys(waiting, device)
+        waiting.clear()
+    return homes | dict.fromkeys(waiting, device if homes else CPU)
+
+
+def place(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
+    """Return the placement that holds most on the accelerators, then on the host, with its reserves kept free.
+
+    Every accelerator with a budget is tried as the main device; those before it then hold nothing, so that it is the
+    first of the map. Where no accelerator can hold a layer beside the reserve, one of them still computes. If no
+    placement keeps its reserves, the one on the largest main device is returned, for ``checks.require_fit`` to refuse.
+    """
+    attempts: list[_Attempt] = []
+    for main, caps in _candidates(budgets):
+        attempts.append(_settle(outline, budgets, filling, main=main, caps=caps))
+        if not attempts[-1].kept:
+            return attempts[-1].placement
+    sound = [attempt.placement for attempt in attempts if attempt.sound]
+    if sound:
+        return max(sound, key=lambda placement: held_bytes(outline, placement.homes))
+    rooms = {device: count or 0 for device, count in budgets.items()}
+    return max((attempt.placement for attempt in attempts), key=lambda placement: rooms.get(placement.main, 0))
+
+
+def _candidates(budgets: Budgets) -> Iterator[tuple[DeviceId, dict[DeviceId, int | None]]]:
+    """Yield each device that can be the main one, with the budgets that weights may then use."""
+    accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
+    if not accelerators:
+        yield CPU, {CPU: 0, **budgets}
+    for index, main in enumerate(accelerators):
+        yield main, {**budgets, **dict.fromkeys(accelerators[:index], 0)}
+    for main in accelerators:
+        yield main, {**budgets, **dict.fromkeys(accelerators, 0)}
+
+
+def _settle(
+    outline: Outline, budgets: Budgets, filling: Filling, *, main: DeviceId, caps: Mapping[DeviceId, int | None]
+) -> _Attempt:
+    """Fill, and raise the reserves to what the filling needs, until they hold."""
+    kept: dict[DeviceId, int] = {}
+    while True:
+        free = {device: None if room is None else max(0, room - kept.get(device, 0)) for device, room in caps.items()}
+        placement = Placement(filling(outline, free), main)
+        needed = reserves(outline, placement)
+        if all(count <= kept.get(device, 0) for device, count in needed.items()):
+            break
+        kept = {device: max(kept.get(device, 0), needed.get(device, 0)) for device in {**kept, **needed}}
+    first = main_device(placement.homes)
+    if not needed:
+        return _Attempt(Placement(placement.homes, first), needed, sound=True)
+    within = all((room := budgets.get(device, 0)) is None or count <= room for device, count in kept.items())
+    return _Attempt(placement, kept, sound=within and first in (main, CPU))

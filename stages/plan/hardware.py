@@ -1,0 +1,78 @@
+"""What the machine has: its accelerators, and the memory that the host can still give.
+
+Only this module asks the machine. A policy gets budgets, so that the same inputs give the same plan anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.plan.host import Host, host_memory
+from stages.units import parse_size
+
+_DRIVERS = ("dev/nvidiactl", "dev/kfd")
+_STEPS_AN_OCTAVE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One accelerator: ``total_bytes`` of memory, of which ``free_bytes`` are free; simulated ones aren't there."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    simulated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine, this one or another: its accelerators, in the order of their ids, and its host memory."""
+
+    accelerators: tuple[Accelerator, ...]
+    host: Host
+
+
+def hardware(config: Mapping[str, Any]) -> Hardware:
+    """Return the machine that the config's ``hardware`` describes: this one, where ``devices`` is null."""
+    described = config.get("hardware") or {}
+    devices = described.get("devices")
+    host = described.get("host")
+    return Hardware(
+        local_accelerators() if devices is None else simulated(devices),
+        host_memory() if host is None else Host.of_size(parse_size(host["memory"])),
+    )
+
+
+def simulated(devices: Sequence[Mapping[str, Any]]) -> tuple[Accelerator, ...]:
+    """Return the accelerators that the config lists: ``[{memory: 24GB}, …]``."""
+    sizes = [(str(device.get("name", "simulated")), parse_size(device["memory"])) for device in devices]
+    return tuple(Accelerator(name, size, size, simulated=True) for name, size in sizes)
+
+
+def local_accelerators(root: Path = Path("/")) -> tuple[Accelerator, ...]:
+    """Return this machine's accelerators. Torch is asked, and imported, only where a driver's device file is there."""
+    if not any(root.joinpath(driver).exists() for driver in _DRIVERS):
+        return ()
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Accelerator(torch.cuda.get_device_name(index), total, free))
+    return tuple(found)
+
+
+def coarse(count: int) -> int:
+    """Return ``count`` bytes rounded down on a geometric grid of 16 steps an octave (at most 4.3% less).
+
+    Free memory changes from one second to the next. A plan that is made from it twice in a row must be the same
+    plan, or no artifact would ever be found again.
+    """
+    if count < 1:
+        return 0
+    step = math.floor(math.log2(count) * _STEPS_AN_OCTAVE)
+    return min(count, int(2 ** (step / _STEPS_AN_OCTAVE)))

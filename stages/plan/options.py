@@ -1,0 +1,98 @@
+"""The config keys of the plan, read and checked: ``device_map``, ``device_map_overrides``, ``max_memory``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import Fault, closest
+from stages.plan.policies import POLICIES
+from stages.units import DeviceId, parse_device, parse_size
+
+_ANY_SIZE = 1 << 40
+"""Stands for the size of a device where only the notation of a share of it is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What ``device_map`` says: the name of a policy, or ``explicit`` with the map's entries (name → device)."""
+
+    policy: str
+    entries: Mapping[str, DeviceId] = field(default_factory=dict)
+
+
+def faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield what is wrong with the plan's keys, as far as neither the model nor the machine must be known."""
+    for device, size in (config.get("max_memory") or {}).items():
+        yield from _fault(f"max_memory.{device}", lambda device=device: parse_device(device))
+        yield from _fault(f"max_memory.{device}", lambda size=size: parse_size(size, of=_ANY_SIZE))
+    yield from _map_faults("device_map", config.get("device_map"))
+    overrides = config.get("device_map_overrides") or {}
+    for name, device in overrides.items():
+        yield from _fault(f"device_map_overrides.{name}", lambda device=device: parse_device(device))
+
+
+def _fault(key: str, parse: Any) -> Iterator[Fault]:
+    try:
+        parse()
+    except ValueError as error:
+        yield Fault(key, str(error))
+
+
+def _map_faults(key: str, value: object) -> Iterator[Fault]:
+    if isinstance(value, str) and _is_path(value):
+        yield from _file_faults(key, Path(value).expanduser())
+    elif isinstance(value, Mapping):
+        if not value:
+            yield Fault(key, "the map is empty; give module names and devices, or the name of a policy")
+        for name, device in value.items():
+            yield from _fault(f"{key}.{name}", lambda device=device: parse_device(device))
+    elif not (isinstance(value, str) and value in POLICIES) and not _is_device(value):
+        near = closest(str(value), POLICIES)
+        yield Fault(
+            key,
+            f"{value!r} is no policy{near}; give one of {', '.join(POLICIES)}, a map of module names to devices, the"
+            " path of a device_map.json, or one device",
+        )
+
+
+def _file_faults(key: str, path: Path) -> Iterator[Fault]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        yield Fault(key, f"{str(path)!r} can't be read ({error.strerror}); give the path of a device_map.json")
+        return
+    except ValueError as error:
+        yield Fault(key, f"{str(path)!r} is no JSON file ({error}); give the path of a device_map.json")
+        return
+    if isinstance(content, dict):
+        yield from _map_faults(key, content)
+    else:
+        yield Fault(key, f"{str(path)!r} holds no map; give a JSON object of module names and devices")
+
+
+def _is_path(value: str) -> bool:
+    return value.endswith(".json") or "/" in value or "\\" in value
+
+
+def _is_device(value: object) -> bool:
+    return not list(_fault("", lambda: parse_device(value)))
+
+
+def read_choice(value: Any) -> Choice:
+    """Return what the key ``device_map``, found faultless, says. A file's content stands for its path."""
+    if isinstance(value, str) and _is_path(value):
+        value = json.loads(Path(value).expanduser().read_text())
+    if isinstance(value, Mapping):
+        return Choice("explicit", {str(name): parse_device(device) for name, device in value.items()})
+    if isinstance(value, str) and value in POLICIES:
+        return Choice(value)
+    return Choice("explicit", {"": parse_device(value)})
+
+
+def read_overrides(config: Mapping[str, Any]) -> dict[str, DeviceId]:
+    """Return the entries of ``device_map_overrides``."""
+    return {str(name): parse_device(device) for name, device in (config.get("device_map_overrides") or {}).items()}

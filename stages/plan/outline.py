@@ -1,0 +1,139 @@
+"""The skeleton as a tree, cut into the layers that a policy places.
+
+A layer is what is never torn apart by a policy that places whole layers: a no-split module, a leaf module, or a tensor
+that belongs to a module with children. The layers stand in the order of execution, so that a policy which fills device
+after device cuts the model where the activations cross from one device to the next only once.
+
+Tied tensors belong to the layer that executes first. A leaf module that shares one of its tensors with an earlier layer
+follows it with its other tensors too (the bias of a tied head lies beside the embedding): it computes on one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from stages.empty_init.skeleton import Skeleton, parent
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One piece of the model that computes on one device.
+
+    ``tensors`` are the names in it, tied ones included; ``owned`` the leaders that are placed with it, and ``bytes`` is
+    their size. A layer whose tensors all belong to earlier ones owns nothing.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    owned: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The tree of a skeleton's modules and its layers; everything is worked out once, on first use."""
+
+    skeleton: Skeleton
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every tensor by name."""
+        return {tensor.name: tensor.bytes for tensor in self.skeleton.tensors}
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every name that a device map may use: modules and tensors."""
+        return frozenset(self.sizes) | {module.name for module in self.skeleton.modules}
+
+    @cached_property
+    def direct(self) -> dict[str, list[str]]:
+        """The tensors that each module holds itself."""
+        found: dict[str, list[str]] = {module.name: [] for module in self.skeleton.modules}
+        for name in self.sizes:
+            found.setdefault(parent(name), []).append(name)
+        return found
+
+    @cached_property
+    def children(self) -> dict[str, list[str]]:
+        """The child modules of each module, in the order of execution."""
+        found: dict[str, list[str]] = {module.name: [] for module in self.skeleton.modules}
+        for module in self.skeleton.modules:
+            if module.name:
+                found.setdefault(parent(module.name), []).append(module.name)
+        return {name: sorted(below, key=self._rank.__getitem__) for name, below in found.items()}
+
+    @cached_property
+    def _rank(self) -> dict[str, int]:
+        """When each module, or the first one inside it, is called; what is never called follows its elder sibling."""
+        first = {name: index for index, name in reversed(list(enumerate(self.skeleton.order)))}
+        for name, borrowers in self.skeleton.borrowers.items():
+            first.setdefault(name, min(first.get(borrower, len(first)) for borrower in borrowers))
+        for name in list(first):
+            above = parent(name)
+            while above:
+                first[above] = min(first.get(above, first[name]), first[name])
+                above = parent(above)
+        ranks: dict[str, int] = {}
+        elder: dict[str, int] = {}
+        for module in self.skeleton.modules:
+            above = parent(module.name)
+            ranks[module.name] = first.get(module.name, elder.get(above, ranks.get(above, 0)))
+            elder[above] = ranks[module.name]
+        return ranks
+
+    @cached_property
+    def _pieces(self) -> list[tuple[str, list[str]]]:
+        """Every layer's name and tensors, in the order of execution."""
+        classes = {module.name: module.class_name for module in self.skeleton.modules}
+        pieces: list[tuple[str, list[str]]] = []
+        stack = [("", False)]
+        while stack:
+            name, tensor = stack.pop()
+            if tensor:
+                pieces.append((name, [name]))
+            elif classes.get(name) in self.skeleton.no_split or not self.children[name]:
+                pieces.append((name, self.below(name)))
+            else:
+                stack += [(child, False) for child in reversed(self.children[name])]
+                stack += [(child, True) for child in reversed(self.direct[name])]
+        pieces = [piece for piece in pieces if piece[1]]
+        return sorted(pieces, key=lambda piece: self._rank[self._module(piece[0])])
+
+    def _module(self, name: str) -> str:
+        return parent(name) if name in self.sizes else name
+
+    def below(self, name: str) -> list[str]:
+        """Return the names of all tensors in the module ``name``, or ``name`` itself where it is a tensor."""
+        if name in self.sizes:
+            return [name]
+        found: list[str] = []
+        stack = [name]
+        while stack:
+            module = stack.pop()
+            found += self.direct[module]
+            stack += reversed(self.children[module])
+        return found
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers in the order of execution."""
+        owner: dict[str, int] = {}
+        owned: list[list[str]] = [[] for _ in self._pieces]
+        for index, (name, tensors) in enumerate(self._pieces):
+            leaders = dict.fromkeys(map(self.skeleton.leader, tensors))
+            fresh = [leader for leader in leaders if leader not in owner]
+            elders = [owner[leader] for leader in leaders if leader in owner]
+            leaf = name in self.sizes or not self.children[name]
+            holder = min(elders) if leaf and elders else index
+            owned[holder] += fresh
+            owner |= dict.fromkeys(fresh, holder)
+        return tuple(
+            Layer(name, tuple(tensors), tuple(mine), sum(self.sizes[leader] for leader in mine))
+            for (name, tensors), mine in zip(self._pieces, owned, strict=True)
+        )
+
+    @cached_property
+    def layer_of(self) -> dict[str, Layer]:
+        """The layer that each tensor is a part of, by the tensor's name."""
+        return {name: layer for layer in self.layers for name in layer.tensors}

@@ -1,0 +1,103 @@
+"""Where every tensor lies, and what follows from it: where modules compute, what is streamed, and the reserve.
+
+A streamed tensor is one whose home is not the device that computes it. Each device that computes streamed tensors needs
+room for the largest layer of them: the reserve. Whole layers are the measure and not single tensors, because a no-split
+module's tensors may all be wanted at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stages.plan.outline import Layer, Outline
+from stages.units import CPU, DeviceId, in_tier_order
+
+Budgets = Mapping[DeviceId, int | None]
+"""Bytes of weights that each device may hold; None is unlimited, a device that isn't listed holds nothing."""
+
+Homes = Mapping[str, DeviceId]
+"""Leader of a tied group, or a tensor's own name → the device where it lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a policy decides: the ``homes`` of all leaders, and the ``main`` device, which computes what is streamed."""
+
+    homes: Homes
+    main: DeviceId
+
+
+def main_device(homes: Homes) -> DeviceId:
+    """Return the first accelerator in the order of the tiers, or the cpu."""
+    return next((device for device in in_tier_order(homes.values()) if isinstance(device, int)), CPU)
+
+
+def execution_device(outline: Outline, layer: Layer, placement: Placement) -> DeviceId:
+    """Return where all modules of ``layer`` compute.
+
+    It is the accelerator that holds most of the layer, or the main device where none holds any. What an earlier layer
+    owns (a tied tensor) draws a layer to its device only where the layer has nothing of its own.
+    """
+    leaders = dict.fromkeys(map(outline.skeleton.leader, layer.tensors))
+    held: Counter[DeviceId] = Counter()
+    for leader in [name for name in leaders if name in layer.owned] or leaders:
+        held[placement.homes[leader]] += max(1, outline.sizes[leader])
+    accelerators = [device for device in in_tier_order(held) if isinstance(device, int)]
+    return max(accelerators, key=lambda device: held[device], default=placement.main)
+
+
+def execution_devices(outline: Outline, placement: Placement) -> dict[str, DeviceId]:
+    """Return the device that computes each layer, by the layer's name."""
+    return {layer.name: execution_device(outline, layer, placement) for layer in outline.layers}
+
+
+def reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
+    """Return the bytes of the largest streamed layer on each device that computes one."""
+    found: dict[DeviceId, int] = {}
+    for layer in outline.layers:
+        device = execution_device(outline, layer, placement)
+        leaders = set(map(outline.skeleton.leader, layer.tensors))
+        streamed = sum(outline.sizes[leader] for leader in leaders if placement.homes[leader] != device)
+        if streamed:
+            found[device] = max(found.get(device, 0), streamed)
+    return found
+
+
+def resident_bytes(outline: Outline, homes: Homes) -> dict[DeviceId, int]:
+    """Return the bytes that lie on each device, in the order of the tiers."""
+    held = dict.fromkeys(in_tier_order(homes.values()), 0)
+    for leader, device in homes.items():
+        held[device] += outline.sizes[leader]
+    return held
+
+
+def held_bytes(outline: Outline, homes: Homes) -> tuple[int, int]:
+    """Return the bytes on the accelerators and those on the host: what one placement has before another."""
+    held = resident_bytes(outline, homes)
+    return sum(count for device, count in held.items() if isinstance(device, int)), held.get(CPU, 0)
+
+
+def fold(outline: Outline, homes: Homes) -> dict[str, DeviceId]:
+    """Return the shortest device map that says what ``homes`` says: one entry for a module that lies on one device."""
+    devices: dict[str, set[DeviceId]] = {name: set() for name in outline.names}
+    for name in outline.sizes:
+        home = homes[outline.skeleton.leader(name)]
+        for above in _upward(name):
+            devices[above].add(home)
+    folded: dict[str, DeviceId] = {}
+    stack = [""]
+    while stack:
+        name = stack.pop()
+        if len(devices[name]) == 1:
+            folded[name] = next(iter(devices[name]))
+        elif devices[name]:
+            stack += reversed(outline.direct[name] + outline.children[name])
+    return folded
+
+
+def _upward(name: str) -> list[str]:
+    """Return ``name`` and the names of all modules around it, the model's ``""`` last."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)] + [""]

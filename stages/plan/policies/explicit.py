@@ -1,0 +1,50 @@
+"""An explicit map: what a user wrote, checked and not changed; and the overrides of single entries of any map."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stages.plan import checks
+from stages.plan.outline import Outline
+from stages.plan.placement import Homes, Placement, main_device
+from stages.units import CPU, DeviceId
+
+
+def explicit(outline: Outline, device_map: Mapping[str, DeviceId], *, key: str = "device_map") -> Placement:
+    """Return the placement that ``device_map`` (module or tensor name → device) spells out.
+
+    Where entries are nested the longest name counts. Raises ``ConfigError``, naming the config ``key``, where the map
+    doesn't fit the model (see ``checks``).
+    """
+    checks.require_known_names(outline, device_map, key)
+    checks.require_no_contradiction(outline, device_map, key)
+    homes = spread(outline, device_map)
+    checks.require_complete(outline, homes, key)
+    checks.require_ties_together(outline, homes, key)
+    kept = {name: home for name, home in homes.items() if outline.skeleton.leader(name) == name}
+    return Placement(kept, main_device(kept))
+
+
+def spread(outline: Outline, device_map: Mapping[str, DeviceId]) -> dict[str, DeviceId]:
+    """Return the device of every tensor that an entry of ``device_map`` covers, the longest name winning."""
+    homes: dict[str, DeviceId] = {}
+    for name in sorted(device_map, key=lambda name: (name != "", name.count("."))):
+        homes |= dict.fromkeys(outline.below(name), device_map[name])
+    return homes
+
+
+def override(outline: Outline, placement: Placement, overrides: Mapping[str, DeviceId]) -> Placement:
+    """Return ``placement`` with the entries of ``overrides`` changed, tensor by tensor.
+
+    A tied tensor moves under all its names; overrides that would tear it apart raise ``ConfigError``.
+    """
+    if not overrides:
+        return placement
+    key = "device_map_overrides"
+    checks.require_known_names(outline, overrides, key)
+    moved = spread(outline, overrides)
+    checks.require_ties_together(outline, moved, key)
+    homes: Homes = {**placement.homes, **{outline.skeleton.leader(name): home for name, home in moved.items()}}
+    computes_only = placement.main not in placement.homes.values()
+    main = main_device(homes)
+    return Placement(homes, placement.main if main == CPU and computes_only else main)

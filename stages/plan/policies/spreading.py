@@ -1,0 +1,38 @@
+"""Even loads by a cap: what ``balanced`` and ``balanced_low_0`` share.
+
+Filling in order under a cap reaches furthest of all ways to cut the model into consecutive stretches, so the smallest
+cap that holds as much gives the smallest possible maximum, also where layers differ in size. (It is the linear
+partition problem, solved by bisection on its answer.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from stages.plan.filling import fill
+from stages.plan.outline import Outline
+from stages.plan.placement import Budgets, held_bytes
+from stages.units import DeviceId, in_tier_order
+
+
+def accelerators(budgets: Budgets) -> list[DeviceId]:
+    """Return the accelerators among the devices of ``budgets``, in order."""
+    return [device for device in in_tier_order(budgets) if isinstance(device, int)]
+
+
+def limit(outline: Outline, budgets: Budgets, devices: Collection[DeviceId]) -> Budgets:
+    """Return ``budgets`` with the smallest cap on ``devices`` under which all accelerators hold as much as without."""
+    if not devices:
+        return budgets
+    target = held_bytes(outline, fill(outline, budgets))[0]
+    low, high = 0, outline.skeleton.bytes
+    while low < high:
+        middle = (low + high) // 2
+        held = held_bytes(outline, fill(outline, _capped(budgets, devices, middle)))[0]
+        low, high = (low, middle) if held >= target else (middle + 1, high)
+    return _capped(budgets, devices, low)
+
+
+def _capped(budgets: Budgets, devices: Collection[DeviceId], cap: int) -> dict[DeviceId, int | None]:
+    caps = {device: cap if room is None else min(room, cap) for device, room in budgets.items() if device in devices}
+    return {**budgets, **caps}

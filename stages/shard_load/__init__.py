@@ -1,0 +1,5 @@
+"""The third stage: a checkpoint's weights, each where the plan says."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,109 @@
+"""Which files a checkpoint may consist of, and opening them.
+
+A checkpoint often comes from a stranger. Nothing outside its folder is read because a name in it says so,
+nothing that isn't a regular file is opened (a FIFO would hang the run), and a shard that changes between
+two reads is noticed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import CheckpointError, StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFile:
+    """One file of a checkpoint as it was when the checkpoint was opened.
+
+    ``size`` is in bytes, ``mtime_ns`` in nanoseconds (null: not held to it); ``digest`` is the SHA-256 in
+    hex of its header (safetensors) or of its table of contents (``.bin``), which changes with any of its
+    tensors' names, shapes or places.
+    """
+
+    name: str
+    path: Path
+    size: int
+    mtime_ns: int | None
+    digest: str
+
+
+def locate(folder: Path, name: str, *, allow_links: bool = False) -> Path:
+    """Return where the file ``name`` of the checkpoint ``folder`` lies, or raise a ``CheckpointError``.
+
+    ``name`` must be a plain file name and the file a regular one that holds something. A symbolic link that
+    leaves the folder is refused unless ``allow_links`` says otherwise or it is a Hub cache's own, from a
+    snapshot to its blobs.
+    """
+    if not name or name in (".", "..") or any(mark in name for mark in ("/", "\\", "\0")):
+        raise CheckpointError(f"{folder}: {name!r} is not a plain file name; shards lie in the checkpoint's own folder")
+    path = folder / name
+    check_regular(path)
+    real, home = path.resolve(), folder.resolve()
+    if real.parent != home and not allow_links and not _is_hub_blob(real, home):
+        raise CheckpointError(
+            f"{path}: a symbolic link that leaves the folder; set model.allow_links=true to follow it"
+        )
+    return path
+
+
+def check_regular(path: Path) -> os.stat_result:
+    """Return the status of the regular file ``path``; anything else is a ``CheckpointError``."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; complete the checkpoint (download it again?)") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: not a regular file; a shard must be one")
+    if not status.st_size:
+        raise CheckpointError(f"{path}: an empty file; its download or its saving was cut short, get it again")
+    return status
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open the regular file ``path`` for reading and lend its descriptor."""
+    check_regular(path)
+    try:
+        # Without O_NONBLOCK, a FIFO put in the file's place after the check would block here for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise StorageError(f"{path}: can't be opened: {error.strerror}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def opened_shard(file: ShardFile) -> Iterator[int]:
+    """Open ``file`` and lend its descriptor; a ``CheckpointError`` if it changed since it was recorded."""
+    with opened(file.path) as descriptor:
+        status = os.fstat(descriptor)
+        if status.st_size != file.size or file.mtime_ns not in (None, status.st_mtime_ns):
+            raise CheckpointError(f"{file.path}: the file changed while it was being served; run again")
+        yield descriptor
+
+
+def read_into(descriptor: int, target: memoryview, *, offset: int, path: Path) -> None:
+    """Fill ``target`` (bytes) with what lies at ``offset`` of the open file ``path``."""
+    done = 0
+    while done < len(target):
+        try:
+            count = os.preadv(descriptor, [target[done:]], offset + done)
+        except OSError as error:
+            raise StorageError(f"{path}: reading at byte {offset + done} failed: {error.strerror}") from error
+        if not count:
+            raise CheckpointError(f"{path}: ends at byte {offset + done}, inside a tensor; get the file again")
+        done += count
+
+
+def _is_hub_blob(real: Path, home: Path) -> bool:
+    return home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"

@@ -1,0 +1,166 @@
+"""The checkpoint held against the skeleton: which step makes which tensor, and what doesn't fit.
+
+Everything is checked from headers, before a byte of data is read. All that is wrong is told at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from pipeline.errors import CheckpointError
+from stages.empty_init.skeleton import Skeleton, TensorSpec
+from stages.shard_load.checkpoint import Checkpoint
+from stages.shard_load.names import Step, ignorable, name_tensors
+from stages.shard_load.reading import torch_dtype
+from stages.shard_load.safetensors_header import Entry
+
+_log = logging.getLogger(__name__)
+
+LISTED = 20
+"""How many tensors an error names before it counts the rest."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What makes each tensor of the model.
+
+    ``origins`` maps the name that stands for a tensor (the leader of its tied group) to its step and to the
+    name that it has among the step's targets. ``twins`` are pairs of names in the checkpoint that are one
+    tied tensor in the model, and so must hold the same values.
+    """
+
+    origins: Mapping[str, tuple[Step, str]]
+    twins: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps, each once, in the order of ``origins``."""
+        return tuple({id(step): step for step, _ in self.origins.values()}.values())
+
+    @cached_property
+    def leaders(self) -> Mapping[int, Mapping[str, str]]:
+        """For each step (by ``id``), the leaders of the targets that are used of it."""
+        found: dict[int, dict[str, str]] = {}
+        for leader, (step, target) in self.origins.items():
+            found.setdefault(id(step), {})[target] = leader
+        return found
+
+
+@dataclass(slots=True)
+class _Misfits:
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    miscast: list[str] = field(default_factory=list)
+
+
+def lay_out(
+    model: nn.Module,
+    skeleton: Skeleton,
+    *,
+    checkpoint: Checkpoint,
+    entries: Mapping[str, Entry],
+    strict: bool = True,
+) -> Layout:
+    """Return what makes each tensor of ``skeleton``, or raise one ``CheckpointError`` that names all that
+    is wrong.
+
+    Tied names are resolved first: one of a group suffices. What the model class declares ignorable is
+    passed over.
+    """
+    naming = name_tensors(model, entries)
+    may_miss, may_exceed = ignorable(model)
+    made = {target: step for step in naming.steps for target in step.targets}
+    misfits = _Misfits(unexpected=[n for n in naming.unexpected if not (may_exceed and may_exceed.search(n))])
+    origins: dict[str, tuple[Step, str]] = {}
+    twins: list[tuple[str, str]] = []
+    for names, spec in _loaded(skeleton):
+        present = [name for name in names if name in made]
+        optional = may_miss is not None and any(may_miss.search(name) for name in names)
+        if present:
+            origins[spec.name] = (made[present[0]], present[0])
+            twins += _twins(made, present)
+            _check_fit(misfits, spec, step=made[present[0]], target=present[0], entries=entries)
+        if not present and not optional:
+            misfits.missing.append(spec.name)
+        if not present and optional and spec.kind == "parameter":
+            origins[spec.name] = (Step({spec.name: spec.shape}, ()), spec.name)
+    if misfits.unexpected and not strict:
+        _log.warning("%s: passed over, the model has no place for them: %s", checkpoint.path, _told(misfits.unexpected))
+        misfits.unexpected.clear()
+    _raise_misfits(checkpoint, skeleton, misfits)
+    return Layout(_by_place(origins, entries), tuple(twins))
+
+
+def _loaded(skeleton: Skeleton) -> Iterable[tuple[tuple[str, ...], TensorSpec]]:
+    """Yield the tensors that a checkpoint is to hold, tied ones once, with all the names of each."""
+    groups = {group[0]: group for group in skeleton.tied}
+    for spec in skeleton.unique:
+        if spec.persistent:
+            yield groups.get(spec.name, (spec.name,)), spec
+
+
+def _twins(made: Mapping[str, Step], present: list[str]) -> list[tuple[str, str]]:
+    """Return the pairs of sources that must be equal; where a converter made one of them there is none to compare."""
+    sources = [made[name].source_names[0] for name in present if made[name].converter is None]
+    return [(sources[0], other) for other in sources[1:]]
+
+
+def _check_fit(misfits: _Misfits, spec: TensorSpec, *, step: Step, target: str, entries: Mapping[str, Entry]) -> None:
+    shape = step.targets[target]
+    if shape != spec.shape:
+        misfits.misshapen.append(f"{spec.name!r} is {list(shape)} instead of {list(spec.shape)}")
+    kinds = {_kind(entries[name].dtype) for name in step.source_names} - {_kind(spec.dtype)}
+    if kinds:
+        stored = entries[step.source_names[0]].dtype
+        misfits.miscast.append(f"{spec.name!r} is {stored} where {spec.dtype} belongs")
+
+
+def _kind(dtype: str) -> str:
+    kind = torch_dtype(dtype)
+    if kind.is_floating_point or kind.is_complex:
+        return "complex" if kind.is_complex else "float"
+    return "bool" if kind is torch.bool else "integer"
+
+
+def _told(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(repr(name) for name in names[:LISTED]) + more
+
+
+def _raise_misfits(checkpoint: Checkpoint, skeleton: Skeleton, misfits: _Misfits) -> None:
+    kinds = {
+        "missing": [repr(name) for name in misfits.missing],
+        "unexpected": [repr(name) for name in misfits.unexpected],
+        "of another shape": misfits.misshapen,
+        "of another kind of number": misfits.miscast,
+    }
+    total = sum(len(found) for found in kinds.values())
+    if not total:
+        return
+    told, room = [], LISTED
+    for kind, found in kinds.items():
+        if found:
+            told.append(f"{len(found)} {kind}" + (f": {', '.join(found[:room])}" if room else ""))
+        room = max(0, room - len(found))
+    more = f" (and {total - LISTED} more)" if total > LISTED else ""
+    raise CheckpointError(
+        f"{checkpoint.path}: the checkpoint is not that of {skeleton.model_class or 'the model'}: "
+        f"{'; '.join(told)}{more}; do config.json and the weights belong together?"
+    )
+
+
+def _by_place(origins: Mapping[str, tuple[Step, str]], entries: Mapping[str, Entry]) -> dict[str, tuple[Step, str]]:
+    """Return ``origins`` in the order in which the first sources lie in the files, so that reads run forward."""
+
+    def place(item: tuple[str, tuple[Step, str]]) -> tuple[str, int]:
+        sources = item[1][0].source_names
+        return (entries[sources[0]].file, entries[sources[0]].begin) if sources else ("", 0)
+
+    return dict(sorted(origins.items(), key=place))

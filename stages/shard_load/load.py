@@ -1,0 +1,113 @@
+"""One load as data: the model to fill, the checkpoint it comes from, and where each tensor is to go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from pipeline.errors import CheckpointError
+from stages.empty_init.skeleton import Skeleton, TensorSpec
+from stages.shard_load.checkpoint import Checkpoint
+from stages.shard_load.layout import Layout, lay_out
+from stages.shard_load.names import Step
+from stages.shard_load.reading import Extent, SourceReader, open_reader
+from stages.shard_load.store import StoredTensor
+from stages.units import DISK, DeviceId
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load: the model to fill, the checkpoint that it comes from, and where each tensor is to go."""
+
+    model: nn.Module
+    skeleton: Skeleton
+    homes: Mapping[str, DeviceId]
+    checkpoint: Checkpoint
+    reader: SourceReader
+    layout: Layout
+
+    @cached_property
+    def on_disk(self) -> tuple[TensorSpec, ...]:
+        """The tensors that lie on disk, tied ones once."""
+        return tuple(self.skeleton.by_name[name] for name in self.layout.origins if self.homes[name] == DISK)
+
+    @cached_property
+    def resident(self) -> tuple[TensorSpec, ...]:
+        """The tensors of the checkpoint that lie on a device, tied ones once."""
+        return tuple(self.skeleton.by_name[name] for name in self.layout.origins if self.homes[name] != DISK)
+
+    @cached_property
+    def served(self) -> Mapping[str, Extent]:
+        """Where those tensors lie that can be served from the checkpoint as they are."""
+        found = ((spec, self._in_place(spec)) for spec in self.on_disk)
+        return {spec.name: extent for spec, extent in found if extent is not None}
+
+    @cached_property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """The tensors that must be in the offload store."""
+        return {
+            spec.name: StoredTensor(spec.dtype, spec.shape, tuple(self.layout.origins[spec.name][0].source_names))
+            for spec in self.on_disk
+            if spec.name not in self.served
+        }
+
+    def names_of(self, leader: str) -> tuple[str, ...]:
+        """Return all names of a tensor."""
+        return next((group for group in self.skeleton.tied if group[0] == leader), (leader,))
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most of the model's bytes: what ``auto`` comes to."""
+        held: Counter[str] = Counter()
+        for spec in self.skeleton.unique:
+            held[spec.dtype] += spec.bytes
+        return held.most_common(1)[0][0]
+
+    def source_bytes(self, step: Step) -> int:
+        """Return the bytes of the tensors in the checkpoint that ``step`` reads."""
+        return sum(self.reader.entries[name].bytes for name in step.source_names)
+
+    def extent_of(self, step: Step) -> Extent | None:
+        """Return where the one tensor that ``step`` renames lies; null if it is made otherwise, or in a pickle."""
+        if self.checkpoint.format != "safetensors" or step.converter or not step.sources:
+            return None
+        entry = self.reader.entries[step.source_names[0]]
+        return Extent(self.checkpoint.by_name[entry.file], entry.begin, entry.dtype, entry.shape)
+
+    def _in_place(self, spec: TensorSpec) -> Extent | None:
+        extent = self.extent_of(self.layout.origins[spec.name][0])
+        return extent if extent is not None and extent.dtype == spec.dtype else None
+
+
+def prepare(
+    model: nn.Module,
+    skeleton: Skeleton,
+    *,
+    homes: Mapping[str, DeviceId],
+    checkpoint: Checkpoint,
+    strict: bool = True,
+) -> Load:
+    """Return the load of ``checkpoint`` into ``model``, checked against its ``skeleton`` from headers alone.
+
+    ``homes`` says where each of the skeleton's tensors goes. Without ``strict`` the tensors that the model has no
+    place for are a warning in the log.
+    """
+    reader = open_reader(checkpoint)
+    layout = lay_out(model, skeleton, checkpoint=checkpoint, entries=reader.entries, strict=strict)
+    return Load(model, skeleton, homes, checkpoint, reader, layout)
+
+
+def check_twins(load: Load) -> None:
+    """Refuse a checkpoint that has different values for two names that are one tensor in the model."""
+    for name, other in load.layout.twins:
+        first, second = load.reader.borrow(name), load.reader.borrow(other)
+        if first.shape != second.shape or not torch.equal(first, second):
+            raise CheckpointError(
+                f"{load.checkpoint.path}: tensors {name!r} and {other!r} are tied in the model and differ in the "
+                "checkpoint; set tie_word_embeddings to false in config.json if they are two"
+            )

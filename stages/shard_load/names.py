@@ -1,0 +1,169 @@
+"""From the checkpoint's names to the model's.
+
+Published checkpoints don't always carry the model class's names and layouts. transformers keeps the mapping
+from one to the other; its public pieces are used here, in the order in which its own loader uses them, so
+that both agree. A rename leaves a tensor where it lies; a merge, split or transpose becomes a step with a
+converter. A module that isn't a transformers model carries its names as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pipeline.errors import CheckpointError
+from stages.shard_load.reading import torch_dtype
+from stages.shard_load.safetensors_header import Entry
+
+
+class Converter(Protocol):
+    """What is used of transformers' ``WeightConverter``."""
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        """Collect one source tensor."""
+
+    def convert(self, layer_name: str, *, model: nn.Module, config: Any) -> Mapping[str, Any]:
+        """Return the model's tensors by name, made from those collected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How some of the model's tensors are made from some of the checkpoint's.
+
+    ``targets`` maps the model's names to the shapes that come out; ``sources`` lists (pattern, name in the
+    checkpoint) in the converter's order. Without a ``converter`` it is one tensor under another name, or,
+    without sources, a parameter that no checkpoint holds and that the model class itself computes.
+    """
+
+    targets: Mapping[str, tuple[int, ...]]
+    sources: tuple[tuple[str, str], ...]
+    converter: Converter | None = None
+
+    @property
+    def source_names(self) -> list[str]:
+        """The names of the sources in the checkpoint."""
+        return [name for _, name in self.sources]
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The steps that make the model's tensors, and the checkpoint's names that are part of none."""
+
+    steps: tuple[Step, ...]
+    unexpected: tuple[str, ...]
+
+
+def name_tensors(model: nn.Module, entries: Mapping[str, Entry]) -> Naming:
+    """Return how the tensors of ``model`` are made from the checkpoint's ``entries``."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return _converted(model, entries)
+    expected = model.state_dict().keys()
+    steps = tuple(Step({name: entry.shape}, (("", name),)) for name, entry in entries.items() if name in expected)
+    return Naming(steps, tuple(name for name in entries if name not in expected))
+
+
+def ignorable(model: nn.Module) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
+    """Return what the class of ``model`` lets be missing, and unexpected, in a checkpoint; null for nothing.
+
+    The buffers that transformers made non-persistent (rotary tables, position ids) are in old checkpoints
+    still.
+    """
+    unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        unexpected.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        unexpected.add(r"(^|\.)position_ids$")
+    return _any_of(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()), _any_of(unexpected)
+
+
+def _any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
+    joined = "|".join(f"({pattern})" for pattern in sorted(patterns))
+    return re.compile(joined) if joined else None
+
+
+def _converted(model: Any, entries: Mapping[str, Entry]) -> Naming:
+    """Return the naming of a transformers model, renamed and grouped as its own loader does it."""
+    from transformers.core_model_loading import dot_natural_key
+
+    rename = _Renamer(model)
+    groups: dict[tuple[str, int], list[tuple[str, str]]] = {}
+    unexpected: list[str] = []
+    for source in sorted(entries, key=dot_natural_key):
+        target, pattern = rename(source)
+        if target not in rename.expected:
+            unexpected.append(source)
+            continue
+        groups.setdefault((target, rename.index(pattern)), []).append((pattern or "", source))
+    return Naming(tuple(_step(rename, *key, sources, entries) for key, sources in groups.items()), tuple(unexpected))
+
+
+class _Renamer:
+    """Applies transformers' conversion mapping for one model to one name after the other.
+
+    It is an object because some of the mapping's entries remember what they have seen.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+        mapping = get_model_conversion_mapping(model)
+        self.model = model
+        self.expected: Mapping[str, torch.Tensor] = model.state_dict()
+        self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+
+    def __call__(self, source: str) -> tuple[str, str | None]:
+        from transformers.core_model_loading import rename_source_key
+
+        prefix = self.model.base_model_prefix
+        renamed = rename_source_key(source, self._renamings, self.converters, prefix, self.expected)
+        if renamed[0] not in self.expected and source in self.expected:
+            renamed = rename_source_key(source, [], [], prefix, self.expected)
+        target, pattern = renamed
+        return str(target), pattern
+
+    def index(self, pattern: str | None) -> int:
+        """Return the place of the converter that ``pattern`` belongs to, -1 for none."""
+        found = (i for i, converter in enumerate(self.converters) if pattern in converter.source_patterns)
+        return next(found, -1)
+
+
+def _step(
+    rename: _Renamer, target: str, index: int, sources: list[tuple[str, str]], entries: Mapping[str, Entry]
+) -> Step:
+    if index < 0:
+        if len(sources) > 1:
+            names = " and ".join(repr(name) for _, name in sources)
+            raise CheckpointError(f"{entries[sources[1][1]].file}: {names} are both the model's {target!r}")
+        return Step({target: entries[sources[0][1]].shape}, tuple(sources))
+    converter: Converter = deepcopy(rename.converters[index])
+    rehearsed = deepcopy(converter)
+    for pattern, name in sources:
+        entry = entries[name]
+        rehearsed.add_tensor(target, name, pattern, _without_data(entry))
+    shapes = {name: tuple(tensor.shape) for name, tensor in convert(rehearsed, target, rename.model).items()}
+    return Step(shapes, tuple(sources), converter)
+
+
+def _without_data(entry: Entry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+
+
+def convert(converter: Converter, target: str, model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that ``converter`` makes for the layer named ``target`` from what it has collected."""
+    try:
+        made = converter.convert(target, model=model, config=model.config)
+    except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"tensor {target!r} can't be made from the checkpoint's tensors: {reason}") from error
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

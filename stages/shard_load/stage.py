@@ -1,0 +1,194 @@
+"""The stage shard_load: a plan and a checkpoint → weights in their places."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cache.fingerprint import fingerprint
+from pipeline.errors import CheckpointError, Fault, StorageError, closest
+from pipeline.stage import Artifact, Config, Context, Report
+from stages.empty_init import skeleton as skeletons
+from stages.plan import plan as plans
+from stages.shard_load.checkpoint import Checkpoint, identity, open_checkpoint
+from stages.shard_load.store import OffloadStore, open_store
+from stages.units import format_bytes
+
+if TYPE_CHECKING:
+    from stages.shard_load.files import ShardFile
+    from stages.shard_load.load import Load
+    from stages.shard_load.placing import Placed
+
+CHECKS: Mapping[str, object] = {"strict": True, "check_finite": False, "verify": "headers"}
+"""The config keys that say how much is checked, and their defaults."""
+
+VERIFY = ("headers", "full")
+INDEX_NAME = "offload_index.json"
+REPORT_NAME = "load_report.json"
+
+
+class ShardLoad:
+    """Leaves where each offloaded tensor is read from; its live half is the model with its weights in place."""
+
+    name = "shard_load"
+    version = 1
+    needs: tuple[str, ...] = ("empty_init",)
+
+    def check(self, config: Config) -> Iterable[Fault]:
+        """Yield what is wrong with the checkpoint's files, as far as headers show it, and with the offload keys."""
+        yield from _check_checkpoint(config["model"])
+        yield from _check_offload_folder(config)
+        for key in ("offload_state_dict", "strict", "check_finite"):
+            value = config.get(key, CHECKS.get(key))
+            if not isinstance(value, bool):
+                yield Fault(key, f"{value!r}: true or false belongs here")
+        if config.get("verify", CHECKS["verify"]) not in VERIFY:
+            yield Fault(
+                "verify", f"{config['verify']!r} is none of {', '.join(VERIFY)}{closest(str(config['verify']), VERIFY)}"
+            )
+
+    def examine(self, config: Config) -> Iterable[Fault]:
+        """Yield nothing: the names of the checkpoint are held against the model as it is loaded."""
+        return ()
+
+    def key(self, context: Context) -> Mapping[str, object]:
+        """The weights depend on the checkpoint, on what the model is, and on where each tensor goes."""
+        return {
+            "checkpoint": identity(_open(context.config)),
+            "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
+            "device_map": context.artifact("plan").digest(plans.MAP_NAME),
+            "offload_folder": context.config["offload_folder"],
+            "checks": {name: context.config.get(name, default) for name, default in CHECKS.items()},
+        }
+
+    def build(self, context: Context, folder: Path) -> Any:
+        """Fill the offload store; write ``offload_index.json`` and ``load_report.json``."""
+        from stages.shard_load.load import check_twins
+        from stages.shard_load.placing import refuse_infinite_served
+        from stages.shard_load.verifying import hash_files
+
+        load = _prepare(context)
+        hashes = hash_files(load.checkpoint) if context.config.get("verify") == "full" else {}
+        check_twins(load)
+        if context.config.get("check_finite"):
+            refuse_infinite_served(load)
+        files = _fill_store(context, load)
+        folder.joinpath(INDEX_NAME).write_text(json.dumps(_index(load, files), indent=1) + "\n")
+        report = {**_load_report(load), "sha256": hashes}
+        folder.joinpath(REPORT_NAME).write_text(json.dumps(report, indent=1) + "\n")
+
+    def revive(self, context: Context) -> Placed:
+        """Return the model with its resident weights in place; what the offload store lacks by now is made again.
+
+        With ``verify=full`` the files must still have the bytes that they had when the artifact was made.
+        """
+        from stages.shard_load.placing import place
+        from stages.shard_load.verifying import check_hashes
+
+        load, config = _prepare(context), context.config
+        if config.get("verify") == "full":
+            check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
+        files = _fill_store(context, load)
+        # Only a pickle's file is held while its tensors are placed: spilling for safetensors would lower no peak.
+        spills = config["offload_state_dict"] and load.checkpoint.format == "bin"
+        spill_folder = Path(config["offload_folder"] or context.cache / "offload") if spills else None
+        return place(load, files, spill_folder=spill_folder, check_finite=bool(config.get("check_finite")))
+
+    def report(self, artifact: Artifact) -> Report:
+        """Say how many files there are, and how much is served from them and from the store."""
+        found = artifact.json(REPORT_NAME)
+        files = f"{len(found['files'])} file{'s' * (len(found['files']) != 1)}"
+        served, stored = (format_bytes(found[kind]["bytes"]) for kind in ("served", "stored"))
+        return Report(f"{files}, {served} read in place, {stored} stored")
+
+
+def _open(config: Config) -> Checkpoint:
+    return open_checkpoint(Path(config["model"]["path"]), allow_links=bool(config["model"].get("allow_links")))
+
+
+def _prepare(context: Context) -> Load:
+    from stages.shard_load.load import prepare
+
+    strict = bool(context.config.get("strict", CHECKS["strict"]))
+    skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
+    plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+    return prepare(
+        context.live("empty_init"), skeleton, homes=plan.homes, checkpoint=_open(context.config), strict=strict
+    )
+
+
+def _store(context: Context, load: Load) -> OffloadStore:
+    """Return the offload store of this checkpoint in this dtype."""
+    key = fingerprint({"checkpoint": identity(load.checkpoint), "dtype": load.main_dtype})
+    given = context.config["offload_folder"]
+    return open_store(Path(given) if given else context.cache / "offload" / key, key)
+
+
+def _fill_store(context: Context, load: Load) -> dict[str, ShardFile]:
+    """Return the files of what must be in the offload store; none is opened where nothing must."""
+    from stages.shard_load.placing import fill_store
+
+    if not load.stored:
+        return {}
+    return fill_store(load, _store(context, load), check_finite=bool(context.config.get("check_finite")))
+
+
+def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
+    from stages.shard_load.placing import extents
+
+    return {
+        name: {
+            "source": "checkpoint" if extent.file.mtime_ns is not None else "store",
+            "file": extent.file.name,
+            "dtype": extent.dtype,
+            "shape": list(extent.shape),
+            "offsets": [extent.begin, extent.end],
+        }
+        for name, extent in extents(load, files).items()
+    }
+
+
+def _load_report(load: Load) -> dict[str, object]:
+    tiers: dict[str, dict[str, int]] = {}
+    for spec in (*load.resident, *load.on_disk):
+        tier = tiers.setdefault(str(load.homes[spec.name]), {"tensors": 0, "bytes": 0})
+        tier["tensors"] += 1
+        tier["bytes"] += spec.bytes
+    served = [spec.bytes for spec in load.on_disk if spec.name in load.served]
+    stored = [spec.bytes for spec in load.on_disk if spec.name in load.stored]
+    return {
+        "format": load.checkpoint.format,
+        "files": [file.name for file in load.checkpoint.files],
+        "checkpoint_bytes": load.checkpoint.bytes,
+        "tiers": tiers,
+        "served": {"tensors": len(served), "bytes": sum(served)},
+        "stored": {"tensors": len(stored), "bytes": sum(stored)},
+    }
+
+
+def _check_checkpoint(model: Mapping[str, Any]) -> Iterable[Fault]:
+    path = model.get("path")
+    if not isinstance(path, str) or not path:
+        yield Fault("model.path", f"{path!r}: the weights' folder or file belongs here", CheckpointError)
+        return
+    try:
+        open_checkpoint(Path(path), allow_links=bool(model.get("allow_links")))
+    except (CheckpointError, StorageError) as error:
+        yield Fault("model.path", str(error), type(error))
+
+
+def _check_offload_folder(config: Config) -> Iterable[Fault]:
+    given = config["offload_folder"]
+    if given is None:
+        return
+    if not isinstance(given, str) or not given:
+        yield Fault("offload_folder", f"{given!r}: a folder or null belongs here")
+        return
+    folder, path = Path(given), Path(str(config["model"].get("path")))
+    own = path if path.is_dir() else path.parent
+    if folder.exists() and not folder.is_dir():
+        yield Fault("offload_folder", f"{given!r} is a file; give a folder, or null for the cache")
+    elif folder.exists() and own.exists() and folder.samefile(own):
+        yield Fault("offload_folder", f"{given!r} is the checkpoint's own folder; give another, or null for the cache")

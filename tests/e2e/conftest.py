@@ -1,0 +1,97 @@
+"""The command as users run it: a fresh process in an empty folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = [sys.executable, "-c", "from pipeline.app import main; main()"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One finished command: its exit code, what it printed, and the records of the runs it made."""
+
+    code: int
+    out: str
+    err: str
+    records: list[dict[str, Any]]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        assert len(self.records) == 1, (len(self.records), self.err)
+        return self.records[0]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [output["token_ids"] for output in self.record["outputs"]]
+
+    @property
+    def cached(self) -> dict[str, bool]:
+        return {stage["name"]: stage["cached"] for stage in self.record["stages"]}
+
+
+def records_in(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Return every run record below ``folder``, oldest first."""
+    paths = sorted(folder.glob("outputs/**/run.json"))
+    return {path: json.loads(path.read_text()) for path in paths}
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+    return {**clean, "HF_HUB_OFFLINE": "1", **(extra or {})}
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start the command in ``folder`` and return its process."""
+    return subprocess.Popen(
+        [*COMMAND, *arguments], cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(process: subprocess.Popen[str], folder: Path, before: Mapping[Path, Any]) -> Finished:
+    """Wait for ``process`` and return what came of it; ``before`` holds the records that were there already."""
+    out, err = process.communicate(timeout=300)
+    new = [record for path, record in records_in(folder).items() if path not in before]
+    return Finished(process.returncode, out, err, new)
+
+
+@pytest.fixture
+def offstage(tmp_path: Path) -> Callable[..., Finished]:
+    """Return a function that runs the command in this test's empty folder, to its end."""
+
+    def run(*arguments: str) -> Finished:
+        before = records_in(tmp_path)
+        return finish(start(tmp_path, *arguments), tmp_path, before)
+
+    return run
+
+
+@pytest.fixture
+def offstage_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Callable[..., Finished]:
+    """Return a function that runs the command inside this process: the same code, without the imports' seconds."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    from pipeline.app import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["offstage"])
+
+    def run(*arguments: str) -> Finished:
+        GlobalHydra.instance().clear()
+        before = records_in(tmp_path)
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        captured = capfd.readouterr()
+        new = [record for path, record in records_in(tmp_path).items() if path not in before]
+        return Finished(int(exit_info.value.code or 0), captured.out, captured.err, new)
+
+    return run

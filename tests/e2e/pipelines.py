@@ -1,0 +1,34 @@
+"""The pipeline without its command: for tests that need the live model of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.memory import MemoryMonitor
+from pipeline.record import RunRecord
+from pipeline.runner import Runner, check_config
+
+STAGES = ["empty_init", "plan", "shard_load", "dispatch"]
+
+
+def config_for(checkpoint: Path, outputs: Path, **changes: Any) -> dict[str, Any]:
+    """Return a whole resolved config for ``checkpoint``, with ``changes`` to its root keys."""
+    model = {"kind": "pretrained", "path": str(checkpoint), "class": None, "tokenizer": None}
+    return {
+        "model": {**model, "no_split": None, "trust_remote_code": False},
+        "dtype": "auto", "max_memory": {}, "device_map": "sequential", "device_map_overrides": {},
+        "offload_folder": None, "offload_state_dict": False, "hardware": {"devices": None},
+        "generate": {"prompts": [[1]], "max_new_tokens": 1}, "stages": STAGES, "stop_after": None, "seed": 0,
+        "outputs": str(outputs), **changes,
+    }  # fmt: skip
+
+
+def dispatched_model(checkpoint: Path, outputs: Path, **changes: Any) -> Any:
+    """Run the pipeline up to dispatch and return its model, ready to call."""
+    config = config_for(checkpoint, outputs, **changes)
+    record = RunRecord.start(outputs / "run", overrides=[], config=config, environment={})
+    with MemoryMonitor() as monitor:
+        runner = Runner(check_config(config), config, record=record, monitor=monitor)
+        runner.run()
+        return runner.live("dispatch").model

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pipeline import memory
+from pipeline.memory import MemoryMonitor, MemoryPeak
+
+MIB = 2**20
+SLACK = 8 * MIB
+
+linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+
+
+def fill(mebibytes: int) -> mmap.mmap:
+    """Anonymous memory that is resident, and goes back to the system at once when it is closed."""
+    held = mmap.mmap(-1, mebibytes * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for offset in range(0, len(held), 4096):
+        held[offset] = 1
+    return held
+
+
+@pytest.fixture(params=["statm", "psutil"])
+def gauge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    if request.param == "psutil":
+        monkeypatch.setattr(memory, "_STATM", tmp_path / "missing")
+    elif not memory._STATM.exists():
+        pytest.skip("needs Linux's /proc")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("gauge")
+def test_a_peak_between_two_boundaries_is_seen() -> None:
+    with MemoryMonitor() as monitor:
+        monitor.start_stage()
+        before = monitor.stage_peak().host_bytes
+        held = fill(64)
+        time.sleep(0.2)
+        held.close()
+        assert monitor.stage_peak().host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
+
+
+@pytest.mark.usefixtures("gauge")
+def test_a_stage_without_a_pause_counts_what_it_holds_at_its_end() -> None:
+    with MemoryMonitor(interval_seconds=60) as monitor:
+        monitor.start_stage()
+        before = monitor.stage_peak().host_bytes
+        held = fill(64)
+        assert monitor.stage_peak().host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
+        held.close()
+
+
+def test_a_stage_does_not_inherit_the_peak_of_the_one_before_and_the_run_keeps_it() -> None:
+    with MemoryMonitor(interval_seconds=60) as monitor:
+        monitor.start_stage()
+        held = fill(64)
+        first = monitor.stage_peak()
+        held.close()
+        monitor.start_stage()
+        second = monitor.stage_peak()
+    assert first.host_bytes - second.host_bytes == pytest.approx(64 * MIB, abs=SLACK)
+    assert monitor.peak_host_bytes >= first.host_bytes
+
+
+def test_what_is_held_when_a_stage_begins_counts_for_it() -> None:
+    with MemoryMonitor(interval_seconds=60) as monitor:
+        before = monitor.peak_host_bytes
+        held = fill(64)
+        monitor.start_stage()
+        held.close()
+        assert monitor.stage_peak().host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
+
+
+def test_what_is_held_when_the_monitor_stops_counts_for_the_run() -> None:
+    with MemoryMonitor(interval_seconds=60) as monitor:
+        before = monitor.peak_host_bytes
+        held = fill(64)
+    held.close()
+    assert monitor.peak_host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
+
+
+@linux
+def test_mapped_pages_of_a_file_count_in_the_resident_set_alone(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"x" * 64 * MIB)
+    with MemoryMonitor() as monitor:
+        anonymous, resident = monitor._run
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            assert sum(mapped[offset] for offset in range(0, len(mapped), 4096)) > 0
+            assert monitor.peak_host_bytes - anonymous < SLACK
+            assert monitor._run.resident - resident == pytest.approx(64 * MIB, abs=SLACK)
+            assert monitor.peak_host_rss_bytes >= monitor._run.resident
+
+
+@linux
+def test_the_kernels_own_peak_is_found_even_if_no_sample_saw_it() -> None:
+    fill(64).close()
+    with MemoryMonitor(interval_seconds=60) as monitor:
+        high_water = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
+        assert monitor.peak_host_rss_bytes >= high_water >= 64 * MIB
+
+
+def test_the_peaks_stay_when_the_monitor_has_stopped() -> None:
+    with MemoryMonitor() as monitor:
+        peak = monitor.peak_host_bytes
+    assert monitor.peak_host_bytes >= peak > 0
+    held = fill(64)
+    assert monitor.peak_host_bytes - peak < SLACK
+    held.close()
+
+
+@linux
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt()])
+def test_it_leaves_no_thread_and_no_open_file(error: BaseException | None) -> None:
+    threads, files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        try:
+            with MemoryMonitor():
+                assert threading.active_count() == threads + 1
+                if error is not None:
+                    raise error
+        except KeyboardInterrupt:
+            pass
+    assert threading.active_count() == threads
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
+def test_it_can_be_entered_again() -> None:
+    monitor = MemoryMonitor(interval_seconds=0.001)
+    for _ in range(2):
+        with monitor:
+            before = monitor.peak_host_bytes
+            assert before > 0
+    with monitor:
+        held = fill(64)
+        time.sleep(0.1)
+        held.close()
+    assert monitor.peak_host_bytes - before == pytest.approx(64 * MIB, abs=SLACK)
+
+
+def test_a_sample_takes_microseconds() -> None:
+    with MemoryMonitor(interval_seconds=60) as monitor:
+        began = time.perf_counter()
+        for _ in range(1000):
+            monitor._sample()
+        assert (time.perf_counter() - began) / 1000 < 0.0005
+
+
+class FakeCuda:
+    """Two accelerators that keep their peaks as torch does."""
+
+    def __init__(self) -> None:
+        self.initialised = True
+        self.held = {0: 0, 1: 0}
+        self.peaks = {0: 0, 1: 0}
+
+    def hold(self, index: int, count: int) -> None:
+        self.held[index] = count
+        self.peaks[index] = max(self.peaks[index], count)
+
+    def is_initialized(self) -> bool:
+        return self.initialised
+
+    def device_count(self) -> int:
+        return len(self.held)
+
+    def max_memory_allocated(self, index: int) -> int:
+        return self.peaks[index]
+
+    def reset_peak_memory_stats(self, index: int) -> None:
+        self.peaks[index] = self.held[index]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    fake = FakeCuda()
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=fake))
+    return fake
+
+
+def test_device_peaks_count_by_stage_and_over_the_run(cuda: FakeCuda) -> None:
+    with MemoryMonitor() as monitor:
+        cuda.hold(0, 500)
+        cuda.hold(0, 100)
+        monitor.start_stage()
+        cuda.hold(0, 10)
+        cuda.hold(1, 30)
+        cuda.hold(1, 5)
+        assert monitor.stage_peak().device_bytes == {0: 100, 1: 30}
+        monitor.start_stage()
+        assert monitor.stage_peak().device_bytes == {0: 10, 1: 5}
+        cuda.hold(1, 70)
+    assert monitor.peak_device_bytes == {0: 500, 1: 70}
+
+
+def test_accelerators_that_no_one_used_have_no_peaks(cuda: FakeCuda) -> None:
+    cuda.initialised = False
+    with MemoryMonitor() as monitor:
+        monitor.start_stage()
+        assert monitor.stage_peak() == MemoryPeak(monitor.stage_peak().host_bytes, {})
+
+
+def test_without_torch_there_are_no_device_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with MemoryMonitor() as monitor:
+        monitor.start_stage()
+        assert monitor.stage_peak().device_bytes == {}
+    assert "torch" not in sys.modules

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import CheckpointError, StorageError
+from pipeline.record import RunRecord, StageRecord
+from pipeline.stage import Report
+
+STAGE = StageRecord(
+    name="plan",
+    key="f" * 64,
+    cached=False,
+    seconds=1.5,
+    artifact="outputs/cache/plan/ffff",
+    peak_host_bytes=10,
+    peak_device_bytes={"0": 20},
+)
+
+
+def start(folder: Path) -> RunRecord:
+    return RunRecord.start(folder, overrides=["seed=1"], config={"seed": 1}, environment={"python": "3"})
+
+
+def read(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return record
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "today"
+
+
+def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
+    start(folder)
+    metrics = [
+        "load_seconds",
+        "prefill_seconds",
+        "decode_seconds_per_token",
+        "decode_tokens_per_second",
+        "streamed_bytes_per_token",
+        "storage_read_bytes",
+        "stall_seconds",
+        "peak_host_bytes",
+        "peak_host_rss_bytes",
+    ]
+    assert read(folder) == {
+        "schema_version": 1,
+        "status": "running",
+        "error": None,
+        "overrides": ["seed=1"],
+        "config": {"seed": 1},
+        "environment": {"python": "3"},
+        "stages": [],
+        "memory": {"budget": {}, "predicted": {}, "measured": {}},
+        "metrics": dict.fromkeys(metrics),
+        "outputs": [],
+    }
+    assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:
+    start(folder).add_stage(STAGE)
+    assert read(folder)["stages"] == [
+        {
+            "name": "plan",
+            "key": "f" * 64,
+            "cached": False,
+            "seconds": 1.5,
+            "artifact": "outputs/cache/plan/ffff",
+            "peak_host_bytes": 10,
+            "peak_device_bytes": {"0": 20},
+        }
+    ]
+
+
+def test_a_stage_that_is_added_again_takes_the_place_of_its_entry(folder: Path) -> None:
+    record = start(folder)
+    for name, seconds in (("plan", 1.0), ("generate", 2.0), ("plan", 3.0)):
+        record.add_stage(StageRecord(name=name, key="", cached=True, seconds=seconds, artifact=""))
+    assert [(stage["name"], stage["seconds"]) for stage in read(folder)["stages"]] == [
+        ("plan", 3.0),
+        ("generate", 2.0),
+    ]
+
+
+def test_reports_are_merged_key_by_key(folder: Path) -> None:
+    record = start(folder)
+    record.merge(Report(memory={"budget": {"0": 1, "cpu": 2}}, metrics={"load_seconds": 1.0}))
+    record.merge(Report(memory={"budget": {"cpu": 3}, "measured": {"cpu": 4}}, metrics={"stall_seconds": 2.0}))
+    written = read(folder)
+    assert written["memory"] == {"budget": {"0": 1, "cpu": 3}, "predicted": {}, "measured": {"cpu": 4}}
+    assert (written["metrics"]["load_seconds"], written["metrics"]["stall_seconds"]) == (1.0, 2.0)
+
+
+def test_what_a_report_does_not_know_leaves_what_is_known(folder: Path) -> None:
+    record = start(folder)
+    record.merge(Report(memory={"budget": {"disk": None, "cpu": 1}}, metrics={"load_seconds": 1.0}))
+    record.merge(Report(memory={"budget": {"cpu": None}}, metrics={"load_seconds": None}))
+    assert read(folder)["memory"]["budget"] == {"disk": None, "cpu": 1}
+    assert read(folder)["metrics"]["load_seconds"] == 1.0
+
+
+def test_a_number_that_json_does_not_have_counts_as_not_known(folder: Path) -> None:
+    record = start(folder)
+    record.merge(Report(metrics={"load_seconds": math.nan, "decode_tokens_per_second": math.inf}))
+    metrics = read(folder)["metrics"]
+    assert (metrics["load_seconds"], metrics["decode_tokens_per_second"]) == (None, None)
+
+
+def test_outputs_that_are_reported_twice_are_there_once(folder: Path) -> None:
+    record = start(folder)
+    outputs = ({"prompt": "a", "text": "é", "token_ids": [1, 2]}, {"prompt": "a", "text": "é", "token_ids": [1, 2]})
+    for _ in range(2):
+        record.merge(Report(outputs=outputs))
+    record.merge(Report())
+    assert read(folder)["outputs"] == list(outputs)
+
+
+def test_a_record_that_ends_well_says_so(folder: Path) -> None:
+    start(folder).finish("completed")
+    assert (read(folder)["status"], read(folder)["error"]) == ("completed", None)
+
+
+def test_a_record_that_ends_with_an_error_tells_which_and_where(folder: Path) -> None:
+    start(folder).finish("failed", error=CheckpointError("model.safetensors: missing"), stage="shard_load")
+    assert read(folder)["status"] == "failed"
+    assert read(folder)["error"] == {
+        "stage": "shard_load",
+        "type": "CheckpointError",
+        "message": "model.safetensors: missing",
+    }
+
+
+def test_the_resolved_config_takes_the_place_of_the_first(folder: Path) -> None:
+    record = start(folder)
+    record.config = {"seed": 2}
+    assert record.config == read(folder)["config"] == {"seed": 2}
+    assert record.data == read(folder)
+
+
+def test_two_runs_never_share_a_folder(folder: Path) -> None:
+    start(folder).finish("completed")
+    with pytest.raises(StorageError, match=r"run\.json: another run's record.*hydra\.run\.dir"):
+        start(folder)
+    assert read(folder)["status"] == "completed"
+
+
+def no_links(self: Path, target: Path) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_many_runs_that_start_in_one_folder_at_once_one_has_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", no_links)
+    barrier, started, refused = threading.Barrier(8), [], []
+
+    def attempt() -> None:
+        barrier.wait(10)
+        try:
+            started.append(start(folder))
+        except StorageError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=attempt) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(started), len(refused)) == (1, 7)
+    assert all("another run's record" in message for message in refused)
+    assert read(folder)["status"] == "running"
+    assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_an_error_that_says_what_to_do(folder: Path) -> None:
+    folder.parent.mkdir(parents=True)
+    folder.write_text("")
+    with pytest.raises(StorageError, match=r"today: .*move it away"):
+        start(folder)
+
+
+def test_a_write_that_fails_leaves_the_record_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = start(folder)
+    before = read(folder)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="today: No space left on device; free some space"):
+        record.add_stage(STAGE)
+    assert read(folder) == before
+    assert [path.name for path in folder.iterdir()] == ["run.json"]
+
+
+def test_what_could_not_be_written_is_written_the_next_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = start(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.record.replace_file", lambda path, text: no_links(path, path))
+        with pytest.raises(StorageError):
+            record.add_stage(STAGE)
+    record.add_stage(STAGE)
+    assert [stage["name"] for stage in read(folder)["stages"]] == ["plan"]
+
+
+def test_a_record_in_which_nothing_changed_is_not_written_again(folder: Path) -> None:
+    record = start(folder)
+    record.add_stage(STAGE)
+    written = (folder / "run.json").stat().st_mtime_ns
+    record.add_stage(STAGE)
+    record.merge(Report())
+    assert (folder / "run.json").stat().st_mtime_ns == written
+
+
+def test_a_reader_always_sees_a_whole_record(folder: Path) -> None:
+    record = start(folder)
+    done = threading.Event()
+
+    def grow() -> None:
+        for number in range(50):
+            record.merge(Report(outputs=({"prompt": "p", "text": "t" * 20_000, "token_ids": [number]},)))
+        done.set()
+
+    writer = threading.Thread(target=grow)
+    writer.start()
+    seen = set()
+    while not done.is_set():
+        seen.add(json.dumps(read(folder)["outputs"]))
+    writer.join()
+    assert len(seen) > 1

@@ -1,0 +1,224 @@
+"""The runner with stages of its own, that note what was asked of them."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import BudgetError, CheckpointError, ConfigError, Fault
+from pipeline.memory import MemoryMonitor
+from pipeline.record import RunRecord
+from pipeline.runner import Runner, check_config, installed_stages, load_stages
+from pipeline.stage import Artifact, Config, Context, Report, Stage
+
+
+class Note:
+    """A stage that depends on one option and on the content of the stages before it."""
+
+    version = 1
+
+    def __init__(self, log: list[str], name: str, option: str, after: tuple[str, ...] = (), live: bool = True) -> None:
+        self.log, self.name, self.option, self.after, self.makes_live = log, name, option, after, live
+        self.needs = after
+
+    def check(self, config: Config) -> Iterable[Fault]:
+        return ()
+
+    def examine(self, config: Config) -> Iterable[Fault]:
+        self.log.append(f"examine {self.name}")
+        if config[self.option] == "unheard of":
+            yield Fault(self.option, "unheard of")
+
+    def key(self, context: Context) -> Mapping[str, object]:
+        before = {name: context.artifact(name).digest("note.json") for name in self.after}
+        return {"value": context.config[self.option], "before": before}
+
+    def build(self, context: Context, folder: Path) -> Any:
+        self.log.append(f"build {self.name}")
+        if context.config[self.option] == "too much":
+            raise BudgetError("too much")
+        folder.joinpath("note.json").write_text(json.dumps(context.config[self.option]))
+        for name in self.after:
+            context.live(name)
+        return self.name if self.makes_live else None
+
+    def revive(self, context: Context) -> Any:
+        self.log.append(f"revive {self.name}")
+        return self.name
+
+    def report(self, artifact: Artifact) -> Report:
+        return Report(summary=str(artifact.json("note.json")), metrics={"stall_seconds": 1.0})
+
+
+class Lab:
+    """Runs the three stages a → b → c in one folder and tells what happened."""
+
+    def __init__(self, folder: Path, *, live: bool = True) -> None:
+        self.folder, self.live, self.runs = folder, live, 0
+        self.record: dict[str, Any] = {}
+        self.held: list[set[str]] = []
+
+    def stages(self, log: list[str]) -> list[Stage]:
+        specs = [("a", ()), ("b", ("a",)), ("c", ("b",))]
+        return [Note(log, name, name, after, self.live) for name, after in specs]
+
+    def run(self, *, keep: int = 3, **options: Any) -> list[str]:
+        log: list[str] = []
+        self.runs += 1
+        folder = self.folder / f"run{self.runs}"
+        config = {"a": 1, "b": 1, "c": 1, "outputs": str(self.folder), **options}
+        record = RunRecord.start(folder, overrides=[], config=config, environment={})
+        try:
+            with MemoryMonitor() as monitor:
+                runner = Runner(self.stages(log)[:keep], config, record=record, monitor=monitor)
+                runner.run()
+                self.held.append(set(runner._live))
+        finally:
+            self.record = json.loads(record.path.read_text())
+        return log
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    yield Lab(tmp_path)
+
+
+def built(log: list[str]) -> list[str]:
+    return [line.removeprefix("build ") for line in log if line.startswith("build")]
+
+
+def test_every_stage_is_built_once_and_then_served(lab: Lab) -> None:
+    assert built(lab.run()) == ["a", "b", "c"]
+    assert lab.run() == [], "a run that is served asks nothing of its stages"
+    assert [stage["cached"] for stage in lab.record["stages"]] == [True, True, True]
+
+
+def test_a_change_rebuilds_what_depends_on_it_and_nothing_else(lab: Lab) -> None:
+    lab.run()
+    assert built(lab.run(c=2)) == ["c"]
+    assert built(lab.run(b=2)) == ["b", "c"]
+    assert built(lab.run(b=2)) == []
+
+
+def test_a_stage_whose_inputs_came_out_the_same_is_not_rebuilt(lab: Lab) -> None:
+    lab.run()
+    assert built(lab.run(a=2)) == ["a", "b"], "b's note is what it was, so c's key is too"
+
+
+def test_a_prefix_is_shared_with_the_whole(lab: Lab) -> None:
+    assert built(lab.run(keep=2)) == ["a", "b"]
+    assert built(lab.run()) == ["c"]
+
+
+def test_live_halves_made_on_the_way_are_not_made_again(lab: Lab) -> None:
+    assert not [line for line in lab.run() if line.startswith("revive")]
+
+
+def test_live_halves_of_cached_stages_are_made_when_asked_for(lab: Lab) -> None:
+    lab.run()
+    log = lab.run(c=2)
+    assert [line for line in log if line.startswith("revive")] == ["revive b"]
+
+
+def test_a_live_half_is_let_go_when_no_stage_will_ask_for_it(lab: Lab) -> None:
+    lab.run()
+    assert lab.held == [set()]
+
+
+def test_only_stages_that_are_not_cached_are_examined(lab: Lab) -> None:
+    lab.run()
+    assert [line for line in lab.run(c=2) if line.startswith("examine")] == ["examine c"]
+
+
+def test_faults_that_need_model_code_come_before_any_work(lab: Lab) -> None:
+    with pytest.raises(ConfigError, match="c: unheard of"):
+        lab.run(c="unheard of")
+    assert not list((lab.folder / "cache").glob("*/*/manifest.json"))
+
+
+def test_a_failed_build_leaves_no_artifact_and_the_next_run_makes_it(lab: Lab) -> None:
+    with pytest.raises(BudgetError):
+        lab.run(b="too much")
+    assert not list((lab.folder / "cache" / "b").glob("*/"))
+    assert built(lab.run()) == ["b", "c"]
+
+
+def test_a_stage_that_needs_one_that_is_not_listed_says_so(tmp_path: Path) -> None:
+    record = RunRecord.start(tmp_path / "run", overrides=[], config={}, environment={})
+    config = {"b": 1, "outputs": str(tmp_path)}
+    with MemoryMonitor() as monitor, pytest.raises(ConfigError, match="stages: 'a' must stand before"):
+        Runner([Note([], "b", "b", ("a",))], config, record=record, monitor=monitor).run()
+
+
+def test_the_record_says_what_ran_and_what_it_took(lab: Lab) -> None:
+    lab.run()
+    names = [stage["name"] for stage in lab.record["stages"]]
+    assert names == ["a", "b", "c"]
+    for stage in lab.record["stages"]:
+        assert Path(stage["artifact"]).is_dir()
+        assert stage["key"] == Path(stage["artifact"]).name
+        assert stage["seconds"] > 0
+        assert stage["peak_host_bytes"] > 2**20
+    assert lab.record["metrics"]["stall_seconds"] == 1.0
+
+
+class Slow(Note):
+    """Takes its time, and memory, to come alive."""
+
+    def revive(self, context: Context) -> Any:
+        import time
+
+        time.sleep(0.2)
+        return super().revive(context)
+
+
+def test_what_a_live_half_costs_is_charged_to_its_own_stage(tmp_path: Path) -> None:
+    log: list[str] = []
+    stages: list[Stage] = [Slow(log, "a", "a", live=False), Note(log, "b", "b", ("a",))]
+    record = RunRecord.start(tmp_path / "run", overrides=[], config={}, environment={})
+    with MemoryMonitor() as monitor:
+        Runner(stages, {"a": 1, "b": 1, "outputs": str(tmp_path)}, record=record, monitor=monitor).run()
+    seconds = {stage["name"]: stage["seconds"] for stage in record.data["stages"]}
+    assert log[-1] == "revive a"
+    assert seconds["a"] >= 0.2 > seconds["b"]
+
+
+def test_the_five_stages_are_found_among_the_entry_points() -> None:
+    assert {"empty_init", "plan", "shard_load", "dispatch", "generate"} <= set(installed_stages())
+    names = ["empty_init", "plan", "shard_load"]
+    loaded = load_stages({"stages": names, "stop_after": "plan"})
+    assert [stage.name for stage in loaded] == ["empty_init", "plan"]
+    assert all(isinstance(stage, Stage) for stage in loaded)
+
+
+def test_all_faults_of_all_stages_come_as_one_error(tmp_path: Path) -> None:
+    config = {
+        "model": {"kind": "pretrained", "path": str(tmp_path / "gone"), "trust_remote_code": False},
+        "dtype": "float33", "max_memory": {"cpu": "-1GB"}, "device_map": "balnced", "device_map_overrides": {},
+        "offload_folder": None, "offload_state_dict": False, "hardware": {"devices": None},
+        "generate": {"prompts": [], "beams": 3}, "stop_after": None, "seed": 0, "outputs": str(tmp_path),
+        "stages": ["empty_init", "plan", "shard_load", "dispatch", "generate"],
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        check_config(config)
+    text = str(caught.value)
+    words = [
+        "model.path",
+        "gone",
+        "dtype: 'float33'",
+        "max_memory.cpu",
+        "'-1GB'",
+        "device_map",
+        "did you mean 'balanced'",
+    ]
+    assert all(word in text for word in [*words, "generate.prompts", "generate.beams"]), text
+
+
+def test_faults_of_one_kind_keep_their_class(tmp_path: Path) -> None:
+    from pipeline.errors import raise_faults
+
+    with pytest.raises(CheckpointError, match=r"a: b\nc: d"):
+        raise_faults([Fault("a", "b", CheckpointError), Fault("c", "d", CheckpointError)])
+    raise_faults([])

@@ -1,0 +1,122 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen2Config,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from stages.empty_init import init_empty_weights
+from stages.empty_init.describe import describe
+from stages.empty_init.skeleton import FILE_NAME, from_json
+
+LLAMA_LIKE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+CONFIGS = {
+    "Llama": LlamaConfig(**LLAMA_LIKE, vocab_size=64, num_key_value_heads=2),
+    "OPT": OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+                     word_embed_proj_dim=32),
+    "BLOOM": BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64),
+    "GPT-2": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, bos_token_id=1, eos_token_id=2),
+    "GPT-NeoX": GPTNeoXConfig(**LLAMA_LIKE, vocab_size=64),
+    "Qwen2": Qwen2Config(**LLAMA_LIKE, vocab_size=64, num_key_value_heads=2),
+    "Mixtral": MixtralConfig(**LLAMA_LIKE, vocab_size=64, num_key_value_heads=2, num_local_experts=4),
+    "Mamba": MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=64),
+}  # fmt: skip
+
+
+def on_meta(config: object) -> nn.Module:
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_rehearsal_gives_the_order_in_which_modules_really_run(name: str) -> None:
+    skeleton = describe(on_meta(CONFIGS[name]))
+    real = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    called: list[str] = []
+    for module_name, module in real.named_modules():
+        module.register_forward_pre_hook(lambda _m, _a, n=module_name: called.append(n))
+    with torch.no_grad():
+        real(input_ids=torch.ones((1, 8), dtype=torch.long))
+    assert skeleton.unrehearsed is None
+    assert list(skeleton.order) == list(dict.fromkeys(called))
+
+
+def test_an_encoder_decoder_is_rehearsed() -> None:
+    config = T5Config(d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8, vocab_size=64)
+    with init_empty_weights():
+        model = T5ForConditionalGeneration(config)
+    skeleton = describe(model)
+    assert skeleton.unrehearsed is None
+    assert skeleton.order.index("encoder.block.1") < skeleton.order.index("decoder.block.0")
+
+
+def test_norms_run_before_the_layers_that_they_are_registered_after() -> None:
+    order = describe(on_meta(CONFIGS["Llama"])).order
+    assert order.index("model.layers.0.input_layernorm") < order.index("model.layers.0.self_attn.q_proj")
+
+
+def test_every_tensor_is_listed_with_shape_dtype_and_kind() -> None:
+    model = nn.BatchNorm1d(3).to(torch.bfloat16)
+    model.register_buffer("hidden", torch.zeros(2, dtype=torch.bool), persistent=False)
+    tensors = {t.name: t for t in describe(model).tensors}
+    assert (tensors["weight"].shape, tensors["weight"].dtype, tensors["weight"].kind) == ((3,), "bfloat16", "parameter")
+    assert tensors["num_batches_tracked"].dtype == "int64"
+    assert tensors["hidden"].kind == "buffer"
+    assert not tensors["hidden"].persistent
+    assert tensors["hidden"].bytes == 2
+
+
+def test_tied_tensors_are_counted_once() -> None:
+    skeleton = describe(on_meta(CONFIGS["OPT"]))
+    assert skeleton.tied == (("lm_head.weight", "model.decoder.embed_tokens.weight"),)
+    model = AutoModelForCausalLM.from_config(CONFIGS["OPT"])
+    assert skeleton.bytes == sum(p.nbytes for p in model.parameters())
+
+
+def test_a_module_whose_weight_its_parent_reads_is_borrowed() -> None:
+    borrowers = describe(on_meta(CONFIGS["Mamba"])).borrowers
+    assert borrowers["backbone.layers.0.mixer.conv1d"] == ("backbone.layers.0.mixer",)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x) if x.sum().item() > 0 else x
+
+
+def test_a_model_that_cannot_be_rehearsed_says_so_and_falls_back_to_registration() -> None:
+    skeleton = describe(Branching())
+    assert skeleton.unrehearsed
+    assert skeleton.order == ("", "attention", "attention.out_proj", "last")
+    assert skeleton.borrowers == {"attention.out_proj": ("attention",)}
+
+
+def test_the_model_is_as_it_was_after_its_rehearsal() -> None:
+    model = on_meta(CONFIGS["Llama"]).train()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    describe(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert model.training
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_skeleton_survives_its_file(tmp_path) -> None:
+    skeleton = describe(on_meta(CONFIGS["Mamba"]))
+    skeleton.save(tmp_path)
+    assert from_json(json.loads((tmp_path / FILE_NAME).read_text())) == skeleton

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import BudgetError, ConfigError
+from stages.plan import options
+from stages.plan.stage import MakePlan, make_plan
+from tests.stages.plan.making import outline, stack
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    base = {"max_memory": {"cpu": "30"}, "device_map": "auto", "device_map_overrides": {}, "hardware": {}}
+    return {**base, "generate": {}, **changes}
+
+
+def two_accelerators(size: str = "1GB") -> dict[str, Any]:
+    return {"devices": [{"memory": size}, {"memory": size}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ({"max_memory": {"cpu": "10gb"}}, "max_memory.cpu", "'10gb' is not a size"),
+        ({"max_memory": {"0": "-1GB"}}, "max_memory.0", "is not a size"),
+        ({"max_memory": {"gpu": "1GB"}}, "max_memory.gpu", "'gpu' is not a device"),
+        ({"device_map": "balancd"}, "device_map", "did you mean 'balanced'"),
+        ({"device_map": "/nowhere/map.json"}, "device_map", "can't be read"),
+        ({"device_map": {"a": "gpu"}}, "device_map.a", "'gpu' is not a device"),
+        ({"device_map": {}}, "device_map", "the map is empty"),
+        ({"device_map": None}, "device_map", "no policy"),
+        ({"device_map_overrides": {"a": "x"}}, "device_map_overrides.a", "'x' is not a device"),
+    ],
+)
+def test_a_bad_config_is_named_with_its_key(changes: dict[str, Any], key: str, words: str) -> None:
+    (fault,) = MakePlan().check(config(**changes))
+    assert fault.key == key
+    assert words in fault.message
+
+
+def test_all_faults_are_reported_together() -> None:
+    faulty = config(max_memory={"cpu": "x", "0": "y"}, device_map="z", device_map_overrides={"a": "b"})
+    assert len(list(MakePlan().check(faulty))) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("{", "no JSON file"), ("[]", "holds no map"), ('{"a": "b"}', "device")]
+)
+def test_a_bad_map_file_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(content)
+    (fault,) = MakePlan().check(config(device_map=str(path)))
+    assert words in fault.message
+
+
+@pytest.mark.parametrize("device_map", ["cpu", 0, "cuda:0", {"": 1}, "sequential", "auto"])
+def test_a_good_map_has_no_faults(device_map: Any) -> None:
+    assert not list(MakePlan().check(config(device_map=device_map)))
+
+
+def test_one_device_holds_the_whole_model() -> None:
+    assert make_plan(stack(3), config(device_map="cpu")).device_map == {"": "cpu"}
+
+
+def test_an_absent_accelerator_is_unused_and_said_so() -> None:
+    plan = make_plan(stack(3), config(max_memory={"0": "100", "cpu": "20"}))
+    assert set(plan.homes.values()) == {"cpu", "disk"}
+    assert plan.notes == ("max_memory.0 is unused: no accelerator 0 here",)
+
+
+def test_an_explicit_map_with_an_absent_accelerator_is_an_error() -> None:
+    wrong = config(device_map={"": 3}, hardware=two_accelerators())
+    (fault,) = MakePlan().examine(wrong)
+    assert fault.key == "device_map"
+    with pytest.raises(ConfigError, match="no accelerator 3 here, the last is 1"):
+        make_plan(stack(3), wrong)
+
+
+def test_a_map_that_a_run_wrote_gives_the_same_plan(tmp_path: Path) -> None:
+    given = {"max_memory": {"0": "20", "1": "10", "cpu": "15"}, "hardware": two_accelerators()}
+    first = make_plan(stack(7), config(**given))
+    first.save(tmp_path)
+    again = make_plan(stack(7), config(**given, device_map=str(tmp_path / "device_map.json")))
+    assert (again.homes, again.main_device, again.execution) == (first.homes, first.main_device, first.execution)
+
+
+def test_an_explicit_map_over_budget_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"max_memory\.cpu.*the least that works is 30 bytes"):
+        make_plan(stack(3), config(max_memory={"cpu": "29"}, device_map="cpu"))
+
+
+def test_a_device_that_max_memory_does_not_list_holds_nothing() -> None:
+    plan = make_plan(stack(3), config(max_memory={"1": "100"}, hardware=two_accelerators()))
+    assert plan.device_map == {"": 1}
+
+
+def test_shares_are_of_the_device() -> None:
+    plan = make_plan(stack(3), config(max_memory={"0": "50%"}, hardware=two_accelerators("60")))
+    assert plan.budgets[0] == 30
+    assert plan.device_map == {"": 0}
+
+
+def test_automatic_budgets_are_the_sum_of_their_terms() -> None:
+    plan = make_plan(stack(3), config(max_memory=None))
+    assert plan.budgets["cpu"] == sum(plan.budget_terms["cpu"].values())
+    assert plan.device_map == {"": "cpu"}
+
+
+def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
+    from stages.plan.plan import from_json
+
+    plan = make_plan(stack(7), config(max_memory={"0": "20", "cpu": "15"}, hardware=two_accelerators()))
+    plan.save(tmp_path)
+    assert from_json(json.loads((tmp_path / "plan.json").read_text())) == plan
+
+
+def test_every_tensor_and_every_module_with_tensors_has_a_device() -> None:
+    model = outline({"embed.weight": 8, "block.norm": 1, "block.fc.weight": 9, "head.weight": 8},
+                    tied=[["embed.weight", "head.weight"]], classes={"block": "Block"}, no_split=["Block"])  # fmt: skip
+    plan = make_plan(model, config(max_memory={"cpu": "19"}))
+    assert set(plan.homes) == set(model.sizes)
+    assert set(plan.execution) == {"embed", "block", "block.fc", "head"}
+
+
+def test_the_cached_path_imports_no_torch() -> None:
+    code = "import sys, stages.plan, stages.plan.stage; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_choice_reads_map_keys_as_text() -> None:
+    assert options.read_choice({"a.b": "cuda:1"}).entries == {"a.b": 1}

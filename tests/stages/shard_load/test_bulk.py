@@ -1,0 +1,85 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.errors import CheckpointError
+from stages.shard_load import bulk
+from stages.shard_load.bulk import BulkReader, Piece
+from stages.shard_load.files import ShardFile
+from stages.shard_load.reading import Extent
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> torch.Tensor:
+    """Random bytes, written to the file ``f``, in blocks so small that a test has many."""
+    torch.manual_seed(0)
+    data = torch.randint(0, 256, (300_000,), dtype=torch.uint8)
+    (tmp_path / "f").write_bytes(data.numpy().tobytes())
+    return data
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "BLOCK_BYTES", 8192)
+
+
+def shard(path: Path, size: int | None = None) -> ShardFile:
+    status = path.stat()
+    return ShardFile(path.name, path, status.st_size if size is None else size, status.st_mtime_ns, "")
+
+
+def drop_from_cache(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("dtypes", [("int16", "int16"), ("int16", "int32"), ("uint8", "uint8")])
+@pytest.mark.parametrize(
+    "spans", [[(0, 100)], [(8, 299_992)], [(2, 10), (10, 8192), (8192, 60_000), (90_000, 90_002)], [(16, 16)]]
+)
+def test_every_span_comes_out_as_it_lies_in_the_file(
+    tmp_path: Path, data: torch.Tensor, spans: list[tuple[int, int]], dtypes: tuple[str, str], cold: bool
+) -> None:
+    stored, wanted = (getattr(torch, name) for name in dtypes)
+    if cold:
+        drop_from_cache(tmp_path / "f")
+    pieces = []
+    for begin, end in spans:
+        count = (end - begin) // stored.itemsize
+        extent = Extent(shard(tmp_path / "f"), begin, dtypes[0], (count,))
+        pieces.append(Piece(extent, torch.zeros(count, dtype=wanted)))
+    seen: list[int] = []
+    with BulkReader() as reader:
+        reader.read(pieces, seen.append)
+    for (begin, end), piece in zip(spans, pieces, strict=True):
+        assert torch.equal(piece.target, data[begin:end].view(stored).to(wanted))
+    assert sum(seen) == sum(end - begin for begin, end in spans)
+
+
+def test_a_file_system_without_direct_reads_works_too(
+    tmp_path: Path, data: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "_open_direct", lambda path: None)
+    drop_from_cache(tmp_path / "f")
+    piece = Piece(Extent(shard(tmp_path / "f"), 3, "uint8", (200_000,)), torch.zeros(200_000, dtype=torch.uint8))
+    with BulkReader() as reader:
+        reader.read([piece], lambda count: None)
+    assert torch.equal(piece.target, data[3:200_003])
+
+
+def test_a_tensor_that_the_file_does_not_hold_whole_is_refused(tmp_path: Path, data: torch.Tensor) -> None:
+    piece = Piece(Extent(shard(tmp_path / "f"), 299_000, "uint8", (2000,)), torch.zeros(2000, dtype=torch.uint8))
+    with BulkReader() as reader, pytest.raises(CheckpointError, match="f: ends at byte 300000, inside a tensor"):
+        reader.read([piece], lambda count: None)
+
+
+def test_a_file_that_changed_is_refused(tmp_path: Path, data: torch.Tensor) -> None:
+    file = shard(tmp_path / "f", size=5)
+    piece = Piece(Extent(file, 0, "uint8", (5,)), torch.zeros(5, dtype=torch.uint8))
+    with BulkReader() as reader, pytest.raises(CheckpointError, match="the file changed"):
+        reader.read([piece], lambda count: None)

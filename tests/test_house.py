@@ -1,0 +1,85 @@
+"""The house keeps its measure: what stands at the top level, and the hard limits on files and functions."""
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOP_LEVEL = {"pyproject.toml", "README.md", "conf", "pipeline", "stages", "tests", "outputs"}
+PACKAGES = ("pipeline", "stages", "conf")
+FILE_LINES, FUNCTION_LINES, NESTING = 400, 50, 3
+
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def sources(*folders: str) -> list[str]:
+    """Return the Python files under ``folders``, relative to the root."""
+    return sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def functions(tree: ast.Module) -> Iterator[Function]:
+    """Yield every function and method of a module."""
+    return (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS))
+
+
+def length(function: Function) -> int:
+    """Return the lines of a function, those of its docstring left out."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return lines
+    docstring = function.body[0]
+    return lines - ((docstring.end_lineno or 0) - docstring.lineno + 1)
+
+
+def nesting(node: ast.AST, depth: int = 0) -> int:
+    """Return how deep blocks stand in blocks inside ``node``; inner functions and classes count for themselves."""
+    inner = [child for child in ast.iter_child_nodes(node) if not isinstance(child, (*FUNCTIONS, ast.ClassDef))]
+    return max([depth, *(nesting(child, depth + isinstance(child, BLOCKS)) for child in inner)])
+
+
+def faults(text: str) -> list[str]:
+    """Return what in a module's text breaks the measure, one line each."""
+    lines = text.count("\n")
+    found = [f"{lines} lines"] if lines > FILE_LINES else []
+    for function in functions(ast.parse(text)):
+        where = f"line {function.lineno}, {function.name}"
+        if length(function) > FUNCTION_LINES:
+            found.append(f"{where}: {length(function)} lines")
+        if nesting(function) > NESTING:
+            found.append(f"{where}: nested {nesting(function)} deep")
+    return found
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")
+def test_the_top_level_holds_what_the_design_names() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tops = {path.split("/")[0] for path in listed.splitlines()}
+    assert {top for top in tops if not top.startswith(".")} - TOP_LEVEL == set()
+
+
+@pytest.mark.parametrize("source", sources(*PACKAGES, "tests"))
+def test_files_and_functions_keep_the_measure(source: str) -> None:
+    assert faults((ROOT / source).read_text()) == []
+
+
+@pytest.mark.parametrize("source", sources(*PACKAGES))
+def test_every_module_says_what_it_is_for(source: str) -> None:
+    assert ast.get_docstring(ast.parse((ROOT / source).read_text()))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = 1\n" * 401, "401 lines"),
+        ("def long():\n" + "    x = 1\n" * 50, "long: 51 lines"),
+        ("def deep():\n" + "".join("  " * n + " if x:\n" for n in range(4)) + " " * 9 + "x\n", "deep: nested 4 deep"),
+    ],
+)
+def test_what_is_too_large_is_named(text: str, words: str) -> None:
+    (fault,) = faults(text)
+    assert fault.endswith(words)
