@@ -43,6 +43,8 @@ class Schema:
     device_map_overrides: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
     offload_folder: Any = None
     offload_state_dict: Any = False
+    storage: Dict[str, Any] = field(default_factory=lambda: {"io": "auto"})  # noqa: UP006
+    trace: Any = False
     hardware: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
     generate: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
     stages: List[str] = field(default_factory=list)  # noqa: UP006

@@ -36,6 +36,8 @@ class Score:
     """All parts by module name, the modules that inputs are moved for, and the order in which streamed parts play.
 
     ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
+    ``staging_bytes`` may be held for streamed weights on their way: the reserve, and what the plan left of the main
+    device's budget where that is the host.
     """
 
     main_device: DeviceId
@@ -43,7 +45,7 @@ class Score:
     entries: Mapping[str, DeviceId]
     order: tuple[str, ...]
     streamed_bytes: int
-    reserve_bytes: int
+    staging_bytes: int
 
     def save(self, folder: Path) -> None:
         """Write ``dispatch.json`` into ``folder``."""
@@ -72,8 +74,14 @@ def write_score(skeleton: Skeleton, plan: Plan) -> Score:
         entries=_entries(skeleton, plan),
         order=tuple(name for name in skeleton.calls if name in parts and parts[name].streamed),
         streamed_bytes=sum(skeleton.by_name[name].bytes for part in parts.values() for name in part.streamed),
-        reserve_bytes=plan.reserve_bytes,
+        staging_bytes=_staging_bytes(plan),
     )
+
+
+def _staging_bytes(plan: Plan) -> int:
+    budget = plan.budgets.get(CPU) if plan.main_device == CPU else None
+    left = 0 if budget is None else budget - plan.resident_bytes.get(CPU, 0)
+    return max(plan.reserve_bytes, left)
 
 
 def _is_streamed(home: DeviceId, execution: DeviceId) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.errors import Fault
+import psutil
+
+from pipeline.errors import Fault, closest
 from pipeline.stage import Artifact, Config, Context, Report
-from stages.dispatch.score import FILE_NAME, from_json, write_score
+from stages.dispatch.score import FILE_NAME, Score, from_json, write_score
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
+from stages.plan.host import host_memory
 from stages.units import format_bytes
 
 if TYPE_CHECKING:
@@ -19,6 +22,29 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stages.dispatch.streaming import Streamer
+
+
+IO_CHOICES = ("auto", "direct", "mmap")
+SHARE_OF_FREE_MEMORY = 0.8
+"""The most of the free memory that mapped weights may fill with their pages, before direct reads are the better way."""
+
+
+def choose_io(asked: str, score: Score) -> Literal["direct", "mmap"]:
+    """Return how streamed weights are read: as asked, or for ``auto`` mapped where their pages can stay in memory.
+
+    Page cache isn't the process's own memory, so it stands beside the budget; but pages that don't fit would be read
+    again for every token, and through the cache that is slower than directly.
+    """
+    if asked != "auto":
+        return "mmap" if asked == "mmap" else "direct"
+    free = free_host_bytes() - score.staging_bytes
+    return "mmap" if score.streamed_bytes <= SHARE_OF_FREE_MEMORY * free else "direct"
+
+
+def free_host_bytes() -> int:
+    """Return the host memory that is free for anything now, in bytes."""
+    own = psutil.Process().memory_info()
+    return host_memory().available_bytes - (own.rss - getattr(own, "shared", 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +66,17 @@ class Dispatch:
     needs: tuple[str, ...] = ("shard_load",)
 
     def check(self, config: Config) -> Iterable[Fault]:
-        """Yield nothing: the stage has no keys of its own."""
-        return ()
+        """Yield a fault if ``storage.io`` or ``trace`` is not what it may be."""
+        io, trace = config["storage"].get("io"), config["trace"]
+        if io not in IO_CHOICES:
+            yield Fault(
+                "storage.io", f"{io!r} is no way to read{closest(str(io), IO_CHOICES)}; give auto, direct or mmap"
+            )
+        if not isinstance(trace, bool):
+            yield Fault("trace", f"{trace!r} is neither true nor false")
 
     def examine(self, config: Config) -> Iterable[Fault]:
-        """Yield nothing: the stage has no keys of its own."""
+        """Yield nothing: no model code is needed to check the stage's keys."""
         return ()
 
     def key(self, context: Context) -> Mapping[str, object]:
@@ -64,11 +96,19 @@ class Dispatch:
     def revive(self, context: Context) -> Dispatched:
         """Return the placed model with its hooks attached."""
         from stages.dispatch.streaming import Streamer, pin_device
+        from stages.dispatch.trace import Trace
         from stages.shard_load.placing import torch_device
 
         score = from_json(context.artifact("dispatch").json(FILE_NAME))
         placed = context.live("shard_load")
-        streamer = Streamer(placed.model, score, offloaded=placed.offloaded, torch_device=torch_device)
+        streamer = Streamer(
+            placed.model,
+            score,
+            extents={name: placed.offloaded.extent(name) for name in placed.offloaded},
+            torch_device=torch_device,
+            io=choose_io(context.config["storage"]["io"], score),
+            trace=Trace() if context.config["trace"] else None,
+        )
         main = torch_device(score.main_device)
         pin_device(placed.model, main)
         return Dispatched(placed.model, streamer, main, placed.load_seconds, placed.read_bytes)

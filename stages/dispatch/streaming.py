@@ -6,34 +6,29 @@ was. A release hook is called even when the forward raises.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from stages.dispatch.lookahead import Lookahead, Traffic
+from stages.dispatch.mapping import MappedFile
 from stages.dispatch.moving import first_device, send_to_device
-from stages.dispatch.score import Score
-from stages.units import DeviceId
+from stages.dispatch.score import Part, Score
+from stages.dispatch.trace import Trace
+from stages.shard_load.reading import Extent
+from stages.units import DISK, DeviceId
+
+Io = Literal["direct", "mmap"]
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What streaming has cost so far.
-
-    Bytes brought in, those of them that waited on disk, and the seconds that forwards waited for weights.
-    """
-
-    streamed_bytes: int = 0
-    storage_bytes: int = 0
-    stall_seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class _Slot:
+@dataclass(frozen=True, slots=True)
+class Slot:
     """One streamed tensor: the table of its module that it is bound in, its short name, and what waits there."""
 
     name: str
@@ -41,21 +36,38 @@ class _Slot:
     attribute: str
     waiting: torch.Tensor
 
+    def bind(self, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` in the place of what waits, as a parameter where that is one."""
+        parameter = isinstance(self.waiting, nn.Parameter)
+        self.table[self.attribute] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+
+    def unbind(self) -> None:
+        """Put what waits back."""
+        self.table[self.attribute] = self.waiting
+
 
 @dataclass(slots=True)
-class _Part:
-    """The streamed tensors of one module, and how many running calls use them."""
+class _Streamed:
+    """The streamed tensors of one module: those that wait on the host, those on disk, and how many calls use them.
 
-    slots: list[_Slot]
+    ``number`` is the part's number in the lookahead, null if nothing of it waits on disk.
+    """
+
+    name: str
+    on_host: list[Slot]
+    on_disk: list[Slot]
     device: torch.device
+    number: int | None = None
     users: int = 0
+    began: float = 0.0
 
 
 class Streamer:
-    """The hooks of one dispatched model.
+    """The hooks of one dispatched model, and the lookahead behind them.
 
-    ``offloaded`` reads a tensor that waits on disk, each time it is asked; what waits on the host is in the model.
-    ``torch_device`` gives the torch device behind a device id.
+    ``extents`` says where each tensor that waits on disk lies; what waits on the host is in the model.
+    ``torch_device`` gives the torch device behind a device id. With ``io`` "mmap" weights that compute on the cpu are
+    used where a map of their shard has them; embeddings always are.
     """
 
     def __init__(
@@ -63,25 +75,93 @@ class Streamer:
         model: nn.Module,
         score: Score,
         *,
-        offloaded: Mapping[str, torch.Tensor],
+        extents: Mapping[str, Extent],
         torch_device: Callable[[DeviceId], torch.device],
+        io: Io = "direct",
+        trace: Trace | None = None,
     ) -> None:
-        self.traffic = Traffic()
-        self._offloaded = offloaded
+        self.traffic, self.trace = Traffic(), trace
+        self._model, self._extents, self._io = model, extents, io
         self._stack = ExitStack()
+        self._mapped: dict[Any, MappedFile] = {}
         main = torch_device(score.main_device)
         if main.type != "cpu":
-            self._move_inputs(model, {name: torch_device(device) for name, device in score.entries.items()})
-        for part in score.parts.values():
-            if part.streamed:
-                slots = [_slot(model, tensor) for tensor in part.streamed]
-                self._stream(model, _Part(slots, torch_device(part.execution)), callers=part.callers)
+            self._move_inputs({name: torch_device(device) for name, device in score.entries.items()})
+        parts = {
+            name: (part, self._streamed(name, part, torch_device(part.execution)))
+            for name, part in score.parts.items()
+            if part.streamed
+        }
+        streamed = [found for part, found in parts.values() if not self._map(part, found)]
+        self._lookahead = self._look_ahead(streamed, score)
+        for found in streamed:
+            self._stream(found, callers=score.parts[found.name].callers)
+        self._mark_passes()
 
     def remove(self) -> None:
-        """Take all hooks off the model; its streamed weights wait where they did."""
+        """Take all hooks off the model; its streamed weights wait where they did, and no file is open."""
         self._stack.close()
 
-    def _stream(self, model: nn.Module, part: _Part, *, callers: tuple[str, ...]) -> None:
+    def _streamed(self, name: str, part: Part, device: torch.device) -> _Streamed:
+        slots = {tensor: make_slot(self._model, tensor) for tensor in part.streamed}
+        on_host = [slot for tensor, slot in slots.items() if part.streamed[tensor] != DISK]
+        on_disk = [slot for tensor, slot in slots.items() if part.streamed[tensor] == DISK]
+        return _Streamed(name, on_host, on_disk, device)
+
+    def _map(self, part: Part, streamed: _Streamed) -> bool:
+        """Bind a part to a map of its shards for good, if that is how it is to be served; return whether it was."""
+        is_lookup = isinstance(self._model.get_submodule(streamed.name), nn.Embedding)
+        alone = len(part.callers) == 1
+        if streamed.on_host or streamed.device.type != "cpu" or not (self._io == "mmap" or (is_lookup and alone)):
+            return False
+        files: list[MappedFile] = []
+        for slot in streamed.on_disk:
+            extent = self._extents[slot.name]
+            file = self._open_map(extent)
+            file.advise([extent], mmap.MADV_RANDOM if is_lookup and self._io != "mmap" else mmap.MADV_WILLNEED)
+            slot.bind(file.tensor(extent))
+            self._stack.callback(slot.unbind)
+            files.append(file)
+        self._watch(streamed, files, counted=0 if is_lookup else self._bytes(streamed.on_disk), callers=part.callers)
+        return True
+
+    def _open_map(self, extent: Extent) -> MappedFile:
+        if extent.file not in self._mapped:
+            self._mapped[extent.file] = MappedFile(extent.file)
+            self._stack.callback(self._mapped[extent.file].close)
+        return self._mapped[extent.file]
+
+    def _watch(self, streamed: _Streamed, files: list[MappedFile], *, counted: int, callers: tuple[str, ...]) -> None:
+        """Check the ``files`` of a mapped part before each use, and count its bytes."""
+
+        def check(_module: nn.Module, _args: Any) -> None:
+            for file in files:
+                file.check()
+            self.traffic.streamed_bytes += counted
+
+        for caller in callers:
+            module = self._model.get_submodule(caller)
+            self._stack.callback(module.register_forward_pre_hook(check, prepend=True).remove)
+
+    def _bytes(self, slots: list[Slot]) -> int:
+        return sum(self._extents[slot.name].end - self._extents[slot.name].begin for slot in slots)
+
+    def _look_ahead(self, streamed: list[_Streamed], score: Score) -> Lookahead:
+        stored = [found for found in streamed if found.on_disk]
+        for number, found in enumerate(stored):
+            found.number = number
+        numbers = {found.name: number for number, found in enumerate(stored)}
+        lookahead = Lookahead(
+            [[self._extents[slot.name] for slot in found.on_disk] for found in stored],
+            [numbers[name] for name in score.order if name in numbers],
+            staging_bytes=score.staging_bytes,
+            traffic=self.traffic,
+            trace=self.trace,
+        )
+        self._stack.callback(lookahead.close)
+        return lookahead
+
+    def _stream(self, part: _Streamed, *, callers: tuple[str, ...]) -> None:
         """Bring ``part`` in before, and let it go after, each call of the modules ``callers``."""
 
         def acquire(_module: nn.Module, _args: Any) -> None:
@@ -91,36 +171,58 @@ class Streamer:
             self._release(part)
 
         for caller in callers:
-            module = model.get_submodule(caller)
+            module = self._model.get_submodule(caller)
             self._stack.callback(module.register_forward_pre_hook(acquire, prepend=True).remove)
             self._stack.callback(module.register_forward_hook(release, always_call=True).remove)
 
-    def _acquire(self, part: _Part) -> None:
+    def _acquire(self, part: _Streamed) -> None:
         if part.users == 0:
-            began = time.perf_counter()
-            tensors = [self._fetch(slot, part.device) for slot in part.slots]  # all or none: a read may fail
-            for slot, tensor in zip(part.slots, tensors, strict=True):
-                slot.table[slot.attribute] = tensor
-            self.traffic.stall_seconds += time.perf_counter() - began
+            with ExitStack() as undo:  # all or nothing: a read may fail, or the device be full
+                tensors = []
+                if part.number is not None:
+                    tensors = self._lookahead.take(part.number)
+                    undo.callback(self._lookahead.let_go, part.number)
+                began = time.perf_counter()
+                arrived = [tensor.to(part.device) for tensor in tensors]
+                arrived += [slot.waiting.to(part.device) for slot in part.on_host]
+                self.traffic.streamed_bytes += sum(slot.waiting.nbytes for slot in part.on_host)
+                if part.device.type != "cpu":
+                    self.traffic.stall_seconds += time.perf_counter() - began
+                    undo.close()  # copied: the staging memory can serve the next part
+                undo.pop_all()
+            for slot, tensor in zip([*part.on_disk, *part.on_host], arrived, strict=True):
+                slot.bind(tensor)
+            part.began = time.perf_counter()
         part.users += 1
 
-    def _release(self, part: _Part) -> None:
+    def _release(self, part: _Streamed) -> None:
         """Let ``part`` go when its last user leaves; a call whose acquire failed has nothing to release."""
-        part.users = max(part.users - 1, 0)
         if part.users == 0:
-            for slot in part.slots:
-                slot.table[slot.attribute] = slot.waiting
+            return
+        part.users -= 1
+        if part.users == 0:
+            if self.trace is not None:
+                self.trace.add(part.name, "compute", part.began)
+            for slot in [*part.on_disk, *part.on_host]:
+                slot.unbind()
+            if part.number is not None and part.device.type == "cpu":
+                self._lookahead.let_go(part.number)
 
-    def _fetch(self, slot: _Slot, device: torch.device) -> torch.Tensor:
-        stored = slot.waiting.device.type == "meta"
-        tensor = (self._offloaded[slot.name] if stored else slot.waiting).to(device)
-        self.traffic.streamed_bytes += tensor.nbytes
-        self.traffic.storage_bytes += tensor.nbytes if stored else 0
-        return nn.Parameter(tensor, requires_grad=False) if isinstance(slot.waiting, nn.Parameter) else tensor
+    def _mark_passes(self) -> None:
+        """Tell the lookahead where a pass of the model begins, and where one has ended well."""
 
-    def _move_inputs(self, model: nn.Module, entries: Mapping[str, torch.device]) -> None:
+        def begin(_module: nn.Module, _args: Any) -> None:
+            self._lookahead.begin_pass()
+
+        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._lookahead.end_pass()
+
+        self._stack.callback(self._model.register_forward_pre_hook(begin, prepend=True).remove)
+        self._stack.callback(self._model.register_forward_hook(end).remove)
+
+    def _move_inputs(self, entries: Mapping[str, torch.device]) -> None:
         """Move the inputs of each entry to its device, and the model's output to where its input was."""
-        skip = set(getattr(model, "_skip_keys_device_placement", None) or ())
+        skip = set(getattr(self._model, "_skip_keys_device_placement", None) or ())
 
         def align(device: torch.device) -> Callable[..., tuple[Any, Any]]:
             return lambda _module, args, kwargs: (
@@ -133,16 +235,17 @@ class Streamer:
             return output if home is None else send_to_device(output, home, skip_keys=skip)
 
         for name, device in entries.items():
-            module = model.get_submodule(name)
+            module = self._model.get_submodule(name)
             self._stack.callback(module.register_forward_pre_hook(align(device), with_kwargs=True).remove)
-        self._stack.callback(model.register_forward_hook(return_home, with_kwargs=True).remove)
+        self._stack.callback(self._model.register_forward_hook(return_home, with_kwargs=True).remove)
 
 
-def _slot(model: nn.Module, name: str) -> _Slot:
+def make_slot(model: nn.Module, name: str) -> Slot:
+    """Return the slot of the parameter or buffer ``name`` of ``model``."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
-    return _Slot(name, table, attribute, table[attribute])
+    return Slot(name, table, attribute, table[attribute])
 
 
 def pin_device(model: nn.Module, device: torch.device) -> None:

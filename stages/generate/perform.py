@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from pipeline.errors import ConfigError
 from pipeline.stage import Context
 from stages.dispatch.stage import Dispatched
+from stages.dispatch.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.generate import decode, options, prompts
 from stages.generate.stage import FILE_NAME
 
@@ -29,10 +30,14 @@ class Generation:
     outputs: list[dict[str, Any]]
     metrics: dict[str, float | int | None]
     measured: dict[str, int]
+    trace: Trace | None = None
 
     def save(self, folder: Path) -> None:
-        """Write ``generation.json`` into ``folder``."""
-        folder.joinpath(FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Write ``generation.json`` into ``folder``, and ``trace.json`` if there is a trace."""
+        data = {"outputs": self.outputs, "metrics": self.metrics, "measured": self.measured}
+        folder.joinpath(FILE_NAME).write_text(json.dumps(data, indent=1) + "\n")
+        if self.trace is not None:
+            self.trace.save(folder / TRACE_NAME)
 
 
 @dataclass(slots=True)
@@ -62,7 +67,7 @@ def perform(context: Context) -> Generation:
         {"prompt": asked[index // copies], "text": _decoded(tokenizer, row), "token_ids": row}
         for index, row in enumerate(rows)
     ]
-    return Generation(outputs, player.metrics(), _measured(context))
+    return Generation(outputs, player.metrics(), _measured(context), dispatched.streamer.trace)
 
 
 class _Player:

@@ -45,6 +45,8 @@ class Generate:
             "prompts": read_prompts(config["generate"]),
             "options": options,
             "seed": config["seed"],
+            "storage": config["storage"],
+            "trace": config["trace"],
             "text": _text_files(config["model"]),
             "libraries": {name: metadata.version(name) for name in ("torch", "transformers")},
         }

@@ -198,6 +198,7 @@ def test_all_faults_of_all_stages_come_as_one_error(tmp_path: Path) -> None:
         "model": {"kind": "pretrained", "path": str(tmp_path / "gone"), "trust_remote_code": False},
         "dtype": "float33", "max_memory": {"cpu": "-1GB"}, "device_map": "balnced", "device_map_overrides": {},
         "offload_folder": None, "offload_state_dict": False, "hardware": {"devices": None},
+        "storage": {"io": "auto"}, "trace": False,
         "generate": {"prompts": [], "beams": 3}, "stop_after": None, "seed": 0, "outputs": str(tmp_path),
         "stages": ["empty_init", "plan", "shard_load", "dispatch", "generate"],
     }  # fmt: skip

@@ -1,33 +1,18 @@
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from pipeline.errors import CheckpointError
 from stages.dispatch.score import Score, from_json, write_score
 from stages.dispatch.streaming import Streamer, pin_device
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import parent
 from stages.plan.plan import Plan
-
-
-class Storage(Mapping[str, torch.Tensor]):
-    """Weights that wait on disk; counts what is read, and can be told to fail."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self.weights, self.reads, self.broken = weights, list[str](), set[str]()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self.broken:
-            raise OSError(f"{name} can't be read")
-        self.reads.append(name)
-        return self.weights[name].clone()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
+from stages.shard_load.files import ShardFile
+from stages.shard_load.reading import Extent
 
 
 def plan_with(model: nn.Module, on_disk: set[str]) -> Plan:
@@ -37,20 +22,45 @@ def plan_with(model: nn.Module, on_disk: set[str]) -> Plan:
     return Plan("explicit", "cpu", homes, homes, execution, {}, {}, 0, {})
 
 
-def dispatch(model: nn.Module, on_disk: set[str], example: torch.Tensor) -> tuple[Streamer, Storage, Score]:
-    skeleton = describe(model, call=lambda m: m(example.to("cpu")))
-    score = write_score(skeleton, plan_with(model, on_disk))
+Dispatch = Callable[..., tuple[Streamer, Score]]
+
+
+@pytest.fixture(params=["direct", "mmap"])
+def dispatch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Dispatch]:
+    """Return a function that puts tensors of a model on disk and hooks it; runs with direct and with mapped reads."""
+    streamers = []
+
+    def run(model: nn.Module, on_disk: set[str], example: torch.Tensor, **options: object) -> tuple[Streamer, Score]:
+        skeleton = describe(model, call=lambda m: m(example.to("cpu")))
+        score = write_score(skeleton, plan_with(model, on_disk))
+        extents = to_disk(model, on_disk, tmp_path / f"weights{len(streamers)}")
+        options = {"io": request.param, **options}
+        streamer = Streamer(model, score, extents=extents, torch_device=lambda _: torch.device("cpu"), **options)
+        streamers.append(streamer)
+        return streamer, score
+
+    yield run
+    for streamer in streamers:
+        streamer.remove()
+
+
+def to_disk(model: nn.Module, on_disk: set[str], path: Path) -> dict[str, Extent]:
+    """Write the tensors named to ``path``, leave meta tensors in their places, and return where they lie."""
     tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    storage = Storage({name: tensors[name].detach().clone() for name in on_disk})
+    data, begins = b"\0" * 24, {}
+    for name in sorted(on_disk):
+        begins[name] = len(data)
+        data += tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    path.write_bytes(data)
+    file = ShardFile(path.name, path, path.stat().st_size, path.stat().st_mtime_ns, "")
     for name in on_disk:
-        owner = model.get_submodule(parent(name))
-        attribute = name.rpartition(".")[2]
+        owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
         if attribute in owner._parameters:
             owner._parameters[attribute] = nn.Parameter(tensors[name].to("meta"), requires_grad=False)
         else:
             owner._buffers[attribute] = tensors[name].to("meta")
-    streamer = Streamer(model, score, offloaded=storage, torch_device=lambda device: torch.device("cpu"))
-    return streamer, storage, score
+    shapes = {name: (str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)) for name in on_disk}
+    return {name: Extent(file, begins[name], *shapes[name]) for name in on_disk}
 
 
 def net() -> nn.Sequential:
@@ -62,11 +72,12 @@ def waiting(model: nn.Module) -> set[str]:
     return {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.device.type == "meta"}
 
 
+BYTES_ON_DISK = (4 * 8 + 8 + 8 + 8 * 3) * 4
 DISK = {"0.weight", "0.bias", "1.running_mean", "3.weight"}
 X = torch.randn(5, 4)
 
 
-def test_a_streamed_model_answers_bit_for_bit_like_a_resident_one() -> None:
+def test_a_streamed_model_answers_bit_for_bit_like_a_resident_one(dispatch: Dispatch) -> None:
     expected = net()(X)
     model = net()
     dispatch(model, DISK, X)
@@ -74,23 +85,34 @@ def test_a_streamed_model_answers_bit_for_bit_like_a_resident_one() -> None:
     assert torch.equal(model(X), expected), "and again"
 
 
-def test_weights_are_let_go_after_each_use() -> None:
+def test_weights_are_let_go_after_each_use(dispatch: Dispatch) -> None:
     model = net()
-    streamer, storage, _ = dispatch(model, DISK, X)
+    streamer, _ = dispatch(model, DISK, X, io="direct")
     assert waiting(model) == DISK
     seen: list[set[str]] = []
     model[3].register_forward_pre_hook(lambda _m, _a: seen.append(waiting(model)))
     model(X)
     assert seen == [DISK - {"3.weight"}], "a layer's weights are gone when the next layer runs"
     assert waiting(model) == DISK
-    assert sorted(storage.reads) == sorted(DISK)
-    assert streamer.traffic.streamed_bytes == sum(storage.weights[name].nbytes for name in DISK)
+    assert streamer.traffic.streamed_bytes == BYTES_ON_DISK
+    assert streamer.traffic.storage_bytes >= BYTES_ON_DISK, "direct reads begin at an aligned offset"
     assert streamer.traffic.stall_seconds > 0
+    assert streamer.traffic.overflow_bytes == 0
 
 
-def test_an_exception_in_a_forward_leaves_nothing_onloaded_and_the_model_callable() -> None:
+def test_mapped_weights_stay_bound_and_copy_nothing(dispatch: Dispatch) -> None:
+    model = net()
+    streamer, _ = dispatch(model, DISK, X, io="mmap")
+    model(X)
+    assert waiting(model) == set()
+    assert (streamer.traffic.streamed_bytes, streamer.traffic.storage_bytes) == (BYTES_ON_DISK, 0)
+    streamer.remove()
+    assert waiting(model) == DISK
+
+
+def test_an_exception_in_a_forward_leaves_nothing_onloaded_and_the_model_callable(dispatch: Dispatch) -> None:
     expected, model = net()(X), net()
-    dispatch(model, DISK, X)
+    dispatch(model, DISK, X, io="direct")
     handle = model[3].register_forward_pre_hook(lambda _m, _a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model(X)
@@ -102,20 +124,18 @@ def test_an_exception_in_a_forward_leaves_nothing_onloaded_and_the_model_callabl
     assert torch.equal(model(X), expected)
 
 
-def test_a_read_that_fails_surfaces_in_the_forward_that_needed_it() -> None:
-    expected, model = net()(X), net()
-    _, storage, _ = dispatch(model, DISK, X)
-    storage.broken = {"0.bias"}
-    with pytest.raises(OSError, match=r"0\.bias can't be read"):
-        model(X)
-    assert waiting(model) == DISK
-    storage.broken = set()
-    assert torch.equal(model(X), expected)
-
-
-def test_removing_the_hooks_leaves_the_modules_as_they_were() -> None:
+def test_a_file_that_changes_ends_the_forward_that_needs_it(dispatch: Dispatch, tmp_path: Path) -> None:
     model = net()
-    streamer, _, _ = dispatch(model, DISK, X)
+    dispatch(model, DISK, X)
+    path = tmp_path / "weights0"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match="the file changed while it was being served"):
+        model(X)
+
+
+def test_removing_the_hooks_leaves_the_modules_as_they_were(dispatch: Dispatch) -> None:
+    model = net()
+    streamer, _ = dispatch(model, DISK, X)
     streamer.remove()
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert all(not m._forward_hooks_always_called for m in model.modules())
@@ -135,7 +155,7 @@ class Shared(nn.Module):
         return self.tied(self.layer(self.layer(x)))
 
 
-def test_a_layer_that_is_called_twice_and_tied_gives_the_same_answer() -> None:
+def test_a_layer_that_is_called_twice_and_tied_gives_the_same_answer(dispatch: Dispatch) -> None:
     torch.manual_seed(1)
     plain = Shared().requires_grad_(False)
     expected = plain(X)
@@ -154,15 +174,49 @@ class Borrowing(nn.Module):
         return nn.functional.linear(x, self.child.weight) * 2
 
 
-def test_a_parent_that_reads_its_childs_weight_gets_the_weight() -> None:
+def test_a_parent_that_reads_its_childs_weight_gets_the_weight(dispatch: Dispatch) -> None:
     model = nn.Sequential(Borrowing(), Borrowing()).requires_grad_(False)
     expected = model(X)
     dispatch(model, {"0.child.weight", "1.child.weight", "1.child.bias"}, X)
     assert torch.equal(model(X), expected)
-    assert len(waiting(model)) == 3
 
 
-def test_the_attention_of_torch_works_where_it_cannot_be_rehearsed() -> None:
+def test_an_embedding_is_gathered_where_it_lies(dispatch: Dispatch) -> None:
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 50)).requires_grad_(False)
+    tokens = torch.tensor([[3, 49, 0]])
+    expected = model(tokens)
+    streamer, _ = dispatch(model, {"0.weight", "1.weight"}, tokens)
+    assert torch.equal(model(tokens), expected)
+    assert streamer.traffic.streamed_bytes == 4 * 50 * 4, "the head's bytes alone"
+    assert "0.weight" not in waiting(model)
+
+
+def test_a_module_that_hands_out_a_view_of_its_weight_is_never_written_over(dispatch: Dispatch) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table[: x.shape[-1]]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = Positions()
+            self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            held = self.positions(x)
+            return self.layers(x) @ held
+
+    model, x = Model().requires_grad_(False), torch.randn(3, 64)
+    expected = model(x)
+    dispatch(model, {name for name, _ in model.named_parameters()}, x)
+    assert all(torch.equal(model(x), expected) for _ in range(5))
+
+
+def test_the_attention_of_torch_works_where_it_cannot_be_rehearsed(dispatch: Dispatch) -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -180,16 +234,16 @@ def test_the_attention_of_torch_works_where_it_cannot_be_rehearsed() -> None:
     assert torch.equal(model(x), expected)
 
 
-def test_the_score_survives_its_file_and_lists_streamed_modules_in_order(tmp_path) -> None:
+def test_the_score_survives_its_file_and_lists_streamed_modules_in_order(dispatch: Dispatch, tmp_path: Path) -> None:
     import json
 
     model = net()
-    _, _, score = dispatch(model, DISK, X)
+    _, score = dispatch(model, DISK, X)
     score.save(tmp_path)
     assert from_json(json.loads((tmp_path / "dispatch.json").read_text())) == score
     assert score.order == ("0", "1", "3")
     assert score.entries == {"": "cpu"}
-    assert score.streamed_bytes == (4 * 8 + 8 + 8 + 8 * 3) * 4
+    assert score.streamed_bytes == BYTES_ON_DISK
 
 
 def test_the_device_of_a_model_is_its_main_device_where_its_first_weight_waits() -> None:

@@ -1,0 +1,49 @@
+"""What happened when, for chrome://tracing and Perfetto: reads, stalls and computing on one time line."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "trace.json"
+
+
+class Trace:
+    """Collects spans from any thread; ``save`` writes them in the Trace Event Format (JSON, microseconds)."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._events: list[dict[str, Any]] = []
+
+    @contextmanager
+    def span(self, name: str, category: str, **details: Any) -> Iterator[None]:
+        """Record what happens inside this context as ``name``, of the ``category`` read, stall or compute."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, category, began, **details)
+
+    def add(self, name: str, category: str, began: float, **details: Any) -> None:
+        """Record a span that began at ``began`` (seconds of ``time.perf_counter``) and ends now."""
+        self._events.append(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "ts": (began - self._began) * 1e6,
+                "dur": (time.perf_counter() - began) * 1e6,
+                "pid": 0,
+                "tid": threading.get_ident() % 2**31,
+                "args": details,
+            }
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the spans to ``path``."""
+        path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}) + "\n")
