@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ def send_to_device(value: Any, device: torch.device, *, skip_keys: Collection[st
 
     Goes through tuples, named tuples, lists, mappings and dataclasses (transformers' outputs are both), keeps their
     types, and returns what holds no tensor, or is there already, as it is. Entries of a mapping named in
-    ``skip_keys`` are left where they are.
+    ``skip_keys`` are left where they are. So is a cache of transformers: each of its layers lies where it is used.
     """
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device)
@@ -31,6 +32,8 @@ def first_device(value: Any) -> torch.device | None:
     """Return the device of the first tensor found in ``value``, or None if it holds none."""
     if isinstance(value, torch.Tensor):
         return value.device
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (tuple, list)):
@@ -50,7 +53,13 @@ def _send_mapping(value: Any, device: torch.device, skip_keys: Collection[str]) 
     if all(items[key] is value[key] for key in items):
         return value
     kind: Any = type(value)
-    return kind(**items) if dataclasses.is_dataclass(value) else kind(items)
+    if dataclasses.is_dataclass(value):
+        return kind(**items)
+    if not isinstance(value, MutableMapping):
+        return kind(items)
+    moved = copy.copy(value)  # a defaultdict keeps its factory, a tokenizer's encoding what it knows of its texts
+    moved.update(items)
+    return moved
 
 
 def _send_dataclass(value: Any, device: torch.device, skip_keys: Collection[str]) -> Any:

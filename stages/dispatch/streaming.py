@@ -22,7 +22,7 @@ from stages.dispatch.moving import first_device, send_to_device
 from stages.dispatch.score import Part, Score
 from stages.dispatch.trace import Trace
 from stages.shard_load.reading import Extent
-from stages.units import DISK, DeviceId
+from stages.units import DeviceId
 
 Io = Literal["direct", "mmap"]
 
@@ -92,7 +92,8 @@ class Streamer:
             for name, part in score.parts.items()
             if part.streamed
         }
-        streamed = [found for part, found in parts.values() if not self._map(part, found)]
+        busy = [(part, found) for part, found in parts.values() if found.on_disk or found.on_host]
+        streamed = [found for part, found in busy if not self._map(part, found)]
         self._lookahead = self._look_ahead(streamed, score)
         for found in streamed:
             self._stream(found, callers=score.parts[found.name].callers)
@@ -103,9 +104,10 @@ class Streamer:
         self._stack.close()
 
     def _streamed(self, name: str, part: Part, device: torch.device) -> _Streamed:
-        slots = {tensor: make_slot(self._model, tensor) for tensor in part.streamed}
-        on_host = [slot for tensor, slot in slots.items() if part.streamed[tensor] != DISK]
-        on_disk = [slot for tensor, slot in slots.items() if part.streamed[tensor] == DISK]
+        slots = [make_slot(self._model, tensor) for tensor in part.streamed]
+        on_disk = [slot for slot in slots if slot.name in self._extents]
+        # A buffer that no checkpoint has is where the constructor computed it, whatever the plan says of disk.
+        on_host = [slot for slot in slots if slot.name not in self._extents and slot.waiting.device != device]
         return _Streamed(name, on_host, on_disk, device)
 
     def _map(self, part: Part, streamed: _Streamed) -> bool:

@@ -9,11 +9,10 @@ the tensors' own memory. So the memory held is that of the tensors and the few b
 from __future__ import annotations
 
 import errno
-import itertools
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,16 +20,21 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pipeline.errors import StorageError
 from stages.shard_load.files import ShardFile, opened_shard, read_into
+from stages.shard_load.page_cache import PAGE_BYTES, cached_pages
 from stages.shard_load.reading import Extent, byte_view, torch_dtype
 
 BLOCK_BYTES = 8 * 2**20
 IN_FLIGHT = 4
 _ALIGNMENT = 4096
-_CANT_SKIP_WAITING = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL})
+_OPEN_FILES = 64
+_ALONE_ELEMENTS = 2**15 - 1
+"""Up to here torch copies without threads (its grain size is 2**15 elements)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,19 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Handles:
-    """A file opened twice: through the page cache, and directly (null where its file system can't)."""
+    """A file opened twice: through the page cache, and directly (null where its file system can't).
+
+    ``pages`` says of each page whether the page cache held it when the file was opened.
+    """
 
     path: Path
     cached: int
     direct: int | None
+    pages: NDArray[np.bool_]
+
+    def holds(self, block: _Block) -> bool:
+        """Return whether the page cache held all of ``block``."""
+        return bool(self.pages[block.begin // PAGE_BYTES : -(-block.end // PAGE_BYTES)].all())
 
 
 class BulkReader:
@@ -87,19 +99,25 @@ class BulkReader:
         by_file: dict[ShardFile, list[Piece]] = defaultdict(list)
         for piece in pieces:
             by_file[piece.extent.file].append(piece)
+        files = list(by_file)
+        for start in range(0, len(files), _OPEN_FILES):
+            self._read_files({file: by_file[file] for file in files[start : start + _OPEN_FILES]}, progress)
+
+    def _read_files(self, by_file: Mapping[ShardFile, list[Piece]], progress: Callable[[int], object]) -> None:
         with ExitStack() as stack:
+            handles = {file: stack.enter_context(_open_both(file)) for file in by_file}
             futures: list[Future[int]] = []
-            for file, found in by_file.items():
-                handles = stack.enter_context(_open_both(file))
-                futures += [self._pool.submit(self._read_block, handles, block) for block in _blocks(found)]
-            stack.callback(wait, futures)  # no file is closed under a thread that still reads it
+            stack.callback(wait, futures)  # runs before the files are closed: no thread reads one that isn't open
+            for file, pieces in by_file.items():
+                futures += [self._pool.submit(self._read_block, handles[file], block) for block in _blocks(pieces)]
             _gather(futures, progress)
 
     def _read_block(self, handles: _Handles, block: _Block) -> int:
-        if not _read_cached(handles, block):
+        held = handles.holds(block)
+        if not (held and _read_straight(handles, block)):
             buffer = self._buffers.get()
             try:
-                _read_through(handles, block, buffer)
+                _read_by_way_of(buffer, handles, block, cached=held)
             finally:
                 self._buffers.put(buffer)
         return sum(end - begin for begin, end, _, _ in block.parts)
@@ -139,7 +157,7 @@ def _open_both(file: ShardFile) -> Iterator[_Handles]:
     with opened_shard(file) as cached:
         direct = _open_direct(file.path)
         try:
-            yield _Handles(file.path, cached, direct)
+            yield _Handles(file.path, cached, direct, cached_pages(cached, file.size))
         finally:
             if direct is not None:
                 os.close(direct)
@@ -155,30 +173,33 @@ def _open_direct(path: Path) -> int | None:
         return None
 
 
-def _read_cached(handles: _Handles, block: _Block) -> bool:
-    """Fill the block's parts from the page cache, if it holds them all and none must be cast."""
-    parts = sorted(block.parts, key=lambda part: part[0])
-    follow = all(before[1] == after[0] for before, after in itertools.pairwise(parts))
-    if not follow or any(part.dtype != dtype for _, _, part, dtype in parts) or not hasattr(os, "RWF_NOWAIT"):
+def _read_straight(handles: _Handles, block: _Block) -> bool:
+    """Fill the block's parts from the page cache, without a buffer between; false where one must be cast."""
+    if any(part.dtype != dtype for _, _, part, dtype in block.parts):
         return False
-    try:
-        count = os.preadv(handles.cached, [byte_view(part) for _, _, part, _ in parts], block.begin, os.RWF_NOWAIT)
-    except OSError as error:
-        if error.errno in _CANT_SKIP_WAITING:
-            return False
-        raise StorageError(f"{handles.path}: reading at byte {block.begin} failed: {error.strerror}") from error
-    return count == block.end - block.begin
+    for begin, _, part, _ in block.parts:
+        read_into(handles.cached, byte_view(part), offset=begin, path=handles.path)
+    return True
 
 
-def _read_through(handles: _Handles, block: _Block, buffer: mmap.mmap) -> None:
+def _read_by_way_of(buffer: mmap.mmap, handles: _Handles, block: _Block, *, cached: bool) -> None:
     """Fill the block's parts by way of ``buffer``, which is aligned as direct reads need it."""
     start = block.begin // _ALIGNMENT * _ALIGNMENT
-    wanted = block.end - start
-    if handles.direct is None or not _read_direct(handles, memoryview(buffer), start=start, wanted=wanted):
-        read_into(handles.cached, memoryview(buffer)[:wanted], offset=start, path=handles.path)
+    wanted, view = block.end - start, memoryview(buffer)
+    direct = handles.direct is not None and not cached
+    if not (direct and _read_direct(handles, view, start=start, wanted=wanted)):
+        read_into(handles.cached, view[:wanted], offset=start, path=handles.path)
     data = torch.frombuffer(buffer, dtype=torch.uint8)
     for begin, end, part, dtype in block.parts:
-        part.copy_(data[begin - start : end - start].view(dtype))
+        source = data[begin - start : end - start].view(dtype)
+        _copy(part, source)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy and cast in this thread alone: torch would start threads of its own in each of ours for more."""
+    for start in range(0, source.numel(), _ALONE_ELEMENTS):
+        stop = start + _ALONE_ELEMENTS
+        target[start:stop].copy_(source[start:stop])
 
 
 def _read_direct(handles: _Handles, buffer: memoryview, *, start: int, wanted: int) -> bool:

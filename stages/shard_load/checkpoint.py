@@ -178,9 +178,8 @@ def _read_bin(path: Path) -> ShardFile:
 
 def _contents_hash(path: Path, size: int) -> str:
     """Return the hash of a zip's directory (each record's CRC is in it), or of the first and last 64 KiB."""
-    spans = [(0, min(size, _EDGE_BYTES)), (max(0, size - _EDGE_BYTES), min(size, _EDGE_BYTES))]
-    if zipfile.is_zipfile(path):
-        spans = _directory_span(path, size) or spans
+    edges = [(0, min(size, _EDGE_BYTES)), (max(0, size - _EDGE_BYTES), min(size, _EDGE_BYTES))]
+    spans = _directory_span(path, size) or edges
     digest = hashlib.sha256()
     with opened(path) as descriptor:
         for offset, length in spans:
@@ -195,7 +194,7 @@ def _directory_span(path: Path, size: int) -> list[tuple[int, int]]:
         with zipfile.ZipFile(path) as archive:
             return [(archive.start_dir, size - archive.start_dir)]
     except (zipfile.BadZipFile, OSError, ValueError, RuntimeError):
-        return []  # the loader will say what is wrong with it
+        return []  # an old pickle, or something that the loader will refuse
 
 
 def _hash_of(path: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 
 from pipeline.errors import CheckpointError, StorageError
 from stages.shard_load.files import ShardFile, check_regular, read_into
@@ -36,11 +37,9 @@ class DirectFile:
         except OSError as error:
             raise StorageError(f"{file.path}: can't be opened: {error.strerror}") from error
         self._direct = self._open_direct()
-        try:
-            self.check()
-        except CheckpointError:
-            self.close()
-            raise
+        opened = [descriptor for descriptor in (self._cached, self._direct) if descriptor is not None]
+        self._closing = weakref.finalize(self, _close, opened)  # a model that is let go leaves no file open
+        self.check()
 
     def _open_direct(self) -> int | None:
         try:
@@ -90,7 +89,9 @@ class DirectFile:
 
     def close(self) -> None:
         """Close the file; closing it again does nothing."""
-        for descriptor in (self._cached, self._direct):
-            if descriptor is not None and descriptor >= 0:
-                os.close(descriptor)
-        self._cached, self._direct = -1, None
+        self._closing()
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -90,3 +90,4 @@ def _build(load: Load, step: Step, names: set[str]) -> Iterator[tuple[str, torch
     dtypes = {target: load.skeleton.by_name[name].dtype for target, name in leaders.items()}
     for target, tensor in build(load.model, step, reader=load.reader, dtypes=dtypes):
         yield leaders[target], tensor
+        del tensor  # or it would be held while the next one is made

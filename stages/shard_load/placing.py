@@ -50,6 +50,7 @@ def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -
             if check_finite:
                 refuse_infinite(load, name, tensor)
             store.put(name, absent[name], byte_view(tensor))
+            del tensor  # or it would be held while the next one is made
         store.publish()
     return found | store.find_all(absent)
 
@@ -72,10 +73,12 @@ def place(
                 spill.put(name, tensor)
             else:
                 _bind_home(load, name, tensor)
+            del tensor
         if spill is not None:
             load.reader.release()
             for name, tensor in spill.take_back():
                 _bind_home(load, name, tensor)
+                del tensor
     _settle_others(load)
     steps = {id(step): step for step, _ in (load.layout.origins[name] for name in names)}
     read_bytes = sum(load.source_bytes(step) for step in steps.values())

@@ -18,7 +18,8 @@ def config_for(checkpoint: Path, outputs: Path, **changes: Any) -> dict[str, Any
     return {
         "model": {**model, "no_split": None, "trust_remote_code": False},
         "dtype": "auto", "max_memory": {}, "device_map": "sequential", "device_map_overrides": {},
-        "offload_folder": None, "offload_state_dict": False, "hardware": {"devices": None}, "storage": {"io": "auto"}, "trace": False,
+        "offload_folder": None, "offload_state_dict": False, "hardware": {"devices": None},
+        "storage": {"io": "auto"}, "trace": False,
         "generate": {"prompts": [[1]], "max_new_tokens": 1}, "stages": STAGES, "stop_after": None, "seed": 0,
         "outputs": str(outputs), **changes,
     }  # fmt: skip

@@ -169,4 +169,5 @@ def load(context: FakeContext, out: Path) -> Any:
     stage.key(context)
     out.mkdir(exist_ok=True)
     stage.build(context, out)
+    context.artifacts["shard_load"] = artifact_of("shard_load", out)
     return stage.revive(context)

@@ -8,6 +8,7 @@ from pipeline.errors import CheckpointError
 from stages.shard_load import bulk
 from stages.shard_load.bulk import BulkReader, Piece
 from stages.shard_load.files import ShardFile
+from stages.shard_load.page_cache import cached_pages
 from stages.shard_load.reading import Extent
 
 
@@ -83,3 +84,30 @@ def test_a_file_that_changed_is_refused(tmp_path: Path, data: torch.Tensor) -> N
     piece = Piece(Extent(file, 0, "uint8", (5,)), torch.zeros(5, dtype=torch.uint8))
     with BulkReader() as reader, pytest.raises(CheckpointError, match="the file changed"):
         reader.read([piece], lambda count: None)
+
+
+def test_the_page_cache_is_asked_and_not_filled(tmp_path: Path, data: torch.Tensor) -> None:
+    path = tmp_path / "f"
+    drop_from_cache(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    if cached_pages(descriptor, data.numel()).any():
+        pytest.skip("this file system keeps the file in memory")
+    piece = Piece(Extent(shard(path), 0, "uint8", (300_000,)), torch.zeros(300_000, dtype=torch.uint8))
+    with BulkReader() as reader:
+        reader.read([piece], lambda count: None)
+    assert not cached_pages(descriptor, data.numel())[:70].any()  # the tail, not a whole page, may come through it
+    assert path.read_bytes()
+    assert cached_pages(descriptor, data.numel()).all()
+    os.close(descriptor)
+
+
+def test_more_files_than_are_opened_at_a_time_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "_OPEN_FILES", 2)
+    pieces = []
+    for number in range(5):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 100)
+        extent = Extent(shard(tmp_path / str(number)), 10, "uint8", (50,))
+        pieces.append(Piece(extent, torch.zeros(50, dtype=torch.uint8)))
+    with BulkReader() as reader:
+        reader.read(pieces, lambda count: None)
+    assert [piece.target.unique().tolist() for piece in pieces] == [[number] for number in range(5)]

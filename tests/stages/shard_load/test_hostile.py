@@ -40,6 +40,16 @@ def read_all(path: Path) -> dict[str, torch.Tensor]:
     return {name: reader.read(name, getattr(torch, entry.dtype)) for name, entry in reader.entries.items()}
 
 
+def read_or_refuse(path: Path) -> dict[str, torch.Tensor] | None:
+    """Return the tensors, or null after a typed error that names the file; any other error fails the test."""
+    try:
+        return read_all(path)
+    except CheckpointError as error:
+        words = str(error)
+    assert str(path) in words
+    return None
+
+
 @pytest.mark.parametrize("damage", [flip, replace, truncate, splice])
 def test_a_damaged_safetensors_file_gives_its_tensors_or_a_typed_error(tmp_path: Path, damage: object) -> None:
     chance = random.Random(0)
@@ -53,13 +63,10 @@ def test_a_damaged_safetensors_file_gives_its_tensors_or_a_typed_error(tmp_path:
             if content:
                 damage(content, chance)
         path.write_bytes(content)
-        try:
-            found = read_all(path)
-        except CheckpointError as error:
+        found = read_or_refuse(path)
+        if found is None:
             refused += 1
-            assert str(path) in str(error)
-            continue
-        if content[:data_begins] == whole[:data_begins]:
+        elif content[:data_begins] == whole[:data_begins]:
             assert found.keys() == TENSORS.keys()
             assert len(content) == len(whole)
             for name, tensor in found.items():
@@ -67,6 +74,7 @@ def test_a_damaged_safetensors_file_gives_its_tensors_or_a_typed_error(tmp_path:
     assert refused > ROUNDS // 10
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("old", [False, True])
 def test_a_damaged_bin_gives_its_tensors_or_a_typed_error(tmp_path: Path, old: bool) -> None:
     chance = random.Random(0)
@@ -77,9 +85,5 @@ def test_a_damaged_bin_gives_its_tensors_or_a_typed_error(tmp_path: Path, old: b
         content = bytearray(whole)
         chance.choice([flip, flip, truncate, splice])(content, chance)
         path.write_bytes(content)
-        try:
-            found = read_all(path)
-        except CheckpointError as error:
-            assert str(path) in str(error)
-            continue
-        assert all(isinstance(tensor, torch.Tensor) for tensor in found.values())
+        found = read_or_refuse(path)
+        assert found is None or all(isinstance(tensor, torch.Tensor) for tensor in found.values())

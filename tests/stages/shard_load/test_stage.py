@@ -1,10 +1,17 @@
+import hashlib
+import multiprocessing
+import os
+import re
+import resource
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError, ConfigError
+from pipeline.errors import CheckpointError, ConfigError, StorageError
 from pipeline.stage import Stage
 from stages.shard_load.stage import ShardLoad
 from tests.stages.shard_load.making import (
@@ -82,6 +89,8 @@ def test_a_given_folder_is_used_and_one_of_another_checkpoint_is_not_read(tmp_pa
         ({"offload_folder": "{checkpoint}"}, ConfigError, "the checkpoint's own folder"),
         ({"offload_folder": 3}, ConfigError, "a folder or null belongs here"),
         ({"offload_state_dict": "yes"}, ConfigError, "offload_state_dict: 'yes': true or false"),
+        ({"strict": "yes"}, ConfigError, "strict: 'yes': true or false"),
+        ({"verify": "ful"}, ConfigError, "verify: 'ful' is none of headers, full (did you mean 'full'?)"),
         ({"model": {"path": "{root}/gone"}}, CheckpointError, "gone: no such checkpoint"),
         ({"model": {"path": None}}, CheckpointError, "model.path: None"),
     ],
@@ -113,3 +122,95 @@ def test_the_key_changes_with_the_checkpoint_and_the_folder_alone(tmp_path: Path
     shutil.copyfile(folder / "config.json", tmp_path / "config.json")
     folder.joinpath("config.json").write_text("{}")
     assert ShardLoad().key(context) != key
+
+
+def test_verify_full_keeps_hashes_and_holds_a_later_load_to_them(tmp_path: Path) -> None:
+    folder = save_safetensors(make_model("llama", BFLOAT16), tmp_path / "checkpoint", sharded=True)
+    context = context_for(tmp_path, folder, verify="full")
+    load(context, tmp_path / "out")
+    hashes = context.artifact("shard_load").json("load_report.json")["sha256"]
+    shards = sorted(folder.glob("*.safetensors"))
+    assert hashes == {shard.name: hashlib.sha256(shard.read_bytes()).hexdigest() for shard in shards}
+    ShardLoad().revive(context)
+    before = shards[0].stat()
+    content = bytearray(shards[0].read_bytes())
+    content[-1] ^= 1
+    shards[0].write_bytes(content)
+    os.utime(shards[0], ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(CheckpointError, match=f"{shards[0].name}: its bytes are not those that were verified"):
+        ShardLoad().revive(context)
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+@pytest.mark.parametrize("save", [save_safetensors, save_bin])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_check_finite_refuses_what_is_no_number(tmp_path: Path, value: float, save: object, home: str) -> None:
+    model = make_model("llama", BFLOAT16)
+    with torch.no_grad():
+        model.lm_head.weight[3, 4] = value
+    folder = save(model, tmp_path / "checkpoint")
+
+    def load_checked(check_finite: bool) -> object:
+        config = {"check_finite": check_finite}
+        context = make_context(tmp_path, folder, lambda: empty_model("llama", BFLOAT16), lambda name: home, **config)
+        return load(context, tmp_path / "out")
+
+    load_checked(False)
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    with pytest.raises(CheckpointError, match=r"tensor 'lm_head\.weight' holds NaN or infinity as bfloat16"):
+        load_checked(True)
+
+
+def test_spilled_weights_come_back_and_the_spill_is_gone(tmp_path: Path) -> None:
+    model = make_model("opt")
+    folder = save_bin(model, tmp_path / "checkpoint", sharded=True, old=True)
+    config = {"offload_state_dict": True}
+    context = make_context(tmp_path, folder, lambda: empty_model("opt", torch.float32), lambda name: "cpu", **config)
+    assert_same(state_of(load(context, tmp_path / "out")), model.state_dict())
+    assert not list((tmp_path / "cache" / "offload").iterdir())
+
+
+def test_kills_while_the_store_is_written_leave_the_next_load_right(tmp_path: Path, checkpoint: Path) -> None:
+    processes = multiprocessing.get_context("fork")
+    for attempt in range(10):
+        context = context_for(tmp_path, checkpoint)
+        process = processes.Process(target=load, args=(context, tmp_path / f"killed{attempt}"))
+        process.start()
+        time.sleep(0.004 * attempt)
+        process.kill()
+        process.join()
+    placed = load(context_for(tmp_path, checkpoint), tmp_path / "out")
+    assert_same(state_of(placed), make_model("llama", BFLOAT16).state_dict())
+
+
+def load_with_small_files(context: FakeContext, out: Path, told: Path) -> None:
+    """Load where no file can grow beyond 4000 bytes, and write what the error says to ``told``."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+    with pytest.raises(StorageError) as caught:
+        load(context, out)
+    told.write_text(str(caught.value))
+
+
+def test_a_write_that_fails_names_the_folder_and_the_bytes_and_leaves_nothing_half_written(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    arguments = (context_for(tmp_path, checkpoint), tmp_path / "failed", tmp_path / "told")
+    process = multiprocessing.get_context("fork").Process(target=load_with_small_files, args=arguments)
+    process.start()
+    process.join(60)
+    told = (tmp_path / "told").read_text()
+    assert re.search(r"cache/offload/\w+: writing '[\w.]+' \(6.14 kB\) failed: File too large; free some space", told)
+    assert not list(tmp_path.glob("cache/offload/*/.tmp-*"))
+    placed = load(context_for(tmp_path, checkpoint), tmp_path / "out")
+    assert_same(state_of(placed), make_model("llama", BFLOAT16).state_dict())
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_written(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
+    with pytest.raises(StorageError, match=r"21 offloaded tensors need 43.33 kB \(43328 bytes\), and 1.00 kB are free"):
+        load(context_for(tmp_path, checkpoint), tmp_path / "out")
+    assert not list(tmp_path.glob("cache/offload/*/*.dat"))

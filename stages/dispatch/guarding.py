@@ -1,0 +1,61 @@
+"""A model whose weights lie on several devices must not be moved, and must say which device it computes on.
+
+``model.to`` would tear what was placed apart, and ``model.device`` of a transformers model is the device of the first
+parameter, which may be waiting on meta. Both are answered by a subclass of the model's own class, of the same name, so
+that nothing on the instance is overwritten; the class comes back when the hooks go.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_log = logging.getLogger(__name__)
+_MARK = "_class_before_dispatch"
+_MAP = "hf_device_map"
+
+
+def guard(model: nn.Module, main_device: torch.device | None, device_map: Mapping[str, Any] | None = None) -> None:
+    """Make ``model`` refuse to be moved and name ``main_device`` as its device; a ``device_map`` is noted on it.
+
+    A model that has no property ``device`` gets none.
+    """
+    unguard(model)
+    kind = type(model)
+    body: dict[str, Any] = {"_apply": _apply, _MARK: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    if isinstance(getattr(kind, "device", None), property) and main_device is not None:
+        body["device"] = property(lambda self: main_device)
+    body["__qualname__"] = kind.__qualname__
+    model.__class__ = type(kind.__name__, (kind,), body)
+    if device_map is not None:
+        setattr(model, _MAP, dict(device_map))
+
+
+def is_guarded(model: nn.Module) -> bool:
+    """Return whether ``model`` has been dispatched."""
+    return _MARK in vars(type(model))
+
+
+def unguard(model: nn.Module) -> None:
+    """Give ``model`` its own class back, if it has been dispatched."""
+    if is_guarded(model):
+        model.__class__ = vars(type(model))[_MARK]
+        vars(model).pop(_MAP, None)
+
+
+def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    """Stand in for ``nn.Module._apply``, through which ``to``, ``cuda``, ``half`` and the like all go."""
+    waiting = next((name for name, tensor in self.named_parameters() if tensor.is_meta), None)
+    if waiting is not None:
+        raise RuntimeError(
+            f"this model can't be moved or cast: some of its weights wait on the host or on disk, {waiting!r} first; "
+            "remove_hook_from_submodules(model) brings them back"
+        )
+    _log.warning("a dispatched model is being moved or cast: its hooks will send inputs to where the weights were")
+    kind: Any = vars(type(self))[_MARK]
+    moved: nn.Module = kind._apply(self, fn, recurse)
+    return moved

@@ -1,0 +1,206 @@
+"""Sweeps: a fresh process a job, one at a time; what happens to one job is nothing to the others."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline.caps import CapError, make_group
+from tests.e2e.conftest import Finished, finish, records_in, start
+
+Run = Callable[..., Finished]
+SLOW = "max_memory.cpu=0.9MB"
+LONG = (2001, 2002, 2003)
+"""Tokens of a job that runs long enough to be hit."""
+
+
+def job_processes(folder: Path) -> Iterator[psutil.Process]:
+    """Yield the processes in which a job of a sweep below ``folder`` works."""
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if words[1:3] == ["-P", "-c"] and any(str(folder) in word for word in words):
+            yield process
+
+
+def working_job(folder: Path, number: int, *, seconds: float = 120) -> psutil.Process:
+    """Return the process of the job ``number`` once it generates."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = [each for each in job_processes(folder) if f"/{number}" in " ".join(each.cmdline())]
+        logs = list(folder.glob(f"outputs/multirun/*/*/{number}/run.log"))
+        if found and logs and "generate: begins" in logs[0].read_text():
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError(f"job {number} never generated")
+
+
+def by_number(folder: Path) -> dict[int, dict[str, Any]]:
+    return {int(path.parent.name): record for path, record in records_in(folder).items()}
+
+
+def test_killed_interrupted_and_refused_jobs_leave_the_others_alone(tmp_path: Path) -> None:
+    lengths = ",".join(map(str, (*LONG, "none_at_all", 3)))
+    sweep = start(tmp_path, "-m", SLOW, f"generate.max_new_tokens={lengths}")
+    working_job(tmp_path, 0).kill()
+    working_job(tmp_path, 1).send_signal(signal.SIGINT)
+    waiting = working_job(tmp_path, 2).parent()
+    waiting.kill()
+    done = finish(sweep, tmp_path, {})
+    assert done.code == 137, done.err
+    records = by_number(tmp_path)
+    assert [records[n]["status"] for n in range(5)] == ["failed", "interrupted", "interrupted", "failed", "completed"]
+    assert "SIGKILL" in records[0]["error"]["message"]
+    assert records[0]["error"]["stage"] == "generate"
+    assert "generate.max_new_tokens" in records[3]["error"]["message"]
+    table = done.out[done.out.index("job  overrides") :]
+    assert "killed by SIGKILL" in table
+    assert "1 of 5 jobs completed" in table
+    assert "Traceback" not in done.err + done.out
+
+
+def test_every_job_has_a_process_of_its_own_that_is_gone_afterwards(offstage: Run, tmp_path: Path) -> None:
+    done = offstage("-m", "max_memory.cpu=1.2MB,8MB", "generate.max_new_tokens=2")
+    assert done.code == 0, done.err
+    assert "2 of 2 jobs completed" in done.out
+    assert list(job_processes(tmp_path)) == []
+    for folder in tmp_path.glob("outputs/multirun/*/*/[01]"):
+        assert folder.joinpath(".hydra", "overrides.yaml").is_file()
+        log = folder.joinpath("run.log").read_text()
+        assert "generate: ends after" in log
+        assert "\x1b" not in log
+
+
+def test_a_job_that_cannot_be_composed_ends_the_sweep_before_it_begins(offstage: Run, tmp_path: Path) -> None:
+    done = offstage("-m", "generate=greedy,sampled")
+    assert done.code == 2
+    assert "generate/sampled" in done.err
+    assert done.records == []
+
+
+def test_an_interrupted_sweep_leaves_no_process_and_no_open_record(tmp_path: Path) -> None:
+    sweep = start(tmp_path, "-m", SLOW, "generate.max_new_tokens=2001,2002")
+    working_job(tmp_path, 0)
+    sweep.send_signal(signal.SIGINT)
+    done = finish(sweep, tmp_path, {})
+    assert done.code == 130
+    assert [record["status"] for record in done.records] == ["interrupted"]
+    assert list(job_processes(tmp_path)) == []
+    assert "Traceback" not in done.err
+
+
+def test_a_sweep_ends_its_job_when_it_is_killed_itself(tmp_path: Path) -> None:
+    sweep = start(tmp_path, "-m", SLOW, "generate.max_new_tokens=2001")
+    job = working_job(tmp_path, 0)
+    job.parent().kill()
+    job.wait(20)
+    done = finish(sweep, tmp_path, {})
+    assert done.code != 0
+    assert done.record["status"] == "interrupted"
+
+
+GREEDY = """
+import torch
+
+class Greedy(torch.nn.Module):
+    def __init__(self, words=32, width=16):
+        super().__init__()
+        self.embed = torch.nn.Embedding(words, width)
+        self.head = torch.nn.Linear(width, words)
+
+    def forward(self, tokens):
+        if tokens.device.type == "cpu":
+            self.held = torch.ones(1_200_000_000, dtype=torch.uint8)
+        return self.head(self.embed(tokens))
+"""
+
+
+@pytest.fixture
+def greedy(tmp_path: Path) -> list[str]:
+    """The arguments for a model that holds far more than its weights."""
+    from safetensors.torch import save_file
+    from torch import nn
+
+    tmp_path.joinpath("greedy.py").write_text(GREEDY)
+    parts = {"embed": nn.Embedding(32, 16), "head": nn.Linear(16, 32)}
+    tensors = {f"{name}.{key}": value for name, part in parts.items() for key, value in part.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return [
+        "model=module", "model._target_=greedy.Greedy", "model.path=.", "generate.prompts=[[3,4]]",
+        "generate.max_new_tokens=2", "enforce_memory=true",
+    ]  # fmt: skip
+
+
+def may_cap() -> bool:
+    try:
+        make_group().remove()
+    except CapError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not may_cap(), reason="this process may not make memory groups")
+def test_a_job_that_needs_more_than_its_plan_is_ended_by_its_cap(offstage: Run, greedy: list[str]) -> None:
+    done = offstage("-m", "max_memory.cpu=1MB", *greedy)
+    assert done.code == 137, done.err
+    assert "memory cap" in done.out
+    assert done.record["enforcement"]["enforced"]
+    assert done.record["enforcement"]["bytes"] >= done.record["memory"]["predicted"]["cpu"]
+    assert done.record["error"]["stage"] == "generate"
+
+
+@pytest.mark.skipif(not may_cap(), reason="this process may not make memory groups")
+def test_a_run_that_keeps_to_its_plan_completes_under_its_cap(offstage: Run) -> None:
+    done = offstage("enforce_memory=true", "generate.max_new_tokens=3")
+    assert done.code == 0, done.err
+    assert done.record["enforcement"]["enforced"]
+    assert "The weights wait offstage" in done.out
+
+
+def test_a_cap_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch, offstage_here: Run, capfd: Any) -> None:
+    import pipeline.supervise as supervise
+
+    def refuse() -> None:
+        raise CapError("no memory controller is mounted here")
+
+    monkeypatch.setattr(supervise, "make_group", refuse)
+    done = offstage_here("enforce_memory=true", "generate.max_new_tokens=2")
+    assert done.code == 0
+    assert done.record["enforcement"] == {
+        "enforced": False, "bytes": None, "how": "no memory controller is mounted here"
+    }  # fmt: skip
+    assert "not capped" in done.err
+
+
+@pytest.mark.parametrize("name", ["precision"])
+def test_an_experiment_is_a_whole_sweep(name: str, offstage: Run) -> None:
+    done = offstage(f"experiment={name}", "generate.max_new_tokens=2")
+    assert done.code == 0, done.err
+    assert {record["config"]["dtype"] for record in done.records} == {"float32", "bfloat16", "float16"}
+
+
+def test_a_local_job_sees_the_accelerators_that_the_sweep_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.launching import LocalLauncher
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    launcher = LocalLauncher(gpus_per_node=None)
+    for visible in ("0,1", None):
+        launcher._visible = visible
+        launcher._restore_environment()
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+def test_the_folders_of_a_sweep_are_those_of_the_design(offstage: Run, tmp_path: Path) -> None:
+    offstage("-m", "max_memory.cpu=8MB", "stop_after=plan")
+    (path,) = tmp_path.glob("outputs/multirun/*/*/0/run.json")
+    record = json.loads(path.read_text())
+    assert record["overrides"] == ["max_memory.cpu=8MB", "stop_after=plan"]
+    assert record["status"] == "completed"
