@@ -21,6 +21,7 @@ ACCEPTED_SIZES = "a whole number of bytes, or a number with KB, MB, GB, TB (powe
 DTYPE_BYTES: Mapping[str, float] = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "fp8": 1, "int4": 0.5, "uint4": 0.5, "int2": 0.25,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 

@@ -7,14 +7,14 @@ numbers on a machine that is otherwise busy.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ConfigError
 from stages.plan.hardware import Hardware, coarse
-from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order, parse_device, parse_size
+from stages.plan.placement import Homes
+from stages.plan.predict import PROCESS_BYTES
+from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
 
-BASE_PROCESS_BYTES = 700 * 10**6
-"""What the process holds on the host beside weights: Python, torch, transformers and their workspaces."""
 MARGIN = 0.05
 """The share of an automatic host budget's memory that is left to the rest of the system."""
 
@@ -31,8 +31,9 @@ class Allowance:
 def allow(max_memory: Mapping[str, str] | None, machine: Hardware, *, needed: int = 0) -> Allowance:
     """Return what every device may hold. An empty or null ``max_memory`` is automatic.
 
-    ``needed`` is what this request takes on the main device beside weights (KV cache, activations), in bytes; an
-    automatic budget leaves it free. An accelerator that is listed but not there is passed over, and a note says so.
+    ``needed`` is what this request takes beside weights where it computes (KV cache, activations), in bytes; an
+    automatic budget of any device that may compute leaves it free. An accelerator that is listed but not there is
+    passed over, and a note says so.
     """
     return _given(max_memory, machine) if max_memory else _automatic(machine, needed)
 
@@ -65,13 +66,13 @@ def _size_of(device: DeviceId, machine: Hardware) -> int | None:
 def _automatic(machine: Hardware, needed: int) -> Allowance:
     terms: dict[str, dict[str, int]] = {}
     for index, accelerator in enumerate(machine.accelerators):
-        free = coarse(accelerator.free_bytes)
-        terms[str(index)] = {"free": free, "request": -needed if index == 0 else 0, "margin": -round(free * MARGIN)}
+        free = accelerator.free_bytes if accelerator.simulated else coarse(accelerator.free_bytes)
+        terms[str(index)] = {"free": free, "request": -needed, "margin": -round(free * MARGIN)}
     free = coarse(machine.host.available_bytes)
     request = 0 if machine.accelerators else needed
     terms["cpu"] = {
         "available": free,
-        "process": -BASE_PROCESS_BYTES,
+        "process": -PROCESS_BYTES,
         "request": -request,
         "margin": -round(free * MARGIN),
     }
@@ -88,13 +89,20 @@ def _absent(device: int, machine: Hardware) -> str:
     return f"no accelerator {device} here" + (f", the last is {count - 1}" if count else "")
 
 
+def with_idle_noted(allowance: Allowance, homes: Homes) -> Allowance:
+    """Return ``allowance`` with a note for each accelerator with a budget that holds nothing while others overflow."""
+    used = set(homes.values())
+    idle = [
+        device for device, room in allowance.budgets.items() if isinstance(device, int) and room and device not in used
+    ]
+    if not used & {CPU, DISK}:
+        return allowance
+    notes = [f"accelerator {device} holds no weights: its budget is too small for a layer" for device in idle]
+    return replace(allowance, notes=(*allowance.notes, *notes))
+
+
 def require_present(devices: Mapping[str, DeviceId], machine: Hardware, key: str) -> None:
     """Raise ``ConfigError``, naming the config ``key``, where a map's entry names an accelerator that isn't there."""
     for name, device in devices.items():
         if isinstance(device, int) and device >= len(machine.accelerators):
             raise ConfigError(f"{key}: {name!r} is on {device}, but {_absent(device, machine)}")
-
-
-def describe_terms(terms: Mapping[str, int]) -> str:
-    """Return the terms of a budget for people to read: ``available 8.00 GB - process 0.70 GB``."""
-    return " ".join(f"{'-' if count < 0 else '+'} {name} {format_bytes(abs(count))}" for name, count in terms.items())

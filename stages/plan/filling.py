@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Homes, Placement, held_bytes, main_device, reserves
+from stages.plan.placement import Budgets, Homes, Placement, fits, held_bytes, main_device, reserves
 from stages.units import CPU, DeviceId, in_tier_order
 
 Filling = Callable[[Outline, Budgets], Homes]
@@ -53,33 +53,43 @@ def fill(outline: Outline, budgets: Budgets) -> dict[str, DeviceId]:
 
 
 def place(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
+    """Return the placement that ``filling`` leads to, or that of plain filling where this holds more.
+
+    (A tied tensor of two no-split layers is streamed to one of them; where a filling parts the two, it takes a reserve
+    that another doesn't.)
+    """
+    placements = [_best(outline, budgets, way) for way in dict.fromkeys((filling, fill))]
+    return max(placements, key=lambda found: (fits(outline, found, budgets), held_bytes(outline, found.homes)))
+
+
+def _best(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
     """Return the placement that holds most on the accelerators, then on the host, with its reserves kept free.
 
     Every accelerator with a budget is tried as the main device; those before it then hold nothing, so that it is the
-    first of the map. Where no accelerator can hold a layer beside the reserve, one of them still computes. If no
-    placement keeps its reserves, the one on the largest main device is returned, for ``checks.require_fit`` to refuse.
+    first of the map. Where no accelerator can hold a layer beside the reserve, one of them still computes, and the cpu
+    where none can hold even that. If no placement keeps its reserves, the one on the largest main device is returned,
+    for ``checks.require_fit`` to refuse.
     """
     attempts: list[_Attempt] = []
     for main, caps in _candidates(budgets):
         attempts.append(_settle(outline, budgets, filling, main=main, caps=caps))
-        if not attempts[-1].kept:
-            return attempts[-1].placement
+        if attempts[-1].sound and not attempts[-1].kept:
+            break
     sound = [attempt.placement for attempt in attempts if attempt.sound]
     if sound:
         return max(sound, key=lambda placement: held_bytes(outline, placement.homes))
-    rooms = {device: count or 0 for device, count in budgets.items()}
-    return max((attempt.placement for attempt in attempts), key=lambda placement: rooms.get(placement.main, 0))
+    computing = [attempt.placement for attempt in attempts[:-1]] or [attempts[-1].placement]
+    return max(computing, key=lambda placement: budgets.get(placement.main, 0) or 0)
 
 
 def _candidates(budgets: Budgets) -> Iterator[tuple[DeviceId, dict[DeviceId, int | None]]]:
     """Yield each device that can be the main one, with the budgets that weights may then use."""
     accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
-    if not accelerators:
-        yield CPU, {CPU: 0, **budgets}
     for index, main in enumerate(accelerators):
         yield main, {**budgets, **dict.fromkeys(accelerators[:index], 0)}
     for main in accelerators:
         yield main, {**budgets, **dict.fromkeys(accelerators, 0)}
+    yield CPU, {CPU: 0, **budgets, **dict.fromkeys(accelerators, 0)}
 
 
 def _settle(

@@ -37,13 +37,12 @@ class Host:
 class _Interface:
     """Where one version of the interface keeps what a group may hold and what it holds (anonymous memory)."""
 
-    controller: str
     limit: str
     held: str
 
 
-_V1 = _Interface("memory", "memory.limit_in_bytes", "total_rss")
-_V2 = _Interface("", "memory.max", "anon")
+_V1 = _Interface("memory.limit_in_bytes", "total_rss")
+_V2 = _Interface("memory.max", "anon")
 
 
 def host_memory(root: Path = Path("/")) -> Host:
@@ -59,9 +58,9 @@ def host_memory(root: Path = Path("/")) -> Host:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Return the ``name: number`` or ``name number`` lines of a file of the kernel."""
+    """Return the ``name: number`` or ``name number`` lines of a file of the kernel, none where it isn't there."""
     found = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines() if path.is_file() else ():
         words = line.replace(":", " ").split()
         if len(words) > 1 and words[1].isdigit():
             found[words[0]] = int(words[1])
@@ -73,11 +72,13 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.is_file() else ():
         _, controllers, path = line.split(":", 2)
-        kind = _V2 if not controllers else _V1 if "memory" in controllers.split(",") else None
-        for folder in _folders(root, kind, path) if kind else ():
-            limit = folder / kind.limit if kind else folder
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        kind = _V1 if controllers else _V2
+        for folder in _folders(root, kind, path):
+            limit = folder / kind.limit
             text = limit.read_text().strip() if limit.is_file() else "max"
-            if kind and text.isdigit() and int(text) < _UNLIMITED:
+            if text.isdigit() and int(text) < _UNLIMITED:
                 yield int(text), _table(folder / "memory.stat").get(kind.held, 0)
 
 

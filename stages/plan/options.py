@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Fault, closest
 from stages.plan.policies import POLICIES
+from stages.plan.rates import Rates
 from stages.units import DeviceId, parse_device, parse_size
 
+OFFLOAD = "cpu_offload_gb"
+RATES = frozenset(field.name for field in fields(Rates))
 _ANY_SIZE = 1 << 40
 """Stands for the size of a device where only the notation of a share of it is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What ``device_map`` says: the name of a policy, or ``explicit`` with the map's entries (name → device)."""
+    """What ``device_map`` says: the name of a policy, or ``explicit`` with the map's entries (name → device).
+
+    ``gigabytes`` is the N of ``cpu_offload_gb: N``, which is written as a map with that one key.
+    """
 
     policy: str
     entries: Mapping[str, DeviceId] = field(default_factory=dict)
+    gigabytes: float = 0.0
 
 
 def faults(config: Mapping[str, Any]) -> Iterator[Fault]:
@@ -34,6 +42,27 @@ def faults(config: Mapping[str, Any]) -> Iterator[Fault]:
     for name, device in overrides.items():
         yield from _fault(f"device_map_overrides.{name}", lambda device=device: parse_device(device))
 
+    yield from _hardware_faults(config.get("hardware") or {})
+
+
+def _hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
+    devices, host, rates = (hardware.get(key) for key in ("devices", "host", "rates"))
+    sizes: dict[str, object] = {f"rates.{name}": rate for name, rate in (rates or {}).items()}
+    if host is not None:
+        sizes["host.memory"] = host.get("memory") if isinstance(host, Mapping) else host
+    if devices is not None and not isinstance(devices, list):
+        yield Fault(
+            "hardware.devices", f"{devices!r} is no list; give null, or one {{memory: SIZE}} for each accelerator"
+        )
+    for index, device in enumerate(devices if isinstance(devices, list) else ()):
+        sizes[f"devices.{index}.memory"] = device.get("memory") if isinstance(device, Mapping) else device
+    for key, size in sizes.items():
+        yield from _fault(f"hardware.{key}", lambda size=size: parse_size(size))
+    for name in (rates or {}).keys() - RATES:
+        yield Fault(
+            f"hardware.rates.{name}", f"unknown rate{closest(name, RATES)}; there are {', '.join(sorted(RATES))}"
+        )
+
 
 def _fault(key: str, parse: Any) -> Iterator[Fault]:
     try:
@@ -45,6 +74,9 @@ def _fault(key: str, parse: Any) -> Iterator[Fault]:
 def _map_faults(key: str, value: object) -> Iterator[Fault]:
     if isinstance(value, str) and _is_path(value):
         yield from _file_faults(key, Path(value).expanduser())
+    elif isinstance(value, Mapping) and set(value) == {OFFLOAD}:
+        if not _is_amount(value[OFFLOAD]):
+            yield Fault(f"{key}.{OFFLOAD}", f"{value[OFFLOAD]!r} is no number of gigabytes; give one from 0 up")
     elif isinstance(value, Mapping):
         if not value:
             yield Fault(key, "the map is empty; give module names and devices, or the name of a policy")
@@ -54,8 +86,8 @@ def _map_faults(key: str, value: object) -> Iterator[Fault]:
         near = closest(str(value), POLICIES)
         yield Fault(
             key,
-            f"{value!r} is no policy{near}; give one of {', '.join(POLICIES)}, a map of module names to devices, the"
-            " path of a device_map.json, or one device",
+            f"{value!r} is no policy{near}; give one of {', '.join(POLICIES)}, {{{OFFLOAD}: N}}, a map of module names"
+            " to devices, the path of a device_map.json, or one device",
         )
 
 
@@ -74,6 +106,10 @@ def _file_faults(key: str, path: Path) -> Iterator[Fault]:
         yield Fault(key, f"{str(path)!r} holds no map; give a JSON object of module names and devices")
 
 
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
 def _is_path(value: str) -> bool:
     return value.endswith(".json") or "/" in value or "\\" in value
 
@@ -86,6 +122,8 @@ def read_choice(value: Any) -> Choice:
     """Return what the key ``device_map``, found faultless, says. A file's content stands for its path."""
     if isinstance(value, str) and _is_path(value):
         value = json.loads(Path(value).expanduser().read_text())
+    if isinstance(value, Mapping) and set(value) == {OFFLOAD}:
+        return Choice(OFFLOAD, gigabytes=float(value[OFFLOAD]))
     if isinstance(value, Mapping):
         return Choice("explicit", {str(name): parse_device(device) for name, device in value.items()})
     if isinstance(value, str) and value in POLICIES:

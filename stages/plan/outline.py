@@ -32,9 +32,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Outline:
-    """The tree of a skeleton's modules and its layers; everything is worked out once, on first use."""
+    """The tree of a skeleton's modules and its layers; everything is worked out once, on first use.
+
+    ``gathers`` says that an embedding on disk is served row by row where the host computes: it is a lookup, and neither
+    streamed nor given room for.
+    """
 
     skeleton: Skeleton
+    gathers: bool = False
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -99,6 +104,17 @@ class Outline:
                 stack += [(child, True) for child in reversed(self.direct[name])]
         pieces = [piece for piece in pieces if piece[1]]
         return sorted(pieces, key=lambda piece: self._rank[self._module(piece[0])])
+
+    @cached_property
+    def blocks(self) -> frozenset[str]:
+        """The names of the no-split modules."""
+        return frozenset(m.name for m in self.skeleton.modules if m.class_name in self.skeleton.no_split)
+
+    @cached_property
+    def lookups(self) -> frozenset[str]:
+        """The tensors that are only ever looked up row by row."""
+        tables = {m.name for m in self.skeleton.modules if m.class_name == "Embedding"} if self.gathers else set()
+        return frozenset(name for name in self.sizes if parent(name) in tables - self.skeleton.borrowers.keys())
 
     def _module(self, name: str) -> str:
         return parent(name) if name in self.sizes else name

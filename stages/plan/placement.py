@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stages.plan.outline import Layer, Outline
-from stages.units import CPU, DeviceId, in_tier_order
+from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 Budgets = Mapping[DeviceId, int | None]
 """Bytes of weights that each device may hold; None is unlimited, a device that isn't listed holds nothing."""
@@ -58,10 +58,29 @@ def reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
     found: dict[DeviceId, int] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
-        leaders = set(map(outline.skeleton.leader, layer.tensors))
-        streamed = sum(outline.sizes[leader] for leader in leaders if placement.homes[leader] != device)
-        if streamed:
+        leaders = {
+            outline.skeleton.leader(name) for name in layer.tensors if is_streamed(outline, name, placement, device)
+        }
+        if streamed := sum(outline.sizes[leader] for leader in leaders):
             found[device] = max(found.get(device, 0), streamed)
+    return found
+
+
+def is_streamed(outline: Outline, name: str, placement: Placement, device: DeviceId) -> bool:
+    """Return whether the tensor ``name`` is brought to ``device`` for each use, and not there or looked up on disk."""
+    home = placement.homes[outline.skeleton.leader(name)]
+    return home != device and not (name in outline.lookups and home == DISK and device == CPU)
+
+
+def streamed_bytes(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
+    """Return the bytes that are brought in for each token, by where they wait. Each use of a tied tensor counts."""
+    found: dict[DeviceId, int] = {}
+    for layer in outline.layers:
+        device = execution_device(outline, layer, placement)
+        for name in layer.tensors:
+            if is_streamed(outline, name, placement, device):
+                home = placement.homes[outline.skeleton.leader(name)]
+                found[home] = found.get(home, 0) + outline.sizes[name]
     return found
 
 
@@ -77,6 +96,13 @@ def held_bytes(outline: Outline, homes: Homes) -> tuple[int, int]:
     """Return the bytes on the accelerators and those on the host: what one placement has before another."""
     held = resident_bytes(outline, homes)
     return sum(count for device, count in held.items() if isinstance(device, int)), held.get(CPU, 0)
+
+
+def fits(outline: Outline, placement: Placement, budgets: Budgets) -> bool:
+    """Return whether every device can hold its weights and its reserve; one that isn't listed holds nothing."""
+    held, kept = resident_bytes(outline, placement.homes), reserves(outline, placement)
+    rooms = {device: budgets.get(device, 0) for device in {**held, **kept}}
+    return all(room is None or held.get(device, 0) + kept.get(device, 0) <= room for device, room in rooms.items())
 
 
 def fold(outline: Outline, homes: Homes) -> dict[str, DeviceId]:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
 from stages.empty_init import skeleton as skeletons
-from stages.plan import budgets, options, plan as plans
+from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assemble import assemble
+from stages.plan.geometry import read_geometry, read_request
 from stages.plan.hardware import Hardware, hardware
 from stages.plan.outline import Outline
+from stages.plan.placement import Placement
 from stages.plan.policies import POLICIES
+from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
-from stages.units import CPU, format_bytes, in_tier_order
+from stages.plan.predict import Work, predict, work
+from stages.plan.rates import Rates, local_rates, read_rates
+from stages.units import format_bytes
+
+SIZES_NAME = "sizes.json"
 
 
 class MakePlan:
-    """Decides where every tensor lies and leaves ``plan.json`` and ``device_map.json``. It needs no torch."""
+    """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
     version = 1
@@ -40,26 +49,32 @@ class MakePlan:
             yield Fault(key, message)
 
     def key(self, context: Context) -> Mapping[str, object]:
-        """The plan depends on the skeleton, the resolved budgets and the content of the map."""
-        config = context.config
-        machine = hardware(config)
-        allowance = budgets.allow(config["max_memory"], machine)
+        """The plan depends on the skeleton, the resolved budgets, the content of the map, and the request's size."""
+        config, outline = context.config, _outline(context)
+        machine, needs = hardware(config), _work(outline, config)
+        allowance = budgets.allow(config["max_memory"], machine, needed=needs.cache_bytes + needs.activation_bytes)
         choice = options.read_choice(config["device_map"])
         return {
             "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
             "policy": choice.policy,
             "entries": [[name, str(device)] for name, device in choice.entries.items()],
+            "gigabytes": choice.gigabytes,
             "overrides": [[name, str(device)] for name, device in options.read_overrides(config).items()],
             "budgets": [[str(device), budget] for device, budget in allowance.budgets.items()],
             "terms": {device: dict(terms) for device, terms in allowance.terms.items()},
             "notes": list(allowance.notes),
             "accelerators": [accelerator.simulated for accelerator in machine.accelerators],
+            "work": asdict(needs),
+            "rates": asdict(read_rates(config.get("hardware") or {})),
         }
 
     def build(self, context: Context, folder: Path) -> Any:
-        """Write ``plan.json`` and ``device_map.json``."""
-        outline = Outline(skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME)))
-        make_plan(outline, context.config).save(folder)
+        """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""
+        outline = _outline(context)
+        plan = make_plan(outline, context.config, rates=_rates(context))
+        plan.save(folder)
+        folder.joinpath(picture.FILE_NAME).write_text(picture.draw(plan, outline.sizes))
+        folder.joinpath(SIZES_NAME).write_text(json.dumps(outline.sizes, indent=1) + "\n")
 
     def revive(self, context: Context) -> Any:
         """Return None: a plan is data, and later stages read the artifact."""
@@ -67,25 +82,53 @@ class MakePlan:
     def report(self, artifact: Artifact) -> Report:
         """Say what lies where, and what each device will hold."""
         plan = plans.from_json(artifact.json(plans.FILE_NAME))
-        return Report(_summary(plan), memory=_memory(plan))
+        metrics = {f"predicted_{name}": value for name, value in plan.forecast.items() if not isinstance(value, str)}
+        screen = table.render(plan, artifact.json(SIZES_NAME))
+        return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
 
 
-def make_plan(outline: Outline, config: Config) -> plans.Plan:
-    """Return the plan of the model under ``config``.
+def make_plan(outline: Outline, config: Config, *, rates: Rates | None = None) -> plans.Plan:
+    """Return the plan of the model under ``config``, with what is predicted of it.
 
     Raises ``ConfigError`` where the map doesn't fit the model or the machine, ``BudgetError`` where the budgets can't
     hold the plan.
     """
-    machine = hardware(config)
-    allowance = budgets.allow(config["max_memory"], machine)
+    machine, needs = hardware(config), _work(outline, config)
+    allowance = budgets.allow(config["max_memory"], machine, needed=needs.cache_bytes + needs.activation_bytes)
     choice = options.read_choice(config["device_map"])
     _require_devices(config, machine)
-    if choice.policy in POLICIES:
-        placement = POLICIES[choice.policy](outline, allowance.budgets)
-    else:
-        placement = explicit(outline, choice.entries)
+    placement = _place(outline, choice, allowance)
     placement = override(outline, placement, options.read_overrides(config))
-    return assemble(outline, placement, allowance, policy=choice.policy)
+    allowance = budgets.with_idle_noted(allowance, placement.homes)
+    plan = assemble(outline, placement, allowance, policy=choice.policy)
+    return predict(outline, plan, needs, rates or read_rates(config.get("hardware") or {}))
+
+
+def _place(outline: Outline, choice: options.Choice, allowance: budgets.Allowance) -> Placement:
+    if choice.policy in POLICIES:
+        return POLICIES[choice.policy](outline, allowance.budgets)
+    if choice.policy == options.OFFLOAD:
+        return cpu_offload_gb(outline, allowance.budgets, choice.gigabytes)
+    return explicit(outline, choice.entries)
+
+
+def _outline(context: Context) -> Outline:
+    return Outline(skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME)), gathers=True)
+
+
+def _work(outline: Outline, config: Config) -> Work:
+    return work(outline, read_geometry(config.get("model") or {}), read_request(config.get("generate") or {}))
+
+
+def _rates(context: Context) -> Rates:
+    """Return the rates that the config gives, or this machine's, measured on the checkpoint's largest file."""
+    described = context.config.get("hardware") or {}
+    if described.get("rates") or described.get("devices") is not None:
+        return read_rates(described)
+    folder = Path(str(context.config["model"].get("path") or ""))
+    files = [path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin")] if folder.is_dir() else []
+    sample = max(files, key=lambda path: path.stat().st_size, default=None)
+    return local_rates(context.cache / "hardware", sample)
 
 
 def _require_devices(config: Config, machine: Hardware) -> None:
@@ -101,11 +144,7 @@ def _summary(plan: plans.Plan) -> str:
 
 def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:
     """Return the weights allowed on each device and its predicted peak, in bytes."""
-    devices = in_tier_order([*plan.budgets, plan.main_device])
-    peaks = {device: plan.resident_bytes.get(device, 0) for device in devices}
-    peaks[plan.main_device] += plan.reserve_bytes
-    peaks[CPU] = peaks.get(CPU, 0) + budgets.BASE_PROCESS_BYTES
     return {
-        "budget": {str(device): plan.budgets.get(device) for device in devices},
-        "predicted": {str(device): count for device, count in peaks.items()},
+        "budget": {str(device): budget for device, budget in plan.budgets.items()},
+        "predicted": {str(device): sum(parts.values()) for device, parts in plan.predicted.items()},
     }

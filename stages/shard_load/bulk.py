@@ -8,13 +8,11 @@ the tensors' own memory. So the memory held is that of the tensors and the few b
 
 from __future__ import annotations
 
-import errno
 import mmap
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,14 +22,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipeline.errors import StorageError
-from stages.shard_load.files import ShardFile, opened_shard, read_into
+from stages.shard_load.direct import DirectFile, align_down, align_up
+from stages.shard_load.files import ShardFile, read_into
 from stages.shard_load.page_cache import PAGE_BYTES, cached_pages
 from stages.shard_load.reading import Extent, byte_view, torch_dtype
 
 BLOCK_BYTES = 8 * 2**20
 IN_FLIGHT = 4
-_ALIGNMENT = 4096
 _OPEN_FILES = 64
 _ALONE_ELEMENTS = 2**15 - 1
 """Up to here torch copies without threads (its grain size is 2**15 elements)."""
@@ -62,15 +59,11 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Handles:
-    """A file opened twice: through the page cache, and directly (null where its file system can't).
-
-    ``pages`` says of each page whether the page cache held it when the file was opened.
-    """
+class _Source:
+    """A file held open, and of each of its pages whether the page cache held it when the file was opened."""
 
     path: Path
-    cached: int
-    direct: int | None
+    file: DirectFile
     pages: NDArray[np.bool_]
 
     def holds(self, block: _Block) -> bool:
@@ -105,19 +98,19 @@ class BulkReader:
 
     def _read_files(self, by_file: Mapping[ShardFile, list[Piece]], progress: Callable[[int], object]) -> None:
         with ExitStack() as stack:
-            handles = {file: stack.enter_context(_open_both(file)) for file in by_file}
+            sources = {file: stack.enter_context(_opened(file)) for file in by_file}
             futures: list[Future[int]] = []
             stack.callback(wait, futures)  # runs before the files are closed: no thread reads one that isn't open
             for file, pieces in by_file.items():
-                futures += [self._pool.submit(self._read_block, handles[file], block) for block in _blocks(pieces)]
+                futures += [self._pool.submit(self._read_block, sources[file], block) for block in _blocks(pieces)]
             _gather(futures, progress)
 
-    def _read_block(self, handles: _Handles, block: _Block) -> int:
-        held = handles.holds(block)
-        if not (held and _read_straight(handles, block)):
+    def _read_block(self, source: _Source, block: _Block) -> int:
+        held = source.holds(block)
+        if not (held and _read_straight(source, block)):
             buffer = self._buffers.get()
             try:
-                _read_by_way_of(buffer, handles, block, cached=held)
+                _read_by_way_of(buffer, source, block, cached=held)
             finally:
                 self._buffers.put(buffer)
         return sum(end - begin for begin, end, _, _ in block.parts)
@@ -153,46 +146,31 @@ def can_be_cut(extent: Extent) -> bool:
 
 
 @contextmanager
-def _open_both(file: ShardFile) -> Iterator[_Handles]:
-    with opened_shard(file) as cached:
-        direct = _open_direct(file.path)
-        try:
-            yield _Handles(file.path, cached, direct, cached_pages(cached, file.size))
-        finally:
-            if direct is not None:
-                os.close(direct)
+def _opened(file: ShardFile) -> Iterator[_Source]:
+    with closing(DirectFile(file)) as opened:
+        yield _Source(file.path, opened, cached_pages(opened.descriptor, file.size))
 
 
-def _open_direct(path: Path) -> int | None:
-    flag = getattr(os, "O_DIRECT", None)
-    if flag is None:
-        return None
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
-    except OSError:
-        return None
-
-
-def _read_straight(handles: _Handles, block: _Block) -> bool:
+def _read_straight(source: _Source, block: _Block) -> bool:
     """Fill the block's parts from the page cache, without a buffer between; false where one must be cast."""
     if any(part.dtype != dtype for _, _, part, dtype in block.parts):
         return False
     for begin, _, part, _ in block.parts:
-        read_into(handles.cached, byte_view(part), offset=begin, path=handles.path)
+        read_into(source.file.descriptor, byte_view(part), offset=begin, path=source.path)
     return True
 
 
-def _read_by_way_of(buffer: mmap.mmap, handles: _Handles, block: _Block, *, cached: bool) -> None:
+def _read_by_way_of(buffer: mmap.mmap, source: _Source, block: _Block, *, cached: bool) -> None:
     """Fill the block's parts by way of ``buffer``, which is aligned as direct reads need it."""
-    start = block.begin // _ALIGNMENT * _ALIGNMENT
+    start = align_down(block.begin)
     wanted, view = block.end - start, memoryview(buffer)
-    direct = handles.direct is not None and not cached
-    if not (direct and _read_direct(handles, view, start=start, wanted=wanted)):
-        read_into(handles.cached, view[:wanted], offset=start, path=handles.path)
+    if cached:
+        read_into(source.file.descriptor, view[:wanted], offset=start, path=source.path)
+    else:
+        source.file.read(view[: align_up(wanted)], offset=start, wanted=wanted)
     data = torch.frombuffer(buffer, dtype=torch.uint8)
     for begin, end, part, dtype in block.parts:
-        source = data[begin - start : end - start].view(dtype)
-        _copy(part, source)
+        _copy(part, data[begin - start : end - start].view(dtype))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -200,21 +178,3 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     for start in range(0, source.numel(), _ALONE_ELEMENTS):
         stop = start + _ALONE_ELEMENTS
         target[start:stop].copy_(source[start:stop])
-
-
-def _read_direct(handles: _Handles, buffer: memoryview, *, start: int, wanted: int) -> bool:
-    """Read ``wanted`` bytes at ``start``; false where the file system refuses, or the file ends early."""
-    assert handles.direct is not None
-    length = -(-wanted // _ALIGNMENT) * _ALIGNMENT
-    done = 0
-    while done < wanted:
-        try:
-            count = os.preadv(handles.direct, [buffer[done:length]], start + done)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            raise StorageError(f"{handles.path}: reading at byte {start + done} failed: {error.strerror}") from error
-        done += count
-        if done < wanted and (not count or done % _ALIGNMENT):
-            return False
-    return True

@@ -6,6 +6,7 @@ from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement
 from stages.plan.policies.balanced import balanced
 from stages.plan.policies.balanced_low_0 import balanced_low_0
+from stages.plan.policies.optimal import optimal
 from stages.plan.policies.sequential import sequential
 
 Policy = Callable[[Outline, Budgets], Placement]
@@ -14,5 +15,6 @@ POLICIES: Mapping[str, Policy] = {
     "auto": balanced,
     "balanced": balanced,
     "balanced_low_0": balanced_low_0,
+    "optimal": optimal,
     "sequential": sequential,
 }

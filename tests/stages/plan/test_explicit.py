@@ -58,5 +58,5 @@ def test_an_override_moves_a_tied_tensor_under_all_its_names() -> None:
 
 
 def test_an_override_of_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device_map_overrides: 'layer.1' names nothing"):
+    with pytest.raises(ConfigError, match=r"device_map_overrides: 'layer\.1' names nothing"):
         override(stack(3), explicit(stack(3), {"": 0}), {"layer.1": 0})

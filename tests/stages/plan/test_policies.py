@@ -71,9 +71,14 @@ def test_an_accelerator_that_holds_only_the_reserve_still_computes() -> None:
     assert set(execution_devices(stack(9), placement).values()) == {0}
 
 
+def test_where_no_accelerator_can_hold_the_reserve_the_cpu_computes() -> None:
+    placement = POLICIES["sequential"](stack(3), {0: 9, "cpu": 100, "disk": None})
+    assert (placement.main, set(placement.homes.values())) == ("cpu", {"cpu"})
+
+
 def test_a_budget_that_cannot_hold_its_reserve_is_refused_with_the_least_that_works() -> None:
     with pytest.raises(BudgetError, match=r"max_memory\.0: 9 B .* least that works is 10 bytes"):
-        placed(stack(3), {0: 9, "cpu": 100})
+        placed(stack(3), {0: 9, "cpu": 9})
     with pytest.raises(BudgetError, match=r"max_memory\.cpu: 0 B .* least that works is 10 bytes"):
         placed(stack(3), {"cpu": 0})
     assert placed(stack(3), {"cpu": 10}) == {"": "disk"}

@@ -34,6 +34,12 @@ def two_accelerators(size: str = "1GB") -> dict[str, Any]:
         ({"device_map": {"a": "gpu"}}, "device_map.a", "'gpu' is not a device"),
         ({"device_map": {}}, "device_map", "the map is empty"),
         ({"device_map": None}, "device_map", "no policy"),
+        ({"device_map": {"cpu_offload_gb": -1}}, "device_map.cpu_offload_gb", "no number of gigabytes"),
+        ({"hardware": {"devices": 3}}, "hardware.devices", "no list"),
+        ({"hardware": {"devices": [{"memory": "24gb"}]}}, "hardware.devices.0.memory", "is not a size"),
+        ({"hardware": {"devices": [{}]}}, "hardware.devices.0.memory", "is not a size"),
+        ({"hardware": {"host": {"memory": "x"}}}, "hardware.host.memory", "is not a size"),
+        ({"hardware": {"rates": {"lnk": "1GB"}}}, "hardware.rates.lnk", "did you mean 'link'"),
         ({"device_map_overrides": {"a": "x"}}, "device_map_overrides.a", "'x' is not a device"),
     ],
 )
@@ -48,9 +54,7 @@ def test_all_faults_are_reported_together() -> None:
     assert len(list(MakePlan().check(faulty))) == 4
 
 
-@pytest.mark.parametrize(
-    ("content", "words"), [("{", "no JSON file"), ("[]", "holds no map"), ('{"a": "b"}', "device")]
-)
+@pytest.mark.parametrize(("content", "words"), [("{", "no JSON"), ("[]", "no map"), ('{"a": "b"}', "device")])
 def test_a_bad_map_file_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "map.json"
     path.write_text(content)
@@ -134,3 +138,12 @@ def test_the_cached_path_imports_no_torch() -> None:
 
 def test_a_choice_reads_map_keys_as_text() -> None:
     assert options.read_choice({"a.b": "cuda:1"}).entries == {"a.b": 1}
+
+
+def test_cpu_offload_gb_offloads_the_first_layers_parameter_by_parameter() -> None:
+    tensors = {"embed.weight": 10**9, **{f"l.{i}.{k}": 10**9 for i in range(3) for k in "ab"}}
+    model = outline(tensors, classes={f"l.{i}": "Block" for i in range(3)}, no_split=["Block"])
+    changes = {"max_memory": {"0": "7GB", "cpu": "9GB"}, "hardware": two_accelerators("8GB")}
+    plan = make_plan(model, config(**changes, device_map={"cpu_offload_gb": 2.5}))
+    assert plan.device_map == {"embed": 0, "l.0": "cpu", "l.1.a": "cpu", "l.1.b": 0, "l.2": 0}
+    assert (set(plan.execution.values()), plan.reserve_bytes) == ({0}, 2 * 10**9)

@@ -7,6 +7,7 @@ import torch
 from pipeline.errors import CheckpointError
 from stages.shard_load import bulk
 from stages.shard_load.bulk import BulkReader, Piece
+from stages.shard_load.direct import DirectFile
 from stages.shard_load.files import ShardFile
 from stages.shard_load.page_cache import cached_pages
 from stages.shard_load.reading import Extent
@@ -65,7 +66,7 @@ def test_every_span_comes_out_as_it_lies_in_the_file(
 def test_a_file_system_without_direct_reads_works_too(
     tmp_path: Path, data: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "_open_direct", lambda path: None)
+    monkeypatch.setattr(DirectFile, "_open_direct", lambda self: None)
     drop_from_cache(tmp_path / "f")
     piece = Piece(Extent(shard(tmp_path / "f"), 3, "uint8", (200_000,)), torch.zeros(200_000, dtype=torch.uint8))
     with BulkReader() as reader:

@@ -1,0 +1,108 @@
+"""The command ``offstage-report``: run records in, a page, two files and a table out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.command import run_command
+from pipeline.errors import ConfigError
+from pipeline.files import mendable, replace_file
+
+_DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv and
+report.json into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above several,
+such as outputs/."""
+_EXAMPLES = """examples:
+  offstage-report outputs/multirun/2026-01-31/12-00-00-000000-1    one sweep
+  offstage-report outputs                                          every run there is
+  offstage-report --compare RUN_A RUN_B                            what changed; writes compare.html and compare.json
+
+exit codes: 0; 2 the arguments; 5 reading or writing; 130 interrupted"""
+
+
+def main() -> None:
+    """Run the command with the process's arguments, then exit with its code."""
+    run_command("offstage-report", run)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Report or compare as ``arguments`` say and return 0. Raises an ``OffstageError`` for what a user can mend."""
+    options = _parser().parse_args(arguments)
+    if bool(options.paths) == bool(options.compare):
+        raise ConfigError("give either one PATH or more, or --compare A B; see offstage-report --help")
+    if options.compare:
+        _compare(*options.compare, output=options.output)
+    else:
+        _report(options.paths, output=options.output)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="offstage-report",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run, a sweep, or a folder above them")
+    parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write; made if it is missing")
+    parser.add_argument("--compare", metavar=("A", "B"), nargs=2, type=Path, help="two runs: say what changed")
+    return parser
+
+
+def _report(paths: Sequence[Path], *, output: Path | None) -> None:
+    _require_libraries()
+    from pipeline.report.console import console, show_summary
+    from pipeline.report.files import as_csv, as_json
+    from pipeline.report.finding import find
+    from pipeline.report.page import report_page
+    from pipeline.report.summary import summarise
+
+    summary = summarise(find(paths))
+    title = ", ".join(str(path) for path in paths)
+    folder = _folder(paths[0], output)
+    written = {"html": report_page(summary, title=title), "csv": as_csv(summary), "json": as_json(summary)}
+    _write(folder, {f"report.{kind}": text for kind, text in written.items()})
+    screen = console()
+    show_summary(screen, summary)
+    screen.print(f"\n{folder / 'report.html'}", markup=False, soft_wrap=True)
+
+
+def _compare(one: Path, other: Path, *, output: Path | None) -> None:
+    _require_libraries()
+    from pipeline.report.comparison import compare
+    from pipeline.report.console import console, show_comparison
+    from pipeline.report.files import comparison_json
+    from pipeline.report.finding import find_one
+    from pipeline.report.page import comparison_page
+
+    comparison = compare(find_one(one), find_one(other))
+    folder = _folder(one, output)
+    _write(folder, {"compare.html": comparison_page(comparison), "compare.json": comparison_json(comparison)})
+    screen = console()
+    show_comparison(screen, comparison)
+    screen.print(f"\n{folder / 'compare.html'}", markup=False, soft_wrap=True)
+
+
+def _require_libraries() -> None:
+    """Say what to install where the extra is missing, before any record is read."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"offstage-report needs {error.name}, which isn't installed: pip install 'offstage-pipeline[report]'"
+        ) from error
+
+
+def _folder(path: Path, output: Path | None) -> Path:
+    """Return where to write: ``output``, or the folder that ``path`` is or lies in."""
+    return output or (path if path.is_dir() else path.parent)
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    with mendable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            replace_file(folder / name, text.encode("utf-8", "replace").decode("utf-8"))

@@ -1,0 +1,143 @@
+"""What changed between two runs: config, environment, plan, memory, speed and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.report.differences import flatten, spread
+from pipeline.report.placements import in_tier_order, read_layers
+from pipeline.report.quantities import MISSING, Kind, tell
+from pipeline.report.records import Answer, Bytes, Number, Run
+
+_SAME = "No change."
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key, its value in A and in B; ``ratio`` is B over A, empty where they are no numbers."""
+
+    key: str
+    before: str
+    after: str
+    ratio: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One subject of a comparison: the changes, and what else is to be said in words."""
+
+    title: str
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+    numeric: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What changed from run A, in the folder ``before``, to run B in ``after``."""
+
+    before: Path
+    after: Path
+    sections: tuple[Section, ...]
+
+
+def compare(before: Run, after: Run) -> Comparison:
+    """Return what changed from ``before`` to ``after``."""
+    sections = (
+        _texts(
+            "Status",
+            {"status": before.status, "reason": before.reason},
+            {"status": after.status, "reason": after.reason},
+        ),
+        _texts("Config", flatten(before.config), flatten(after.config)),
+        _texts("Environment", flatten(before.environment), flatten(after.environment)),
+        _plan(before, after),
+        _memory(before, after),
+        _speed(before, after),
+        Section("Tokens", (), tuple(compare_answers(before.answers, after.answers))),
+    )
+    return Comparison(before.folder, after.folder, sections)
+
+
+def compare_answers(before: Sequence[Answer], after: Sequence[Answer]) -> list[str]:
+    """Return in words whether the new tokens are the same, and where not, the first that differs of each prompt."""
+    if not before or not after:
+        without = " nor ".join(name for name, answers in (("A", before), ("B", after)) if not answers)
+        return [f"Neither {without} generated." if " nor " in without else f"{without} did not generate."]
+    lines = [f"A has {len(before)} answers, B has {len(after)}."] if len(before) != len(after) else []
+    for index, (one, other) in enumerate(zip(before, after, strict=False)):
+        lines += [f"Prompt {index}: {fault}" for fault in _answer_faults(one, other)]
+    return lines or ["The same tokens."]
+
+
+def _answer_faults(one: Answer, other: Answer) -> list[str]:
+    faults = ["the prompts differ."] if one.prompt != other.prompt else []
+    pairs = zip(one.token_ids, other.token_ids, strict=False)
+    place = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
+    if place is not None:
+        a, b = one.token_ids[place], other.token_ids[place]
+        faults.append(f"token {place} is the first that differs, {a} in A and {b} in B.")
+    elif len(one.token_ids) != len(other.token_ids):
+        faults.append(f"A has {len(one.token_ids)} tokens and B {len(other.token_ids)}; those in both are the same.")
+    return faults
+
+
+def _texts(title: str, before: dict[str, str], after: dict[str, str]) -> Section:
+    changes = []
+    for entry in spread({"A": before, "B": after}):
+        if entry.differs:
+            (one, _), (other, _) = entry.values
+            changes.append(Change(entry.key, one or MISSING, other or MISSING))
+    return Section(title, tuple(changes), () if changes else (_SAME,))
+
+
+def _plan(before: Run, after: Run) -> Section:
+    """Return the layers that lie elsewhere."""
+    plans = [read_layers(run) for run in (before, after)]
+    gone = [name for name, layers in zip("AB", plans, strict=True) if not layers]
+    if gone:
+        return Section("Plan", (), (f"The plan of {' and '.join(gone)} is not there: pruned, or never made.",))
+    old, new = ({layer.name: " and ".join(layer.devices) for layer in layers} for layers in plans)
+    section = _texts("Plan", old, new)
+    if not section.changes:
+        return section
+    return Section("Plan", section.changes, (f"{len(section.changes)} of {len(old | new)} layers lie elsewhere.",))
+
+
+def _memory(before: Run, after: Run) -> Section:
+    parts: list[tuple[str, Callable[[Run], Bytes]]] = [
+        ("budget", lambda run: run.budget),
+        ("predicted", lambda run: run.predicted),
+        ("measured", lambda run: run.measured),
+    ]
+    changes = []
+    for title, held in parts:
+        for device in in_tier_order([*held(before), *held(after)]):
+            changes += _change(f"{title} {device}", held(before).get(device), held(after).get(device))
+    return Section("Memory", tuple(changes), () if changes else (_SAME,), numeric=True)
+
+
+def _speed(before: Run, after: Run) -> Section:
+    changes = []
+    for name in dict.fromkeys([*before.metrics, *after.metrics]):
+        changes += _change(name, before.metric(name), after.metric(name))
+    return Section("Speed", tuple(changes), () if changes else (_SAME,), numeric=True)
+
+
+def _change(key: str, one: Number | None, other: Number | None) -> list[Change]:
+    if one == other:
+        return []
+    ratio = f"{other / one:.2f}" if one and other is not None else MISSING
+    return [Change(key, _told(key, one), _told(key, other), ratio)]
+
+
+def _told(key: str, value: Number | None) -> str:
+    """Return ``value`` in the unit that its key's name gives."""
+    if value is not None and "per_second" in key and "bytes" not in key:
+        return f"{value:,.2f} /s"
+    kind: Kind = "seconds" if "seconds" in key else "bytes"
+    if "bytes_per_second" in key:
+        return f"{tell(value, 'bytes')}/s" if value is not None else MISSING
+    return tell(value, kind)

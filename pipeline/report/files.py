@@ -1,0 +1,113 @@
+"""``report.csv`` and ``report.json``: every number of the report, raw, for the tools that come after it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.report.comparison import Comparison
+from pipeline.report.differences import Spread
+from pipeline.report.finding import Job
+from pipeline.report.placements import in_tier_order
+from pipeline.report.records import Bytes, Run
+from pipeline.report.speed import bound_seconds
+from pipeline.report.summary import Summary
+
+SCHEMA_VERSION = 1
+_MEMORY: Mapping[str, Callable[[Run], Bytes]] = {
+    "budget": lambda run: run.budget,
+    "predicted": lambda run: run.predicted,
+    "measured": lambda run: run.measured,
+}
+
+
+def as_csv(summary: Summary) -> str:
+    """Return one row a job, bytes and seconds as the records have them; what isn't known is empty."""
+    rows = [_row(job, summary.differences) for job in summary.jobs]
+    file = io.StringIO()
+    writer = csv.DictWriter(file, fieldnames=_names(rows), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _row(job: Job, differences: Sequence[Spread]) -> dict[str, object]:
+    run = job.run
+    row: dict[str, object] = {"job": job.name, "folder": run.folder, "status": run.status}
+    row |= {"error_stage": run.failed_stage, "error_type": run.error_type, "reason": run.reason}
+    for entry in differences:
+        row |= {f"config.{entry.key}": value for value, names in entry.values if job.name in names}
+    for section, held in _MEMORY.items():
+        row |= {f"{section}_bytes.{device}": held(run).get(device) for device in in_tier_order(held(run))}
+    row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
+    row["bound_seconds_per_token"] = bound_seconds(run)
+    for stage in run.stages:
+        row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
+    return row
+
+
+def _names(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the names of all columns, those of one kind side by side."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    kinds = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    return sorted(names, key=lambda name: kinds.index(name.partition(".")[0])) or ["job"]
+
+
+def as_json(summary: Summary) -> str:
+    """Return the whole report but the pictures."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "jobs": [_job(job) for job in summary.jobs],
+        "unreadable": [{"path": str(problem.path), "reason": problem.reason} for problem in summary.problems],
+        "failures": [{"job": failure.job.name, "reason": failure.reason} for failure in summary.failures],
+        "config_differences": _spreads(summary.differences),
+        "environment": _spreads(summary.environments),
+        "seconds_per_token_by_budget": [asdict(series) for series in summary.series],
+        "pareto_front": [asdict(point) for point in summary.front.best],
+        "placements": [asdict(plan) for plan in summary.placements.plans],
+        "answers": [{"jobs": list(names), "outputs": _answers(job.run)} for job, names in summary.answers],
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _job(job: Job) -> dict[str, Any]:
+    run = job.run
+    return {
+        "job": job.name,
+        "folder": str(run.folder),
+        "status": run.status,
+        "error": {"stage": run.failed_stage, "type": run.error_type, "message": run.reason} if run.reason else None,
+        "overrides": list(run.overrides),
+        "memory": {section: dict(held(run)) for section, held in _MEMORY.items()},
+        "metrics": {**run.metrics, "bound_seconds_per_token": bound_seconds(run)},
+        "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
+    }
+
+
+def _answers(run: Run) -> list[dict[str, Any]]:
+    return [asdict(answer) for answer in run.answers]
+
+
+def _spreads(entries: Sequence[Spread]) -> list[dict[str, Any]]:
+    return [
+        {"key": entry.key, "values": [{"value": value, "jobs": list(jobs)} for value, jobs in entry.values]}
+        for entry in entries
+    ]
+
+
+def comparison_json(comparison: Comparison) -> str:
+    """Return what changed between two runs."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "a": str(comparison.before),
+        "b": str(comparison.after),
+        **{
+            section.title.lower(): {"changes": [asdict(each) for each in section.changes], "notes": list(section.notes)}
+            for section in comparison.sections
+        },
+    }
+    return json.dumps(content, indent=1) + "\n"

@@ -1,0 +1,116 @@
+"""Where each layer lay: read from the plan artifacts that the runs name, as far as those are still there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.report.finding import Job
+from pipeline.report.records import Run
+
+PLAN_STAGE = "plan"
+_PLAN, _MAP = "plan.json", "device_map.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of a plan and the devices that its tensors lie on, in the order of the tiers."""
+
+    name: str
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One plan: its layers in the order of execution, and the jobs that followed it."""
+
+    jobs: tuple[str, ...]
+    layers: tuple[Layer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """The different plans that could be read, the jobs whose plan is gone, and how many plans were not looked at."""
+
+    plans: tuple[Placement, ...]
+    pruned: tuple[str, ...]
+    left_out: int
+
+
+def tier(device: str) -> tuple[int, int]:
+    """Return a sort key that puts devices in the order of the tiers: accelerators by index, cpu, disk."""
+    return (0, int(device)) if device.isdecimal() else (1 if device == "cpu" else 2, 0)
+
+
+def in_tier_order(devices: Iterable[str]) -> list[str]:
+    """Return ``devices`` without repeats, in the order of the tiers."""
+    return sorted(set(devices), key=lambda device: (*tier(device), device))
+
+
+def device_title(device: str) -> str:
+    """Return what a device is called in a legend."""
+    return f"accelerator {device}" if device.isdecimal() else device
+
+
+def read_placements(jobs: Sequence[Job], *, most: int) -> Placements:
+    """Return the first ``most`` different plans of ``jobs``; jobs that share an artifact share a plan."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        stage = job.run.stage(PLAN_STAGE)
+        if stage:
+            groups.setdefault(stage.key or str(stage.artifact), []).append(job)
+    plans: list[Placement] = []
+    pruned: list[str] = []
+    members = list(groups.values())
+    while members and len(plans) < most:
+        group = members.pop(0)
+        names, layers = tuple(job.name for job in group), read_layers(group[0].run)
+        if layers:
+            plans.append(Placement(names, layers))
+        else:
+            pruned += names
+    return Placements(tuple(plans), tuple(pruned), len(members))
+
+
+def read_layers(run: Run) -> tuple[Layer, ...]:
+    """Return the layers of a run's plan: from its artifact, else the record's own map, none where neither is there."""
+    folder = _artifact(run)
+    plan = _read(folder / _PLAN) if folder else {}
+    homes, names = plan.get("homes"), plan.get("reasons")
+    if isinstance(homes, dict) and isinstance(names, dict) and homes and names:
+        return _layers(homes, list(names))
+    entries = (_read(folder / _MAP) if folder else {}) or run.device_map
+    return tuple(Layer(name, (str(device),)) for name, device in entries.items())
+
+
+def _artifact(run: Run) -> Path | None:
+    """Return the folder of the run's plan: where the record says, or in the cache beside a tree that was moved."""
+    stage = run.stage(PLAN_STAGE)
+    if stage is None:
+        return None
+    moved = [above / "cache" / PLAN_STAGE / Path(stage.key).name for above in run.folder.parents] if stage.key else []
+    return next((folder for folder in [stage.artifact, *moved] if folder.is_absolute() and folder.is_dir()), None)
+
+
+def _layers(homes: Mapping[str, Any], names: Sequence[str]) -> tuple[Layer, ...]:
+    """Return the layers ``names``, each with the homes of the tensors whose nearest layer it is."""
+    held: dict[str, set[str]] = {name: set() for name in names}
+    for tensor, device in homes.items():
+        above = tensor
+        while above and above not in held:
+            above = above.rpartition(".")[0]
+        if above in held:
+            held[above].add(str(device))
+    return tuple(Layer(name, tuple(in_tier_order(devices))) for name, devices in held.items() if devices)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``, empty where there is none: a pruned cache is no fault of the report."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

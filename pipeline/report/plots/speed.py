@@ -1,0 +1,86 @@
+"""Budget against seconds a token: measured, predicted, and the bound that the storage sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from pipeline.report.drawing import COLOURS, SERIES, Key, Picture, Size, dress, in_unit, measure, picture
+from pipeline.report.speed import OTHERS, Point, Series
+
+_CROWD = 90
+"""Past this many points, marks and lines are small."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "x")
+_LINES = {"measured": "-", "predicted": "--", "bound": ":"}
+_MEANINGS = {
+    "predicted": ("dashed", "predicted by the plan"),
+    "bound": ("dotted", "bound: streamed bytes ÷ storage bandwidth"),
+}
+
+_LACKING = {"predicted": "the prediction", "bound": "the storage's bandwidth, for the bound"}
+
+
+def speed_picture(series: Sequence[Series]) -> Picture | None:
+    """Return the plot of ``series``, None where no job has both a budget and a speed."""
+    if not series:
+        return None
+    absent = [name for name in _MEANINGS if not any(getattr(entry, name) for entry in series)]
+    lacking = " and ".join(_LACKING[name] for name in absent)
+    caption = "Each mark is a job. The budget is that of all devices but the disk, in bytes of weights."
+    if absent:
+        caption += f" Not drawn, since the records don't hold it: {lacking}."
+    return picture(
+        "speed",
+        lambda figure, size: _paint(figure, size, series),
+        title="Budget against seconds a token",
+        caption=caption,
+        keys=_keys(series, absent),
+        height=lambda size: 300 if size.narrow else 400,
+    )
+
+
+def _keys(series: Sequence[Series], absent: Sequence[str]) -> list[Key]:
+    settings = [
+        Key(_colour(index, entry), f"mark-{MARKERS[index]}", entry.name or "measured")
+        for index, entry in enumerate(series)
+    ]
+    return settings + [Key("muted", mark, text) for name, (mark, text) in _MEANINGS.items() if name not in absent]
+
+
+def _colour(index: int, entry: Series) -> str:
+    return "rest" if entry.name == OTHERS else SERIES[index]
+
+
+def _paint(figure: Figure, size: Size, series: Sequence[Series]) -> None:
+    """Draw every series. Earlier ones have wider lines and rings, so that equal points of two series both show."""
+    axes = figure.subplots()
+    points = [point for entry in series for name in _LINES for point in getattr(entry, name)]
+    unit = measure(axes, "x", [point.x for point in points], "bytes", size=size)
+    time_unit = measure(axes, "y", [point.y for point in points], "seconds", size=size)
+    dress(
+        axes,
+        x_label=in_unit("budget", unit),
+        y_label=in_unit("time a token", time_unit),
+    )
+    crowded = len(points) > _CROWD
+    for index, entry in enumerate(series):
+        colour, width = COLOURS[_colour(index, entry)], 1.0 if crowded else max(1.4, 3.4 - index)
+        depth = 1 if entry.name == OTHERS else 2
+        for name, style in _LINES.items():
+            _line(axes, getattr(entry, name), style, colour=colour, width=width, depth=depth)
+        ring = 5.0 if crowded else max(4, (11 if size.narrow else 13) - 4 * index)
+        _marks(axes, entry.measured, MARKERS[index], colour=colour, ring=ring, depth=depth)
+
+
+def _line(axes: Axes, points: Sequence[Point], style: str, *, colour: str, width: float, depth: float) -> None:
+    x, y = [point.x for point in points], [point.y for point in points]
+    axes.plot(x, y, style, color=colour, linewidth=width, zorder=depth)
+
+
+def _marks(axes: Axes, points: Sequence[Point], marker: str, *, colour: str, ring: float, depth: float) -> None:
+    axes.plot(
+        [point.x for point in points], [point.y for point in points], marker, color=colour, markersize=ring,
+        markerfacecolor=COLOURS["page"], markeredgewidth=2 if ring > 5 else 1.3, clip_on=False, zorder=depth + 0.5,
+    )  # fmt: skip

@@ -1,0 +1,212 @@
+"""One ``run.json`` as frozen data, with everything taken out of it that a page or a terminal could trip over.
+
+A record may be of a run that failed, was interrupted, is at work or was killed: any value may be missing, and is None
+then. A file that is no record at all, or whose sections have another shape, is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pipeline.record import SCHEMA_VERSION
+
+Number = int | float
+Bytes = Mapping[str, int | float | None]
+"""Device → bytes; None is unlimited in a budget, and not known elsewhere."""
+
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_LARGEST = 2**63
+_Kind = TypeVar("_Kind", dict[str, Any], list[Any])
+
+
+class RecordError(ValueError):
+    """A file that should be a run record and can't be read as one; the message is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One stage of a run. ``artifact`` is where its stored half lay when the record was written."""
+
+    name: str
+    key: str
+    cached: bool
+    seconds: Number | None
+    peak_host_bytes: Number | None
+    artifact: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one prompt gave: ``token_ids`` are the new tokens only."""
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One recorded run.
+
+    ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
+    cgroup's limit that the process ran under, None where there was none.
+    """
+
+    folder: Path
+    status: str
+    reason: str
+    failed_stage: str
+    error_type: str
+    overrides: tuple[str, ...]
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    stages: tuple[StageTime, ...]
+    budget: Bytes
+    predicted: Bytes
+    measured: Bytes
+    series: Mapping[str, tuple[tuple[Number, Number], ...]]
+    metrics: Mapping[str, Number | None]
+    answers: tuple[Answer, ...]
+    device_map: Mapping[str, Any]
+    cap_bytes: Number | None
+
+    def metric(self, name: str) -> Number | None:
+        """Return the metric ``name``, None where it isn't known."""
+        return self.metrics.get(name)
+
+    def stage(self, name: str) -> StageTime | None:
+        """Return the stage ``name``, None where the run didn't come that far."""
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+
+def read_run(path: Path) -> Run:
+    """Return the run that the file ``path`` records. Raises ``RecordError`` with the reason."""
+    try:
+        content = _clean(json.loads(path.read_bytes()))
+        written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
+    except OSError as error:
+        raise RecordError(error.strerror or str(error)) from error
+    except json.JSONDecodeError as error:
+        raise RecordError(f"no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"no JSON that can be read: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("status"), str):
+        raise RecordError("JSON, but no run record: it has no status")
+    version = content.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise RecordError(f"schema_version {version!r}; this offstage reads {SCHEMA_VERSION}")
+    return _run(path.parent, content, written=written)
+
+
+def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
+    error, memory = _mapping(content, "error"), _mapping(content, "memory")
+    stages = tuple(map(_stage, _dicts(content, "stages")))
+    status = content["status"]
+    reason = str(error.get("message") or "")
+    if status == "running":
+        reason = f"still at work or killed: last written {written}, {_progress(stages)}"
+    return Run(
+        folder=folder,
+        status=status,
+        reason=reason,
+        failed_stage=str(error.get("stage") or ""),
+        error_type=str(error.get("type") or ""),
+        overrides=tuple(map(str, _list(content, "overrides"))),
+        config=_mapping(content, "config"),
+        environment=_mapping(content, "environment"),
+        stages=stages,
+        budget=_numbers(_mapping(memory, "budget")),
+        predicted=_numbers(_mapping(memory, "predicted")),
+        measured=_numbers(_mapping(memory, "measured")),
+        series={device: _curve(points) for device, points in _mapping(memory, "series").items()},
+        metrics=_numbers(_mapping(content, "metrics")),
+        answers=tuple(map(_answer, _dicts(content, "outputs"))),
+        device_map=_mapping(content, "device_map"),
+        cap_bytes=_number(_mapping(content, "enforcement").get("bytes")),
+    )
+
+
+def _progress(stages: tuple[StageTime, ...]) -> str:
+    return f"after {stages[-1].name}" if stages else "before the first stage ended"
+
+
+def _stage(entry: dict[str, Any]) -> StageTime:
+    return StageTime(
+        name=str(entry.get("name", "")),
+        key=str(entry.get("key", "")),
+        cached=entry.get("cached") is True,
+        seconds=_number(entry.get("seconds")),
+        peak_host_bytes=_number(entry.get("peak_host_bytes")),
+        artifact=Path(str(entry.get("artifact", ""))),
+    )
+
+
+def _answer(entry: dict[str, Any]) -> Answer:
+    prompt, ids = entry.get("prompt", ""), _list(entry, "token_ids")
+    return Answer(
+        prompt=prompt if isinstance(prompt, str) else json.dumps(prompt),
+        text=str(entry.get("text") or ""),
+        token_ids=tuple(token for token in ids if isinstance(token, int)),
+    )
+
+
+def _curve(points: Any) -> tuple[tuple[Number, Number], ...]:
+    pairs = points if isinstance(points, list) else []
+    numbers = [tuple(map(_number, pair)) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
+    return tuple((second, held) for second, held in numbers if second is not None and held is not None)
+
+
+def _number(value: Any) -> Number | None:
+    """Return ``value`` where it is a finite number that every later computation can hold, else None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if abs(value) < _LARGEST else None  # false for nan and infinity too
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Number | None]:
+    return {name: _number(value) for name, value in values.items()}
+
+
+def _mapping(content: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return _section(content, key, dict)
+
+
+def _list(content: Mapping[str, Any], key: str) -> list[Any]:
+    return _section(content, key, list)
+
+
+def _dicts(content: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    entries = _list(content, key)
+    if not all(isinstance(entry, dict) for entry in entries):
+        raise RecordError(f"{key}: an entry that is no mapping")
+    return entries
+
+
+def _section(content: Mapping[str, Any], key: str, kind: type[_Kind]) -> _Kind:
+    """Return the section ``key``, empty where it is missing or null."""
+    value = content.get(key)
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise RecordError(f"{key}: a {type(value).__name__} where a {kind.__name__} must be")
+    return value
+
+
+def _clean(value: Any) -> Any:
+    """Return ``value`` with control characters, text direction overrides and lone surrogates made visible.
+
+    A prompt can hold any of them, and a terminal would obey.
+    """
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_clean(entry) for entry in value]
+    if isinstance(value, dict):
+        return {_clean(key): _clean(entry) for key, entry in value.items()}
+    return value

@@ -1,0 +1,135 @@
+"""The numbers behind the plots of speed: budget against seconds a token, and memory against tokens a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.report.differences import ABSENT, Spread
+from pipeline.report.finding import Job
+from pipeline.report.records import Bytes, Number, Run
+
+SECONDS = "decode_seconds_per_token"
+RATE = "decode_tokens_per_second"
+STREAMED = "streamed_bytes_per_token"
+BANDWIDTHS = ("storage_bandwidth_bytes_per_second", "predicted_storage_bandwidth_bytes_per_second")
+"""Where a record may hold the storage's speed: measured by the run, or what its plan reckoned with."""
+PREDICTED_SECONDS = "predicted_seconds_per_token"
+DISK = "disk"
+MOST_SERIES = 6
+OTHERS = "all others"
+_NOT_A_SERIES = ("max_memory", "outputs")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One job in a plot; ``x`` in bytes, ``y`` in seconds a token or tokens a second."""
+
+    job: str
+    x: Number
+    y: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The jobs that differ in nothing but their budgets: what was measured, what was predicted, and the bound.
+
+    The bound is the time in which the storage can deliver the streamed bytes, were all else free.
+    """
+
+    name: str
+    measured: tuple[Point, ...]
+    predicted: tuple[Point, ...]
+    bound: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Memory against speed: every job, and those that no other beats in both."""
+
+    points: tuple[Point, ...]
+    best: tuple[Point, ...]
+
+
+def total(held: Bytes) -> Number | None:
+    """Return the bytes of all devices but the disk, None where one is unlimited or none is known."""
+    values = [count for device, count in held.items() if device != DISK]
+    known = [count for count in values if count is not None]
+    return sum(known) if values and len(known) == len(values) else None
+
+
+def bound_seconds(run: Run) -> float | None:
+    """Return the streamed bytes a token over the storage's bandwidth, None where the record lacks either.
+
+    It is None too where nothing is streamed: the storage sets no bound then.
+    """
+    streamed = run.metric(STREAMED)
+    bandwidth = next((speed for name in BANDWIDTHS if (speed := run.metric(name)) is not None), None)
+    return streamed / bandwidth if streamed and bandwidth and streamed > 0 and bandwidth > 0 else None
+
+
+def speed_series(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Series, ...]:
+    """Return budget (bytes of weights, all devices but disk) against seconds a token, a series for each other setting.
+
+    Past ``MOST_SERIES`` settings the rest share one series: more colours than that can't be told apart.
+    """
+    names = _settings(jobs, differences)
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        if _points([job], lambda run: run.metric(SECONDS)):
+            groups.setdefault(names[job.name], []).append(job)
+    kept = sorted(groups, key=lambda name: -len(groups[name]))[:MOST_SERIES]
+    merged: dict[str, list[Job]] = {}
+    for name, members in groups.items():
+        merged.setdefault(name if name in kept else OTHERS, []).extend(members)
+    return tuple(_series(name, members) for name, members in merged.items())
+
+
+def _settings(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, str]:
+    """Return each job's name → the settings beside its budget that set it apart."""
+    words: dict[str, list[str]] = {job.name: [] for job in jobs}
+    for entry in differences:
+        if entry.key.split(".")[0] in _NOT_A_SERIES:
+            continue
+        for value, members in entry.values:
+            text = f"{entry.key}={value}" if value != ABSENT else f"no {entry.key}"
+            for name in members:
+                words[name].append(text)
+    return {name: ", ".join(parts) for name, parts in words.items()}
+
+
+def _series(name: str, jobs: Sequence[Job]) -> Series:
+    return Series(
+        name=name,
+        measured=_points(jobs, lambda run: run.metric(SECONDS)),
+        predicted=_points(jobs, lambda run: run.metric(PREDICTED_SECONDS)),
+        bound=_points(jobs, bound_seconds),
+    )
+
+
+def _points(jobs: Sequence[Job], value: Callable[[Run], Number | None]) -> tuple[Point, ...]:
+    """Return the jobs that have a budget and a ``value``, by budget."""
+    found = [(job.name, total(job.run.budget), value(job.run)) for job in jobs]
+    points = [Point(name, x, y) for name, x, y in found if x is not None and y is not None and y >= 0]
+    return tuple(sorted(points, key=lambda point: point.x))
+
+
+def pareto(jobs: Sequence[Job]) -> Front:
+    """Return the measured peak of all devices (bytes) against tokens a second, and the front of it.
+
+    A job is on the front where no other takes as little memory or less and is as fast or faster, one of them strictly.
+    """
+    found = [(job.name, total(known(job.run.measured)), job.run.metric(RATE)) for job in jobs]
+    points = [Point(name, x, y) for name, x, y in found if x is not None and y is not None]
+    points.sort(key=lambda point: (point.x, -point.y))
+    best: list[Point] = []
+    for point in points:
+        equal = bool(best) and (point.x, point.y) == (best[-1].x, best[-1].y)
+        if equal or not best or point.y > best[-1].y:
+            best.append(point)
+    return Front(tuple(points), tuple(best))
+
+
+def known(held: Bytes) -> Mapping[str, Number]:
+    """Return the devices whose bytes are known."""
+    return {device: count for device, count in held.items() if count is not None}

@@ -1,0 +1,94 @@
+"""All that a report says, worked out once, for the page, the files and the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.report.differences import Spread, answers, config_differences, environments
+from pipeline.report.finding import Found, Job, Problem
+from pipeline.report.placements import Placements, read_placements
+from pipeline.report.quantities import tell
+from pipeline.report.speed import RATE, SECONDS, Front, Series, pareto, speed_series
+from pipeline.report.table import Column, job_table, reason
+
+MOST_ROWS = 40
+"""As many rows as a plot shows. A longer one can't be read, and the table has every job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A job that isn't completed, and why."""
+
+    job: Job
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The numbers of a report; ``answers`` has each different output once, with the jobs that gave it."""
+
+    jobs: tuple[Job, ...]
+    problems: tuple[Problem, ...]
+    statuses: tuple[tuple[str, int], ...]
+    table: tuple[Column, ...]
+    failures: tuple[Failure, ...]
+    differences: tuple[Spread, ...]
+    environments: tuple[Spread, ...]
+    series: tuple[Series, ...]
+    front: Front
+    placements: Placements
+    answers: tuple[tuple[Job, tuple[str, ...]], ...]
+
+
+def summarise(found: Found) -> Summary:
+    """Return what there is to say about the jobs that were ``found``."""
+    jobs, differences = found.jobs, config_differences(found.jobs)
+    return Summary(
+        jobs=jobs,
+        problems=found.problems,
+        statuses=tuple(Counter(job.run.status for job in jobs).most_common()),
+        table=job_table(jobs, differences),
+        failures=tuple(Failure(job, reason(job.run)) for job in jobs if job.run.status != "completed"),
+        differences=differences,
+        environments=environments(jobs),
+        series=speed_series(jobs, differences),
+        front=pareto(jobs),
+        placements=read_placements(jobs, most=MOST_ROWS),
+        answers=answers(jobs),
+    )
+
+
+def headline(summary: Summary) -> list[tuple[str, str, str]]:
+    """Return the few facts that stand on top: what, how much, and of which job."""
+    jobs = summary.jobs
+    counts = ", ".join(f"{count:,} {status}" for status, count in summary.statuses)
+    facts = [("jobs", f"{len(jobs):,}", counts)]
+    timed = [(seconds, job) for job in jobs if (seconds := job.run.metric(SECONDS)) is not None]
+    if timed:
+        seconds, job = min(timed, key=lambda pair: pair[0])
+        rate = job.run.metric(RATE)
+        note = f"{job.name}, {rate:,.1f} tokens/s" if rate is not None else job.name
+        facts.append(("fastest token", tell(seconds, "seconds"), note))
+    if summary.front.points:
+        least = summary.front.points[0]
+        facts.append(("least memory", tell(least.x, "bytes"), f"{least.job}, measured peak"))
+    if summary.answers:
+        same = len(summary.answers) == 1
+        facts.append(("answers", "the same" if same else f"{len(summary.answers):,} different", _answered(summary)))
+    return facts
+
+
+def _answered(summary: Summary) -> str:
+    return f"{sum(len(names) for _, names in summary.answers):,} jobs generated"
+
+
+def labels(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, str]:
+    """Return each job's name → its name and the values that set it apart, for a row of a plot."""
+    words: dict[str, list[str]] = {job.name: [job.name] for job in jobs}
+    for entry in differences:
+        for value, names in entry.values:
+            for name in names:
+                words[name].append(value)
+    return {name: "  ".join(parts) for name, parts in words.items()}

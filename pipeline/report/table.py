@@ -1,0 +1,113 @@
+"""The table of jobs: one column a fact, each in one unit, for the terminal and the page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pipeline.report.differences import ABSENT, Spread
+from pipeline.report.finding import Job
+from pipeline.report.placements import in_tier_order
+from pipeline.report.quantities import MISSING, Kind, scale_for
+from pipeline.report.records import Bytes, Number, Run
+from pipeline.report.speed import DISK, RATE, SECONDS, STREAMED
+
+UNLIMITED = "unlimited"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its ``title``, the ``unit`` of its numbers (empty for text), and a cell for every job."""
+
+    title: str
+    unit: str
+    cells: tuple[str, ...]
+    numeric: bool = False
+
+    @property
+    def heading(self) -> str:
+        """The title with its unit."""
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
+
+def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Column, ...]:
+    """Return the columns of the table of jobs; one that has nothing to say about any job is left out."""
+    budgets = _budgets(jobs)
+    shown = {f"max_memory.{column.title.removeprefix('budget ')}" for column in budgets}
+    columns = [
+        Column("job", "", tuple(job.name for job in jobs)),
+        *(_setting(jobs, entry) for entry in differences if entry.key not in shown),
+        *budgets,
+        _measured(jobs, "memory cap", "bytes", lambda run: run.cap_bytes),
+        _measured(jobs, "time a token", "seconds", lambda run: run.metric(SECONDS)),
+        _measured(jobs, "speed", "rate", lambda run: run.metric(RATE), unit="tokens/s"),
+        _measured(jobs, "streamed a token", "bytes", lambda run: run.metric(STREAMED)),
+        *_peaks(jobs),
+        Column("status", "", tuple(_status(job.run) for job in jobs)),
+        Column("reason", "", tuple(reason(job.run) or MISSING for job in jobs)),
+    ]
+    return tuple(column for column in columns if set(column.cells) - {MISSING})
+
+
+def reason(run: Run) -> str:
+    """Return in one line why a run isn't completed, empty where it is."""
+    if run.status == "completed":
+        return ""
+    where = f"{run.failed_stage}: " if run.failed_stage else ""
+    why = " ".join(run.reason.split()) or run.error_type or "the record gives no reason"
+    return where + why
+
+
+def devices(jobs: Sequence[Job], held: Callable[[Run], Bytes]) -> list[str]:
+    """Return every device but the disk that ``held`` has a number for, in the order of the tiers."""
+    return [device for device in in_tier_order(name for job in jobs for name in held(job.run)) if device != DISK]
+
+
+def _setting(jobs: Sequence[Job], entry: Spread) -> Column:
+    cells = {name: MISSING if value == ABSENT else value for value, names in entry.values for name in names}
+    return Column(entry.key, "", tuple(cells.get(job.name, MISSING) for job in jobs))
+
+
+def _budgets(jobs: Sequence[Job]) -> list[Column]:
+    """Return a column a device. A job that was refused has no budget in its record, so its config's word stands."""
+    columns = []
+    for device in devices(jobs, lambda run: run.budget):
+        scale = scale_for([job.run.budget.get(device) for job in jobs], "bytes")
+        cells = []
+        for job in jobs:
+            budget = job.run.budget.get(device, MISSING)
+            number = UNLIMITED if budget is None else _given(job.run, device)
+            cells.append(scale.number(budget) if isinstance(budget, int | float) else number)
+        columns.append(Column(f"budget {device}", scale.unit, tuple(cells), numeric=True))
+    return columns
+
+
+def _given(run: Run, device: str) -> str:
+    asked = run.config.get("max_memory")
+    return str(asked.get(device, MISSING)) if isinstance(asked, dict) else MISSING
+
+
+def _peaks(jobs: Sequence[Job]) -> list[Column]:
+    every = devices(jobs, lambda run: run.measured)
+    return [_measured(jobs, f"peak {device}", "bytes", partial(_peak, device)) for device in every]
+
+
+def _peak(device: str, run: Run) -> Number | None:
+    return run.measured.get(device)
+
+
+def _measured(
+    jobs: Sequence[Job], title: str, kind: Kind, value: Callable[[Run], Number | None], *, unit: str = ""
+) -> Column:
+    values = [value(job.run) for job in jobs]
+    scale = scale_for(values, kind)
+    return Column(title, unit or scale.unit, tuple(map(scale.number, values)), numeric=True)
+
+
+def _status(run: Run) -> str:
+    """Return the status, and whether the figures are an earlier run's, or of accelerators that aren't there."""
+    generate, hardware = run.stage("generate"), run.config.get("hardware")
+    simulated = isinstance(hardware, dict) and bool(hardware.get("devices"))
+    cached = generate is not None and generate.cached
+    return ", ".join([run.status, *["cached"] * cached, *["simulated"] * simulated])

@@ -1,0 +1,97 @@
+"""What a request takes beside weights: the shape of the model, read from its ``config.json``, and that of the request.
+
+Sizes are upper bounds that need neither the tokenizer nor the model's code. Lengths are rounded up, and
+to at least 4 sequences and 256 tokens in all, so that a plan isn't made again for every other prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LEAST_SEQUENCES, _LEAST_TOKENS = 4, 256
+_BYTES_A_TOKEN = 3
+"""How many bytes of text make one token, at the least: byte-level vocabularies of language models have 3 to 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The shape of a decoder: ``cached`` is the elements of keys and values a layer keeps for a token."""
+
+    layers: int = 0
+    cached: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    vocabulary: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """How much is asked for at once: ``sequences``, and the ``tokens`` that all of them have together in the end."""
+
+    sequences: int = _LEAST_SEQUENCES
+    tokens: int = _LEAST_TOKENS
+
+
+def read_geometry(model: Mapping[str, Any]) -> Geometry:
+    """Return the shape that the ``config.json`` of the config's ``model`` states; nothing where there is none."""
+    path = Path(str(model.get("path") or "")) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return Geometry()
+    config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+    heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
+    hidden = _first(config, "hidden_size", "n_embd", "d_model")
+    head = _first(config, "head_dim", "d_kv") or (hidden // heads if heads else 0)
+    key_value_heads = _first(config, "num_key_value_heads", "num_kv_heads") or heads
+    return Geometry(
+        layers=_first(config, "num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers", "n_layers"),
+        cached=2 * key_value_heads * head,
+        hidden=hidden,
+        intermediate=_first(config, "intermediate_size", "ffn_dim", "n_inner", "d_ff") or 4 * hidden,
+        vocabulary=_first(config, "vocab_size"),
+    )
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    """Return the first of ``names`` that ``config`` has as a number, or 0."""
+    found = [config[name] for name in names if isinstance(config.get(name), int)]
+    return int(found[0]) if found else 0
+
+
+def read_request(generate: Mapping[str, Any]) -> Request:
+    """Return how much the config's ``generate`` asks for."""
+    prompts = _prompts(generate)
+    copies = max(_number(generate, "num_beams", 1), _number(generate, "num_return_sequences", 1))
+    sequences = min(len(prompts), _number(generate, "batch_size", len(prompts))) * copies
+    length = max(map(_tokens, prompts)) + _number(generate, "max_new_tokens", _number(generate, "max_length", 0))
+    return Request(round_up(max(_LEAST_SEQUENCES, sequences)), round_up(max(_LEAST_TOKENS, sequences * length)))
+
+
+def _number(generate: Mapping[str, Any], key: str, default: int) -> int:
+    """Return the count under ``key``; the default too where it is no count, which ``generate`` itself reports."""
+    value = generate.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+
+
+def _prompts(generate: Mapping[str, Any]) -> list[Any]:
+    """Return the prompts, at least one; a file that can't be read is reported by ``generate`` itself."""
+    path = generate.get("prompts_file")
+    if isinstance(path, str) and Path(path).is_file():
+        return Path(path).read_text(errors="replace").splitlines() or [""]
+    prompts = generate.get("prompts")
+    return [prompts] if isinstance(prompts, str) else list(prompts or [""])
+
+
+def _tokens(prompt: str | Sequence[int]) -> int:
+    return len(prompt.encode()) // _BYTES_A_TOKEN + 1 if isinstance(prompt, str) else len(prompt)
+
+
+def round_up(count: int) -> int:
+    """Return ``count`` rounded up to four binary digits: at most an eighth more."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return -(-count // step) * step

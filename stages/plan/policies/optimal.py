@@ -1,0 +1,171 @@
+"""``optimal``: the fewest bytes streamed a token, evenly over the order of execution.
+
+A no-split layer must compute on one device; its tensors needn't wait on one. So part of each layer stays and the rest
+is streamed, which saves twice: the budget is filled to within a tensor, and the reserve shrinks from the largest layer
+to the largest streamed part of one. The same part of every layer is streamed, so that storage is never idle while
+resident layers compute: a token then takes the longer of reading and computing, and not their sum.
+
+For a reserve of r bytes each layer may stream at most r. Which of its tensors stream is a subset-sum problem, small
+enough (a dozen tensors, few distinct layers) to be solved exactly. The smallest r whose remaining tensors fit beside
+it leaves the fewest bytes to stream. An accelerator besides the main one holds whole layers, since what is streamed
+computes on the main device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from stages.plan.filling import fill
+from stages.plan.outline import Layer, Outline
+from stages.plan.placement import Budgets, Placement, fits, held_bytes, reserves, streamed_bytes
+from stages.plan.policies.balanced import balanced
+from stages.plan.policies.sequential import sequential
+from stages.units import CPU, DISK, DeviceId, in_tier_order
+
+_MOST_SUMS = 2048
+"""How many subset sums of one layer are kept; a layer with more of them is solved approximately."""
+_GOLDEN = 0.6180339887498949
+_TRIES = 8
+"""How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The subset sums of a layer's tensors, ascending, each with the positions of the tensors that make it."""
+
+    sums: Sequence[int]
+    members: Sequence[frozenset[int]]
+
+    def largest(self, limit: int) -> int:
+        """Return the largest sum that is at most ``limit``."""
+        return self.sums[bisect_right(self.sums, limit) - 1]
+
+    def within(self, limit: int) -> frozenset[int]:
+        """Return the positions of the tensors that make the largest sum that is at most ``limit``."""
+        return self.members[bisect_right(self.sums, limit) - 1]
+
+
+def optimal(outline: Outline, budgets: Budgets) -> Placement:
+    """Return the placement with the least to stream. Where nothing must be streamed it is the balanced one."""
+    whole = balanced(outline, budgets)
+    if not reserves(outline, whole):
+        return whole
+    found = [sequential(outline, budgets), *_split(outline, budgets)]
+    return min(found, key=lambda placement: _cost(outline, placement))
+
+
+def _cost(outline: Outline, placement: Placement) -> tuple[int, int, int]:
+    """Return what makes a placement worse: bytes streamed in all, those from disk, and bytes not on accelerators."""
+    streamed = streamed_bytes(outline, placement)
+    return sum(streamed.values()), streamed.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
+
+
+def _split(outline: Outline, budgets: Budgets) -> Iterable[Placement]:
+    """Yield the placement of partly resident layers, if the budgets can hold one."""
+    accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
+    main: DeviceId = accelerators[0] if accelerators else CPU
+    room = budgets.get(main, 0)
+    homes, rest = _others(outline, budgets, accelerators[1:])
+    tables = {name for layer in rest for name in layer.owned if main == CPU and _is_table(outline, name)}
+    streamed = None if room is None else _least_streamed(outline, _without(outline, rest, tables), room)
+    if streamed is None or room is None:
+        return
+    kept = sum(layer.bytes for layer in rest) - sum(outline.sizes[name] for name in streamed | tables)
+    streamed |= tables - _fitting(outline, tables, 0 if streamed else room - kept)
+    homes |= {name: main for layer in rest for name in layer.owned if name not in streamed}
+    homes |= _below(outline, [name for layer in rest for name in layer.owned if name in streamed], main, budgets)
+    placement = Placement(homes, main)
+    if main in homes.values() and fits(outline, placement, budgets):
+        yield placement
+
+
+def _is_table(outline: Outline, leader: str) -> bool:
+    """Return whether the tensor is only looked up, under each of its names: on disk it costs next to nothing."""
+    group = next((group for group in outline.skeleton.tied if leader in group), (leader,))
+    return set(group) <= outline.lookups
+
+
+def _without(outline: Outline, layers: Sequence[Layer], names: set[str]) -> list[Layer]:
+    """Return ``layers`` without the tensors ``names``."""
+    left = [(layer, tuple(name for name in layer.owned if name not in names)) for layer in layers]
+    return [replace(layer, owned=mine, bytes=sum(outline.sizes[name] for name in mine)) for layer, mine in left]
+
+
+def _others(outline: Outline, budgets: Budgets, others: Sequence[DeviceId]) -> tuple[dict[str, DeviceId], list[Layer]]:
+    """Return the homes of the layers that other accelerators than the main one hold whole, and the layers left."""
+    if not others:
+        return {}, list(outline.layers)
+    homes = fill(outline, {**{device: budgets[device] for device in others}, DISK: None})
+    kept = {name: home for name, home in homes.items() if home != DISK}
+    return kept, [layer for layer in outline.layers if not kept.keys() & set(layer.owned)]
+
+
+def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int) -> set[str] | None:
+    """Return the tensors to stream, so that the others and the reserve fit into ``room`` bytes, or null."""
+    shapes = [tuple(outline.sizes[name] for name in layer.owned) for layer in layers]
+    kinds = {shape: subset_sums(shape) for shape in dict.fromkeys(shapes)}
+    total, counts = sum(map(sum, shapes)), Counter(shapes)
+    found: list[set[str]] = []
+    for reserve in sorted({count for kind in kinds.values() for count in kind.sums}):
+        most = sum(count * kinds[shape].largest(reserve) for shape, count in counts.items())
+        spare = room - reserve - (total - most)
+        if spare >= 0:
+            pairs = zip(layers, shapes, strict=True)
+            away = {layer.owned[place] for layer, shape in pairs for place in kinds[shape].within(reserve)}
+            found.append(away - _fitting(outline, away, spare))
+        if len(found) == _TRIES:
+            break
+    return min(found, key=lambda away: sum(outline.sizes[name] for name in away), default=None)
+
+
+def subset_sums(sizes: Sequence[int]) -> Sums:
+    """Return all sums of subsets of ``sizes``, or ``_MOST_SUMS`` of them, spread evenly, where there are more."""
+    found: dict[int, frozenset[int]] = {0: frozenset()}
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        found |= {total + sizes[place]: chosen | {place} for total, chosen in found.items()} | found
+        if len(found) > _MOST_SUMS:
+            kept = sorted(found)
+            step = len(kept) / _MOST_SUMS
+            found = {kept[int(index * step)]: found[kept[int(index * step)]] for index in range(_MOST_SUMS)}
+    whole = sum(sizes)
+    found[whole] = frozenset(range(len(sizes)))
+    return Sums(tuple(sorted(found)), tuple(found[total] for total in sorted(found)))
+
+
+def _fitting(outline: Outline, names: Iterable[str], room: int) -> set[str]:
+    """Return those of ``names`` that fit into ``room`` bytes together, the largest taken first.
+
+    Among equals they are taken from all over the order of execution: steps by the golden ratio never bunch.
+    """
+    taken: set[str] = set()
+    chosen = set(names)
+    ordered = [name for layer in outline.layers for name in layer.owned if name in chosen]
+    turn = {name: index * _GOLDEN % 1 for index, name in enumerate(ordered)}
+    for name in sorted(ordered, key=lambda name: (-outline.sizes[name], turn[name])):
+        if outline.sizes[name] <= room:
+            taken.add(name)
+            room -= outline.sizes[name]
+    return taken
+
+
+def _below(outline: Outline, names: Sequence[str], main: DeviceId, budgets: Budgets) -> dict[str, DeviceId]:
+    """Return where streamed tensors wait: on the host as far as it goes, the rest on disk, evenly in between.
+
+    The shares are kept even by error diffusion along the order of execution: storage and link work side by side.
+    """
+    room = budgets.get(CPU, 0) if main != CPU else 0
+    total = sum(outline.sizes[name] for name in names)
+    if room is None or room >= total:
+        return dict.fromkeys(names, CPU)
+    homes: dict[str, DeviceId] = dict.fromkeys(names, DISK)
+    passed = held = 0
+    for name in names:
+        size = outline.sizes[name]
+        passed += size
+        if held + size <= room * passed / total:
+            homes[name], held = CPU, held + size
+    late = [name for name in names if homes[name] == DISK]
+    return {**homes, **dict.fromkeys(_fitting(outline, late, room - held), CPU)}

@@ -1,0 +1,87 @@
+"""The plan as a table for the terminal: what lies where, with runs of numbered modules folded into one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from stages.plan.plan import Plan
+from stages.units import DISK, DeviceId, format_bytes
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Modules of one kind on one device: ``name`` may be a range, ``layers.0-9``; ``bytes`` is their sum."""
+
+    name: str
+    device: DeviceId
+    execution: DeviceId
+    bytes: int
+
+
+def rows(plan: Plan, sizes: Mapping[str, int]) -> list[Row]:
+    """Return the entries of the device map, those that differ only in their first number as one row a device.
+
+    ``sizes`` are the bytes of every tensor. A tied tensor counts wherever it is named.
+    """
+    inside: dict[str, list[str]] = {name: [] for name in plan.device_map}
+    for tensor in sizes:
+        inside[next(name for name in _upward(tensor) if name in inside)].append(tensor)
+    folded: dict[tuple[str, DeviceId, DeviceId], tuple[list[int], int]] = {}
+    for name, tensors in inside.items():
+        number = _NUMBER.search(name)
+        stem = name if number is None else f"{name[: number.start()]}#{name[number.end() :]}"
+        key = (stem, plan.device_map[name], plan.execution[tensors[0].rpartition(".")[0]])
+        numbers, count = folded.get(key, ([], 0))
+        found = [int(number[0])] if number else []
+        folded[key] = ([*numbers, *found], count + sum(sizes[tensor] for tensor in tensors))
+    return [
+        Row(stem.replace("#", ranges(numbers)) or "the model", device, execution, count)
+        for (stem, device, execution), (numbers, count) in folded.items()
+    ]
+
+
+def _upward(name: str) -> Iterable[str]:
+    """Yield ``name`` and the names of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return ``numbers`` as ranges: ``0-3,5``."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def render(plan: Plan, sizes: Mapping[str, int]) -> str:
+    """Return the table as text: module, where it lies, where it computes, bytes; then a line for each device."""
+    lines = [("module", "lies on", "computes on", "size")]
+    for row in rows(plan, sizes):
+        lines.append((row.name, str(row.device), str(row.execution), format_bytes(row.bytes)))
+    devices = [("device", "weights", "reserve", "budget")]
+    for device, held in plan.resident_bytes.items():
+        reserve = plan.reserve_bytes if device == plan.main_device else 0
+        budget = plan.budgets.get(device)
+        room = "unlimited" if budget is None and device == DISK else format_bytes(budget or 0)
+        devices.append((str(device), format_bytes(held), format_bytes(reserve), room))
+    return f"{_align(lines)}\n\n{_align(devices)}"
+
+
+def _align(lines: Sequence[Iterable[str]]) -> str:
+    cells = [list(line) for line in lines]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if index == len(line) - 1 else cell.ljust(width)
+                  for index, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        for line in cells
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""A headless Chromium, driven over its debugging pipe: no driver and no library is needed for it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+SECONDS = 60
+
+
+def installed() -> str | None:
+    """Return the path of a Chromium, None where there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One page of a browser."""
+
+    def __init__(self, commands: BinaryIO, answers: BinaryIO) -> None:
+        self._commands, self._answers = commands, answers
+        self._sent = 0
+        self._session: str | None = None
+        target = self._ask("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def open(self, page: Path, *, width: int, scheme: str) -> None:
+        """Load ``page`` on a screen of ``width`` CSS pixels in the colour ``scheme``."""
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._ask("Emulation.setDeviceMetricsOverride", **metrics)
+        self._ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._ask("Page.enable")
+        self._ask("Page.navigate", url=page.resolve().as_uri())
+        self.evaluate(
+            "new Promise(done => document.readyState == 'complete' ? done() : addEventListener('load', done))"
+        )
+
+    def evaluate(self, script: str) -> Any:
+        """Return what the JavaScript expression ``script`` gives in the page."""
+        asked = {"expression": script, "returnByValue": True, "awaitPromise": True}
+        answer = self._ask("Runtime.evaluate", **asked)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def screenshot(self, path: Path) -> None:
+        """Write the whole page, as long as it is, to ``path``."""
+        answer = self._ask("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(answer["data"]))
+
+    def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._sent += 1
+        session = {"sessionId": self._session} if self._session else {}
+        message = {"id": self._sent, "method": method, "params": parameters, **session}
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        self._commands.flush()
+        while (answer := json.loads(self._read())).get("id") != self._sent:
+            pass
+        assert "error" not in answer, (method, answer)
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def _read(self) -> bytes:
+        message = bytearray()
+        while (byte := self._answers.read(1)) not in (b"\0", b""):
+            message += byte
+        assert message, "the browser is gone"
+        return bytes(message)
+
+
+@contextmanager
+def browser(executable: str) -> Iterator[Browser]:
+    """Start a browser with a profile of its own, and end it with the block."""
+    to_read, commands = os.pipe()
+    answers, to_write = os.pipe()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        shell = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
+        command = [*options, "--remote-debugging-pipe", "--no-first-run", f"--user-data-dir={profile}", "about:blank"]
+        process = subprocess.Popen(
+            ["bash", "-c", shell, executable, *command], pass_fds=(to_read, to_write),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(to_read)
+        os.close(to_write)
+        try:
+            with os.fdopen(commands, "wb") as writing, os.fdopen(answers, "rb") as reading:
+                yield Browser(writing, reading)
+        finally:
+            process.terminate()
+            process.wait(SECONDS)

@@ -1,0 +1,126 @@
+"""Run records of the real schema, written by the real recorder, with numbers that are known."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.record import RunRecord, StageRecord
+from pipeline.stage import Report
+
+STAGES = ("empty_init", "plan", "shard_load", "dispatch", "generate")
+ENVIRONMENT = {"offstage": "0.1.0", "torch": "2.13.0", "memory_bytes": 8 * 10**9, "accelerators": []}
+LAYERS = [f"model.layers.{index}" for index in range(6)]
+
+
+def config(*, budget: str = "1GB", policy: str = "sequential", prompt: str = "Hello") -> dict[str, Any]:
+    return {
+        "model": {"kind": "pretrained", "path": "/ckpt", "class": None},
+        "dtype": "auto",
+        "max_memory": {"cpu": budget},
+        "device_map": policy,
+        "device_map_overrides": {},
+        "hardware": {"devices": None},
+        "generate": {"prompts": [prompt], "max_new_tokens": 4},
+        "seed": 0,
+    }
+
+
+def write_run(
+    folder: Path,
+    *,
+    budget: int = 1_000_000_000,
+    policy: str = "sequential",
+    seconds: float | None = 0.5,
+    streamed: int | None = 2_000_000_000,
+    peak: int = 1_400_000_000,
+    metrics: Mapping[str, float] | None = None,
+    tokens: list[int] | None = None,
+    prompt: str = "Hello",
+    text: str = " world",
+    cached: bool = False,
+) -> Path:
+    """Write the record of a completed run, and return its folder."""
+    asked = config(budget=f"{budget // 10**6}MB", policy=policy, prompt=prompt)
+    record = RunRecord.start(folder, overrides=[f"device_map={policy}"], config=asked, environment=ENVIRONMENT)
+    for index, name in enumerate(STAGES):
+        artifact = plan_artifact(folder.parent, budget) if name == "plan" else folder
+        key = artifact.name if name == "plan" else f"{index}" * 64
+        record.add_stage(StageRecord(name, key, cached, 0.25 * (index + 1), str(artifact), peak - 10**6))
+    figures: dict[str, float | int | None] = {
+        "decode_seconds_per_token": seconds,
+        "decode_tokens_per_second": 1 / seconds if seconds else None,
+        "streamed_bytes_per_token": streamed,
+        **(metrics or {}),
+    }
+    memory: dict[str, dict[str, int | None]] = {
+        "budget": {"cpu": budget, "disk": None},
+        "predicted": {"cpu": peak + 5 * 10**6, "disk": 7},
+        "measured": {"cpu": peak},
+    }
+    outputs = ({"prompt": prompt, "text": text, "token_ids": tokens or [1, 2, 3, 4]},)
+    record.merge(Report("", memory=memory, metrics=figures, outputs=outputs))
+    record.finish("completed")
+    return folder
+
+
+def plan_artifact(root: Path, budget: int) -> Path:
+    """Write the plan that puts as many layers on the cpu as ``budget`` has units of 0.5 GB."""
+    folder = root / "cache" / "plan" / f"{budget:064d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    homes = {name: "cpu" if index < budget / 5e8 else "disk" for index, name in enumerate(LAYERS)}
+    plan = {
+        "device_map": homes,
+        "homes": {f"{name}.weight": device for name, device in homes.items()},
+        "reasons": dict.fromkeys(LAYERS, "why"),
+    }
+    folder.joinpath("plan.json").write_text(json.dumps(plan))
+    folder.joinpath("device_map.json").write_text(json.dumps(homes))
+    return folder
+
+
+def write_failure(folder: Path, *, message: str = "max_memory: too small", stage: str = "plan") -> Path:
+    """Write the record of a run that was refused."""
+    record = RunRecord.start(folder, overrides=[], config=config(budget="1MB"), environment=ENVIRONMENT)
+    record.finish("failed", error=ValueError(message), stage=stage)
+    return folder
+
+
+def write_sweep(folder: Path, *, metrics: Mapping[str, float] | None = None) -> Path:
+    """Write a sweep of 3 budgets and 2 policies, a job that was refused and one that was interrupted."""
+    number = 0
+    for policy, factor in (("sequential", 1.0), ("balanced", 1.25)):
+        for budget in (1_000_000_000, 2_000_000_000, 3_000_000_000):
+            streamed = 3_500_000_000 - budget
+            write_run(
+                folder / str(number), budget=budget, policy=policy, seconds=factor * streamed / 1.6e9,
+                streamed=streamed, peak=budget + number * 10**6, metrics=metrics, cached=number == 3,
+            )  # fmt: skip
+            number += 1
+    write_failure(folder / str(number))
+    interrupted = RunRecord.start(folder / str(number + 1), overrides=[], config=config(), environment=ENVIRONMENT)
+    interrupted.finish("interrupted", error=KeyboardInterrupt(), stage="generate")
+    return folder
+
+
+def write_many(folder: Path, count: int) -> Path:
+    """Write ``count`` copies of one record, each with its own numbers and with its own plan."""
+    pattern = json.loads((write_run(folder / "pattern" / "0") / "run.json").read_text())
+    for number in range(count):
+        record = copy.deepcopy(pattern)
+        budget = 5 * 10**8 + number * 3 * 10**6
+        artifact = plan_artifact(folder, budget)
+        record["config"] |= {"max_memory": {"cpu": f"{budget}"}, "device_map": ("sequential", "balanced")[number % 2]}
+        record["config"]["seed"] = number % 5
+        record["stages"][1] |= {"key": artifact.name, "artifact": str(artifact)}
+        record["memory"]["budget"]["cpu"] = budget
+        record["memory"]["measured"]["cpu"] = budget + (number * 7919) % 10**8
+        record["metrics"]["decode_seconds_per_token"] = 1e9 / budget + (number * 31 % 17) / 100
+        record["outputs"][0]["token_ids"] = [(number + place) % 32_000 for place in range(256)]
+        target = folder / "sweep" / str(number) / "run.json"
+        target.parent.mkdir(parents=True)
+        target.write_text(json.dumps(record))
+    return folder / "sweep"

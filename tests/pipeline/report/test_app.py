@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.command import guarded
+from pipeline.report.app import run
+from pipeline.report.comparison import compare_answers
+from pipeline.report.records import Answer
+from tests.pipeline.report.making import write_many, write_run, write_sweep
+
+EVIL = "<script>alert(1)</script>&\"'$x_1$ {{ 7*7 }}"
+WITHOUT = "import sys; sys.modules['matplotlib'] = None; from pipeline.report.app import main; main()"
+MEASURE = """
+import resource, sys, time
+began = time.perf_counter()
+from pipeline.report.app import run
+run(sys.argv[1:])
+print("SECONDS", time.perf_counter() - began, "BYTES", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_a_sweep_leaves_three_files_and_prints_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run([str(write_sweep(tmp_path / "sweep"))])
+    out = capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "sweep").glob("report.*")) == [
+        "report.csv",
+        "report.html",
+        "report.json",
+    ]
+    assert "#6 failed: plan: max_memory: too small" in out
+    assert "#7 interrupted: generate: KeyboardInterrupt" in out
+    assert "1.56" in out  # seconds a token of job #0: 2.5 GB at 1.6 GB/s
+
+
+def test_the_output_folder_is_made_and_the_sweep_left_alone(tmp_path: Path) -> None:
+    run([str(write_sweep(tmp_path / "sweep")), "--output", str(tmp_path / "new" / "er")])
+    assert (tmp_path / "new" / "er" / "report.html").exists()
+    assert not list((tmp_path / "sweep").glob("report.*"))
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
+    write_sweep(tmp_path / "sweep")
+    for name in ("a", "b"):
+        run([str(tmp_path / "sweep"), "--output", str(tmp_path / name)])
+    for kind in ("html", "csv", "json"):
+        assert (tmp_path / "a" / f"report.{kind}").read_bytes() == (tmp_path / "b" / f"report.{kind}").read_bytes()
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    run([str(write_sweep(tmp_path))])
+    page = (tmp_path / "report.html").read_text()
+    assert "default-src 'none'" in page
+    for fetching in ("<script", "<link", "<img", "<iframe", "@import", "src=", "url(http", 'href="http'):
+        assert fetching not in page
+
+
+def test_nothing_of_a_record_is_taken_for_markup(tmp_path: Path) -> None:
+    sweep = tmp_path / "<b>sweep"
+    write_run(sweep / "0", policy=EVIL, prompt=EVIL, text=EVIL)
+    write_run(sweep / "1", policy="balanced")
+    write_run(sweep / "2", policy=EVIL + "2", tokens=[5])
+    (sweep / "3").mkdir()
+    (sweep / "3" / "run.json").write_text(json.dumps({"status": EVIL, "error": {"message": EVIL, "stage": EVIL}}))
+    run([str(sweep)])
+    run(["--compare", str(sweep / "0"), str(sweep / "3"), "--output", str(sweep)])
+    for name in ("report.html", "compare.html"):
+        page = (sweep / name).read_text()
+        assert "<script" not in page
+        assert "<b>" not in page
+        assert "&lt;script&gt;" in page
+        assert "{{ 7*7 }}" in page
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"status": "completed"}', '{"status": "failed", "error": {}}'])
+def test_any_record_makes_a_page(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text(content)
+    run([str(tmp_path / "run.json")])
+    assert "report.html" in capsys.readouterr().out
+    assert (tmp_path / "report.html").read_text().endswith("</html>\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "give either one PATH or more, or --compare"),
+        (["x", "--compare", "a", "b"], 2, "give either one PATH"),
+        (["gone"], 5, "gone: there is nothing"),
+        (["."], 5, "no run.json there"),
+        (["--compare", "0", "gone"], 5, "gone: there is nothing"),
+        (["0", "--output", "0/run.json"], 5, "0/run.json"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "0" in arguments:
+        write_run(tmp_path / "0")
+    assert guarded(lambda: run(arguments)) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_a_missing_library_is_named_with_what_installs_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, "."], cwd=tmp_path, env=_paths(), capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("pip install 'offstage-pipeline[report]'")
+
+
+def test_help_needs_no_library(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, "--help"], cwd=tmp_path, env=_paths(), capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "exit codes" in done.stdout
+
+
+def _paths() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+
+
+def test_a_comparison_says_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write_run(tmp_path / "0", seconds=0.5, tokens=[1, 2, 3])
+    other = write_run(tmp_path / "1", budget=2 * 10**9, policy="balanced", seconds=0.25, tokens=[1, 9, 3])
+    run(["--compare", str(one), str(other)])
+    assert "Prompt 0: token 1 is the first that differs, 2 in A and 9 in B." in capsys.readouterr().out
+    content = json.loads((one / "compare.json").read_text())
+    config = {change["key"]: (change["before"], change["after"]) for change in content["config"]["changes"]}
+    assert config == {"max_memory.cpu": ("1000MB", "2000MB"), "device_map": ("sequential", "balanced")}
+    plan = [change["key"] for change in content["plan"]["changes"]]
+    assert plan == ["model.layers.2", "model.layers.3"]
+    speed = {change["key"]: change["ratio"] for change in content["speed"]["changes"]}
+    assert speed == {"decode_seconds_per_token": "0.50", "decode_tokens_per_second": "2.00"}
+    assert "first that differs" in (one / "compare.html").read_text()
+
+
+def answer(*tokens: int, prompt: str = "p") -> Answer:
+    return Answer(prompt, "", tokens)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lines"),
+    [
+        ([answer(1, 2)], [answer(1, 2)], ["The same tokens."]),
+        ([answer(1, 2)], [answer(1, 2, 3)], ["Prompt 0: A has 2 tokens and B 3; those in both are the same."]),
+        ([answer(1), answer(2)], [answer(1)], ["A has 2 answers, B has 1."]),
+        ([answer(1)], [answer(1, prompt="q")], ["Prompt 0: the prompts differ."]),
+        ([], [answer(1)], ["A did not generate."]),
+        ([], [], ["Neither A nor B generated."]),
+    ],
+)
+def test_tokens_are_compared_in_words(before: list[Answer], after: list[Answer], lines: list[str]) -> None:
+    assert compare_answers(before, after) == lines
+
+
+def test_a_thousand_runs_take_seconds(tmp_path: Path) -> None:
+    sweep = write_many(tmp_path, 1000)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(sweep)], env=_paths(), capture_output=True, text=True, check=True
+    )
+    words = done.stdout.split()
+    seconds, held = float(words[-3]), int(words[-1])
+    sys.stderr.write(f"1,000 runs: {seconds:.1f} s, {held / 2**20:.0f} MiB\n")
+    assert (sweep / "report.csv").read_text().count("\n") == 1001
+    assert seconds < 20
+    assert held < 2**30

@@ -1,0 +1,111 @@
+"""The report's numbers, worked out a second time from the records alone, with nothing but json."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.report.app import run
+from tests.pipeline.report.making import write_sweep
+
+PIPELINE = "from pipeline.app import main; main()"
+
+
+def records(sweep: Path) -> list[dict[str, Any]]:
+    paths = sorted(sweep.glob("*/run.json"), key=lambda path: int(path.parent.name))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.fixture(scope="module", params=["made", "run"])
+def sweep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep with its report: of made-up records, and of a real one on the embedded model."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "made":
+        write_sweep(folder, metrics={"storage_bandwidth_bytes_per_second": 1.6e9, "predicted_seconds_per_token": 0.7})
+    else:
+        arguments = ["-m", "max_memory.cpu=0.1MB,1.9MB,8MB", "device_map=sequential", f"hydra.sweep.dir={folder}"]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        subprocess.run(
+            [sys.executable, "-c", PIPELINE, *arguments, f"outputs={folder / 'out'}"],
+            env=environment, capture_output=True, timeout=300, check=False,
+        )  # fmt: skip
+    run([str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(sweep: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((sweep / "report.json").read_text())
+    return content
+
+
+@pytest.fixture(scope="module")
+def rows(sweep: Path) -> list[dict[str, str]]:
+    with (sweep / "report.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_number_of_the_csv_is_the_records(sweep: Path, rows: list[dict[str, str]]) -> None:
+    known = records(sweep)
+    assert len(rows) == len(known) >= 3
+    for row, record in zip(rows, known, strict=True):
+        assert row["status"] == record["status"]
+        for name, value in record["metrics"].items():
+            assert row[f"metrics.{name}"] == ("" if value is None else str(value))
+        for section in ("budget", "predicted", "measured"):
+            for device, value in record["memory"][section].items():
+                assert row[f"{section}_bytes.{device}"] == ("" if value is None else str(value))
+        for stage in record["stages"]:
+            assert float(row[f"seconds.{stage['name']}"]) == stage["seconds"]
+            assert row[f"cached.{stage['name']}"] == str(stage["cached"])
+
+
+def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None:
+    expected = {"measured": set(), "predicted": set(), "bound": set()}  # type: dict[str, set[tuple[float, float]]]
+    for record in records(sweep):
+        figures, budget = record["metrics"], record["memory"]["budget"].get("cpu")
+        seconds, streamed = figures["decode_seconds_per_token"], figures["streamed_bytes_per_token"]
+        bandwidth = figures.get("storage_bandwidth_bytes_per_second")
+        if seconds is None or budget is None:
+            continue
+        expected["measured"].add((budget, seconds))
+        if figures.get("predicted_seconds_per_token") is not None:
+            expected["predicted"].add((budget, figures["predicted_seconds_per_token"]))
+        if bandwidth and streamed:
+            expected["bound"].add((budget, streamed / bandwidth))
+    for name, points in expected.items():
+        drawn = {(point["x"], point["y"]) for series in report["seconds_per_token_by_budget"] for point in series[name]}
+        assert drawn == points, name
+    assert expected["measured"]
+
+
+def test_the_front_is_what_no_other_job_beats(sweep: Path, report: dict[str, Any]) -> None:
+    points = {}
+    for number, record in enumerate(records(sweep)):
+        rate, held = record["metrics"]["decode_tokens_per_second"], record["memory"]["measured"]
+        memory = sum(count for device, count in held.items() if device != "disk" and count is not None)
+        if rate is not None and memory:
+            points[f"#{number}"] = (memory, rate)
+    beaten = {
+        job
+        for job, (memory, rate) in points.items()
+        if any(m <= memory and r >= rate and (m, r) != (memory, rate) for m, r in points.values())
+    }
+    assert {point["job"] for point in report["pareto_front"]} == points.keys() - beaten
+
+
+def test_every_job_that_did_not_complete_stands_there_with_its_reason(sweep: Path, report: dict[str, Any]) -> None:
+    known = {f"#{number}": record for number, record in enumerate(records(sweep))}
+    expected = {name for name, record in known.items() if record["status"] != "completed"}
+    assert {failure["job"] for failure in report["failures"]} == expected != set()
+    for failure in report["failures"]:
+        message = known[failure["job"]]["error"]["message"]
+        assert " ".join(message.split()) in failure["reason"]
+        assert failure["reason"]

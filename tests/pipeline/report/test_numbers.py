@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pipeline.report.differences import config_differences, flatten, spread
+from pipeline.report.finding import Job, find
+from pipeline.report.placements import Layer, read_placements
+from pipeline.report.quantities import listed, scale_for, tell
+from pipeline.report.records import Run
+from pipeline.report.speed import BANDWIDTHS, OTHERS, bound_seconds, pareto, speed_series
+from tests.pipeline.report.making import write_run, write_sweep
+
+
+def test_a_config_is_flattened_and_one_is_not_the_string_one() -> None:
+    tree = {"a": {"b": 1, "c": "1", "d": {}}, "e": None, "f": "null", "g": [1, "x"], "h": True, "i": "plain"}
+    assert flatten(tree) == {
+        "a.b": "1", "a.c": '"1"', "e": "null", "f": '"null"', "g": '[1, "x"]', "h": "true", "i": "plain",
+    }  # fmt: skip
+
+
+def test_a_spread_has_each_value_with_its_jobs() -> None:
+    same, differs = spread({"#0": {"x": "1", "y": "1"}, "#1": {"x": "1"}, "#2": {"x": "1", "y": "1"}})
+    assert not same.differs
+    assert differs.values == (("1", ("#0", "#2")), ("not given", ("#1",)))
+
+
+def test_only_what_differs_between_the_configs_is_told(tmp_path: Path) -> None:
+    jobs = find([write_sweep(tmp_path)]).jobs
+    assert [entry.key for entry in config_differences(jobs)] == ["max_memory.cpu", "device_map"]
+
+
+def test_a_run_without_a_config_makes_no_difference(tmp_path: Path) -> None:
+    write_run(tmp_path / "0")
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "run.json").write_text('{"status": "failed", "config": {}}')
+    assert config_differences(find([tmp_path]).jobs) == ()
+
+
+def job(name: str, *, memory: float, rate: float) -> Job:
+    run = Run(
+        folder=Path(name), status="completed", reason="", failed_stage="", error_type="", overrides=(), config={},
+        environment={}, stages=(), budget={}, predicted={}, measured={"0": 0, "cpu": memory, "disk": 9**9}, series={},
+        metrics={"decode_tokens_per_second": rate}, answers=(), device_map={}, cap_bytes=None,
+    )  # fmt: skip
+    return Job(name, run)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
+def test_the_front_holds_exactly_the_jobs_that_no_other_beats(pairs: list[tuple[int, int]]) -> None:
+    jobs = [job(str(index), memory=memory, rate=rate) for index, (memory, rate) in enumerate(pairs)]
+    unbeaten = {
+        str(index)
+        for index, (memory, rate) in enumerate(pairs)
+        if not any(m <= memory and r >= rate and (m, r) != (memory, rate) for m, r in pairs)
+    }
+    assert {point.job for point in pareto(jobs).best} == unbeaten
+
+
+@pytest.mark.parametrize(
+    ("streamed", "bandwidth", "seconds"),
+    [(2_000_000_000, 4e9, 0.5), (0, 4e9, None), (None, 4e9, None), (5, None, None), (5, 0, None), (5, -1, None)],
+)
+def test_the_bound_is_streamed_bytes_over_bandwidth(
+    tmp_path: Path, streamed: int | None, bandwidth: float | None, seconds: float | None
+) -> None:
+    metrics = {} if bandwidth is None else {BANDWIDTHS[0]: bandwidth}
+    write_run(tmp_path / "0", streamed=streamed, metrics=metrics)
+    assert bound_seconds(find([tmp_path]).jobs[0].run) == seconds
+
+
+def test_past_six_settings_the_others_share_a_series(tmp_path: Path) -> None:
+    for number in range(9):
+        write_run(tmp_path / str(number), policy=f"policy-{number}")
+    jobs = find([tmp_path]).jobs
+    series = speed_series(jobs, config_differences(jobs))
+    assert len(series) == 7
+    assert [len(entry.measured) for entry in series if entry.name == OTHERS] == [3]
+
+
+def test_placements_come_from_the_plans_and_a_pruned_one_is_said(tmp_path: Path) -> None:
+    for number in range(3):
+        write_run(tmp_path / str(number), budget=(number // 2 + 1) * 10**9)
+    jobs = find([tmp_path]).jobs
+    first, second = read_placements(jobs, most=5).plans
+    assert (first.jobs, second.jobs) == (("#0", "#1"), ("#2",))
+    assert first.layers[1:3] == (Layer("model.layers.1", ("cpu",)), Layer("model.layers.2", ("disk",)))
+    assert read_placements(jobs, most=1).left_out == 1
+    for file in (tmp_path / "cache").rglob("*.json"):
+        file.unlink()
+    assert read_placements(jobs, most=5).pruned == ("#0", "#1", "#2")
+
+
+def test_a_tree_that_was_moved_still_shows_its_plans(tmp_path: Path) -> None:
+    write_run(tmp_path / "there" / "0")
+    (tmp_path / "there").rename(tmp_path / "here")
+    assert len(read_placements(find([tmp_path / "here"]).jobs, most=5).plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "texts"),
+    [
+        ([0], "bytes", ["0 B"]),
+        ([0], "seconds", ["0 s"]),
+        ([950, 20], "bytes", ["950 B", "20 B"]),
+        ([1_240_000_000, 1_000_000, None], "bytes", ["1.24 GB", "<0.01 GB", "\N{EN DASH}"]),
+        ([0.5, 0.0123], "seconds", ["500.0 ms", "12.3 ms"]),
+        ([2.5, 12.0], "seconds", ["2.50 s", "12.00 s"]),
+        ([3e-6], "seconds", ["3.00 µs"]),
+        ([12_345.6], "rate", ["12,345.6"]),
+    ],
+)
+def test_numbers_share_the_unit_of_the_largest(values: list[float | None], kind: str, texts: list[str]) -> None:
+    scale = scale_for(values, kind)  # type: ignore[arg-type]
+    assert [scale.text(value) for value in values] == texts
+
+
+def test_a_number_alone_and_a_long_list_read_well() -> None:
+    assert tell(3_410_000, "bytes") == "3.41 MB"
+    assert listed(["a", "b"]) == "a, b"
+    assert listed([str(number) for number in range(1000)], most=4) == "0, 1, … 1,000 in all"

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stages.plan import (
+    check_device_map,
+    clean_device_map,
+    compute_module_sizes,
+    get_balanced_memory,
+    get_max_layer_size,
+    get_max_memory,
+    infer_auto_device_map,
+)
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, 16)
+        self.feed_forward = nn.Module()
+        sizes = [(16, 64), (64, 64), (64, 64), (64, 16)]
+        self.feed_forward.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
+        self.head = nn.Linear(16, 3)
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(1000, 1000, device="meta"))
+        self.b = nn.Parameter(torch.empty(1000, 1000, device="meta"))
+        self.layer = nn.Linear(1000, 1000, device="meta")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_sizes_are_those_of_the_smaller_dtype_and_special_ones_win() -> None:
+    sizes = compute_module_sizes(
+        Classifier().half(), dtype=torch.float32, special_dtypes={"feed_forward.layers.0.weight": torch.float32}
+    )
+    expected = {
+        "": 26246, "embed": 3200, "feed_forward": 22944, "feed_forward.layers.0": 4224,
+        "feed_forward.layers.0.weight": 4096, "feed_forward.layers.0.bias": 128, "feed_forward.layers.1": 8320,
+        "feed_forward.layers.3": 2080, "head": 102,
+    }  # fmt: skip
+    assert {name: sizes[name] for name in expected} == expected
+
+
+def test_integers_keep_their_size_and_a_bool_is_a_byte() -> None:
+    model = nn.BatchNorm1d(4)
+    model.register_buffer("mask", torch.ones(5, dtype=torch.bool))
+    sizes = compute_module_sizes(model, dtype="float16")
+    assert (sizes["num_batches_tracked"], sizes["mask"], sizes["weight"]) == (8, 5, 8)
+    assert compute_module_sizes(model, buffers_only=True)[""] == 8 + 5 + 2 * 16
+
+
+def test_a_tied_tensor_counts_once_in_the_whole_and_in_full_where_it_lies() -> None:
+    sizes = compute_module_sizes(Tied())
+    assert (sizes[""], sizes["embed"], sizes["head"]) == (160 + 32, 160, 160)
+
+
+def test_the_largest_layer_is_what_is_not_split() -> None:
+    model = Classifier()
+    sizes = compute_module_sizes(model)
+    modules = list(model.named_children())
+    assert get_max_layer_size(modules, sizes, []) == (16640, ["feed_forward.layers.1", "feed_forward.layers.2"])
+    assert get_max_layer_size(modules, sizes, ["ModuleList"]) == (41792, ["feed_forward.layers"])
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (6_000_000, {"": "disk"}),
+        (8_003_999, {"": "disk"}),
+        (8_004_000, {"a": "cpu", "b": "disk", "layer": "disk"}),
+        (10_000_000, {"a": "cpu", "b": "disk", "layer": "disk"}),
+        ("12.004MB", {"": "cpu"}),
+    ],
+)
+def test_the_map_keeps_the_reserve_free(budget: int | str, expected: dict[str, Any]) -> None:
+    assert infer_auto_device_map(Three(), max_memory={"cpu": budget}) == expected
+
+
+@pytest.mark.parametrize("budget", ["10gb", -1, "-1GB", "1.5", float("nan"), "inf"])
+def test_a_size_that_is_none_is_refused(budget: Any) -> None:
+    with pytest.raises(ValueError, match="is not a size; accepted"):
+        infer_auto_device_map(Three(), max_memory={"cpu": budget})
+
+
+def test_a_budget_below_its_reserve_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_memory\.cpu: .* the least that works is 4004000 bytes"):
+        infer_auto_device_map(Three(), max_memory={"cpu": 4_003_999})
+
+
+def test_max_memory_is_read_in_order_and_left_alone() -> None:
+    given = {"cpu": "1KiB", "1": 5, 0: "7"}
+    assert list(get_max_memory(given).items()) == [(0, 7), (1, 5), ("cpu", 1024)]
+    assert given == {"cpu": "1KiB", "1": 5, 0: "7"}
+
+
+def test_the_machine_gives_a_budget_for_the_host() -> None:
+    assert get_max_memory()["cpu"] > 0
+
+
+def test_balanced_memory_leads_to_the_balanced_map() -> None:
+    model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(6)))
+    shares = get_balanced_memory(model, max_memory={0: 2400, 1: 2400, 2: 2400, "cpu": 100})
+    assert shares == {0: 800, 1: 800, 2: 2400, "cpu": 100}
+    assert infer_auto_device_map(model, max_memory=shares) == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "5": 2}
+    assert get_balanced_memory(model, max_memory={0: 2400, 1: 1200, 2: 1200}, low_zero=True)[0] == 0
+
+
+def test_a_no_split_class_stays_together() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    whole = infer_auto_device_map(model, max_memory={0: 47, 1: 1000}, no_split_module_classes="Sequential")
+    assert whole == {"": 1}
+    with_linear = infer_auto_device_map(model, max_memory={0: 47, 1: 1000}, clean_result=False)
+    assert with_linear == {"0.0": 0, "0.1": 1, "1": 1}
+
+
+@pytest.mark.parametrize(
+    ("device_map", "words"),
+    [
+        ({"": 0, "emb": 1}, "did you mean 'embed'"),
+        ({"embed": 0, "head": 0}, "no entry covers 'norm.weight'"),
+        ({"": 0, "norm": 0, "norm.weight": 0, "norm.bias": "cpu"}, "'norm' is on 0, but 'norm.bias'"),
+        ({"": 0, "head": "cpu"}, "one tied tensor"),
+        ({"": "gpu"}, "not a device"),
+    ],
+)
+def test_a_bad_map_is_refused(device_map: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_device_map(Tied(), device_map)
+
+
+def test_a_good_map_passes() -> None:
+    check_device_map(Tied(), {"embed": torch.device("cpu"), "norm": "disk", "head": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("device_map", "expected"),
+    [
+        ({"a": 0, "b": 0, "c": 0}, {"": 0}),
+        ({"a.x": 0, "a.y": 0, "b.x": 1, "b.y": 1, "c": 1}, {"c": 1, "a": 0, "b": 1}),
+        ({"a.x.p": 0, "a.x.q": 0, "a.y": 1}, {"a.y": 1, "a.x": 0}),
+        ({"a": 0, "a.b": 1, "a.c": 1}, {"a": 0, "a.b": 1, "a.c": 1}),
+        ({"": 0}, {"": 0}),
+        ({}, {}),
+    ],
+)
+def test_a_map_is_folded(device_map: dict[str, Any], expected: dict[str, Any]) -> None:
+    before = dict(device_map)
+    assert clean_device_map(device_map) == expected
+    assert device_map == before

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from stages.plan.outline import Outline
+from stages.plan.placement import fits, held_bytes, reserves, resident_bytes, streamed_bytes
+from stages.plan.policies.optimal import optimal, subset_sums
+from stages.plan.policies.sequential import sequential
+from stages.units import CPU, DISK, DeviceId
+from tests.stages.plan.making import outline
+
+MLP, ATTENTION, EMBEDDING = 23_068_672, 8_388_608, 131_072_000
+
+
+def llama(layers: int = 22) -> Outline:
+    """A 1.1B Llama in bfloat16: 2048 wide, 5632 intermediate, 4 key-value heads, 32000 words."""
+    tensors = {"embed.weight": EMBEDDING}
+    for index in range(layers):
+        attention = {"q": ATTENTION, "k": ATTENTION // 8, "v": ATTENTION // 8, "o": ATTENTION}
+        mlp = {"gate": MLP, "up": MLP, "down": MLP, "norm1": 4096, "norm2": 4096}
+        tensors |= {f"layers.{index}.{name}.weight": size for name, size in {**attention, **mlp}.items()}
+    tensors |= {"norm.weight": 4096, "head.weight": EMBEDDING}
+    classes = {f"layers.{index}": "Layer" for index in range(layers)}
+    return outline(tensors, classes=classes, no_split=["Layer"])
+
+
+@pytest.mark.parametrize("host", [5 * 10**8, 10**9, 2 * 10**9])
+def test_less_is_streamed_than_with_whole_layers(host: int) -> None:
+    budgets: dict[DeviceId, int | None] = {CPU: host, DISK: None}
+    model = llama()
+    ours, theirs = optimal(model, budgets), sequential(model, budgets)
+    assert fits(model, ours, budgets)
+    assert resident_bytes(model, ours.homes)[DISK] < 0.95 * resident_bytes(model, theirs.homes)[DISK]
+    assert reserves(model, ours)[CPU] < reserves(model, theirs)[CPU]
+
+
+def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:
+    budgets: dict[DeviceId, int | None] = {CPU: 10**9, DISK: None}
+    skeleton = llama().skeleton
+    table = replace(skeleton.modules[1], class_name="Embedding")
+    model = Outline(replace(skeleton, modules=(skeleton.modules[0], table, *skeleton.modules[2:])), gathers=True)
+    ours, theirs = optimal(model, budgets), sequential(model, budgets)
+    assert fits(model, ours, budgets)
+    assert ours.homes["embed.weight"] == DISK
+    assert sum(streamed_bytes(model, ours).values()) < 0.9 * sum(streamed_bytes(model, theirs).values())
+
+
+def test_the_same_part_of_every_layer_is_streamed() -> None:
+    model = llama()
+    placement = optimal(model, {CPU: 10**9, DISK: None})
+    streamed = [
+        sum(model.sizes[name] for name in layer.owned if placement.homes[name] == DISK)
+        for layer in model.layers
+        if layer.name.startswith("layers.")
+    ]
+    assert max(streamed) - min(streamed) <= 2 * MLP
+
+
+def test_what_waits_on_host_and_disk_is_mixed_evenly() -> None:
+    model = llama()
+    budgets: dict[DeviceId, int | None] = {0: 10**9, CPU: 6 * 10**8, DISK: None}
+    placement = optimal(model, budgets)
+    halves: list[dict[str, int]] = [{CPU: 0, DISK: 0}, {CPU: 0, DISK: 0}]
+    for index, name in enumerate(name for name, home in placement.homes.items() if home in (CPU, DISK)):
+        halves[index % 2][str(placement.homes[name])] += model.sizes[name]
+    assert fits(model, placement, budgets)
+    assert held_bytes(model, placement.homes)[1] > 5.7 * 10**8
+
+
+def test_nothing_is_streamed_where_all_fits() -> None:
+    model = llama(2)
+    placement = optimal(model, {0: 10**9, CPU: 0, DISK: None})
+    assert set(placement.homes.values()) == {0}
+
+
+def test_subset_sums_are_exact_for_a_layer_and_bounded_for_a_mixture() -> None:
+    sums = subset_sums([5, 3, 3])
+    assert list(sums.sums) == [0, 3, 5, 6, 8, 11]
+    assert (sums.largest(7), sums.largest(4)) == (6, 3)
+    assert sum([5, 3, 3][place] for place in sums.within(7)) == 6
+    draw = random.Random(0)
+    many = [draw.randrange(1, 10**9) for _ in range(192)]
+    sums = subset_sums(many)
+    assert len(sums.sums) <= 2049
+    assert all(sum(many[i] for i in chosen) == total for total, chosen in zip(sums.sums, sums.members, strict=True))

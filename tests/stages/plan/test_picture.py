@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+from stages.plan.outline import Outline
+from stages.plan.picture import draw, gib
+from stages.plan.plan import Plan
+from stages.plan.stage import make_plan
+from stages.plan.table import ranges, render, rows
+from tests.stages.plan.making import outline
+
+
+def planned() -> tuple[Outline, Plan]:
+    tensors = {"model.embed.weight": 10, **{f"model.layers.{i}.weight": 10 for i in range(12)}, "head.weight": 20}
+    model = outline(tensors)
+    config = {"max_memory": {"0": "70", "cpu": "50"}, "device_map": "sequential", "device_map_overrides": {}}
+    return model, make_plan(model, {**config, "hardware": {"devices": [{"memory": "1GB"}]}, "generate": {}})
+
+
+def test_numbered_modules_on_one_device_are_one_row() -> None:
+    model, plan = planned()
+    assert [(row.name, row.device, row.bytes) for row in rows(plan, model.sizes)] == [
+        ("model.embed", 0, 10),
+        ("model.layers.0-3", 0, 40),
+        ("model.layers.4-8", "cpu", 50),
+        ("model.layers.9-11", "disk", 30),
+        ("head", "disk", 20),
+    ]
+
+
+def test_a_model_on_one_device_is_one_row() -> None:
+    model = outline({"a.weight": 1, "b.weight": 2})
+    config = {"max_memory": {"cpu": "3"}, "device_map": "auto", "device_map_overrides": {}, "hardware": {}}
+    plan = make_plan(model, {**config, "generate": {}})
+    assert [(row.name, row.bytes) for row in rows(plan, model.sizes)] == [("the model", 3)]
+
+
+def test_the_table_shows_modules_and_devices() -> None:
+    model, plan = planned()
+    text = render(plan, model.sizes)
+    assert "model.layers.4-8" in text
+    assert "unlimited" in text
+
+
+def test_the_picture_has_a_bar_a_device_with_its_reserve_and_budget() -> None:
+    model, plan = planned()
+    root = ElementTree.fromstring(draw(plan, model.sizes))
+    space = "{http://www.w3.org/2000/svg}"
+    titles = [title.text for title in root.iter(f"{space}title")]
+    assert "reserve: 0.00000 GiB" in titles
+    assert sum("layers" in str(title) for title in titles) == 3
+    assert len(list(root.iter(f"{space}line"))) == 2 + 1, "two budgets, and the hatching"
+    assert gib(3 * 2**30) == "3.00 GiB"
+
+
+def test_numbers_are_folded_into_ranges() -> None:
+    assert [ranges(numbers) for numbers in ([], [3], [2, 0, 1, 5, 7, 6])] == ["", "3", "0-2,5-7"]

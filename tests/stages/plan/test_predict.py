@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.plan.geometry import Geometry, Request, read_geometry, read_request, round_up
+from stages.plan.outline import Outline
+from stages.plan.plan import Plan
+from stages.plan.predict import PROCESS_BYTES, Work, predict, work
+from stages.plan.rates import Rates, local_rates, read_rates
+from stages.plan.stage import make_plan
+from tests.stages.plan.making import outline
+
+
+def write(folder: Path, **config: Any) -> dict[str, Any]:
+    folder.joinpath("config.json").write_text(json.dumps(config))
+    return {"path": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "cached"),
+    [
+        ({"num_hidden_layers": 22, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}, 22, 512),
+        ({"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}, 2, 256),
+        ({"n_layer": 3, "n_head": 2, "n_embd": 8}, 3, 16),
+        ({"num_layers": 3, "num_heads": 2, "d_model": 8, "d_kv": 16}, 3, 64),
+        ({"text_config": {"num_hidden_layers": 5, "hidden_size": 8, "num_attention_heads": 2}}, 5, 16),
+        ({}, 0, 0),
+    ],
+)
+def test_the_cache_of_keys_and_values_is_read_from_the_config(
+    tmp_path: Path, config: dict[str, Any], layers: int, cached: int
+) -> None:
+    geometry = read_geometry(write(tmp_path, **config))
+    assert (geometry.layers, geometry.cached) == (layers, cached)
+
+
+def test_a_model_without_a_config_has_no_cache(tmp_path: Path) -> None:
+    assert read_geometry({"path": str(tmp_path)}) == read_geometry({}) == Geometry()
+
+
+def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
+    assert (
+        read_request({"prompts": ["one"], "max_new_tokens": 5}) == read_request({"prompts": ["two"] * 2}) == Request()
+    )
+    long = read_request({"prompts": [[1] * 1000], "max_new_tokens": 1000, "num_beams": 3})
+    assert 6000 <= long.tokens <= 6000 * 9 / 8
+    assert [round_up(count) for count in (0, 1, 15, 16, 17, 1000)] == [0, 1, 15, 16, 18, 1024]
+
+
+def test_the_cache_counts_layers_tokens_and_the_dtype() -> None:
+    model = outline({"w": 10})
+    needs = work(model, Geometry(layers=2, cached=8, hidden=4, vocabulary=10), Request(tokens=1024))
+    assert needs.cache_bytes == 2 * 8 * 1024 * 4, "no floating weights: float32"
+
+
+def planned(model: Outline, **max_memory: str) -> Plan:
+    hardware = {"devices": [{"memory": "1GB"}] * 2}
+    budgets = {key.lstrip("_"): size for key, size in max_memory.items()}
+    config = {"max_memory": budgets, "device_map": "sequential", "device_map_overrides": {}, "hardware": hardware}
+    return make_plan(model, {**config, "generate": {}})
+
+
+def test_a_peak_is_weights_reserve_cache_activations_and_the_process() -> None:
+    names = [f"l.{index}" for index in range(4)]
+    model = outline({f"{name}.w": 10 for name in names}, classes=dict.fromkeys(names, "Block"), no_split=["Block"])
+    plan = predict(model, planned(model, _0="20", _1="10", cpu="100"), Work(400, 7), Rates())
+    assert plan.predicted[0] == {"weights": 10, "reserve": 10, "cache": 300, "activations": 7}
+    assert plan.predicted[1] == {"weights": 10, "reserve": 0, "cache": 100, "activations": 7}
+    assert plan.predicted["cpu"]["process"] == PROCESS_BYTES
+    assert plan.predicted["cpu"]["weights"] == 20
+
+
+def test_a_token_takes_as_long_as_the_slowest_of_storage_link_and_memory() -> None:
+    model = outline({f"l.{index}.w": 10 for index in range(4)})
+    plan = planned(model, cpu="30")
+    forecast = predict(model, plan, Work(0, 0), Rates(storage=10, host=1000)).forecast
+    assert forecast == {"streamed_bytes_per_token": 20, "seconds_per_token": 2.0, "bound": "storage"}
+    assert predict(model, plan, Work(0, 0), Rates(storage=1000, host=10)).forecast["bound"] == "host memory"
+    linked = planned(model, _0="30", cpu="100")
+    assert predict(model, linked, Work(0, 0), Rates(link=10)).forecast["seconds_per_token"] == 2.0
+
+
+def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None:
+    assert read_rates({"rates": {"link": "25GB"}}).link == 25 * 10**9
+    first = local_rates(tmp_path / "hardware", None)
+    assert first.host > 0
+    assert local_rates(tmp_path / "hardware", None) == first

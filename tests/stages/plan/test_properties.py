@@ -1,0 +1,212 @@
+"""What holds for every policy, over random module trees with ties, buffers, mixed dtypes and odd budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import nn
+
+from pipeline.errors import BudgetError
+from stages.empty_init.describe import describe
+from stages.plan.checks import require_fit
+from stages.plan.outline import Outline
+from stages.plan.placement import (
+    Placement,
+    execution_devices,
+    fold,
+    held_bytes,
+    main_device,
+    reserves,
+    resident_bytes,
+)
+from stages.plan.policies import POLICIES
+from stages.plan.policies.explicit import explicit, spread
+from stages.units import DeviceId, in_tier_order
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+class Block(nn.Module):
+    """A module that isn't split."""
+
+
+class Group(nn.Module):
+    """A module that is split."""
+
+
+@st.composite
+def modules(draw: st.DrawFn, depth: int = 3) -> nn.Module:
+    module = draw(st.sampled_from([Block, Group]))()
+    for index in range(draw(st.integers(0, 2))):
+        size, dtype = draw(st.integers(0, 40)), draw(st.sampled_from(DTYPES))
+        tensor = torch.empty(size, dtype=dtype, device="meta")
+        if dtype.is_floating_point and draw(st.booleans()):
+            module.register_parameter(f"p{index}", nn.Parameter(tensor))
+        else:
+            module.register_buffer(f"b{index}", tensor, persistent=draw(st.booleans()))
+    for index in range(draw(st.integers(0, 3)) if depth else 0):
+        module.add_module(f"m{index}", draw(modules(depth=depth - 1)))
+    return module
+
+
+@st.composite
+def models(draw: st.DrawFn, *, ties: bool = True) -> nn.Module:
+    model = Group()
+    for index in range(draw(st.integers(1, 4))):
+        model.add_module(f"top{index}", draw(modules()))
+    owners = [(module, name) for module in model.modules() for name in module._parameters]
+    for _ in range(draw(st.integers(0, 2)) if ties and len(owners) > 1 else 0):
+        (here, name), (there, other) = draw(st.sampled_from(owners)), draw(st.sampled_from(owners))
+        there.register_parameter(other, here._parameters[name])
+    return model
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, ties: bool = True) -> tuple[nn.Module, Outline, dict[DeviceId, int | None]]:
+    model = draw(models(ties=ties))
+    outline = Outline(describe(model, no_split=["Block"], rehearsed=False))
+    whole = outline.skeleton.bytes
+    keys = draw(st.lists(st.sampled_from([0, 1, 3, "cpu"]), unique=True, max_size=4))
+    budgets: dict[DeviceId, int | None] = {key: draw(st.integers(0, max(1, whole))) for key in in_tier_order(keys)}
+    return model, outline, {"cpu": 0, **budgets, "disk": None}
+
+
+def place(outline: Outline, budgets: Mapping[DeviceId, int | None], policy: str) -> Placement | None:
+    """Return the placement, or None where the policy's answer is that none fits."""
+    placement = POLICIES[policy](outline, budgets)
+    try:
+        require_fit(outline, placement, budgets)
+    except BudgetError:
+        return None
+    return placement
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@many
+@given(case=cases())
+def test_every_tensor_is_placed_once_and_no_budget_is_exceeded(policy: str, case: Any) -> None:
+    _, outline, budgets = case
+    placement = place(outline, budgets, policy)
+    if placement is None:
+        return
+    assert set(placement.homes) == {outline.skeleton.leader(name) for name in outline.sizes}
+    held, kept = resident_bytes(outline, placement.homes), reserves(outline, placement)
+    for device in {*held, *kept}:
+        budget = budgets[device]
+        assert budget is None or held.get(device, 0) + kept.get(device, 0) <= budget
+    assert all(isinstance(device, int) or device == placement.main for device in kept), "reserves where things compute"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@many
+@given(case=cases())
+def test_the_map_says_what_the_homes_say_and_reads_back_to_the_same_placement(policy: str, case: Any) -> None:
+    _, outline, budgets = case
+    placement = place(outline, budgets, policy)
+    if placement is None:
+        return
+    device_map = fold(outline, placement.homes)
+    homes = spread(outline, device_map)
+    assert homes == {name: placement.homes[outline.skeleton.leader(name)] for name in outline.sizes}
+    again = explicit(outline, device_map)
+    assert again.homes == placement.homes
+    assert again.main == placement.main or main_device(placement.homes) == "cpu"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@many
+@given(case=cases())
+def test_a_layer_computes_on_one_device_and_what_is_offloaded_on_the_main_one(policy: str, case: Any) -> None:
+    _, outline, budgets = case
+    placement = place(outline, budgets, policy)
+    if placement is None:
+        return
+    for layer in outline.layers:
+        device = execution_devices(outline, placement)[layer.name]
+        homes = {placement.homes[name] for name in layer.owned}
+        assert len(homes) <= 1 or policy == "optimal"
+        assert homes <= {device} or device == placement.main
+
+
+@many
+@given(case=cases())
+def test_sequential_never_goes_back(case: Any) -> None:
+    _, outline, budgets = case
+    placement = place(outline, budgets, "sequential")
+    if placement is not None:
+        devices = [placement.homes[layer.owned[0]] for layer in outline.layers if layer.bytes]
+        order = in_tier_order(devices)
+        assert devices == sorted(devices, key=order.index)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@many
+@given(case=cases())
+def test_no_policy_holds_less_than_sequential(policy: str, case: Any) -> None:
+    _, outline, budgets = case
+    ours, first = (place(outline, budgets, name) for name in (policy, "sequential"))
+    if first is not None:
+        assert ours is not None
+        assert held_bytes(outline, ours.homes) >= held_bytes(outline, first.homes)
+
+
+@many
+@given(case=cases(ties=False))
+def test_a_refusal_names_the_least_budget_that_works(case: Any) -> None:
+    _, outline, budgets = case
+    placement = POLICIES["sequential"](outline, budgets)
+    try:
+        require_fit(outline, placement, budgets)
+    except BudgetError as error:
+        words = str(error).split()
+        device = words[0].removeprefix("max_memory.").rstrip(":")
+        least = int(words[words.index("bytes", words.index("least")) - 1])
+        key = int(device) if device.isdigit() else device
+        assert place(outline, {**budgets, key: least}, "sequential") is not None
+        assert place(outline, {**budgets, key: least - 1}, "sequential") is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings("ignore:Current model requires")
+@many
+@given(case=cases())
+def test_as_much_is_held_as_by_accelerate(policy: str, case: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, outline, budgets = case
+    theirs = _theirs(accelerate, model, budgets, policy)
+    if theirs is None or set(outline.sizes) - set(spread_known(outline, theirs)):
+        return
+    homes = spread_known(outline, theirs)
+    if any(homes[name] != homes[outline.skeleton.leader(name)] for name in outline.sizes):
+        return
+    leaders = {name: homes[name] for name in outline.sizes if outline.skeleton.leader(name) == name}
+    other = Placement(leaders, main_device(leaders))
+    try:
+        require_fit(outline, other, budgets)
+    except BudgetError:
+        return
+    ours = place(outline, budgets, policy)
+    assert ours is not None
+    assert held_bytes(outline, ours.homes) >= held_bytes(outline, other.homes)
+
+
+def spread_known(outline: Outline, device_map: Mapping[str, DeviceId]) -> dict[str, DeviceId]:
+    return spread(outline, {name: home for name, home in device_map.items() if name in outline.names})
+
+
+def _theirs(accelerate: Any, model: nn.Module, budgets: Mapping[DeviceId, int | None], policy: str) -> Any:
+    limits = {device: budget for device, budget in budgets.items() if budget is not None}
+    try:
+        if policy != "sequential":
+            low = policy == "balanced_low_0"
+            limits = accelerate.utils.get_balanced_memory(
+                model, max_memory=dict(limits), no_split_module_classes=["Block"], low_zero=low
+            )
+        return accelerate.infer_auto_device_map(model, max_memory=dict(limits), no_split_module_classes=["Block"])
+    except (ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError):
+        return None
