@@ -26,6 +26,10 @@ from stages.shard_load.reading import Extent, torch_dtype
 
 READERS = 4
 CHUNK_BYTES = 2 * 2**20
+SMALL_BYTES = 64 * 2**10
+SMALL_ARENA_BYTES = 2**20
+ALIGNED_TENSORS = 32
+"""Tensors on their way at once that the staging memory has alignment to spare for."""
 STALL_SECONDS = 1e-4
 """Shorter waits are no stalls in a trace: taking a result takes that long."""
 
@@ -98,8 +102,11 @@ class Lookahead:
         self._places = [places for places, _ in placed]
         self._sizes = [size for _, size in placed]
         self._bytes = [sum(extent.end - extent.begin for extent in extents) for extents in parts]
-        slack = max((2 * ALIGNMENT * len(places) for places in self._places), default=0)
-        self._arena = Arena(min(staging_bytes + slack, sum(self._sizes)))
+        small = [size for size in self._sizes if size <= SMALL_BYTES]
+        large = [size for size in self._sizes if size > SMALL_BYTES]
+        slack = 2 * ALIGNMENT * min(sum(map(len, self._places)), ALIGNED_TENSORS)
+        self._arena = Arena(min(staging_bytes + slack, sum(large)))
+        self._small = Arena(min(SMALL_ARENA_BYTES, sum(small)))
         self._schedule = Schedule(order)
         self._deliveries: dict[int, _Delivery] = {}
         self._traffic, self._trace = traffic, trace
@@ -153,10 +160,18 @@ class Lookahead:
         """Ask for what comes next, as far as the staging memory has room."""
         for part in self._schedule.upcoming():
             if part not in self._deliveries:
-                region = self._arena.take(self._sizes[part])
+                region = self._take(part)
                 if region is None:
                     return
                 self._ask(part, region)
+
+    def _take(self, part: int) -> Bytes | None:
+        """Return memory for ``part``, or null if there is none free.
+
+        A norm's few KB have memory of their own: between two large regions they would cost the room for one.
+        """
+        size = self._sizes[part]
+        return (self._small if size <= SMALL_BYTES else self._arena).take(size)
 
     def _ask(self, part: int, region: Bytes, *, overflow: bool = False) -> _Delivery:
         """Start the reads that fill ``region`` with ``part``."""
@@ -200,19 +215,19 @@ class Lookahead:
 
     def _on_demand(self, part: int) -> _Delivery:
         """Ask for ``part`` now. What was read ahead makes room for it, the last first; failing that, new memory."""
-        size = self._sizes[part]
-        region = self._arena.take(size)
+        region = self._take(part)
         idle = [other for other, delivery in self._deliveries.items() if not delivery.users]
         if region is None and idle:
             self._schedule.ask_again()
         while region is None and idle:
             self._drop(idle.pop())
-            region = self._arena.take(size)
+            region = self._take(part)
         if region is not None:
             return self._ask(part, region)
         outside = sum(self._sizes[other] for other, delivery in self._deliveries.items() if delivery.overflow)
+        size = align_up(max(self._sizes[part], 1))
         self._traffic.overflow_bytes = max(self._traffic.overflow_bytes, outside + size)
-        return self._ask(part, np.frombuffer(private_memory(align_up(size)), np.uint8), overflow=True)
+        return self._ask(part, np.frombuffer(private_memory(size), np.uint8), overflow=True)
 
     def _drop(self, part: int) -> None:
         """Give ``part`` up; its region is free once no thread reads into it."""

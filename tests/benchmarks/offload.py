@@ -13,6 +13,7 @@ import argparse
 import json
 import shutil
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,12 @@ print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens"
 """
 
 
+def failure(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return the result of a side that died, with the last thing it said."""
+    said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+    return {"seconds": None, "failed": said[-1][-120:]}
+
+
 def accelerate_side(folder: Path, work: Path, *, cap: int, budget: int, tokens: int) -> dict[str, Any]:
     """Run transformers + accelerate with a host budget of ``budget`` bytes; seconds a token, or null if it died."""
     spill = work / "accelerate-offload"
@@ -49,7 +56,7 @@ def accelerate_side(folder: Path, work: Path, *, cap: int, budget: int, tokens: 
     done = run_capped(command, cap, cwd=work)
     shutil.rmtree(spill, ignore_errors=True)
     if done.returncode:
-        return {"seconds": None, "failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][-120:]}
+        return failure(done)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -63,7 +70,7 @@ def offstage_side(folder: Path, work: Path, *, cap: int, tokens: int, options: l
     ]  # fmt: skip
     done = run_capped(command, cap, cwd=work)
     if done.returncode:
-        return {"seconds": None, "failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][-120:]}
+        return failure(done)
     record = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
     metrics = record["metrics"]
     return {

@@ -1,7 +1,7 @@
 """The runner with stages of its own, that note what was asked of them."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,8 @@ class Lab:
 
 
 @pytest.fixture
-def lab(tmp_path: Path) -> Iterator[Lab]:
-    yield Lab(tmp_path)
+def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path)
 
 
 def built(log: list[str]) -> list[str]:

@@ -2,6 +2,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import subprocess
 import sys
 import time
@@ -105,8 +106,9 @@ def make_fifo(path: Path) -> None:
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"{short}/socket")  # the address of a socket has room for a hundred characters
+        Path(short, "socket").rename(path)
 
 
 STRANGE = {
