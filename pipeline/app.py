@@ -1,4 +1,4 @@
-"""The command ``offstage``: Hydra composes a config, one run comes out.
+"""The command ``offstage``: Hydra composes a config, one run comes out, or with ``-m`` a sweep.
 
 Hydra prints its own errors over several lines and exits 1; here every error that a user can mend is one line per
 fault, with the exit code of its class. ``HYDRA_FULL_ERROR=1`` shows tracebacks instead.
@@ -7,36 +7,31 @@ fault, with the exit code of its class. ``HYDRA_FULL_ERROR=1`` shows tracebacks 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from pipeline.command import FULL_ERROR, INTERRUPTED, heed_signals, shows_all
 
-INTERRUPTED = 130
-_FULL_ERROR = "HYDRA_FULL_ERROR"
+if TYPE_CHECKING:
+    from pipeline.console import Task
+
+WIDTH_OF_FILES = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
     started = time.perf_counter()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    heed_signals()
     sys.argv[1:] = prepare_arguments(sys.argv[1:] if arguments is None else arguments)
-    shows_all = _FULL_ERROR in os.environ
-    os.environ[_FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
+    show_all = shows_all()
+    os.environ[FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
     try:
-        code = _guarded(lambda: _compose_and_run(started, shows_all=shows_all), shows_all=shows_all)
-    except KeyboardInterrupt:
-        sys.stderr.write("offstage: interrupted\n")
-        code = INTERRUPTED
+        code = _compose_and_run(started, show_all=show_all)
     finally:
-        if not shows_all:
-            os.environ.pop(_FULL_ERROR, None)
+        if not show_all:
+            os.environ.pop(FULL_ERROR, None)
     sys.stdout.flush()
     sys.exit(code)
 
@@ -53,67 +48,40 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     return [*given, "model=pretrained"] if names_path and not chooses else given
 
 
-def _interrupt(number: int, _frame: FrameType | None) -> None:
-    """Turn the first signal into a ``KeyboardInterrupt``; a second one ends the process at once."""
-    signal.signal(number, signal.SIG_DFL)
-    raise KeyboardInterrupt
-
-
-def _compose_and_run(started: float, *, shows_all: bool) -> int:
+def _compose_and_run(started: float, *, show_all: bool) -> int:
     """Let Hydra compose the config and run each job; return the exit code: the first job's that failed, else 0."""
     import hydra
 
+    from pipeline.composing import guarded_composing
     from pipeline.config import register
-    from pipeline.console import run_job
+    from pipeline.console import Task
+    from pipeline.launching import install
+    from pipeline.sweep import exit_code
 
+    task = Task(started, show_all)
+    install()
     register()
-    codes: list[int] = []
 
-    def job(config: DictConfig) -> int:
-        since = time.perf_counter() if codes else started
-        codes.append(_guarded(lambda: run_job(config, started=since), shows_all=shows_all))
-        return codes[-1]
-
-    hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(job)()
-    return next((code for code in codes if code), 0)
-
-
-def _guarded(work: Callable[[], int], *, shows_all: bool) -> int:
-    """Return what ``work`` returns, or print the error that a user can mend and return its exit code.
-
-    With ``shows_all`` the error is raised on, to be seen with its traceback.
-    """
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from pipeline.errors import ConfigError, OffstageError
+    def compose() -> int:
+        hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(task)()
+        return 0
 
     try:
-        return work()
-    except OffstageError as error:
-        if shows_all:
-            raise
-        sys.stderr.writelines(f"offstage: {line}\n" for line in str(error).splitlines())
-        return error.exit_code
-    except (HydraException, OmegaConfBaseException) as error:
-        if shows_all:
-            raise
-        sys.stderr.write(f"offstage: {_one_line(error)}\n")
-        return ConfigError.exit_code
+        code = guarded_composing(compose, show_all=show_all)
+    except KeyboardInterrupt:
+        sys.stderr.write("offstage: interrupted\n")
+        code = INTERRUPTED
+    finally:
+        _close(task)
+    return code or exit_code(task.outcomes)
 
 
-def _one_line(error: Exception) -> str:
-    """Return Hydra's message and its cause's in one line, with the closest key where one was misspelt."""
-    from dataclasses import fields
+def _close(task: Task) -> None:
+    """Show how every job of a sweep ended, whatever ended the sweep."""
+    from rich.console import Console
 
-    from pipeline.config import Schema
-    from pipeline.errors import closest
+    from pipeline.sweep import show_sweep
 
-    texts = [str(error)] + ([str(error.__cause__)] if error.__cause__ else [])
-    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
-    unknown = lines[0].partition("Could not override '")[2].partition("'")[0]
-    if unknown:
-        return f"{unknown}: unknown key{closest(unknown, [f.name for f in fields(Schema)])}; --cfg job shows every key"
-    noise = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
-    kept = [line for line in lines if not line.startswith(noise)]
-    return "; ".join(dict.fromkeys(kept))
+    if task.sweep is not None and task.outcomes:
+        width = None if sys.stdout.isatty() else WIDTH_OF_FILES
+        show_sweep(Console(highlight=False, soft_wrap=True, width=width), task.sweep, task.outcomes)

@@ -7,10 +7,12 @@ the stages, not by the first line of code that trips over a value.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Dict, List, Optional  # noqa: UP035 - OmegaConf reads these annotations
 
@@ -24,9 +26,11 @@ Device = Enum("Device", {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk":
 ``0`` and the command line's ``max_memory.0`` meet in one key."""
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-_MODEL_KEYS = ("kind", "path", "class", "tokenizer", "no_split", "trust_remote_code")
-_OPEN_NODES = ("model", "max_memory", "device_map_overrides", "hardware", "generate")
-_PATHS = ("outputs", "offload_folder", "model.path", "model.tokenizer", "generate.prompts_file")
+TRACKERS = ("mlflow", "trackio")
+_MODEL_KEYS = ("kind", "path", "revision", "class", "tokenizer", "no_split", "trust_remote_code", "allow_links")
+_OPEN_NODES = ("model", "max_memory", "device_map_overrides", "hardware", "generate", "tracker")
+_PATHS = ("outputs", "offload_folder", "model.path", "model.tokenizer", "generate.prompts_file", "tracker.folder")
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
 @dataclass
@@ -39,10 +43,13 @@ class Schema:
     model: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
     dtype: Any = "auto"
     max_memory: Optional[Dict[Device, str]] = field(default_factory=dict)  # noqa: UP006, UP045
-    device_map: Any = "auto"
+    device_map: Any = "optimal"
     device_map_overrides: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
     offload_folder: Any = None
     offload_state_dict: Any = False
+    strict: Any = True
+    check_finite: Any = False
+    verify: Any = "headers"
     storage: Dict[str, Any] = field(default_factory=lambda: {"io": "auto"})  # noqa: UP006
     trace: Any = False
     hardware: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
@@ -51,6 +58,8 @@ class Schema:
     stop_after: Any = None
     seed: Any = 0
     outputs: Any = "outputs"
+    enforce_memory: Any = False
+    tracker: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
 
 
 def register() -> None:
@@ -59,12 +68,18 @@ def register() -> None:
     for name in _OPEN_NODES:  # a dotted override may add a key there: max_memory.1=3GB, generate.num_beams=2
         OmegaConf.set_struct(node[name], False)
     ConfigStore.instance().store("schema", node)
-    OmegaConf.register_new_resolver("offstage.pid", os.getpid, replace=True)
+    OmegaConf.register_new_resolver("offstage.pid", os.getpid, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("offstage.batch", _batch, replace=True)
     OmegaConf.register_new_resolver("offstage.embedded", _embedded, replace=True)
 
 
 def _embedded(name: str) -> str:
     return str(resources.files("conf").joinpath("checkpoints", name))
+
+
+def _batch(launcher: str) -> int | None:
+    """Return how many jobs of a sweep run at a time: one on this machine, all of them on a cluster."""
+    return 1 if launcher.endswith(".LocalLauncher") else None
 
 
 def resolve(config: DictConfig) -> dict[str, Any]:
@@ -89,8 +104,15 @@ def _make_absolute(plain: dict[Any, Any], dotted: str) -> None:
     node = plain
     for key in parents:
         node = node.get(key) or {}
+    if dotted == "model.path" and _names_hub(node.get(last)):
+        return
     if isinstance(node.get(last), str) and node[last]:
         node[last] = str(Path(node[last]).expanduser().absolute())
+
+
+def _names_hub(path: Any) -> bool:
+    """Return whether ``path`` reads ``org/name`` and nothing is there: the id of a checkpoint on the Hub."""
+    return isinstance(path, str) and bool(_HUB_ID.fullmatch(path)) and not Path(path).exists()
 
 
 def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:
@@ -101,6 +123,7 @@ def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fa
         yield Fault("dtype", f"{config['dtype']!r} is no dtype{near}; give one of {', '.join(DTYPES)}")
     yield from _check_scalars(config)
     yield from _check_stages(config, known_stages)
+    yield from _check_tracker(config.get("tracker") or {})
 
 
 def _unknown_keys(config: Mapping[str, Any]) -> Iterable[Fault]:
@@ -119,7 +142,7 @@ def _check_scalars(config: Mapping[str, Any]) -> Iterable[Fault]:
     seed = config["seed"]
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         yield Fault("seed", f"{seed!r} is no seed; give a whole number from 0 to 2**63 - 1")
-    flags = {"offload_state_dict": config["offload_state_dict"]}
+    flags = {key: config.get(key, False) for key in ("offload_state_dict", "enforce_memory")}
     flags["model.trust_remote_code"] = config["model"].get("trust_remote_code", False)
     for key, value in flags.items():
         if not isinstance(value, bool):
@@ -128,6 +151,16 @@ def _check_scalars(config: Mapping[str, Any]) -> Iterable[Fault]:
         value = config[key]
         if (not isinstance(value, str) or not value) and not (key == "offload_folder" and value is None):
             yield Fault(key, f"{value!r} is no path of a folder")
+
+
+def _check_tracker(tracker: Mapping[str, Any]) -> Iterable[Fault]:
+    kind = tracker.get("kind")
+    if kind is None:
+        return
+    if kind not in TRACKERS:
+        yield Fault("tracker.kind", f"{kind!r} is no tracker{closest(str(kind), TRACKERS)}; give tracker=none")
+    elif find_spec(kind) is None:
+        yield Fault("tracker", f"{kind} isn't installed; pip install 'offstage-pipeline[{kind}]', or tracker=none")
 
 
 def _check_stages(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:

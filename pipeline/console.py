@@ -1,106 +1,84 @@
-"""One job of the command: a composed config in; a run folder, a record and a summary on the screen out."""
+"""One job of the command: a composed config in; a run folder with a record out."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.filesize import decimal
-from rich.markup import escape
-from rich.table import Table
 
+from pipeline.composing import COMPOSING_ERRORS, guarded_composing
 from pipeline.config import resolve
 from pipeline.environment import environment
-from pipeline.memory import MemoryMonitor
+from pipeline.errors import OffstageError
+from pipeline.job import perform
 from pipeline.record import RunRecord
-from pipeline.runner import Runner, check_config
-from pipeline.stage import Report
-
-WIDTH_OF_FILES = 200
-"""Characters a line where the output is no terminal, so that nothing is folded that somebody may search for."""
+from pipeline.supervise import supervise
+from pipeline.tracking import track
 
 
-def run_job(config: DictConfig, *, started: float) -> int:
-    """Run the pipeline once and return 0; raises what went wrong, after the record says so.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How one job ended: its exit code, null where its process was lost, and the overrides that are its own."""
 
-    ``started`` is when the command began, in seconds of ``time.perf_counter``.
+    number: int
+    overrides: Sequence[str]
+    code: int | None
+
+
+@dataclass(slots=True)
+class Task:
+    """What Hydra calls with each composed config. A sweep sends copies of it to other processes.
+
+    ``sweep`` is the sweep's folder, null for a single run; ``outcomes`` those of the jobs so far.
+    """
+
+    started: float
+    show_all: bool = False
+    sweep: Path | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __call__(self, config: DictConfig) -> int:
+        """Run one job and return its exit code; what a user can mend is printed, not raised."""
+        hydra = HydraConfig.get()
+        apart = hydra.mode == RunMode.MULTIRUN
+        started = time.perf_counter() if apart else self.started
+        code = guarded_composing(lambda: self._run(config, started, apart=apart), show_all=self.show_all)
+        self.outcomes.append(Outcome(int(hydra.job.num) if apart else 0, hydra.overrides.task, code))
+        if apart:
+            self.sweep = Path(hydra.sweep.dir).absolute()
+        return code
+
+    def _run(self, config: DictConfig, started: float, *, apart: bool) -> int:
+        record = start_record(config)
+        try:
+            capped = record.config["enforce_memory"] is True
+            if apart or capped:
+                return supervise(record, capped=capped, show_all=self.show_all)
+            return perform(record, started=started)
+        finally:
+            track(RunRecord.load(record.path))
+
+
+def start_record(config: DictConfig) -> RunRecord:
+    """Return the record of a run that begins now, in Hydra's folder for it, its config resolved.
+
+    Raises what is wrong with the config, after the record says so.
     """
     hydra = HydraConfig.get()
-    folder = Path(hydra.runtime.output_dir)
     record = RunRecord.start(
-        folder,
+        Path(hydra.runtime.output_dir),
         overrides=[str(override) for override in hydra.overrides.task],
         config={},
         environment=environment(),
     )
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
-    with MemoryMonitor() as monitor, _Ending(record, monitor) as ending:
+    try:
         record.config = resolve(config)
-        stages = check_config(record.config)
-        runner = ending.runner = Runner(stages, record.config, record=record, monitor=monitor, announce=announce)
-        reports = runner.run()
-    announce("")
-    show(console, record.data, reports)
-    console.print(f"\n{len(stages)} stages in {time.perf_counter() - started:.2f} s, {shorten(folder)}")
-    return 0
-
-
-def announce(stage: str) -> None:
-    """Say on a terminal which stage is at work, on a line that the next one, or a progress bar, writes over."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[2K{stage and stage + ' …'}")
-        sys.stderr.flush()
-
-
-class _Ending:
-    """Closes a record with the status that fits how the context is left, and with the peaks of the run."""
-
-    def __init__(self, record: RunRecord, monitor: MemoryMonitor) -> None:
-        self.runner: Runner | None = None
-        self._record, self._monitor = record, monitor
-
-    def __enter__(self) -> _Ending:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> None:
-        peaks = {
-            "peak_host_bytes": self._monitor.peak_host_bytes,
-            "peak_host_rss_bytes": self._monitor.peak_host_rss_bytes,
-        }
-        self._record.merge(Report(metrics=peaks))
-        if error is None:
-            self._record.finish("completed")
-            return
-        stage = self.runner.at_work if self.runner else None
-        self._record.finish("interrupted" if kind is KeyboardInterrupt else "failed", error=error, stage=stage)
-
-
-def show(console: Console, record: Mapping[str, Any], reports: Mapping[str, Report]) -> None:
-    """Print what ran as a table, then what the stages have to show."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("stage", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("host peak", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for stage in record["stages"]:
-        made = "[green]cached[/]" if stage["cached"] else "made"
-        peak = decimal(stage["peak_host_bytes"] or 0)
-        summary = escape(reports[stage["name"]].summary)
-        table.add_row(stage["name"], f"{stage['seconds']:.2f}", made, peak, summary)
-    console.print(table)
-    for report in reports.values():
-        if report.screen:
-            console.print(f"\n{escape(report.screen)}")
-
-
-def shorten(folder: Path) -> str:
-    """Return ``folder`` relative to the current folder where it lies below it."""
-    here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    except (OffstageError, *COMPOSING_ERRORS) as error:
+        record.finish("failed", error=error)
+        raise
+    return record

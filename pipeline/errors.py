@@ -42,6 +42,18 @@ class StorageError(OffstageError, OSError):
     exit_code = 5
 
 
+class ReplayError(OffstageError, ValueError):
+    """A record can't be run again, or not so that a comparison would mean anything."""
+
+    exit_code = 2
+
+
+class KilledError(OffstageError, OSError):
+    """A job's process was ended by a signal that it couldn't heed."""
+
+    exit_code = 137
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing wrong with a config.

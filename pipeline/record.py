@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,8 @@ Status = Literal["running", "completed", "failed", "interrupted"]
 class StageRecord:
     """One stage of a run: how long it took, the peaks while it ran, and where its artifact lies.
 
-    ``peak_device_bytes`` maps an accelerator's device id to bytes; it is empty where there is none.
+    ``peak_device_bytes`` maps an accelerator's device id to bytes; it is empty where there is none. ``inputs`` is what
+    the key stands for, outlined: by it two runs of one stage can be told apart part by part.
     """
 
     name: str
@@ -49,6 +51,7 @@ class StageRecord:
     artifact: str
     peak_host_bytes: int | None = None
     peak_device_bytes: Mapping[str, int] = field(default_factory=dict)
+    inputs: object = None
 
 
 class RunRecord:
@@ -77,6 +80,8 @@ class RunRecord:
             "schema_version": SCHEMA_VERSION,
             "status": "running",
             "error": None,
+            "started": _now(),
+            "finished": None,
             "overrides": list(overrides),
             "config": config,
             "environment": environment,
@@ -84,10 +89,30 @@ class RunRecord:
             "memory": {"budget": {}, "predicted": {}, "measured": {}},
             "metrics": dict.fromkeys(METRICS),
             "outputs": [],
+            "device_map": None,
+            "enforcement": None,
         }
         record = cls(folder / RECORD, content)
         record._create()
         return record
+
+    @classmethod
+    def load(cls, path: Path) -> RunRecord:
+        """Return the record in ``path``, a ``run.json`` or the folder of one, to be read or carried on.
+
+        Raises:
+            StorageError: there is none, or it isn't one of this release's.
+        """
+        file = path / RECORD if path.is_dir() else path
+        with mendable(file.parent):
+            text = file.read_text(encoding="utf-8")
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise StorageError(f"{file}: not JSON ({error}); give the folder of a run") from error
+        if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
+            raise StorageError(f"{file}: no run record of schema version {SCHEMA_VERSION}; give the folder of a run")
+        return cls(file, content)
 
     @property
     def path(self) -> Path:
@@ -131,9 +156,21 @@ class RunRecord:
             self._content["outputs"] = [dict(output) for output in report.outputs]
         self._write()
 
+    def note_device_map(self, device_map: Mapping[str, Any]) -> None:
+        """Keep where each module went: the cache that holds the plan may be gone when somebody asks."""
+        self._content["device_map"] = device_map
+        self._write()
+
+    def note_enforcement(self, *, bytes_allowed: int | None, how: str) -> None:
+        """Keep whether the run's memory was capped, at how many bytes, and how or why not."""
+        enforced = bytes_allowed is not None
+        self._content["enforcement"] = {"enforced": enforced, "bytes": bytes_allowed, "how": how}
+        self._write()
+
     def finish(self, status: Status, *, error: BaseException | None = None, stage: str | None = None) -> None:
         """Write how the run ended: its status, and the error that ended it with the stage it came from."""
         self._content["status"] = status
+        self._content["finished"] = _now()
         if error is not None:
             message = str(error)
             self._content["error"] = {"stage": stage, "type": type(error).__name__, "message": message}
@@ -163,6 +200,10 @@ class RunRecord:
 
     def _text(self) -> str:
         return json.dumps(self._content, indent=2) + "\n"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _update(known: dict[str, Any], reported: Mapping[str, float | int | None]) -> None:

@@ -7,12 +7,14 @@ stage asks for one, and let go when no stage that remains will.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from pipeline.cache.fingerprint import fingerprint
+from pipeline.cache.outline import outline
 from pipeline.cache.store import Store
 from pipeline.config import check
 from pipeline.errors import ConfigError, Fault, raise_faults
@@ -22,6 +24,20 @@ from pipeline.record import RunRecord, StageRecord
 from pipeline.stage import Artifact, Config, Report, Stage
 
 GROUP = "offstage.stages"
+DEVICE_MAP = "device_map.json"
+"""The file of an artifact that says which module goes where; the record keeps what it holds."""
+
+_log = logging.getLogger("offstage")
+
+
+class Observer:
+    """What a run tells while it goes on. Override what you want to hear; an error raised there ends the run."""
+
+    def keyed(self, stage: str, inputs: object) -> None:
+        """The key of ``stage`` is known; ``inputs`` outlines what it stands for."""
+
+    def begins(self, stage: str) -> None:
+        """The stage begins its work; what the stages before it report is in the record."""
 
 
 def installed_stages() -> dict[str, Any]:
@@ -64,17 +80,20 @@ class Runner:
         *,
         record: RunRecord,
         monitor: MemoryMonitor,
-        announce: Callable[[str], None] = lambda stage: None,
+        observer: Observer | None = None,
+        cache: Path | None = None,
     ) -> None:
         self._stages = {stage.name: stage for stage in stages}
         self._config = config
         self._record = record
         self._monitor = monitor
-        self._announce = announce
+        self._observer = observer or Observer()
+        self._cache = cache or Path(config["outputs"]) / "cache"
         self._meter = Meter(monitor)
         self._store = Store(self.cache)
         self._artifacts: dict[str, Artifact] = {}
         self._cached: dict[str, bool] = {}
+        self._inputs: dict[str, object] = {}
         self._live: dict[str, Any] = {}
         self._reports: dict[str, Report] = {}
         self.at_work: str | None = None
@@ -88,7 +107,7 @@ class Runner:
     @property
     def cache(self) -> Path:
         """The cache's root."""
-        return Path(self._config["outputs"]) / "cache"
+        return self._cache
 
     @property
     def host_peak(self) -> Callable[[], int]:
@@ -111,19 +130,28 @@ class Runner:
 
     def run(self) -> Mapping[str, Report]:
         """Run every stage, and return what each reports. Raises what a stage raises."""
-        self._find_cached()
+        try:
+            self._find_cached()
+            self._work()
+        finally:
+            self._store.release()
+        self._store.sweep()
+        return self._reports
+
+    def _work(self) -> None:
+        """Run the stages that aren't cached."""
         remaining = [name for name in self._stages if name not in self._artifacts]
         raise_faults([fault for name in remaining for fault in self._examine(name)])
+        self._write_record()
         for name in remaining:
             self.at_work = name
-            self._announce(name)
+            self._observer.begins(name)
+            _log.info("%s: begins", name)
             with self._meter.charge(name):
                 self._obtain(name)
             self._release(remaining[remaining.index(name) + 1 :])
             self._write_record()
-        self._write_record()
-        self._store.sweep()
-        return self._reports
+            _log.info("%s: ends after %.3f s; %s", name, self._meter.usage(name).seconds, self._reports[name].summary)
 
     def _examine(self, name: str) -> Sequence[Fault]:
         with self._meter.charge(name):
@@ -137,11 +165,17 @@ class Runner:
                 found = self._store.find(name, self._key(name))
             if found is None:
                 return
+            _log.info("%s: cached, %s", name, found.folder)
             self._artifacts[name], self._cached[name] = found, True
 
     def _key(self, name: str) -> str:
+        """Return the key of ``name``, and keep what it stands for."""
         stage = self._stages[name]
-        return fingerprint({"stage": name, "version": stage.version, "inputs": dict(stage.key(self))})
+        inputs = dict(stage.key(self))
+        key = fingerprint({"stage": name, "version": stage.version, "inputs": inputs})
+        self._inputs[name] = outline({"version": stage.version, **inputs})
+        self._observer.keyed(name, self._inputs[name])
+        return key
 
     def _obtain(self, name: str) -> None:
         stage = self._stages[name]
@@ -173,8 +207,11 @@ class Runner:
                     artifact=str(artifact.folder),
                     peak_host_bytes=usage.peak_host_bytes,
                     peak_device_bytes={str(device): count for device, count in usage.peak_device_bytes.items()},
+                    inputs=self._inputs[name],
                 )
             )
             if name not in self._reports:
                 self._reports[name] = self._stages[name].report(artifact)
                 self._record.merge(self._reports[name])
+                if DEVICE_MAP in artifact.files:
+                    self._record.note_device_map(artifact.json(DEVICE_MAP))

@@ -49,8 +49,8 @@ def seal(folder: Path, *, stage: str, key: str) -> dict[str, FileEntry]:
     return files
 
 
-def verify(folder: Path, *, stage: str, key: str) -> dict[str, FileEntry]:
-    """Return what the manifest of ``folder`` lists, all of it checked.
+def verify(folder: Path, *, stage: str, key: str, full: bool = False) -> dict[str, FileEntry]:
+    """Return what the manifest of ``folder`` lists, all of it checked; with ``full`` large files are hashed too.
 
     Raises:
         DamagedError: the manifest is missing, malformed or another artifact's, or a file isn't as it says.
@@ -58,7 +58,7 @@ def verify(folder: Path, *, stage: str, key: str) -> dict[str, FileEntry]:
     try:
         files = _parse((folder / MANIFEST).read_bytes(), stage=stage, key=key)
         for name, entry in files.items():
-            _compare(folder / name, name, entry)
+            _compare(folder / name, name, entry, full=full)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise DamagedError(f"{Path(str(error.filename)).name} is missing") from error
     return files
@@ -95,13 +95,13 @@ def _entry(name: str, value: object) -> FileEntry:
             raise DamagedError(f"{MANIFEST} has a wrong entry for {name!r}")
 
 
-def _compare(path: Path, name: str, entry: FileEntry) -> None:
+def _compare(path: Path, name: str, entry: FileEntry, *, full: bool) -> None:
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise DamagedError(f"{name} isn't a file")
     if status.st_size != entry.size:
         raise DamagedError(f"{name} has {status.st_size} bytes instead of {entry.size}")
-    if entry.size > REHASH_BYTES:
+    if entry.size > REHASH_BYTES and not full:
         return
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:

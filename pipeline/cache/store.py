@@ -9,6 +9,7 @@ doing the same work; some file systems grant it to all or to none, so nothing bu
     ROOT/STAGE/.tmp-*          one being built, or left by a process that was killed
     ROOT/STAGE/.damaged-*      one that didn't match its manifest
     ROOT/STAGE/.KEY.lock       the lock of a key
+    ROOT/STAGE/.KEY.use.lock   the lease of a key: held by every run that uses its artifact
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from typing import TypeVar
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
+from pipeline.cache.leases import SHARED, Leases, lease_path
+from pipeline.cache.leftovers import BUILDING, DAMAGED, LOCK, remove_leftovers
 from pipeline.cache.manifest import DamagedError, seal, verify
 from pipeline.errors import OffstageError, StorageError
 from pipeline.files import mendable, storage_error, sync_folder
@@ -34,9 +37,6 @@ from pipeline.stage import Artifact
 T = TypeVar("T")
 
 _log = logging.getLogger("offstage")
-_BUILDING = ".tmp-"
-_DAMAGED = ".damaged-"
-_LOCK = ".lock"
 _TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LOCK = (OSError, RuntimeError)
@@ -53,16 +53,23 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._leases = Leases()
+
+    def release(self) -> None:
+        """End this run's leases: what it used may be pruned from now on."""
+        self._leases.release()
 
     def find(self, stage: str, key: str) -> Artifact | None:
         """Return the artifact of ``key``, its files checked against the manifest, or None if there is none.
 
+        It isn't pruned before ``release``.
         One that is damaged is set aside with a warning, and None returned: it will be built again.
         """
         folder = self._folder(stage, key)
+        self._leases.hold(lease_path(folder))
         with mendable(folder.parent):
             try:
-                return _read(folder)
+                return _used(_read(folder))
             except DamagedError:
                 # Judged again under the lock, so that what another process has mended meanwhile is left
                 # alone; and if another holds the lock, it is mending now.
@@ -82,6 +89,8 @@ class Store:
             return found, None, True
         with mendable(folder.parent):
             folder.parent.mkdir(parents=True, exist_ok=True)
+        self._leases.hold(lease_path(folder))
+        self._leases.hold(self._root / SHARED)
         with _locked(folder, wait=True):
             with mendable(folder.parent):
                 found = _settle(folder)
@@ -95,11 +104,7 @@ class Store:
 
         What can't be removed stays: a sweep never fails a run.
         """
-        deadline = time.time() - older_than_seconds
-        for path in sorted(self._root.glob("*/.*")):
-            with suppress(OSError):
-                if _is_leftover(path) and _newest(path) <= deadline:
-                    _remove(path)
+        remove_leftovers(self._root, unused_since=time.time() - older_than_seconds)
 
     def _folder(self, stage: str, key: str) -> Path:
         for part in (stage, key):
@@ -118,6 +123,14 @@ def _read(folder: Path) -> Artifact | None:
     return Artifact(stage=stage, key=key, folder=folder, files=verify(folder, stage=stage, key=key))
 
 
+def _used(artifact: Artifact | None) -> Artifact | None:
+    """Note on the folder that its artifact is used now: the pruner goes by that time."""
+    if artifact is not None:
+        with suppress(OSError):
+            os.utime(artifact.folder)
+    return artifact
+
+
 def _settle(folder: Path) -> Artifact | None:
     """Return the artifact of ``folder``; a damaged one is set aside and None returned."""
     judged = _inode(folder)
@@ -131,7 +144,7 @@ def _settle(folder: Path) -> Artifact | None:
 
 
 def _set_aside(folder: Path, damage: DamagedError) -> None:
-    aside = folder.with_name(f"{_DAMAGED}{uuid.uuid4().hex}")
+    aside = folder.with_name(f"{DAMAGED}{uuid.uuid4().hex}")
     try:
         folder.rename(aside)
     except FileNotFoundError:
@@ -148,7 +161,7 @@ def _inode(folder: Path) -> int | None:
 
 
 def _build(folder: Path, write: Callable[[Path], T]) -> tuple[Artifact, T]:
-    building = folder.with_name(f"{_BUILDING}{uuid.uuid4().hex}")
+    building = folder.with_name(f"{BUILDING}{uuid.uuid4().hex}")
     try:
         with mendable(folder.parent):
             building.mkdir()
@@ -193,7 +206,7 @@ def _publish(building: Path, folder: Path) -> Artifact:
 @contextmanager
 def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
     """Hold the lock of ``folder``; yields False only if another process has it and ``wait`` is False."""
-    lock = FileLock(folder.with_name(f".{folder.name}{_LOCK}"))
+    lock = FileLock(folder.with_name(f".{folder.name}{LOCK}"))
     try:
         yield _acquire(lock, folder, wait=wait)
     finally:
@@ -219,21 +232,3 @@ def _wait(lock: BaseFileLock, folder: Path) -> bool:
     with suppress(*_NO_LOCK):
         lock.acquire()
     return True
-
-
-def _is_leftover(path: Path) -> bool:
-    return path.name.startswith((_BUILDING, _DAMAGED)) or path.name.endswith(_LOCK)
-
-
-def _newest(path: Path) -> float:
-    return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    elif path.name.endswith(_LOCK):
-        with FileLock(path, timeout=0):  # one that is held stays
-            path.unlink()
-    else:
-        path.unlink()

@@ -122,7 +122,9 @@ def _wait_for_node(folder: Path, environment: dict[str, str], *, seconds: float 
         if state == "idle":
             return
         time.sleep(0.5)
-    logs = "\n".join(f"{path.name}: {path.read_text(errors='replace')[-800:]}" for path in folder.glob("*.[lo][ou][gt]"))
+    logs = "\n".join(
+        f"{path.name}: {path.read_text(errors='replace')[-800:]}" for path in folder.glob("*.[lo][ou][gt]")
+    )
     raise RuntimeError(f"the node is {state!r} after {seconds} s\n{logs}")
 
 

@@ -97,7 +97,7 @@ def test_an_interrupted_sweep_leaves_no_process_and_no_open_record(tmp_path: Pat
     assert "Traceback" not in done.err
 
 
-def test_a_sweep_ends_its_job_when_it_is_killed_itself(tmp_path: Path) -> None:
+def test_a_job_ends_when_nobody_waits_for_it_any_more(tmp_path: Path) -> None:
     sweep = start(tmp_path, "-m", SLOW, "generate.max_new_tokens=2001")
     job = working_job(tmp_path, 0)
     job.parent().kill()

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import threading
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ STAGE = StageRecord(
     artifact="outputs/cache/plan/ffff",
     peak_host_bytes=10,
     peak_device_bytes={"0": 20},
+    inputs={"seed": 1},
 )
 
 
@@ -52,10 +54,13 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "peak_host_bytes",
         "peak_host_rss_bytes",
     ]
-    assert read(folder) == {
+    found = read(folder)
+    assert datetime.fromisoformat(found.pop("started")).tzinfo is not None
+    assert found == {
         "schema_version": 1,
         "status": "running",
         "error": None,
+        "finished": None,
         "overrides": ["seed=1"],
         "config": {"seed": 1},
         "environment": {"python": "3"},
@@ -63,6 +68,8 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "memory": {"budget": {}, "predicted": {}, "measured": {}},
         "metrics": dict.fromkeys(metrics),
         "outputs": [],
+        "device_map": None,
+        "enforcement": None,
     }
     assert [path.name for path in folder.iterdir()] == ["run.json"]
 
@@ -78,6 +85,7 @@ def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:
             "artifact": "outputs/cache/plan/ffff",
             "peak_host_bytes": 10,
             "peak_device_bytes": {"0": 20},
+            "inputs": {"seed": 1},
         }
     ]
 

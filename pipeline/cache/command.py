@@ -1,0 +1,147 @@
+"""The command ``offstage-cache``: see, shrink and check the cache."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from pipeline.cache import housekeeping
+from pipeline.cache.housekeeping import Entry
+from pipeline.command import run_command
+from pipeline.errors import ConfigError
+from pipeline.files import mendable
+
+NAME = "offstage-cache"
+Work = Callable[[Path, argparse.Namespace], int]
+DAMAGED = 1
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_BYTES: dict[str, int] = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate(("", "K", "M", "G", "T"))}}
+_BYTES |= {f"{unit}iB": 1024**power for power, unit in enumerate(("K", "M", "G", "T"), start=1)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
+    given = _parser().parse_args(arguments)
+    run_command(NAME, lambda: _run(given))
+
+
+def _run(given: argparse.Namespace) -> int:
+    root = given.outputs / "cache"
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no cache here; give the folder that holds it with --outputs")
+    with mendable(root):
+        work: Callable[[Path, argparse.Namespace], int] = given.work
+        return work(root, given)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=NAME, description="See, shrink and check the cache of offstage.")
+    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="the folder of runs and cache (outputs)")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, work, says in (
+        ("list", _list, "every artifact, the least recently used first"),
+        ("du", _du, "what each stage takes"),
+        ("verify", _verify, "hash everything again and set aside what is damaged; exits 1 if anything is"),
+    ):
+        commands.add_parser(name, help=says, description=says).set_defaults(work=work)
+    pruner = commands.add_parser("prune", help="remove what isn't used any more; never what a running job uses")
+    pruner.add_argument(
+        "--older-than", type=_read_age, metavar="30d", help="unused for longer than this (s, m, h, d, w)"
+    )
+    pruner.add_argument(
+        "--max-size", type=_read_size, metavar="50GB", help="the least recently used, until this is kept"
+    )
+    pruner.add_argument("--dry-run", action="store_true", help="only say what would go")
+    pruner.set_defaults(work=_prune)
+    return parser
+
+
+def _read_age(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no age; give a number and s, m, h, d or w, as in 30d")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def _read_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)", text)
+    if match is None or match[2] not in _BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number and a unit, as in 50GB or 20GiB")
+    return round(float(match[1]) * _BYTES[match[2]])
+
+
+def _list(root: Path, _given: argparse.Namespace) -> int:
+    table = _table("stage", "key", "size", "last used")
+    for entry in housekeeping.entries(root):
+        table.add_row(entry.stage, entry.key[:16], decimal(entry.bytes), f"{datetime.fromtimestamp(entry.used):%F %T}")
+    _print(table)
+    return 0
+
+
+def _du(root: Path, _given: argparse.Namespace) -> int:
+    found = housekeeping.entries(root)
+    table = _table("stage", "artifacts", "size", "last used")
+    for stage in dict.fromkeys(sorted(entry.stage for entry in found)):
+        own = [entry for entry in found if entry.stage == stage]
+        used = datetime.fromtimestamp(max(entry.used for entry in own))
+        table.add_row(stage, str(len(own)), decimal(sum(entry.bytes for entry in own)), f"{used:%F %T}")
+    table.add_row("all", str(len(found)), decimal(sum(entry.bytes for entry in found)), "")
+    _print(table)
+    return 0
+
+
+def _prune(root: Path, given: argparse.Namespace) -> int:
+    if given.older_than is None and given.max_size is None:
+        raise ConfigError("prune: nothing says what may go; give --older-than 30d, --max-size 50GB or both")
+    found = housekeeping.entries(root)
+    chosen = housekeeping.choose(found, older_than_seconds=given.older_than, max_bytes=given.max_size)
+    if given.dry_run:
+        _say(f"would remove {_amount(chosen)}")
+        return 0
+    pruned = housekeeping.prune(chosen)
+    _say(f"removed {_amount(pruned.taken)}")
+    if pruned.in_use:
+        _say(f"kept {_amount(pruned.in_use)} that running jobs use")
+    return 0
+
+
+def _verify(root: Path, _given: argparse.Namespace) -> int:
+    began, found = time.perf_counter(), housekeeping.entries(root)
+    damaged = [(entry, damage) for entry in found if (damage := housekeeping.find_damage(entry))]
+    for entry, damage in damaged:
+        aside = housekeeping.set_aside(entry)
+        _say(f"{entry.folder}: {damage}; {f'set aside as {aside.name}' if aside else 'in use, left where it is'}")
+    stores = sum(entry.stage == housekeeping.OFFLOAD for entry in found)
+    unhashed = f"; {stores} offload stores keep no hashes" if stores else ""
+    hashed = _amount([entry for entry in found if entry.stage != housekeeping.OFFLOAD])
+    _say(f"{hashed} hashed in {time.perf_counter() - began:.1f} s, {len(damaged)} damaged{unhashed}")
+    return DAMAGED if damaged else 0
+
+
+def _amount(found: Sequence[Entry]) -> str:
+    one = "" if len(found) == 1 else "s"
+    return f"{len(found)} artifact{one} ({decimal(sum(entry.bytes for entry in found))})"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify="right" if name in ("size", "artifacts") else "left")
+    return table
+
+
+def _print(table: Table) -> None:
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")

@@ -1,0 +1,130 @@
+"""Housekeeping: what lies in a cache, what may go, what is damaged.
+
+An artifact is taken by renaming its folder away under the exclusive lock of its lease: a run either has the lease
+already and keeps what it reads, or finds nothing there and builds again. What several artifacts share (the offload
+stores) is taken only while no run works at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.cache.leases import SHARED, lease_path, sole_use
+from pipeline.cache.leftovers import BUILDING, DAMAGED
+from pipeline.cache.manifest import DamagedError, verify
+
+OFFLOAD = "offload"
+"""The folder of the cache that holds the offload stores; they have no manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One artifact, or one offload store: its size in bytes and when it was last used, in seconds of the epoch."""
+
+    stage: str
+    key: str
+    folder: Path
+    bytes: int
+    used: float
+
+    @property
+    def lease(self) -> Path:
+        """The file whose lock stands for its use."""
+        return self.folder.parents[1] / SHARED if self.stage == OFFLOAD else lease_path(self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What a prune took, and what it would have taken had no run been using it."""
+
+    taken: tuple[Entry, ...]
+    in_use: tuple[Entry, ...]
+
+
+def entries(root: Path) -> list[Entry]:
+    """Return all that lies in the cache ``root``, least recently used first."""
+    folders = [path for path in root.glob("*/*") if path.is_dir() and not path.name.startswith(".")]
+    return sorted((entry for folder in folders for entry in _measure(folder)), key=lambda entry: entry.used)
+
+
+def _measure(folder: Path) -> Iterator[Entry]:
+    """Yield the entry of ``folder``; nothing where another process has just taken it."""
+    try:
+        files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+        used = folder.stat().st_mtime
+    except FileNotFoundError:
+        return
+    if folder.parent.name == OFFLOAD:
+        used = max([used, *(file.st_mtime for file in files)])
+    yield Entry(folder.parent.name, folder.name, folder, sum(file.st_size for file in files), used)
+
+
+def choose(
+    found: Sequence[Entry], *, older_than_seconds: float | None, max_bytes: int | None, now: float | None = None
+) -> list[Entry]:
+    """Return the entries to prune: those unused for so long, then the least recently used until the rest fits."""
+    now = time.time() if now is None else now
+    chosen = [entry for entry in found if older_than_seconds is not None and now - entry.used > older_than_seconds]
+    kept = [entry for entry in found if entry not in chosen]
+    held = sum(entry.bytes for entry in kept)
+    for entry in sorted(kept, key=lambda entry: entry.used):
+        if max_bytes is None or held <= max_bytes:
+            break
+        chosen.append(entry)
+        held -= entry.bytes
+    return chosen
+
+
+def prune(chosen: Sequence[Entry]) -> Pruned:
+    """Remove the entries that no run uses."""
+    taken = [entry for entry in chosen if _take(entry)]
+    return Pruned(tuple(taken), tuple(entry for entry in chosen if entry not in taken))
+
+
+def _take(entry: Entry) -> bool:
+    """Remove ``entry`` and return whether it is gone; False if a run uses it."""
+    aside = entry.folder.with_name(f"{BUILDING}{uuid.uuid4().hex}")
+    if not _move(entry, aside, lambda folder: True):
+        return False
+    shutil.rmtree(aside, ignore_errors=True)  # what is left of it the next run sweeps away
+    return True
+
+
+def _move(entry: Entry, aside: Path, still: Callable[[Path], bool]) -> bool:
+    """Rename the folder of ``entry`` to ``aside`` if nobody uses it and ``still`` says so; returns whether it went."""
+    with sole_use(entry.lease) as ours:
+        if not ours or not still(entry.folder):
+            return False
+        try:
+            entry.folder.rename(aside)
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def find_damage(entry: Entry) -> str | None:
+    """Return what is wrong with an artifact, all of its files hashed again; None if it is whole.
+
+    An offload store keeps no hashes: each run checks its tensors' sizes.
+    """
+    if entry.stage == OFFLOAD:
+        return None
+    try:
+        verify(entry.folder, stage=entry.stage, key=entry.key, full=True)
+    except DamagedError as damage:
+        return str(damage) if entry.folder.exists() else None
+    return None
+
+
+def set_aside(entry: Entry) -> Path | None:
+    """Move a damaged artifact away and return where it lies now; None if a run uses it, or it is gone or mended."""
+    aside = entry.folder.with_name(f"{DAMAGED}{uuid.uuid4().hex}")
+    moved = _move(entry, aside, lambda folder: folder.exists() and find_damage(entry) is not None)
+    if moved:
+        aside.touch()  # the sweep counts from now
+    return aside if moved else None

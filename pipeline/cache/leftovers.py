@@ -1,0 +1,41 @@
+"""What lies in a cache beside its artifacts, and who removes it: every run does, by age."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock
+
+BUILDING = ".tmp-"
+"""An artifact that is being built or removed, or was when its process was killed."""
+DAMAGED = ".damaged-"
+"""An artifact that was set aside."""
+LOCK = ".lock"
+
+
+def remove_leftovers(root: Path, *, unused_since: float) -> None:
+    """Remove what nobody has touched since that time, in seconds of the epoch; what can't be removed stays."""
+    for path in sorted(root.glob("*/.*")):
+        with suppress(OSError):
+            if _is_leftover(path) and _newest(path) <= unused_since:
+                _remove(path)
+
+
+def _is_leftover(path: Path) -> bool:
+    return path.name.startswith((BUILDING, DAMAGED)) or path.name.endswith(LOCK)
+
+
+def _newest(path: Path) -> float:
+    return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    elif path.name.endswith(LOCK):
+        with FileLock(path, timeout=0):  # one that is held stays
+            path.unlink()
+    else:
+        path.unlink()

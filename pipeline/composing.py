@@ -1,0 +1,44 @@
+"""Hydra's and OmegaConf's errors, in one line: which key, what is wrong, the closest key that exists."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.command import guarded
+from pipeline.errors import ConfigError, closest
+
+COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
+
+
+def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
+    """Return what ``work`` returns, or print the error that a user can mend and return its exit code.
+
+    With ``show_all`` the error is raised on, to be seen with its traceback.
+    """
+    try:
+        return guarded(work, show_all=show_all)
+    except COMPOSING_ERRORS as error:
+        if show_all:
+            raise
+        sys.stderr.writelines(f"offstage: {line}\n" for line in one_line(error).splitlines())
+        return ConfigError.exit_code
+
+
+def one_line(error: Exception) -> str:
+    """Return Hydra's message and its cause's in one line, with the closest key where one was misspelt."""
+    from dataclasses import fields
+
+    from pipeline.config import Schema
+
+    texts = [str(error)] + ([str(error.__cause__)] if error.__cause__ else [])
+    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+    unknown = lines[0].partition("Could not override '")[2].partition("'")[0]
+    if unknown:
+        return f"{unknown}: unknown key{closest(unknown, [f.name for f in fields(Schema)])}; --cfg job shows every key"
+    noise = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
+    kept = [line for line in lines if not line.startswith(noise)]
+    return "; ".join(dict.fromkeys(kept))

@@ -1,0 +1,169 @@
+"""One job: the record of a run whose config is resolved, carried to its end in this process.
+
+Run as a process of its own (``python -P -c "from pipeline.job import main; main()" FOLDER``) it is what a sweep's jobs,
+a capped run and a replay have in common: nothing is composed again, so today's defaults have no part in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from rich.console import Console
+
+from pipeline.caps import KERNEL_BYTES, CapError, MemoryGroup
+from pipeline.command import run_command
+from pipeline.errors import BudgetError, CheckpointError
+from pipeline.memory import MemoryMonitor
+from pipeline.record import RunRecord
+from pipeline.runner import Observer, Runner, check_config
+from pipeline.screen import announce, shorten, show
+from pipeline.stage import Report
+
+WIDTH_OF_FILES = 200
+"""Characters a line where the output is no terminal, so that nothing is folded that somebody may search for."""
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+
+_log = logging.getLogger("offstage")
+
+
+def perform(
+    record: RunRecord, *, started: float, group: MemoryGroup | None = None, expected: RunRecord | None = None,
+    cache: Path | None = None,
+) -> int:  # fmt: skip
+    """Run the pipeline as ``record.config`` says, show what came out, and return 0.
+
+    Raises what went wrong, after the record says so. ``started`` is when the command began, in seconds of
+    ``time.perf_counter``; ``group`` caps the memory as soon as the plan is known; ``expected`` is the run that this one
+    repeats: a checkpoint that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
+    """
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    with MemoryMonitor() as monitor, Ending(record, monitor) as ending:
+        stages = check_config(record.config)
+        watch = _Watch(record, group, expected)
+        runner = ending.runner = Runner(
+            stages, record.config, record=record, monitor=monitor, observer=watch, cache=cache
+        )
+        reports = runner.run()
+        watch.ended()
+    announce("")
+    show(console, record.data, reports)
+    folder = record.path.parent
+    console.print(f"\n{len(stages)} stages in {time.perf_counter() - started:.2f} s, {shorten(folder)}")
+    return 0
+
+
+class Ending:
+    """Closes a record with the status that fits how the context is left, and with the peaks of the run."""
+
+    def __init__(self, record: RunRecord, monitor: MemoryMonitor | None = None) -> None:
+        self.runner: Runner | None = None
+        self._record, self._monitor = record, monitor
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: Any) -> None:
+        if self._monitor is not None:
+            host, resident = self._monitor.peak_host_bytes, self._monitor.peak_host_rss_bytes
+            self._record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
+        if error is None:
+            _log.info("completed")
+            self._record.finish("completed")
+            return
+        stage = self.runner.at_work if self.runner else None
+        status: Literal["interrupted", "failed"] = "interrupted" if kind is KeyboardInterrupt else "failed"
+        _log.info("%s in %s: %s", status, stage or "the config", error)
+        self._record.finish(status, error=error, stage=stage)
+
+
+class _Watch(Observer):
+    """Says what is at work, caps the memory once the plan is known, and holds a replay against its original."""
+
+    def __init__(self, record: RunRecord, group: MemoryGroup | None, expected: RunRecord | None) -> None:
+        self._record, self._group = record, group
+        stages = expected.data["stages"] if expected else ()
+        self._expected = {stage["name"]: stage.get("inputs") or {} for stage in stages}
+
+    def keyed(self, stage: str, inputs: object) -> None:
+        """Refuse a checkpoint that isn't the recorded one."""
+        from pipeline.cache.outline import changes
+
+        then = self._expected.get(stage, {}).get("checkpoint")
+        now = cast("dict[str, object]", inputs).get("checkpoint")
+        moved = list(changes(then, now, "checkpoint")) if then is not None else []
+        if moved:
+            parts = "; ".join(f"{change.place} was {change.then} and is {change.now}" for change in moved[:3])
+            more = f"; and {len(moved) - 3} more" if len(moved) > 3 else ""
+            path = self._record.config["model"].get("path")
+            raise CheckpointError(f"{path}: changed since that run ({parts}{more}); restore the files to replay it")
+
+    def begins(self, stage: str) -> None:
+        """Show the stage on a terminal; set the cap before the first stage that comes after the plan."""
+        announce(stage)
+        memory = self._record.data["memory"]
+        predicted = memory["predicted"].get("cpu")
+        if self._group is None or predicted is None:
+            return
+        allowed = max(predicted, memory["budget"].get("cpu") or 0) + KERNEL_BYTES
+        try:
+            self._group.limit(allowed)
+        except CapError as error:
+            raise BudgetError(
+                f"max_memory.cpu: the process holds more than the {allowed} bytes that its plan allows, before any "
+                f"weight is there ({error}); raise max_memory.cpu, or run with enforce_memory=false"
+            ) from error
+        how = f"cgroup v{self._group.version}, {self._group.folder}"
+        self._record.note_enforcement(bytes_allowed=allowed, how=how)
+        _log.info("memory capped at %d bytes (%s)", allowed, how)
+        self._group = None
+
+    def ended(self) -> None:
+        """Say so where there was nothing to cap."""
+        if self._group is not None:
+            self._record.note_enforcement(bytes_allowed=None, how="nothing was loaded: served from the cache")
+
+
+def main() -> None:
+    """Run the job whose record lies in the folder that the first argument names, then exit with its code."""
+    started = time.perf_counter()
+    _die_with_parent()
+    parser = argparse.ArgumentParser(prog="offstage-job", description="Runs the job that a run folder describes.")
+    parser.add_argument("folder", type=Path, help="the run's folder, with a run.json whose status is running")
+    parser.add_argument("--group", type=Path, help="the memory group that this process is in")
+    parser.add_argument("--version", type=int, choices=(1, 2), help="the version of the group's interface")
+    parser.add_argument("--expected", type=Path, help="the record of the run that this one repeats")
+    parser.add_argument("--cache", type=Path, help="a cache to use instead of the one in outputs")
+    parser.add_argument("--debug", action="store_true", help="log everything")
+    given = parser.parse_args()
+    run_command("offstage", lambda: _run(given, started))
+
+
+def _run(given: argparse.Namespace, started: float) -> int:
+    configure_log(given.folder, debug=given.debug)
+    record = RunRecord.load(given.folder)
+    group = MemoryGroup(given.group, given.version) if given.group else None
+    expected = RunRecord.load(given.expected) if given.expected else None
+    return perform(record, started=started, group=group, expected=expected, cache=given.cache)
+
+
+def configure_log(folder: Path, *, debug: bool = False) -> None:
+    """Log to ``run.log`` in ``folder``, plainly, and warnings to the screen too."""
+    file = logging.FileHandler(folder / "run.log", delay=True)
+    screen = logging.StreamHandler(sys.stderr)
+    screen.setLevel(logging.WARNING)
+    level = logging.DEBUG if debug else logging.INFO
+    logging.basicConfig(level=level, format=LOG_FORMAT, handlers=[file, screen], force=True)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel send SIGTERM when the process that waits for this job is gone: nobody would see its end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)

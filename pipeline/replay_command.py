@@ -1,0 +1,130 @@
+"""The command ``offstage-replay``: run a record again, and say whether it came out the same.
+
+Everything is made anew, in a cache of the replay's own that is removed afterwards: what a cache serves proves nothing.
+The config is the record's own, whole; what is default today has no part in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from os import getpid
+from pathlib import Path
+
+from pipeline.cache.manifest import DamagedError, verify
+from pipeline.cache.outline import Change
+from pipeline.command import INTERRUPTED, run_command
+from pipeline.environment import environment
+from pipeline.errors import KilledError, ReplayError, StorageError
+from pipeline.record import RunRecord
+from pipeline.replay import Comparison, Difference, compare, first_difference
+from pipeline.runner import load_stages
+from pipeline.screen import shorten
+from pipeline.stage import Artifact
+from pipeline.supervise import supervise
+
+NAME = "offstage-replay"
+DIFFERENT = 1
+_SHOWN = 8
+"""Entries of one list that are printed; the record has them all."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
+    parser = argparse.ArgumentParser(
+        prog=NAME,
+        description="Runs a recorded run again, in a fresh process, from its own config, and compares the two.",
+        epilog="Exit code: 0 the same, 1 different, 2 it can't be replayed, 130 interrupted.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or its run.json")
+    parser.add_argument(
+        "--from-cache", action="store_true", help="run nothing: compare the artifacts in the cache with the record"
+    )
+    given = parser.parse_args(arguments)
+    run_command(NAME, lambda: replay(given.run, from_cache=given.from_cache))
+
+
+def replay(run: Path, *, from_cache: bool) -> int:
+    """Replay the run in the folder ``run``, print what came of it, and return the exit code."""
+    then = _load(run)
+    if from_cache:
+        return _compare_stored(then)
+    folder = Path(then.config["outputs"]) / "runs" / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-{getpid()}"
+    now = RunRecord.start(folder, overrides=then.data["overrides"], config=then.config, environment=environment())
+    cache = folder / ".cache"
+    options = ["--expected", str(then.path.absolute()), "--cache", str(cache)]
+    try:
+        code = supervise(now, options=options)
+    except KilledError as error:
+        raise ReplayError(f"{run}: the replay was ended: {error}") from error
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
+    if code:
+        return INTERRUPTED if code == INTERRUPTED else ReplayError.exit_code
+    found = compare(then.data, RunRecord.load(folder).data)
+    sys.stdout.writelines(f"{line}\n" for line in (*_report(found), f"replay    {shorten(folder)}"))
+    return 0 if found.same else DIFFERENT
+
+
+def _load(run: Path) -> RunRecord:
+    """Return the record of ``run``; a ``ReplayError`` where there is nothing to repeat."""
+    try:
+        record = RunRecord.load(run)
+    except StorageError as error:
+        raise ReplayError(str(error)) from error
+    status = record.data["status"]
+    if status != "completed":
+        raise ReplayError(
+            f"{run}: the run is {status}, so there is no result to compare with; replay one that completed"
+        )
+    return record
+
+
+def _report(found: Comparison) -> Iterable[str]:
+    """Yield the lines that say what came of a replay."""
+    if found.has_tokens:
+        yield f"tokens    {'the same' if found.tokens is None else f'different; {found.tokens}'}"
+    yield f"plan      {f'{len(found.moved)} modules moved' if found.moved else 'the same'}"
+    yield from _listed(found.moved)
+    if found.why:
+        yield "changed   in what the stages depend on"
+        yield from _listed(found.why)
+    yield f"machine   {'versions or hardware differ' if found.environment else 'the same versions and hardware'}"
+    yield from _listed(found.environment)
+    for speed in found.speed:
+        if isinstance(speed.then, int | float) and isinstance(speed.now, int | float):
+            yield f"speed     {speed.place.replace('_', ' ')}: {speed.then:.4f} then, {speed.now:.4f} now"
+
+
+def _listed(found: Sequence[Change]) -> Iterable[str]:
+    for change in found[:_SHOWN]:
+        yield f"          {change.place}: was {change.then}, is {change.now}"
+    if len(found) > _SHOWN:
+        yield f"          and {len(found) - _SHOWN} more"
+
+
+def _compare_stored(then: RunRecord) -> int:
+    """Hold what the cache keeps of the run against its record; nothing is run."""
+    stages = {stage.name: stage for stage in load_stages(then.config)}
+    difference: Difference | None = None
+    for entry in then.data["stages"]:
+        report = stages[entry["name"]].report(_stored(entry["name"], entry["key"], Path(entry["artifact"])))
+        if report.outputs:
+            difference = first_difference(then.data["outputs"], report.outputs)
+    count = len(then.data["stages"])
+    sys.stdout.write(f"artifacts {count} of {count} are whole\n")
+    if then.data["outputs"]:
+        sys.stdout.write(f"tokens    {'the same' if difference is None else f'different; {difference}'}\n")
+    return 0 if difference is None else DIFFERENT
+
+
+def _stored(stage: str, key: str, folder: Path) -> Artifact:
+    try:
+        return Artifact(stage, key, folder, verify(folder, stage=stage, key=key))
+    except DamagedError as error:
+        raise ReplayError(
+            f"{folder}: the artifact of {stage} isn't whole any more ({error}); replay without --from-cache"
+        ) from error

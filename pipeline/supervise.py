@@ -1,0 +1,116 @@
+"""A job in a process of its own, watched to its end.
+
+The one who waits says how it ended, so a job that is killed leaves a record with the reason instead of a hole, and
+whoever goes on after it (a sweep, a replay) inherits none of its memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from pipeline.caps import CapError, MemoryGroup, make_group
+from pipeline.command import FULL_ERROR, INTERRUPTED
+from pipeline.errors import KilledError
+from pipeline.record import RunRecord
+
+_ENTRY = "from pipeline.job import main; main()"
+
+_log = logging.getLogger("offstage")
+
+
+def supervise(record: RunRecord, *, capped: bool = False, options: Sequence[str] = (), show_all: bool = False) -> int:
+    """Run the job of ``record`` in a fresh process and return its exit code; ``record`` isn't current afterwards.
+
+    ``capped`` puts it under a memory cap where this process may; ``options`` go to the job's command line;
+    ``show_all`` has it show tracebacks.
+
+    Raises:
+        KilledError: a signal ended it that it could not heed; the record says so.
+    """
+    group = _group(record) if capped else None
+    debug = ["--debug"] if logging.getLogger().isEnabledFor(logging.DEBUG) else []
+    # -P keeps the current folder out of the import path: it may hold a folder named conf or stages.
+    command = [sys.executable, "-P", "-c", _ENTRY, str(record.path.parent), *options, *debug]
+    if group is not None:
+        command = group.entering([*command, "--group", str(group.folder), "--version", str(group.version)])
+    try:
+        # In a group of its own: a terminal's Ctrl-C is passed on from here, once.
+        process = subprocess.Popen(command, process_group=0, env=_environment(show_all=show_all))
+        with _passing_signals_to(process) as passed:
+            code = process.wait()
+        return _settle(record.path, code, passed, group)
+    finally:
+        if group is not None:
+            group.remove()
+
+
+def _environment(*, show_all: bool) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name != FULL_ERROR}
+    return {**inherited, FULL_ERROR: "1"} if show_all else inherited
+
+
+def _group(record: RunRecord) -> MemoryGroup | None:
+    try:
+        return make_group()
+    except CapError as error:
+        _log.warning("enforce_memory: %s; this run's memory is not capped", error)
+        record.note_enforcement(bytes_allowed=None, how=str(error))
+        return None
+
+
+@contextmanager
+def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Pass signals on to ``process``: the first as it is, a later one as SIGKILL. Yields those that came."""
+    came: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        process.send_signal(number if len(came) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _settle(path: Path, code: int, passed: Sequence[int], group: MemoryGroup | None) -> int:
+    """Return the job's exit code; where it couldn't write how it ended, write that for it."""
+    record = RunRecord.load(path)
+    unfinished = record.data["status"] == "running"
+    if passed:
+        if unfinished:
+            record.finish("interrupted", error=KeyboardInterrupt())
+        return INTERRUPTED
+    if code >= 0:
+        if unfinished:
+            record.finish("failed", error=KilledError(f"the job's process exited {code} without a word; see run.log"))
+        return code
+    error = KilledError(_reason(record, -code, group))
+    record.finish("failed", error=error, stage=_stage_at_work(record))
+    raise error
+
+
+def _reason(record: RunRecord, number: int, group: MemoryGroup | None) -> str:
+    name = signal.Signals(number).name
+    cap = (record.data.get("enforcement") or {}).get("bytes")
+    if group is not None and group.kills() and cap:
+        return f"killed by its memory cap: it needed more than the {cap} bytes that its plan allows (enforce_memory)"
+    if number == signal.SIGKILL:
+        return f"killed by {name}: by hand, or by the system when memory ran out (see dmesg); lower max_memory.cpu"
+    return f"killed by {name}; see run.log beside the record"
+
+
+def _stage_at_work(record: RunRecord) -> str | None:
+    """Return the first stage of the run that the record has no entry for."""
+    done = {stage["name"] for stage in record.data["stages"]}
+    return next((name for name in record.config.get("stages", ()) if name not in done), None)

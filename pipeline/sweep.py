@@ -1,0 +1,107 @@
+"""A sweep's screen: a line as each job ends, and a closing table with every job and its reason."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from pipeline.console import Outcome
+from pipeline.errors import KilledError, StorageError
+from pipeline.record import RECORD, RunRecord
+from pipeline.screen import shorten
+
+LOST = "its process was lost before it could say why; see .submitit in the sweep's folder"
+_COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow"}
+
+
+def exit_code(outcomes: Sequence[Outcome]) -> int:
+    """Return the exit code of the first job that didn't end well, 0 if all did."""
+    codes = (1 if outcome.code is None else outcome.code for outcome in outcomes)
+    return next((code for code in codes if code), 0)
+
+
+def show_progress(sweep: Path | None, outcome: Outcome) -> None:
+    """Print one line about a job that has just ended."""
+    if sweep is None:
+        return
+    found = settled(sweep, outcome)
+    reason = f": {_reason(found)}" if found.get("error") else ""
+    line = f"job {outcome.number}  {' '.join(outcome.overrides)}  {found.get('status', 'lost')}{reason}"
+    sys.stdout.write(line.splitlines()[0] + "\n")
+    sys.stdout.flush()
+
+
+def settled(sweep: Path, outcome: Outcome) -> Mapping[str, Any]:
+    """Return the record of the job, empty if it has none. One that was lost on the way is marked so."""
+    path = _find(sweep, outcome)
+    if path is None:
+        return {}
+    record = RunRecord.load(path)
+    if record.data["status"] == "running":
+        record.finish("failed", error=KilledError(LOST))
+    return record.data
+
+
+def _find(sweep: Path, outcome: Outcome) -> Path | None:
+    """Return where the job's record lies: in the folder of its number, or wherever ``hydra.sweep.subdir`` says."""
+    usual = sweep / str(outcome.number) / RECORD
+    if usual.is_file():
+        return usual
+    for path in sorted(sweep.glob(f"**/{RECORD}")):
+        if _overrides(path) == list(outcome.overrides):
+            return path
+    return None
+
+
+def _overrides(path: Path) -> list[str] | None:
+    try:
+        return list(RunRecord.load(path).data["overrides"])
+    except StorageError:
+        return None
+
+
+def show_sweep(console: Console, sweep: Path, outcomes: Sequence[Outcome]) -> None:
+    """Print the closing table; of each job's overrides those that not all have."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("job", justify="right", no_wrap=True)
+    table.add_column("overrides", overflow="fold")
+    table.add_column("status", no_wrap=True)
+    for name in ("s/token", "host peak"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes)) if len(outcomes) > 1 else set()
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.number):
+        own = [override for override in outcome.overrides if override not in common]
+        table.add_row(str(outcome.number), escape(" ".join(own)), *_cells(settled(sweep, outcome)))
+    console.print(table)
+    well = sum(outcome.code == 0 for outcome in outcomes)
+    console.print(f"\n{well} of {len(outcomes)} jobs completed, {shorten(sweep)}")
+
+
+def _cells(record: Mapping[str, Any]) -> list[str]:
+    """Return a job's status, speed, host peak and reason."""
+    status = record.get("status", "lost")
+    metrics = record.get("metrics", {})
+    seconds, peak = metrics.get("decode_seconds_per_token"), record.get("memory", {}).get("measured", {}).get("cpu")
+    return [
+        f"[{_COLOURS.get(status, 'red')}]{status}[/]",
+        f"{seconds:.4f}" if seconds else "",
+        decimal(peak) if peak else "",
+        escape(_reason(record)) if record else LOST,
+    ]
+
+
+def _reason(record: Mapping[str, Any]) -> str:
+    """Return why the run didn't complete, in one line; empty if it did."""
+    error = record.get("error")
+    if not error:
+        return ""
+    where = f"{error['stage']}: " if error.get("stage") else ""
+    return f"{where}{'; '.join(error['message'].splitlines()) or error['type']}"

@@ -1,0 +1,102 @@
+"""offstage-cache: what lies in the cache, what goes, what is damaged; and pruning while jobs run."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Finished, finish, start
+
+Run = Callable[..., Finished]
+Command = Callable[..., tuple[int, str, str]]
+STAGES = ("empty_init", "plan", "shard_load", "dispatch", "generate")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Command:
+    """Return a function that runs offstage-cache in this test's folder: exit code, output, errors."""
+    from pipeline.cache.command import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+        captured = capfd.readouterr()
+        return int(exit_info.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def artifacts(folder: Path) -> set[str]:
+    return {path.parent.parent.name for path in folder.glob("outputs/cache/*/*/manifest.json")}
+
+
+def test_everything_is_listed_counted_verified_and_pruned(offstage: Run, cache: Command, tmp_path: Path) -> None:
+    assert offstage("generate.max_new_tokens=2").code == 0
+    assert all(stage in cache("list")[1] for stage in STAGES)
+    assert "all" in cache("du")[1]
+    assert "5 artifacts" in cache("verify")[1]
+    code, out, _ = cache("prune", "--older-than", "1h")
+    assert (code, out) == (0, "removed 0 artifacts (0 bytes)\n")
+    assert "would remove 5" in cache("prune", "--max-size", "0B", "--dry-run")[1]
+    assert artifacts(tmp_path) == set(STAGES)
+    assert "removed 5" in cache("prune", "--max-size", "0B")[1]
+    assert artifacts(tmp_path) == set()
+    assert offstage("generate.max_new_tokens=2").code == 0
+
+
+def test_old_is_what_was_not_used_for_long(offstage: Run, cache: Command, tmp_path: Path) -> None:
+    offstage("generate.max_new_tokens=2")
+    long_ago = time.time() - 40 * 86400
+    for folder in tmp_path.glob("outputs/cache/*/*"):
+        os.utime(folder, (long_ago, long_ago))
+    offstage("stop_after=plan")
+    cache("prune", "--older-than", "30d")
+    assert artifacts(tmp_path) == {"empty_init", "plan"}
+
+
+def test_damage_is_found_and_set_aside(offstage: Run, cache: Command, tmp_path: Path) -> None:
+    offstage("generate.max_new_tokens=2")
+    (path,) = tmp_path.glob("outputs/cache/generate/*/generation.json")
+    path.write_text(path.read_text().replace("a", "b", 1))
+    code, out, _ = cache("verify")
+    assert code == 1
+    assert "generation.json doesn't match its hash; set aside as .damaged-" in out
+    assert cache("verify")[0] == 0
+    assert not offstage("generate.max_new_tokens=2").cached["generate"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("prune", "--older-than", "soon"), ("prune", "--max-size", "9XB"), ("prune",)]
+)
+def test_what_is_no_command_exits_2(arguments: tuple[str, ...], cache: Command, tmp_path: Path) -> None:
+    tmp_path.joinpath("outputs", "cache").mkdir(parents=True)
+    assert cache(*arguments)[0] == 2
+
+
+def test_a_folder_without_a_cache_is_named(cache: Command) -> None:
+    code, _, err = cache("du")
+    assert code == 2
+    assert "outputs/cache: no cache here" in err
+
+
+def test_what_a_running_job_uses_is_kept(cache: Command, tmp_path: Path) -> None:
+    job = start(tmp_path, "max_memory.cpu=0.9MB", "dtype=bfloat16", "generate.max_new_tokens=300")
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("outputs/cache/dispatch/*/manifest.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    taken = 0
+    while job.poll() is None:
+        _, out, _ = cache("prune", "--max-size", "0B")
+        taken += "removed 0" not in out
+    done = finish(job, tmp_path, {})
+    assert done.code == 0, done.err
+    assert taken <= 1, "only after the job let go of what it used"
+    stored = tmp_path / "outputs" / "cache" / "offload"
+    assert "removed" in cache("prune", "--max-size", "0B")[1]
+    assert not list(stored.glob("*/index.json"))

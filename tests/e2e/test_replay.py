@@ -1,0 +1,152 @@
+"""Replays: the same machine says the same; what changed is found, and named."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Finished, records_in
+
+Run = Callable[..., Finished]
+Replay = Callable[..., tuple[int, str, str]]
+EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the embedded checkpoint that a test may spoil."""
+    return Path(shutil.copytree(EMBEDDED, tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def run_path(offstage: Run, checkpoint: Path, tmp_path: Path) -> Path:
+    """The record of one completed run."""
+    done = offstage(f"model.path={checkpoint}", "max_memory.cpu=1.5MB", "generate.max_new_tokens=6")
+    assert done.code == 0, done.err
+    (path,) = records_in(tmp_path)
+    return path
+
+
+@pytest.fixture
+def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Replay:
+    """Return a function that replays a run: exit code, output, errors."""
+    from pipeline.replay_command import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_info:
+            main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return int(exit_info.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+def test_on_the_same_machine_it_is_the_same_and_really_runs_again(
+    run_path: Path, replay: Replay, tmp_path: Path
+) -> None:
+    code, out, err = replay(run_path.parent)
+    assert code == 0, err
+    assert "tokens    the same" in out
+    assert "plan      the same" in out
+    assert "then," in out
+    again = next(record for path, record in records_in(tmp_path).items() if path != run_path)
+    assert not any(stage["cached"] for stage in again["stages"])
+    assert not list(tmp_path.glob("outputs/runs/*/*/.cache"))
+
+
+def test_the_cache_is_not_needed(run_path: Path, replay: Replay, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "outputs" / "cache")
+    assert replay(run_path)[0] == 0
+    code, _, err = replay(run_path, "--from-cache")
+    assert code == 2
+    assert "manifest.json is missing" in err
+
+
+def test_stored_artifacts_alone_can_be_compared(run_path: Path, replay: Replay) -> None:
+    code, out, _ = replay(run_path, "--from-cache")
+    assert code == 0
+    assert "5 of 5 are whole" in out
+    edit(run_path, lambda record: record["outputs"][0]["token_ids"].__setitem__(2, 0))
+    code, out, _ = replay(run_path, "--from-cache")
+    assert code == 1
+    assert "sequence 0, token 2" in out
+
+
+def test_an_option_changed_in_the_record_gives_other_tokens_and_is_named(run_path: Path, replay: Replay) -> None:
+    edit(run_path, lambda record: record["config"]["generate"].update(max_new_tokens=4))
+    code, out, _ = replay(run_path)
+    assert code == 1
+    assert "different; sequence 0, token 4: was " in out
+    assert "is nothing" in out
+    assert "generate.options.max_new_tokens: was 6, is 4" in out
+
+
+def test_a_budget_changed_in_the_record_moves_modules_and_keeps_the_tokens(run_path: Path, replay: Replay) -> None:
+    edit(run_path, lambda record: record["config"]["max_memory"].update(cpu="3MB"))
+    code, out, _ = replay(run_path)
+    assert code == 0
+    assert "modules moved" in out
+    assert "was disk, is cpu" in out
+    assert "plan.budgets" in out
+
+
+def test_a_shard_with_one_byte_changed_in_its_header_is_not_replayed(
+    run_path: Path, replay: Replay, checkpoint: Path
+) -> None:
+    shard = checkpoint / "model-00002-of-00004.safetensors"
+    data = bytearray(shard.read_bytes())
+    place = data.index(b'" ') if b'" ' in data[:200] else data.index(b"{", 8) + 1
+    data[place] ^= 1
+    shard.write_bytes(data)
+    code, _, err = replay(run_path)
+    assert code == 2
+    assert shard.name in err
+
+
+def test_a_shard_that_was_written_anew_is_not_replayed(run_path: Path, replay: Replay, checkpoint: Path) -> None:
+    shard = checkpoint / "model-00003-of-00004.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    code, _, err = replay(run_path)
+    assert code == 2
+    assert "changed since that run" in err
+    assert shard.name in err
+
+
+def test_a_checkpoint_that_is_gone_is_not_replayed(run_path: Path, replay: Replay, checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    code, _, err = replay(run_path)
+    assert code == 2
+    assert str(checkpoint) in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        ("{", "not JSON"),
+        ("[]", "no run record"),
+        ('{"schema_version": 99}', "no run record"),
+        ('{"schema_version": 1, "status": "failed"}', "the run is failed"),
+    ],
+)
+def test_what_is_no_completed_run_is_refused(content: str | None, words: str, replay: Replay, tmp_path: Path) -> None:
+    if content is not None:
+        tmp_path.joinpath("run.json").write_text(content)
+    code, _, err = replay(tmp_path)
+    assert code == 2
+    assert words in err
+    assert err.count("\n") == 1

@@ -1,0 +1,58 @@
+"""Two records held against each other."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.replay import Difference, compare, first_difference
+
+
+def outputs(*rows: list[int]) -> list[dict[str, Any]]:
+    return [{"token_ids": row} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "expected"),
+    [
+        (outputs([1, 2]), outputs([1, 2]), None),
+        (outputs([1, 2]), outputs([1, 3]), Difference(0, 1, 2, 3)),
+        (outputs([1], [2]), outputs([1], [3]), Difference(1, 0, 2, 3)),
+        (outputs([1, 2]), outputs([1]), Difference(0, 1, 2, None)),
+        (outputs([1]), outputs([1], [4]), Difference(1, 0, None, 4)),
+        (outputs([1]), outputs([1], []), Difference(1, 0, None, None)),
+        ([], [], None),
+    ],
+)
+def test_the_first_token_that_differs_is_found(then: Any, now: Any, expected: Difference | None) -> None:
+    assert first_difference(then, now) == expected
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    plan = {"name": "plan", "inputs": {"budgets": [["cpu", 10]], "skeleton": "abc"}}
+    base = {"outputs": outputs([1, 2]), "device_map": {"a": "cpu"}, "stages": [plan], "environment": {"torch": "2"}}
+    return {**base, "metrics": {"load_seconds": 1.0}, **changes}
+
+
+def test_equal_records_are_the_same() -> None:
+    found = compare(record(), record())
+    assert found.same
+    assert (found.moved, found.why, found.environment) == ((), (), ())
+
+
+def test_what_moved_and_why_is_named_and_tokens_decide() -> None:
+    plan = {"name": "plan", "inputs": {"budgets": [["cpu", 20]], "skeleton": "other"}}
+    found = compare(record(), record(device_map={"a": "disk"}, stages=[plan], environment={"torch": "3"}))
+    assert found.same
+    assert [change.place for change in found.moved] == ["a"]
+    assert [change.place for change in found.why] == ["plan.budgets[0]"], "a skeleton that differs is told by its stage"
+    assert [change.place for change in found.environment] == ["torch"]
+
+
+def test_without_tokens_the_plan_decides() -> None:
+    found = compare(record(outputs=[]), record(outputs=[], device_map={"a": "disk"}))
+    assert not found.has_tokens
+    assert not found.same
+
+
+def test_a_record_of_before_the_inputs_were_kept_has_nothing_to_tell_about_them() -> None:
+    assert compare(record(stages=[{"name": "plan"}]), record()).why == ()
