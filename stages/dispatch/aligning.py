@@ -14,7 +14,7 @@ from stages.dispatch.hooks import ModelHook
 from stages.dispatch.moving import first_device, send_to_device
 from stages.dispatch.waiting import Source, WaitingTensor, bring_home, rebuild, send_waiting
 from stages.shard_load import OffloadedWeightsLoader, PrefixedDataset
-from stages.shard_load.placing import torch_device
+from stages.shard_load.devices import torch_device
 from stages.units import parse_device
 
 AnyDevice = int | str | torch.device

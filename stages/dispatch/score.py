@@ -13,6 +13,7 @@ from typing import Any
 
 from stages.empty_init.skeleton import Skeleton, parent
 from stages.plan.plan import Plan
+from stages.plan.predict import staging_bytes
 from stages.units import CPU, DISK, DeviceId
 
 FILE_NAME = "dispatch.json"
@@ -74,14 +75,8 @@ def write_score(skeleton: Skeleton, plan: Plan) -> Score:
         entries=_entries(skeleton, plan),
         order=tuple(name for name in skeleton.calls if name in parts and parts[name].streamed),
         streamed_bytes=sum(skeleton.by_name[name].bytes for part in parts.values() for name in part.streamed),
-        staging_bytes=_staging_bytes(plan),
+        staging_bytes=staging_bytes(plan),
     )
-
-
-def _staging_bytes(plan: Plan) -> int:
-    budget = plan.budgets.get(CPU) if plan.main_device == CPU else None
-    left = 0 if budget is None else budget - plan.resident_bytes.get(CPU, 0)
-    return max(plan.reserve_bytes, left)
 
 
 def _is_streamed(home: DeviceId, execution: DeviceId) -> bool:

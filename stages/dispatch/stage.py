@@ -15,6 +15,7 @@ from stages.dispatch.score import FILE_NAME, Score, from_json, write_score
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
 from stages.plan.host import host_memory
+from stages.plan.stage import SHARE_OF_FREE_MEMORY
 from stages.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,11 +23,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stages.dispatch.streaming import Streamer
+    from stages.shard_load.devices import Devices
 
 
 IO_CHOICES = ("auto", "direct", "mmap")
-SHARE_OF_FREE_MEMORY = 0.8
-"""The most of the free memory that mapped weights may fill with their pages, before direct reads are the better way."""
 
 
 def choose_io(asked: str, score: Score) -> Literal["direct", "mmap"]:
@@ -49,13 +49,16 @@ def free_host_bytes() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """A model that can be called wherever its weights lie, its hooks, its main device, and what loading it cost."""
+    """A model that can be called wherever its weights lie, its hooks and main device, what loading it cost, and all
+    the devices.
+    """
 
     model: nn.Module
     streamer: Streamer
     device: torch.device
     load_seconds: float
     read_bytes: int
+    devices: Devices
 
 
 class Dispatch:
@@ -97,7 +100,6 @@ class Dispatch:
         """Return the placed model with its hooks attached."""
         from stages.dispatch.streaming import Streamer, pin_device
         from stages.dispatch.trace import Trace
-        from stages.shard_load.placing import torch_device
 
         score = from_json(context.artifact("dispatch").json(FILE_NAME))
         placed = context.live("shard_load")
@@ -105,13 +107,13 @@ class Dispatch:
             placed.model,
             score,
             extents={name: placed.offloaded.extent(name) for name in placed.offloaded},
-            torch_device=torch_device,
+            devices=placed.devices,
             io=choose_io(context.config["storage"]["io"], score),
             trace=Trace() if context.config["trace"] else None,
         )
-        main = torch_device(score.main_device)
+        main = placed.devices.torch_device(score.main_device)
         pin_device(placed.model, main)
-        return Dispatched(placed.model, streamer, main, placed.load_seconds, placed.read_bytes)
+        return Dispatched(placed.model, streamer, main, placed.load_seconds, placed.read_bytes, placed.devices)
 
     def report(self, artifact: Artifact) -> Report:
         """Say what computes where and how much is streamed a pass."""

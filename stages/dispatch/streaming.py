@@ -21,6 +21,7 @@ from stages.dispatch.mapping import MappedFile
 from stages.dispatch.moving import first_device, send_to_device
 from stages.dispatch.score import Part, Score
 from stages.dispatch.trace import Trace
+from stages.shard_load.devices import Devices
 from stages.shard_load.reading import Extent
 from stages.units import DeviceId
 
@@ -50,13 +51,15 @@ class Slot:
 class _Streamed:
     """The streamed tensors of one module: those that wait on the host, those on disk, and how many calls use them.
 
+    They are copied to the device ``execution`` where that is ``apart`` from the host.
     ``number`` is the part's number in the lookahead, null if nothing of it waits on disk.
     """
 
     name: str
     on_host: list[Slot]
     on_disk: list[Slot]
-    device: torch.device
+    execution: DeviceId
+    apart: bool
     number: int | None = None
     users: int = 0
     began: float = 0.0
@@ -66,7 +69,7 @@ class Streamer:
     """The hooks of one dispatched model, and the lookahead behind them.
 
     ``extents`` says where each tensor that waits on disk lies; what waits on the host is in the model.
-    ``torch_device`` gives the torch device behind a device id. With ``io`` "mmap" weights that compute on the cpu are
+    ``devices`` are those behind the device ids. With ``io`` "mmap" weights that compute on the cpu are
     used where a map of their shard has them; embeddings always are.
     """
 
@@ -76,22 +79,18 @@ class Streamer:
         score: Score,
         *,
         extents: Mapping[str, Extent],
-        torch_device: Callable[[DeviceId], torch.device],
+        devices: Devices,
         io: Io = "direct",
         trace: Trace | None = None,
     ) -> None:
         self.traffic, self.trace = Traffic(), trace
         self._model, self._extents, self._io = model, extents, io
+        self._devices = devices
         self._stack = ExitStack()
         self._mapped: dict[Any, MappedFile] = {}
-        main = torch_device(score.main_device)
-        if main.type != "cpu":
-            self._move_inputs({name: torch_device(device) for name, device in score.entries.items()})
-        parts = {
-            name: (part, self._streamed(name, part, torch_device(part.execution)))
-            for name, part in score.parts.items()
-            if part.streamed
-        }
+        if devices.torch_device(score.main_device).type != "cpu":
+            self._move_inputs({name: devices.torch_device(device) for name, device in score.entries.items()})
+        parts = {name: (part, self._streamed(name, part)) for name, part in score.parts.items() if part.streamed}
         busy = [(part, found) for part, found in parts.values() if found.on_disk or found.on_host]
         streamed = [found for part, found in busy if not self._map(part, found)]
         self._lookahead = self._look_ahead(streamed, score)
@@ -103,18 +102,19 @@ class Streamer:
         """Take all hooks off the model; its streamed weights wait where they did, and no file is open."""
         self._stack.close()
 
-    def _streamed(self, name: str, part: Part, device: torch.device) -> _Streamed:
+    def _streamed(self, name: str, part: Part) -> _Streamed:
         slots = [make_slot(self._model, tensor) for tensor in part.streamed]
         on_disk = [slot for slot in slots if slot.name in self._extents]
         # A buffer that no checkpoint has is where the constructor computed it, whatever the plan says of disk.
-        on_host = [slot for slot in slots if slot.name not in self._extents and slot.waiting.device != device]
-        return _Streamed(name, on_host, on_disk, device)
+        apart = self._devices.is_apart(part.execution)
+        on_host = [slot for slot in slots if slot.name not in self._extents and apart]
+        return _Streamed(name, on_host, on_disk, part.execution, apart)
 
     def _map(self, part: Part, streamed: _Streamed) -> bool:
         """Bind a part to a map of its shards for good, if that is how it is to be served; return whether it was."""
         is_lookup = isinstance(self._model.get_submodule(streamed.name), nn.Embedding)
         alone = len(part.callers) == 1
-        if streamed.on_host or streamed.device.type != "cpu" or not (self._io == "mmap" or (is_lookup and alone)):
+        if streamed.on_host or streamed.apart or not (self._io == "mmap" or (is_lookup and alone)):
             return False
         files: list[MappedFile] = []
         for slot in streamed.on_disk:
@@ -185,10 +185,10 @@ class Streamer:
                     tensors = self._lookahead.take(part.number)
                     undo.callback(self._lookahead.let_go, part.number)
                 began = time.perf_counter()
-                arrived = [tensor.to(part.device) for tensor in tensors]
-                arrived += [slot.waiting.to(part.device) for slot in part.on_host]
+                waiting = [*tensors, *(slot.waiting for slot in part.on_host)]
+                arrived = [self._devices.put(tensor, part.execution) for tensor in waiting]
                 self.traffic.streamed_bytes += sum(slot.waiting.nbytes for slot in part.on_host)
-                if part.device.type != "cpu":
+                if part.apart:
                     self.traffic.stall_seconds += time.perf_counter() - began
                     undo.close()  # copied: the staging memory can serve the next part
                 undo.pop_all()
@@ -207,7 +207,7 @@ class Streamer:
                 self.trace.add(part.name, "compute", part.began)
             for slot in [*part.on_disk, *part.on_host]:
                 slot.unbind()
-            if part.number is not None and part.device.type == "cpu":
+            if part.number is not None and not part.apart:
                 self._lookahead.let_go(part.number)
 
     def _mark_passes(self) -> None:

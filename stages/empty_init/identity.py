@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
+from stages.empty_init.hub import checkpoint_folder, weights_path
 
-OWN_KEYS = ("kind", "path", "no_split", "tokenizer", "trust_remote_code")
+OWN_KEYS = ("kind", "path", "revision", "no_split", "tokenizer", "trust_remote_code", "allow_links")
 """The keys of ``model`` that are ours; for ``model=module`` all others are arguments of its constructor."""
 
 WHERE_CODE_IS_FOUND = "give PACKAGE.MODULE.CLASS, with the package installed, on PYTHONPATH or in the current folder"
@@ -33,7 +34,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         arguments = constructor_arguments(model)
         code = code_identity(str(arguments["_target_"]))
         return {"kind": "module", "arguments": arguments, "no_split": model["no_split"], "code": code}
-    folder = Path(model["path"])
+    folder = checkpoint_folder(model)
     trusted = sorted(folder.glob("*.py")) if model["trust_remote_code"] else []
     return {
         "kind": "pretrained",
@@ -80,8 +81,7 @@ def resolve_dtype(config: Mapping[str, Any]) -> str:
     dtype, model = str(config["dtype"]), config["model"]
     if dtype != "auto" or model["kind"] == "module":
         return dtype
-    folder = Path(model["path"])
-    declared = _declared_dtype(read_config(folder)) or _stored_dtype(folder) or "float32"
+    declared = _declared_dtype(read_config(checkpoint_folder(model))) or _stored_dtype(model) or "float32"
     return declared.removeprefix("torch.")
 
 
@@ -92,7 +92,8 @@ def _declared_dtype(config: Mapping[str, Any]) -> str | None:
     return next((value for value in found if isinstance(value, str) and value != "auto"), None)
 
 
-def _stored_dtype(folder: Path) -> str | None:
+def _stored_dtype(model: Mapping[str, Any]) -> str | None:
+    folder = weights_path(model)
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
     for file in sorted(folder.glob("*.safetensors"))[:1]:
         with file.open("rb") as stream:

@@ -15,6 +15,7 @@ from hydra.utils import get_class, instantiate
 from torch import nn
 
 from pipeline.errors import CheckpointError, ConfigError, closest
+from stages.empty_init.hub import checkpoint_folder
 from stages.empty_init.identity import constructor_arguments, read_config, resolve_dtype
 from stages.empty_init.init import init_empty_weights
 
@@ -50,7 +51,7 @@ def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:
 
 
 def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
-    folder, remote = Path(node["path"]), bool(node["trust_remote_code"])
+    folder, remote = checkpoint_folder(node), bool(node["trust_remote_code"])
     read_config(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)

@@ -16,8 +16,6 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 REFUSALS = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError, AssertionError,
@@ -46,12 +44,11 @@ def rehearse(model: nn.Module, call: Callable[[nn.Module], object] | None = None
     """
     seen = Rehearsal()
     stack: list[str] = []
-    with torch.no_grad(), _quiet(fake_tensor.__name__), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), _quiet(fake_tensor.__name__), _Watching(seen, stack) as mode:
         fakes = _fake_weights(model)
-        names: dict[int, list[str]] = {id(fake): [] for fake in fakes.values()}
         for name, fake in fakes.items():
-            names[id(fake)].append(name)
-        with _watch_calls(model, seen, stack), _Uses(names, seen, stack), _swapped(model, fakes):
+            mode.names.setdefault(id(fake), []).append(name)
+        with _watch_calls(model, seen, stack), _swapped(model, fakes):
             (call or call_with_tokens)(model)
     return seen
 
@@ -119,21 +116,33 @@ def _watch_calls(model: nn.Module, seen: Rehearsal, stack: list[str]) -> Iterato
             handle.remove()
 
 
-class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which running module hands which weight to an operator."""
+class _Watching(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors, and a note of which running module hands which weight to an operator.
 
-    def __init__(self, names: Mapping[int, list[str]], seen: Rehearsal, stack: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._seen, self._stack = names, seen, stack
+    One mode does both: operators are intercepted once and not twice, which halves the time that a rehearsal takes.
+    """
+
+    def __init__(self, seen: Rehearsal, stack: list[str]) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._noted, self._running = seen, stack
+        self.names: dict[int, list[str]] = {}
+        """The names of each weight, by the id of the fake tensor that stands for it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and guarding against it would cost each operator a detour
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        user = self._stack[-1] if self._stack else ""
-        for leaf in tree_leaves((args, kwargs)):
-            for name in self._names.get(id(leaf), ()):
-                self._seen.users.setdefault(name, set()).add(user)
-        if func is torch.ops.aten._grouped_mm.default:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for leaf in value if isinstance(value, (list, tuple)) else (value,):
+                self._note(leaf)
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _fake_grouped_mm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _note(self, leaf: object) -> None:
+        for name in self.names.get(id(leaf), ()):
+            self._noted.users.setdefault(name, set()).add(self._running[-1] if self._running else "")
 
 
 def _fake_grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
+from stages.empty_init.hub import fault_offline, is_hub_id
 from stages.empty_init.identity import WHERE_CODE_IS_FOUND, code_identity, identity, resolve_dtype
 from stages.empty_init.skeleton import FILE_NAME, from_json
 from stages.units import format_bytes
@@ -28,11 +29,7 @@ class EmptyInit:
             yield Fault("model._target_", f"{target!r} is no dotted class name; give PACKAGE.MODULE.CLASS")
         elif model["kind"] == "module" and not code_identity(target):
             yield Fault("model._target_", f"{target!r} names no importable module; {WHERE_CODE_IS_FOUND}")
-        path = model.get("path")
-        if not path:
-            yield Fault("model.path", f"{path!r} is no checkpoint; give the folder that holds it")
-        elif model["kind"] == "pretrained" and not Path(path).is_dir():
-            yield Fault("model.path", f"{path!r} is no folder; give a checkpoint folder", CheckpointError)
+        yield from _check_path(model)
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield nothing: what needs the model's code is said as the model is built, the first work of a run."""
@@ -63,3 +60,19 @@ class EmptyInit:
         order = "rehearsed" if skeleton.unrehearsed is None else "order of registration"
         size = format_bytes(skeleton.bytes)
         return Report(f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}, {order}")
+
+
+def _check_path(model: Mapping[str, Any]) -> Iterable[Fault]:
+    path, revision = model.get("path"), model.get("revision")
+    if not path:
+        yield Fault("model.path", f"{path!r} is no checkpoint; give the folder that holds it")
+    elif is_hub_id(path):
+        reason = fault_offline(model)
+        if reason:
+            yield Fault("model.path", reason, CheckpointError)
+    elif model["kind"] == "pretrained" and not Path(path).is_dir():
+        yield Fault("model.path", f"{path!r} is no folder; give a checkpoint folder", CheckpointError)
+    if revision is not None and (not isinstance(revision, str) or not revision):
+        yield Fault("model.revision", f"{revision!r} is no revision; give a branch, a tag or a commit, or null")
+    elif revision is not None and path and not is_hub_id(path):
+        yield Fault("model.revision", f"{revision!r} is of no use: {path!r} is on this machine; leave it null")

@@ -16,6 +16,7 @@ from pipeline.errors import ConfigError
 from pipeline.stage import Context
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.trace import FILE_NAME as TRACE_NAME, Trace
+from stages.empty_init.hub import checkpoint_folder
 from stages.generate import decode, options, prompts
 from stages.generate.stage import FILE_NAME
 
@@ -67,7 +68,8 @@ def perform(context: Context) -> Generation:
         {"prompt": asked[index // copies], "text": _decoded(tokenizer, row), "token_ids": row}
         for index, row in enumerate(rows)
     ]
-    return Generation(outputs, player.metrics(), _measured(context), dispatched.streamer.trace)
+    measured = _measured(context) | {str(device): peak for device, peak in dispatched.devices.peaks.items()}
+    return Generation(outputs, player.metrics(), measured, dispatched.streamer.trace)
 
 
 class _Player:
@@ -78,7 +80,7 @@ class _Player:
         self._generate = config["generate"]
         self._timing = _Timing()
         self._options = options.given_options(self._generate)
-        self._defaults = options.checkpoint_defaults(Path(config["model"]["path"]))
+        self._defaults = options.checkpoint_defaults(checkpoint_folder(config["model"]))
         self._uses_transformers = decode.has_generate(dispatched.model)
         if self._uses_transformers and self._defaults is not None:
             dispatched.model.generation_config = self._defaults

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
+from stages.empty_init.hub import checkpoint_folder
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +76,7 @@ def load_tokenizer(model: Mapping[str, Any]) -> Any:
     """
     from transformers import AutoTokenizer
 
-    folder = Path(model.get("tokenizer") or model["path"])
+    folder = Path(model.get("tokenizer") or checkpoint_folder(model))
     if not model.get("tokenizer") and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
     remote = bool(model.get("trust_remote_code", False))

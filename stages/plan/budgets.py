@@ -18,6 +18,13 @@ from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse
 MARGIN = 0.05
 """The share of an automatic host budget's memory that is left to the rest of the system."""
 
+LIBRARY_BYTES = 300 * 10**6
+"""The file pages of torch and the other libraries that a forward runs through again and again.
+
+They are page cache and not the process's own, but a cgroup pays for them, and without them every call would read its
+own code from storage.
+"""
+
 
 @dataclass(frozen=True)
 class Allowance:
@@ -35,7 +42,13 @@ def allow(max_memory: Mapping[str, str] | None, machine: Hardware, *, needed: in
     automatic budget of any device that may compute leaves it free. An accelerator that is listed but not there is
     passed over, and a note says so.
     """
-    return _given(max_memory, machine) if max_memory else _automatic(machine, needed)
+    allowance = _given(max_memory, machine) if max_memory else _automatic(machine, needed)
+    return replace(allowance, notes=(*allowance.notes, *_simulated(machine)))
+
+
+def _simulated(machine: Hardware) -> list[str]:
+    count = sum(accelerator.simulated for accelerator in machine.accelerators)
+    return [f"{count} simulated accelerator{'s' * (count > 1)}: times are those of the cpu"] if count else []
 
 
 def _given(max_memory: Mapping[str, str], machine: Hardware) -> Allowance:
@@ -73,6 +86,7 @@ def _automatic(machine: Hardware, needed: int) -> Allowance:
     terms["cpu"] = {
         "available": free,
         "process": -PROCESS_BYTES,
+        "libraries": -LIBRARY_BYTES,
         "request": -request,
         "margin": -round(free * MARGIN),
     }

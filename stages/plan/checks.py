@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pipeline.errors import BudgetError, ConfigError, closest
+from stages.plan.hardware import Hardware
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, reserves, resident_bytes
+from stages.plan.plan import Plan
 from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 
@@ -75,6 +77,30 @@ def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> Non
         needed = held.get(device, 0) + kept.get(device, 0)
         if budget is not None and needed > budget:
             raise BudgetError(_shortage(device, budget=budget, held=held.get(device, 0), kept=kept.get(device, 0)))
+
+
+def require_room(plan: Plan, machine: Hardware) -> None:
+    """Raise ``BudgetError``, with the most that works, where a device's predicted peak is more than it has."""
+    rooms: dict[DeviceId, int] = {CPU: machine.host.available_bytes}
+    for index, accelerator in enumerate(machine.accelerators):
+        rooms[index] = accelerator.free_bytes
+    for device in in_tier_order(rooms):
+        parts = plan.predicted.get(device, {})
+        excess = sum(parts.values()) - rooms[device]
+        if excess > 0:
+            raise BudgetError(_excess(plan, device, room=rooms[device], excess=excess))
+
+
+def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int) -> str:
+    parts = plan.predicted[device]
+    where = "the host" if device == CPU else f"accelerator {device}"
+    terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in parts.items() if count)
+    most = parts["weights"] + parts["reserve"] - excess
+    advice = f"the most that works is {most} bytes ({format_bytes(most)})"
+    return (
+        f"max_memory.{device}: the plan takes {format_bytes(sum(parts.values()))} on {where} ({terms}), which has"
+        f" {format_bytes(room)}; {advice if most > 0 else f'it needs {format_bytes(-most)} more without any weights'}"
+    )
 
 
 def _shortage(device: DeviceId, *, budget: int, held: int, kept: int) -> str:

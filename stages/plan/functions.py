@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,18 +66,20 @@ def get_max_layer_size(
 
     A layer is what is never split: a module of one of ``no_split_module_classes``, or one without children.
     """
-    largest, names = 0, []
-    waiting = list(reversed(modules))
-    while waiting:
-        name, module = waiting.pop()
-        children = list(module.named_children()) if isinstance(module, nn.Module) else []
-        if children and type(module).__name__ not in no_split_module_classes:
-            waiting += [(f"{name}.{child}" if name else child, inner) for child, inner in reversed(children)]
-        elif module_sizes[name] > largest:
-            largest, names = module_sizes[name], [name]
-        elif module_sizes[name] == largest:
-            names.append(name)
-    return largest, names
+    layers = dict(_layers(modules, set(no_split_module_classes)))
+    largest = max((module_sizes[name] for name in layers), default=0)
+    return largest, [name for name in layers if module_sizes[name] == largest]
+
+
+def _layers(modules: Iterable[tuple[str, Any]], no_split: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield those of ``modules``, and of the modules in them, that are never split, in order."""
+    for name, module in modules:
+        children = dict(module.named_children()) if isinstance(module, nn.Module) else {}
+        if children and type(module).__name__ not in no_split:
+            inner = ((f"{name}.{child}" if name else child, below) for child, below in children.items())
+            yield from _layers(inner, no_split)
+        else:
+            yield name, module
 
 
 def get_max_memory(max_memory: Sizes | None = None) -> dict[DeviceId, int]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stages.empty_init.hub import checkpoint_folder
+
 _LEAST_SEQUENCES, _LEAST_TOKENS = 4, 256
 _BYTES_A_TOKEN = 3
 """How many bytes of text make one token, at the least: byte-level vocabularies of language models have 3 to 5."""
@@ -38,7 +40,7 @@ class Request:
 
 def read_geometry(model: Mapping[str, Any]) -> Geometry:
     """Return the shape that the ``config.json`` of the config's ``model`` states; nothing where there is none."""
-    path = Path(str(model.get("path") or "")) / "config.json"
+    path = checkpoint_folder(model) / "config.json"
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError):

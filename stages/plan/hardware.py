@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.plan.host import Host, host_memory
-from stages.units import parse_size
+from stages.units import DeviceId, parse_size
 
 _DRIVERS = ("dev/nvidiactl", "dev/kfd")
 _STEPS_AN_OCTAVE = 16
@@ -20,12 +20,16 @@ _STEPS_AN_OCTAVE = 16
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One accelerator: ``total_bytes`` of memory, of which ``free_bytes`` are free; simulated ones aren't there."""
+    """One accelerator: ``total_bytes`` of memory, of which ``free_bytes`` are free; simulated ones aren't there.
+
+    ``ledger_bytes``, where a simulated one has them, are the weights that it really takes, whatever the plan goes by.
+    """
 
     name: str
     total_bytes: int
     free_bytes: int
     simulated: bool = False
+    ledger_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,27 @@ def hardware(config: Mapping[str, Any]) -> Hardware:
 
 
 def simulated(devices: Sequence[Mapping[str, Any]]) -> tuple[Accelerator, ...]:
-    """Return the accelerators that the config lists: ``[{memory: 24GB}, …]``."""
-    sizes = [(str(device.get("name", "simulated")), parse_size(device["memory"])) for device in devices]
-    return tuple(Accelerator(name, size, size, simulated=True) for name, size in sizes)
+    """Return the accelerators that the config lists: ``[{memory: 24GB}, …]``.
+
+    A device may have a ``name``, and a ``ledger``: to rehearse what happens on one that has less than it says.
+    """
+    return tuple(_simulated(device) for device in devices)
+
+
+def _simulated(device: Mapping[str, Any]) -> Accelerator:
+    size, ledger = parse_size(device["memory"]), device.get("ledger")
+    held = None if ledger is None else parse_size(ledger)
+    return Accelerator(str(device.get("name", "simulated")), size, size, simulated=True, ledger_bytes=held)
+
+
+def ledgers(machine: Hardware, budgets: Mapping[DeviceId, int | None]) -> dict[DeviceId, int]:
+    """Return the bytes of weights that each simulated accelerator takes: its budget, as far as it has the memory."""
+    found: dict[DeviceId, int] = {}
+    for index, device in enumerate(machine.accelerators):
+        room = min(budgets.get(index, 0) or 0, device.total_bytes)
+        if device.simulated:
+            found[index] = room if device.ledger_bytes is None else device.ledger_bytes
+    return found
 
 
 def local_accelerators(root: Path = Path("/")) -> tuple[Accelerator, ...]:

@@ -56,6 +56,8 @@ def _hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
         )
     for index, device in enumerate(devices if isinstance(devices, list) else ()):
         sizes[f"devices.{index}.memory"] = device.get("memory") if isinstance(device, Mapping) else device
+        if isinstance(device, Mapping) and device.get("ledger") is not None:
+            sizes[f"devices.{index}.ledger"] = device["ledger"]
     for key, size in sizes.items():
         yield from _fault(f"hardware.{key}", lambda size=size: parse_size(size))
     for name in (rates or {}).keys() - RATES:
@@ -72,16 +74,10 @@ def _fault(key: str, parse: Any) -> Iterator[Fault]:
 
 
 def _map_faults(key: str, value: object) -> Iterator[Fault]:
-    if isinstance(value, str) and _is_path(value):
+    if isinstance(value, Mapping):
+        yield from _entry_faults(key, value)
+    elif isinstance(value, str) and _is_path(value):
         yield from _file_faults(key, Path(value).expanduser())
-    elif isinstance(value, Mapping) and set(value) == {OFFLOAD}:
-        if not _is_amount(value[OFFLOAD]):
-            yield Fault(f"{key}.{OFFLOAD}", f"{value[OFFLOAD]!r} is no number of gigabytes; give one from 0 up")
-    elif isinstance(value, Mapping):
-        if not value:
-            yield Fault(key, "the map is empty; give module names and devices, or the name of a policy")
-        for name, device in value.items():
-            yield from _fault(f"{key}.{name}", lambda device=device: parse_device(device))
     elif not (isinstance(value, str) and value in POLICIES) and not _is_device(value):
         near = closest(str(value), POLICIES)
         yield Fault(
@@ -89,6 +85,16 @@ def _map_faults(key: str, value: object) -> Iterator[Fault]:
             f"{value!r} is no policy{near}; give one of {', '.join(POLICIES)}, {{{OFFLOAD}: N}}, a map of module names"
             " to devices, the path of a device_map.json, or one device",
         )
+
+
+def _entry_faults(key: str, entries: Mapping[object, object]) -> Iterator[Fault]:
+    if not entries:
+        yield Fault(key, "the map is empty; give module names and devices, or the name of a policy")
+    if set(entries) == {OFFLOAD} and not _is_amount(entries[OFFLOAD]):
+        yield Fault(f"{key}.{OFFLOAD}", f"{entries[OFFLOAD]!r} is no number of gigabytes; give one from 0 up")
+    devices = {} if set(entries) == {OFFLOAD} else entries
+    for name, device in devices.items():
+        yield from _fault(f"{key}.{name}", lambda device=device: parse_device(device))
 
 
 def _file_faults(key: str, path: Path) -> Iterator[Fault]:

@@ -24,6 +24,7 @@ class Plan:
     weights (null: unlimited). ``resident_bytes`` counts tied tensors once; on disk it is what lies there.
     ``reserve_bytes`` is kept free on ``main_device`` for streamed weights. ``reasons`` says why each layer lies
     where it does. ``notes`` are remarks in words; ``budget_terms`` lists what automatic budgets are the sum of.
+    ``ledgers`` has, for each simulated accelerator, the bytes of weights that it takes before it is full.
     ``predicted`` are the bytes of each device at its peak, by what they are for; ``forecast`` the bytes streamed and
     the seconds of a token, and what bounds it.
     """
@@ -41,6 +42,7 @@ class Plan:
     budget_terms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     predicted: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict)
     forecast: Mapping[str, float | int | str] = field(default_factory=dict)
+    ledgers: Mapping[DeviceId, int] = field(default_factory=dict)
 
     @cached_property
     def devices(self) -> list[DeviceId]:
@@ -61,7 +63,7 @@ class Plan:
 def from_json(data: Mapping[str, Any]) -> Plan:
     """Return the plan that ``plan.json`` holds; JSON's string keys become device ids again."""
     fields = dict(data)
-    for key in ("budgets", "resident_bytes", "predicted"):
-        fields[key] = {parse_device(device): count for device, count in data[key].items()}
+    for key in ("budgets", "resident_bytes", "predicted", "ledgers"):
+        fields[key] = {parse_device(device): count for device, count in data.get(key, {}).items()}
     fields["notes"] = tuple(data.get("notes", ()))
     return Plan(**fields)

@@ -7,6 +7,7 @@ of storage, link and memory (the roofline argument, with bytes in place of opera
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,10 +25,14 @@ PROCESS_BYTES = 280 * 10**6
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request takes on the device that computes a layer, in bytes: keys and values, and activations."""
+    """What a request takes on the device that computes a layer, in bytes: keys and values, and activations.
+
+    ``scratch_bytes`` are what the host's kernels take beside them.
+    """
 
     cache_bytes: int
     activation_bytes: int
+    scratch_bytes: int = 0
 
 
 def work(outline: Outline, geometry: Geometry, request: Request) -> Work:
@@ -40,7 +45,21 @@ def work(outline: Outline, geometry: Geometry, request: Request) -> Work:
     cache = geometry.layers * geometry.cached * request.tokens * width
     rows = request.tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width
     logits = request.sequences * geometry.vocabulary * (width + 2 * 4)
-    return Work(cache, max(rows, logits))
+    return Work(cache, max(rows, logits), _scratch_bytes(outline))
+
+
+def _scratch_bytes(outline: Outline) -> int:
+    """Return the size of the largest matrix in half precision: the host's kernels (oneDNN) repack it for each product.
+
+    Of stacked matrices, such as a mixture's experts, one is repacked at a time.
+    """
+    matrices = (
+        tensor
+        for tensor in outline.skeleton.unique
+        if tensor.dtype in ("float16", "bfloat16") and len(tensor.shape) > 1 and tensor.name not in outline.lookups
+    )
+    stacked = (tensor.bytes // math.prod(tensor.shape[:-2]) for tensor in matrices if tensor.bytes)
+    return max(stacked, default=0)
 
 
 def compute_dtype(outline: Outline) -> str:
@@ -52,20 +71,39 @@ def compute_dtype(outline: Outline) -> str:
     return max(count, key=lambda dtype: count[dtype], default="float32")
 
 
-def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates) -> Plan:
-    """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token."""
+def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, mapped: bool = False) -> Plan:
+    """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token.
+
+    ``mapped`` says that weights which the host computes are used where a map of their file has them.
+    """
     placement = Placement(
         {tensor.name: plan.homes[tensor.name] for tensor in outline.skeleton.unique}, plan.main_device
     )
-    forecast = _forecast(outline, plan, placement, rates)
-    return replace(plan, predicted=_peaks(outline, plan, needs), forecast=forecast)
+    streamed = streamed_bytes(outline, placement)
+    seconds = token_seconds(streamed, plan.resident_bytes, main=plan.main_device, rates=rates)
+    bound = max(seconds, key=lambda name: seconds[name])
+    forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": sum(streamed.values())}
+    forecast |= {"seconds_per_token": seconds[bound], "bound": bound}
+    through = 0 if mapped and plan.main_device == CPU else streamed.get(DISK, 0)
+    return replace(plan, predicted=_peaks(outline, plan, needs, through=through), forecast=forecast)
 
 
-def _peaks(outline: Outline, plan: Plan, needs: Work) -> dict[DeviceId, dict[str, int]]:
-    """Return the bytes of each device at its peak, by what they are for.
+def staging_bytes(plan: Plan) -> int:
+    """Return how much of the host may be held for weights on their way from storage.
+
+    It is the reserve, and what the plan left of the budget where the host computes.
+    """
+    budget = plan.budgets.get(CPU) if plan.main_device == CPU else None
+    left = 0 if budget is None else budget - plan.resident_bytes.get(CPU, 0)
+    return max(plan.reserve_bytes, left)
+
+
+def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[DeviceId, dict[str, int]]:
+    """Return the bytes of each device at its peak, by what they are for; ``through`` go through the staging memory.
 
     While the host is filled, the largest tensor is there twice for a moment; later its second place is used otherwise.
     """
+    staging = min(staging_bytes(plan), through)
     layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
     computing = [_computes(outline, plan, name) for name in layers]
     largest = max((size for name, size in outline.sizes.items() if plan.homes[name] == CPU), default=0)
@@ -77,8 +115,11 @@ def _peaks(outline: Outline, plan: Plan, needs: Work) -> dict[DeviceId, dict[str
             held["cache"] = needs.cache_bytes * computing.count(device) // len(computing)
             held["activations"] = needs.activation_bytes if device in plan.execution.values() else 0
         if device == CPU:
+            held["reserve" if device == plan.main_device else "staging"] = staging
+            held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0
             held["process"] = PROCESS_BYTES
-            held["loading"] = max(0, largest - sum(held[part] for part in ("reserve", "cache", "activations")))
+            others = ("reserve", "cache", "activations", "scratch")
+            held["loading"] = max(0, largest - sum(held[part] for part in others))
         peaks[device] = held
     return peaks
 
@@ -88,18 +129,19 @@ def _computes(outline: Outline, plan: Plan, name: str) -> DeviceId:
     return next((device for device in inside if device is not None), plan.main_device)
 
 
-def _forecast(outline: Outline, plan: Plan, placement: Placement, rates: Rates) -> dict[str, float | int | str]:
-    """Return the bytes streamed and the seconds of a token, and which of storage, link and memory bounds it."""
-    streamed = streamed_bytes(outline, placement)
+def token_seconds(
+    streamed: Mapping[DeviceId, int], held: Mapping[DeviceId, int], *, main: DeviceId, rates: Rates
+) -> dict[str, float]:
+    """Return the seconds that a token takes storage, the link, and either memory; the largest bounds it.
+
+    ``streamed`` are the bytes brought in for a token by where they wait, ``held`` those that lie on each device.
+    """
     total = sum(streamed.values())
-    held = plan.resident_bytes
-    memory = {"host memory": held.get(CPU, 0) + total if plan.main_device == CPU else 0}
-    memory["device memory"] = sum(count for device, count in held.items() if isinstance(device, int))
-    seconds: Mapping[str, float] = {
+    on_accelerators = sum(count for device, count in held.items() if isinstance(device, int))
+    apart = total if main != CPU else 0
+    return {
         "storage": streamed.get(DISK, 0) / rates.storage,
-        "link": total / rates.link if plan.main_device != CPU else 0.0,
-        "host memory": memory["host memory"] / rates.host,
-        "device memory": (memory["device memory"] + (total if plan.main_device != CPU else 0)) / rates.device,
+        "link": apart / rates.link,
+        "host memory": (held.get(CPU, 0) + total) / rates.host if main == CPU else 0.0,
+        "device memory": (on_accelerators + apart) / rates.device,
     }
-    bound = max(seconds, key=lambda name: seconds[name])
-    return {"streamed_bytes_per_token": total, "seconds_per_token": seconds[bound], "bound": bound}

@@ -21,7 +21,9 @@ from stages.units import parse_size
 FILE_NAME = "rates.json"
 _CHUNK = 16 * 2**20
 _STORAGE_BYTES = 256 * 2**20
-_HOST_BYTES = 32 * 2**20
+_HOST_BYTES = 16 * 2**20
+_TARGET_BYTES = 2**18
+_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,9 @@ def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
 
 def copy_speed(count: int = _HOST_BYTES) -> int:
     """Return the bytes a second at which one thread reads host memory."""
-    source, target = bytearray(count), bytearray(count)
+    source, target = memoryview(bytearray(count)), bytearray(_TARGET_BYTES)
     start = time.perf_counter()
-    for _ in range(3):
-        target[:] = source
-    return round(3 * 2 * count / (time.perf_counter() - start))
+    for _ in range(_ROUNDS):
+        for begin in range(0, count, _TARGET_BYTES):
+            target[:] = source[begin : begin + _TARGET_BYTES]
+    return round(_ROUNDS * count / (time.perf_counter() - start))

@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
 from stages.empty_init import skeleton as skeletons
+from stages.empty_init.hub import checkpoint_folder
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assemble import assemble
+from stages.plan.checks import require_room
 from stages.plan.geometry import read_geometry, read_request
-from stages.plan.hardware import Hardware, hardware
+from stages.plan.hardware import Hardware, coarse, hardware, ledgers
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement
 from stages.plan.policies import POLICIES
 from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
-from stages.plan.predict import Work, predict, work
+from stages.plan.policies.optimal import optimal
+from stages.plan.predict import PROCESS_BYTES, Work, predict, work
 from stages.plan.rates import Rates, local_rates, read_rates
-from stages.units import format_bytes
+from stages.units import CPU, format_bytes
 
 SIZES_NAME = "sizes.json"
+SHARE_OF_FREE_MEMORY = 0.8
+"""The most of the free memory that mapped weights may fill with their pages, before direct reads are the better way."""
 
 
 class MakePlan:
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 1
+    version = 2
     needs: tuple[str, ...] = ()
 
     def check(self, config: Config) -> Iterable[Fault]:
@@ -52,7 +57,7 @@ class MakePlan:
         """The plan depends on the skeleton, the resolved budgets, the content of the map, and the request's size."""
         config, outline = context.config, _outline(context)
         machine, needs = hardware(config), _work(outline, config)
-        allowance = budgets.allow(config["max_memory"], machine, needed=needs.cache_bytes + needs.activation_bytes)
+        allowance = budgets.allow(config["max_memory"], machine, needed=_needed(machine, needs))
         choice = options.read_choice(config["device_map"])
         return {
             "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
@@ -64,6 +69,9 @@ class MakePlan:
             "terms": {device: dict(terms) for device, terms in allowance.terms.items()},
             "notes": list(allowance.notes),
             "accelerators": [accelerator.simulated for accelerator in machine.accelerators],
+            "ledgers": [accelerator.ledger_bytes for accelerator in machine.accelerators],
+            "mapped": _maps(config, machine, outline, allowance),
+            "tight": _tight(machine, outline, allowance, needs),
             "work": asdict(needs),
             "rates": asdict(read_rates(config.get("hardware") or {})),
         }
@@ -83,6 +91,7 @@ class MakePlan:
         """Say what lies where, and what each device will hold."""
         plan = plans.from_json(artifact.json(plans.FILE_NAME))
         metrics = {f"predicted_{name}": value for name, value in plan.forecast.items() if not isinstance(value, str)}
+        metrics |= {"simulated_accelerators": len(plan.ledgers)} if plan.ledgers else {}
         screen = table.render(plan, artifact.json(SIZES_NAME))
         return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
 
@@ -94,17 +103,47 @@ def make_plan(outline: Outline, config: Config, *, rates: Rates | None = None) -
     hold the plan.
     """
     machine, needs = hardware(config), _work(outline, config)
-    allowance = budgets.allow(config["max_memory"], machine, needed=needs.cache_bytes + needs.activation_bytes)
+    allowance = budgets.allow(config["max_memory"], machine, needed=_needed(machine, needs))
     choice = options.read_choice(config["device_map"])
     _require_devices(config, machine)
-    placement = _place(outline, choice, allowance)
+    placement = _place(outline, choice, allowance, read_rates(config.get("hardware") or {}))
     placement = override(outline, placement, options.read_overrides(config))
     allowance = budgets.with_idle_noted(allowance, placement.homes)
     plan = assemble(outline, placement, allowance, policy=choice.policy)
-    return predict(outline, plan, needs, rates or read_rates(config.get("hardware") or {}))
+    plan = replace(plan, ledgers=ledgers(machine, plan.budgets))
+    rates = rates or read_rates(config.get("hardware") or {})
+    plan = predict(outline, plan, needs, rates, mapped=_maps(config, machine, outline, allowance))
+    require_room(plan, machine)
+    return plan
 
 
-def _place(outline: Outline, choice: options.Choice, allowance: budgets.Allowance) -> Placement:
+def _needed(machine: Hardware, needs: Work) -> int:
+    """Return what the request takes beside weights where it computes; the host computes where nothing else does."""
+    scratch = 0 if machine.accelerators else needs.scratch_bytes
+    return needs.cache_bytes + needs.activation_bytes + scratch
+
+
+def _maps(config: Config, machine: Hardware, outline: Outline, allowance: budgets.Allowance) -> bool:
+    """Return whether streamed weights will be mapped: as asked, or where their pages fit beside all that is held."""
+    io = (config.get("storage") or {}).get("io")
+    held = min(allowance.budgets.get(CPU) or 0, outline.skeleton.bytes)
+    free = coarse(machine.host.available_bytes) - held - PROCESS_BYTES
+    return io == "mmap" or (io == "auto" and outline.skeleton.bytes - held <= SHARE_OF_FREE_MEMORY * free)
+
+
+def _tight(machine: Hardware, outline: Outline, allowance: budgets.Allowance, needs: Work) -> int | None:
+    """Return the memory that is free where it may be too little, else null: then it changes nothing of the plan."""
+    most = allowance.budgets.get(CPU)
+    weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
+    largest = max(outline.sizes.values(), default=0)
+    needed = weights + largest + needs.cache_bytes + needs.activation_bytes + needs.scratch_bytes + PROCESS_BYTES
+    free = machine.host.available_bytes
+    return None if needed <= free else coarse(free)
+
+
+def _place(outline: Outline, choice: options.Choice, allowance: budgets.Allowance, rates: Rates) -> Placement:
+    if choice.policy == "optimal":
+        return optimal(outline, allowance.budgets, rates)
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowance.budgets)
     if choice.policy == options.OFFLOAD:
@@ -125,7 +164,7 @@ def _rates(context: Context) -> Rates:
     described = context.config.get("hardware") or {}
     if described.get("rates") or described.get("devices") is not None:
         return read_rates(described)
-    folder = Path(str(context.config["model"].get("path") or ""))
+    folder = checkpoint_folder(context.config["model"])
     files = [path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin")] if folder.is_dir() else []
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     return local_rates(context.cache / "hardware", sample)

@@ -18,8 +18,9 @@ from pipeline.errors import ConfigError
 from stages.empty_init.describe import describe, dtype_name
 from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 from stages.shard_load.checkpoint import identity, open_checkpoint
+from stages.shard_load.devices import torch_device
 from stages.shard_load.load import Load, check_twins, prepare
-from stages.shard_load.placing import fill_store, place, torch_device
+from stages.shard_load.placing import fill_store, place
 from stages.shard_load.reading import Extent, open_reader
 from stages.shard_load.store import OffloadStore, claim
 from stages.units import CPU, DISK, DeviceId, parse_device

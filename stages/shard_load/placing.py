@@ -16,6 +16,7 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from stages.empty_init.skeleton import parent
+from stages.shard_load.devices import Devices
 from stages.shard_load.files import ShardFile
 from stages.shard_load.load import Load
 from stages.shard_load.making import make_tensors
@@ -23,7 +24,7 @@ from stages.shard_load.offloaded import Offloaded
 from stages.shard_load.reading import Extent, byte_view, read_extent
 from stages.shard_load.spill import Spill
 from stages.shard_load.store import OffloadStore
-from stages.units import CPU, DeviceId
+from stages.units import CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,15 @@ class Placed:
     """A model whose resident weights are in place.
 
     Tensors that lie on disk are meta tensors in ``model`` and entries of ``offloaded``, tied names included, which
-    reads them in the skeleton's dtype on the cpu. ``read_bytes`` were read from the checkpoint in ``load_seconds``.
+    reads them in the skeleton's dtype on the cpu. ``devices`` are those that the weights lie on; ``read_bytes`` were
+    read from the checkpoint in ``load_seconds``.
     """
 
     model: nn.Module
     offloaded: Offloaded
     load_seconds: float
     read_bytes: int
+    devices: Devices
 
 
 def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -> dict[str, ShardFile]:
@@ -56,14 +59,19 @@ def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -
 
 
 def place(
-    load: Load, files: Mapping[str, ShardFile], *, spill_folder: Path | None = None, check_finite: bool = False
+    load: Load,
+    files: Mapping[str, ShardFile],
+    *,
+    devices: Devices | None = None,
+    spill_folder: Path | None = None,
+    check_finite: bool = False,
 ) -> Placed:
     """Fill the model with its resident weights; ``files`` are those of the offload store.
 
     The memory held is that of the resident weights and, where one must be cast or built, that of its sources. With a
     ``spill_folder``, weights bound for the host wait there until the checkpoint's files have been let go.
     """
-    began = time.perf_counter()
+    began, devices = time.perf_counter(), devices or Devices()
     names = [spec.name for spec in load.resident]
     with Spill(spill_folder) if spill_folder else nullcontext() as spill:
         for name, tensor in make_tensors(load, names, "loading"):
@@ -72,17 +80,17 @@ def place(
             if spill is not None and load.homes[name] == CPU:
                 spill.put(name, tensor)
             else:
-                _bind_home(load, name, tensor)
+                _bind_home(load, name, tensor, devices)
             del tensor
         if spill is not None:
             load.reader.release()
             for name, tensor in spill.take_back():
-                _bind_home(load, name, tensor)
+                _bind_home(load, name, tensor, devices)
                 del tensor
-    _settle_others(load)
+    _settle_others(load, devices)
     steps = {id(step): step for step, _ in (load.layout.origins[name] for name in names)}
     read_bytes = sum(load.source_bytes(step) for step in steps.values())
-    return Placed(load.model, Offloaded(extents(load, files)), time.perf_counter() - began, read_bytes)
+    return Placed(load.model, Offloaded(extents(load, files)), time.perf_counter() - began, read_bytes, devices)
 
 
 def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
@@ -92,14 +100,6 @@ def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
         extent = load.served.get(spec.name) or Extent(files[spec.name], 0, spec.dtype, spec.shape)
         found |= dict.fromkeys(load.names_of(spec.name), extent)
     return found
-
-
-def torch_device(home: DeviceId) -> torch.device:
-    """Return the torch device behind a device id; an accelerator that isn't there is simulated on the cpu."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if isinstance(home, int) and accelerator is not None and home < torch.accelerator.device_count():
-        return torch.device(accelerator.type, home)
-    return torch.device("cpu")
 
 
 def bind(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
@@ -131,11 +131,11 @@ def refuse_infinite_served(load: Load) -> None:
         refuse_infinite(load, name, read_extent(extent))
 
 
-def _bind_home(load: Load, name: str, tensor: torch.Tensor) -> None:
-    bind(load.model, load.names_of(name), tensor.to(torch_device(load.homes[name])))
+def _bind_home(load: Load, name: str, tensor: torch.Tensor, devices: Devices) -> None:
+    bind(load.model, load.names_of(name), devices.put(tensor, load.homes[name]))
 
 
-def _settle_others(load: Load) -> None:
+def _settle_others(load: Load, devices: Devices) -> None:
     """Put the buffers that keep their values on their devices, and take from the model what lies on disk."""
     for spec in load.on_disk:
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
@@ -144,4 +144,4 @@ def _settle_others(load: Load) -> None:
         if spec.kind == "buffer" and spec.name not in load.layout.origins:
             home = load.homes.get(spec.name, CPU)
             buffer = load.model.get_buffer(spec.name)
-            bind(load.model, (spec.name,), buffer.to(torch_device(home)))
+            bind(load.model, (spec.name,), devices.put(buffer, home))

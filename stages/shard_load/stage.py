@@ -11,6 +11,7 @@ from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError, Fault, StorageError, closest
 from pipeline.stage import Artifact, Config, Context, Report
 from stages.empty_init import skeleton as skeletons
+from stages.empty_init.hub import fault_offline, is_hub_id, local_snapshot, weights_path
 from stages.plan import plan as plans
 from stages.shard_load.checkpoint import Checkpoint, identity, open_checkpoint
 from stages.shard_load.store import OffloadStore, open_store
@@ -40,14 +41,12 @@ class ShardLoad:
         """Yield what is wrong with the checkpoint's files, as far as headers show it, and with the offload keys."""
         yield from _check_checkpoint(config["model"])
         yield from _check_offload_folder(config)
-        for key in ("offload_state_dict", "strict", "check_finite"):
-            value = config.get(key, CHECKS.get(key))
+        flags = {key: config.get(key, CHECKS.get(key)) for key in ("offload_state_dict", "strict", "check_finite")}
+        flags["model.allow_links"] = config["model"].get("allow_links", False)
+        for key, value in flags.items():
             if not isinstance(value, bool):
                 yield Fault(key, f"{value!r}: true or false belongs here")
-        if config.get("verify", CHECKS["verify"]) not in VERIFY:
-            yield Fault(
-                "verify", f"{config['verify']!r} is none of {', '.join(VERIFY)}{closest(str(config['verify']), VERIFY)}"
-            )
+        yield from _check_verify(config.get("verify", CHECKS["verify"]))
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield nothing: the names of the checkpoint are held against the model as it is loaded."""
@@ -84,17 +83,20 @@ class ShardLoad:
 
         With ``verify=full`` the files must still have the bytes that they had when the artifact was made.
         """
+        from stages.shard_load.devices import Devices
         from stages.shard_load.placing import place
         from stages.shard_load.verifying import check_hashes
 
         load, config = _prepare(context), context.config
+        devices = Devices(plans.from_json(context.artifact("plan").json(plans.FILE_NAME)).ledgers)
         if config.get("verify") == "full":
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
         files = _fill_store(context, load)
         # Only a pickle's file is held while its tensors are placed: spilling for safetensors would lower no peak.
         spills = config["offload_state_dict"] and load.checkpoint.format == "bin"
         spill_folder = Path(config["offload_folder"] or context.cache / "offload") if spills else None
-        return place(load, files, spill_folder=spill_folder, check_finite=bool(config.get("check_finite")))
+        finite = bool(config.get("check_finite"))
+        return place(load, files, devices=devices, spill_folder=spill_folder, check_finite=finite)
 
     def report(self, artifact: Artifact) -> Report:
         """Say how many files there are, and how much is served from them and from the store."""
@@ -105,7 +107,7 @@ class ShardLoad:
 
 
 def _open(config: Config) -> Checkpoint:
-    return open_checkpoint(Path(config["model"]["path"]), allow_links=bool(config["model"].get("allow_links")))
+    return open_checkpoint(weights_path(config["model"]), allow_links=bool(config["model"].get("allow_links")))
 
 
 def _prepare(context: Context) -> Load:
@@ -123,7 +125,8 @@ def _store(context: Context, load: Load) -> OffloadStore:
     """Return the offload store of this checkpoint in this dtype."""
     key = fingerprint({"checkpoint": identity(load.checkpoint), "dtype": load.main_dtype})
     given = context.config["offload_folder"]
-    return open_store(Path(given) if given else context.cache / "offload" / key, key)
+    needed = sum(tensor.bytes for tensor in load.stored.values())
+    return open_store(Path(given) if given else context.cache / "offload" / key, key, needed_bytes=needed)
 
 
 def _fill_store(context: Context, load: Load) -> dict[str, ShardFile]:
@@ -168,13 +171,25 @@ def _load_report(load: Load) -> dict[str, object]:
     }
 
 
+def _check_verify(verify: object) -> Iterable[Fault]:
+    if verify == "index":
+        yield Fault("verify", "'index': the headers are what weights are served by, so none goes unread; give headers")
+    elif verify not in VERIFY:
+        yield Fault("verify", f"{verify!r} is none of {', '.join(VERIFY)}{closest(str(verify), VERIFY)}")
+
+
 def _check_checkpoint(model: Mapping[str, Any]) -> Iterable[Fault]:
     path = model.get("path")
     if not isinstance(path, str) or not path:
         yield Fault("model.path", f"{path!r}: the weights' folder or file belongs here", CheckpointError)
         return
+    if is_hub_id(path) and local_snapshot(model, weights=True) is None:
+        reason = fault_offline(model, weights=True)
+        if reason:
+            yield Fault("model.path", reason, CheckpointError)
+        return  # fetched when the key is asked for, once the whole config is known to be sound
     try:
-        open_checkpoint(Path(path), allow_links=bool(model.get("allow_links")))
+        open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))
     except (CheckpointError, StorageError) as error:
         yield Fault("model.path", str(error), type(error))
 
@@ -186,7 +201,7 @@ def _check_offload_folder(config: Config) -> Iterable[Fault]:
     if not isinstance(given, str) or not given:
         yield Fault("offload_folder", f"{given!r}: a folder or null belongs here")
         return
-    folder, path = Path(given), Path(str(config["model"].get("path")))
+    folder, path = Path(given), Path(str(config["model"].get("path")))  # a Hub's cache is nobody's offload folder
     own = path if path.is_dir() else path.parent
     if folder.exists() and not folder.is_dir():
         yield Fault("offload_folder", f"{given!r} is a file; give a folder, or null for the cache")

@@ -112,7 +112,7 @@ class OffloadStore:
             self.publish()
 
     def check_space(self, wanted: Sequence[StoredTensor]) -> None:
-        """Refuse, before anything is written, to put more into the folder than its disk has free."""
+        """Refuse, before anything is written, to put into the folder what its disk has no room for, or can't take."""
         needed = sum(tensor.bytes for tensor in wanted)
         free = shutil.disk_usage(self.folder).free
         if needed > free:
@@ -120,6 +120,8 @@ class OffloadStore:
                 f"{self.folder}: {len(wanted)} offloaded tensors need {format_bytes(needed)} ({needed} bytes), and "
                 f"{format_bytes(free)} are free; set offload_folder to a folder on a larger disk"
             )
+        if wanted and not os.access(self.folder, os.W_OK):
+            raise _unusable(self.folder, "it can't be written", needed)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -151,10 +153,11 @@ class OffloadStore:
         )
 
 
-def open_store(folder: Path, key: str) -> OffloadStore:
+def open_store(folder: Path, key: str, *, needed_bytes: int = 0) -> OffloadStore:
     """Return the store for ``key`` in ``folder``, made if it isn't there.
 
-    A folder that holds something else keeps it, and the store goes into its subfolder named ``key``.
+    A folder that holds something else keeps it, and the store goes into its subfolder named ``key``. ``needed_bytes``
+    is how much is to be kept there, for the ``StorageError`` of a folder that can't be used.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,21 +168,24 @@ def open_store(folder: Path, key: str) -> OffloadStore:
         if claim(own, key):
             return OffloadStore(own)
     except OSError as error:
-        raise StorageError(
-            f"{folder}: the offload folder can't be used: {error.strerror or error}; set offload_folder to a folder "
-            "that can be written"
-        ) from error
+        raise _unusable(folder, error.strerror or str(error), needed_bytes) from error
     raise StorageError(f"{own}: holds files of something else; move them away or set another offload_folder")
+
+
+def _unusable(folder: Path, reason: str, needed: int) -> StorageError:
+    return StorageError(
+        f"{folder}: the offload folder can't be used: {reason}; set offload_folder to a folder that can be written "
+        f"and has {format_bytes(needed)} ({needed} bytes) free"
+    )
 
 
 def claim(folder: Path, key: str) -> bool:
     """Return whether ``folder`` is the store for ``key``, after marking it so if it is empty."""
     marker = folder / MARKER_NAME
     mark = {"format": FORMAT_VERSION, "key": key}
-    if not marker.exists() and not _is_empty(folder):
-        return marker.exists() and bool(_read_json(marker) == mark)
-    with suppress(FileExistsError):
-        create_file(marker, json.dumps(mark) + "\n")
+    if not marker.exists() and _is_empty(folder):  # a store that is whole may lie on a disk that can't be written
+        with suppress(FileExistsError):
+            create_file(marker, json.dumps(mark) + "\n")
     return bool(_read_json(marker) == mark)
 
 

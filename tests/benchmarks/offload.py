@@ -66,7 +66,8 @@ def offstage_side(folder: Path, work: Path, *, cap: int, tokens: int, options: l
     shutil.rmtree(work / "outputs", ignore_errors=True)
     command = [
         sys.executable, "-c", "from pipeline.app import main; main()", f"model.path={folder}", "max_memory=null",
-        f"generate.prompts=[{PROMPT}]", f"generate.max_new_tokens={tokens}", f"generate.min_new_tokens={tokens}", *options,
+        f"generate.prompts=[{PROMPT}]", f"generate.max_new_tokens={tokens}", f"generate.min_new_tokens={tokens}",
+        *options,
     ]  # fmt: skip
     done = run_capped(command, cap, cwd=work)
     if done.returncode:
@@ -126,9 +127,8 @@ def summarise(rounds: list[dict[str, Any]]) -> None:
     seconds = {name: [one["sides"][name]["seconds"] for one in rounds] for name in names}
     medians = {name: statistics.median(s for s in found if s) for name, found in seconds.items() if any(found)}
     for name, median in medians.items():
-        say(
-            f"median  {name:18} {median:.3f} s a token, survived {sum(map(bool, seconds[name]))} of {len(rounds)} rounds"
-        )
+        survived = sum(map(bool, seconds[name]))
+        say(f"median  {name:18} {median:.3f} s a token, survived {survived} of {len(rounds)} rounds")
     others = [median for name, median in medians.items() if name != "offstage"]
     if others and "offstage" in medians:
         say(f"offstage is {min(others) / medians['offstage']:.2f} times as fast as accelerate at its best budget")

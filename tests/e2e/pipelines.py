@@ -16,9 +16,10 @@ def config_for(checkpoint: Path, outputs: Path, **changes: Any) -> dict[str, Any
     """Return a whole resolved config for ``checkpoint``, with ``changes`` to its root keys."""
     model = {"kind": "pretrained", "path": str(checkpoint), "class": None, "tokenizer": None}
     return {
-        "model": {**model, "no_split": None, "trust_remote_code": False},
+        "model": {**model, "revision": None, "no_split": None, "trust_remote_code": False, "allow_links": False},
         "dtype": "auto", "max_memory": {}, "device_map": "sequential", "device_map_overrides": {},
-        "offload_folder": None, "offload_state_dict": False, "hardware": {"devices": None},
+        "offload_folder": None, "offload_state_dict": False, "strict": True, "check_finite": False,
+        "verify": "headers", "hardware": {"devices": None},
         "storage": {"io": "auto"}, "trace": False,
         "generate": {"prompts": [[1]], "max_new_tokens": 1}, "stages": STAGES, "stop_after": None, "seed": 0,
         "outputs": str(outputs), **changes,

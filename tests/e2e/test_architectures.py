@@ -109,7 +109,9 @@ def test_the_logits_of_one_forward_are_bitwise_equal(architecture: str, dtype: t
 
     folder = tmp_path / "checkpoint"
     save(folder, architecture, dtype, safe=True, sharded=True)
-    model = dispatched_model(folder, tmp_path / "outputs", max_memory={"cpu": budget(folder, dtype)})
+    model = dispatched_model(
+        folder, tmp_path / "outputs", max_memory={"cpu": budget(folder, dtype)}, storage={"io": "direct"}
+    )
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert any(parameter.device.type == "meta" for parameter in model.parameters())
     tokens = torch.tensor([PROMPTS[0]])

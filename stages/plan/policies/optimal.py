@@ -1,4 +1,4 @@
-"""``optimal``: the fewest bytes streamed a token, evenly over the order of execution.
+"""``optimal``: the fewest predicted seconds a token. That is the least streamed, evenly over the order of execution.
 
 A no-split layer must compute on one device; its tensors needn't wait on one. So part of each layer stays and the rest
 is streamed, which saves twice: the budget is filled to within a tensor, and the reserve shrinks from the largest layer
@@ -15,14 +15,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stages.empty_init.skeleton import parent
 from stages.plan.filling import fill
 from stages.plan.outline import Layer, Outline
-from stages.plan.placement import Budgets, Placement, fits, held_bytes, reserves, streamed_bytes
+from stages.plan.placement import (
+    Budgets,
+    Placement,
+    fits,
+    held_bytes,
+    reserves,
+    resident_bytes,
+    streamed_bytes,
+)
 from stages.plan.policies.balanced import balanced
 from stages.plan.policies.sequential import sequential
+from stages.plan.predict import token_seconds
+from stages.plan.rates import Rates
 from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 _MOST_SUMS = 2048
@@ -48,19 +59,23 @@ class Sums:
         return self.members[bisect_right(self.sums, limit) - 1]
 
 
-def optimal(outline: Outline, budgets: Budgets) -> Placement:
-    """Return the placement with the least to stream. Where nothing must be streamed it is the balanced one."""
+def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> Placement:
+    """Return the placement of the fewest seconds a token. Where nothing must be streamed it is the balanced one.
+
+    Among placements that are equally fast (the host's memory may bound both) the one with the least to stream.
+    """
     whole = balanced(outline, budgets)
     if not reserves(outline, whole):
         return whole
     found = [sequential(outline, budgets), *_split(outline, budgets)]
-    return min(found, key=lambda placement: _cost(outline, placement))
+    return min(found, key=lambda placement: _cost(outline, placement, rates or Rates()))
 
 
-def _cost(outline: Outline, placement: Placement) -> tuple[int, int, int]:
-    """Return what makes a placement worse: bytes streamed in all, those from disk, and bytes not on accelerators."""
-    streamed = streamed_bytes(outline, placement)
-    return sum(streamed.values()), streamed.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
+def _cost(outline: Outline, placement: Placement, rates: Rates) -> tuple[float, int, int, int]:
+    """Return what makes a placement worse: seconds a token, bytes streamed, those from disk, bytes not accelerated."""
+    streamed, held = streamed_bytes(outline, placement), resident_bytes(outline, placement.homes)
+    seconds = max(token_seconds(streamed, held, main=placement.main, rates=rates).values())
+    return seconds, sum(streamed.values()), streamed.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
 
 
 def _split(outline: Outline, budgets: Budgets) -> Iterable[Placement]:
@@ -104,21 +119,53 @@ def _others(outline: Outline, budgets: Budgets, others: Sequence[DeviceId]) -> t
 
 
 def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int) -> set[str] | None:
-    """Return the tensors to stream, so that the others and the reserve fit into ``room`` bytes, or null."""
-    shapes = [tuple(outline.sizes[name] for name in layer.owned) for layer in layers]
-    kinds = {shape: subset_sums(shape) for shape in dict.fromkeys(shapes)}
-    total, counts = sum(map(sum, shapes)), Counter(shapes)
-    found: list[set[str]] = []
+    """Return the tensors to stream, so that the others and the staging memory fit into ``room`` bytes, or null.
+
+    The staging memory is to hold two of the largest parts, so that one is read while the other computes; where only
+    a single layer's worth fits, that.
+    """
+    shapes = [_shape(outline, layer) for layer in layers]
+    kinds = {shape: subset_sums([size for size, _ in shape]) for shape in dict.fromkeys(shapes)}
+    total, counts = sum(layer.bytes for layer in layers), Counter(shapes)
+    roomy: list[set[str]] = []
+    tight: list[set[str]] = []
     for reserve in sorted({count for kind in kinds.values() for count in kind.sums}):
         most = sum(count * kinds[shape].largest(reserve) for shape, count in counts.items())
         spare = room - reserve - (total - most)
-        if spare >= 0:
-            pairs = zip(layers, shapes, strict=True)
-            away = {layer.owned[place] for layer, shape in pairs for place in kinds[shape].within(reserve)}
-            found.append(away - _fitting(outline, away, spare))
-        if len(found) == _TRIES:
+        if spare < 0:
+            continue
+        chosen = {shape: kind.within(reserve) for shape, kind in kinds.items()}
+        away = {layer.owned[place] for layer, shape in zip(layers, shapes, strict=True) for place in chosen[shape]}
+        extra = max(0, _two_parts(chosen, counts) - reserve)
+        found = roomy if extra <= spare else tight
+        if len(found) < _TRIES:
+            found.append(away - _fitting(outline, away, max(0, spare - extra)))
+        if len(roomy) == _TRIES:
             break
-    return min(found, key=lambda away: sum(outline.sizes[name] for name in away), default=None)
+    return min(roomy or tight, key=lambda away: sum(outline.sizes[name] for name in away), default=None)
+
+
+Shape = tuple[tuple[int, int], ...]
+"""A layer's tensors: the size of each, and the number of the module in the layer that holds it."""
+
+
+def _shape(outline: Outline, layer: Layer) -> Shape:
+    modules = list(dict.fromkeys(map(parent, layer.owned)))
+    return tuple((outline.sizes[name], modules.index(parent(name))) for name in layer.owned)
+
+
+def _two_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape, int]) -> int:
+    """Return the bytes of the two largest parts, where ``chosen`` are the positions that are streamed of each shape.
+
+    A part is what streams together: the tensors of one module.
+    """
+    parts: list[int] = []
+    for shape, places in chosen.items():
+        held: Counter[int] = Counter()
+        for size, module in (shape[place] for place in places):
+            held[module] += size
+        parts += list(held.values()) * min(2, counts[shape])
+    return sum(sorted(parts)[-2:])
 
 
 def subset_sums(sizes: Sequence[int]) -> Sums:

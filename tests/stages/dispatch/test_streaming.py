@@ -11,6 +11,7 @@ from stages.dispatch.streaming import Streamer, pin_device
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import parent
 from stages.plan.plan import Plan
+from stages.shard_load.devices import Devices
 from stages.shard_load.files import ShardFile
 from stages.shard_load.reading import Extent
 
@@ -35,7 +36,7 @@ def dispatch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Dispatc
         score = write_score(skeleton, plan_with(model, on_disk))
         extents = to_disk(model, on_disk, tmp_path / f"weights{len(streamers)}")
         options = {"io": request.param, **options}
-        streamer = Streamer(model, score, extents=extents, torch_device=lambda _: torch.device("cpu"), **options)
+        streamer = Streamer(model, score, extents=extents, devices=Devices(), **options)
         streamers.append(streamer)
         return streamer, score
 

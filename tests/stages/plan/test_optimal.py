@@ -70,6 +70,14 @@ def test_what_waits_on_host_and_disk_is_mixed_evenly() -> None:
     assert held_bytes(model, placement.homes)[1] > 5.7 * 10**8
 
 
+@pytest.mark.parametrize("host", [3 * 10**8, 6 * 10**8, 10**9, 15 * 10**8, 2 * 10**9])
+def test_staging_holds_two_of_the_largest_streamed_parts(host: int) -> None:
+    model = llama()
+    placement = optimal(model, {CPU: host, DISK: None})
+    streamed = sorted(model.sizes[name] for name, home in placement.homes.items() if home == DISK)
+    assert host - resident_bytes(model, placement.homes).get(CPU, 0) >= sum(streamed[-2:])
+
+
 def test_nothing_is_streamed_where_all_fits() -> None:
     model = llama(2)
     placement = optimal(model, {0: 10**9, CPU: 0, DISK: None})

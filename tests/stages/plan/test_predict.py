@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stages.empty_init.skeleton import TensorSpec
 from stages.plan.geometry import Geometry, Request, read_geometry, read_request, round_up
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
@@ -72,6 +74,27 @@ def test_a_peak_is_weights_reserve_cache_activations_and_the_process() -> None:
     assert plan.predicted[1] == {"weights": 10, "reserve": 0, "cache": 100, "activations": 7}
     assert plan.predicted["cpu"]["process"] == PROCESS_BYTES
     assert plan.predicted["cpu"]["weights"] == 20
+
+
+def test_what_is_staged_on_the_host_is_predicted_unless_it_is_mapped() -> None:
+    model = outline({f"l.{index}.w": 10 for index in range(4)})
+    plan = planned(model, cpu="35")
+    assert plan.resident_bytes["cpu"] == 20
+    assert predict(model, plan, Work(0, 0), Rates()).predicted["cpu"]["reserve"] == 15
+    assert predict(model, plan, Work(0, 0), Rates(), mapped=True).predicted["cpu"]["reserve"] == 0
+    through = predict(model, planned(model, _0="30", cpu="5"), Work(0, 0), Rates()).predicted
+    assert (through[0]["reserve"], through["cpu"]["staging"]) == (10, 10)
+
+
+def test_kernels_in_half_precision_take_a_copy_of_the_largest_matrix() -> None:
+    specs = (
+        TensorSpec("a", (3, 5), "bfloat16"),
+        TensorSpec("b", (4, 3, 4), "float16"),
+        TensorSpec("c", (99,), "float16"),
+    )
+    model = outline({"a": 1})
+    assert work(Outline(replace(model.skeleton, tensors=specs)), Geometry(), Request()).scratch_bytes == 30
+    assert work(model, Geometry(), Request()).scratch_bytes == 0
 
 
 def test_a_token_takes_as_long_as_the_slowest_of_storage_link_and_memory() -> None:

@@ -38,6 +38,7 @@ def two_accelerators(size: str = "1GB") -> dict[str, Any]:
         ({"hardware": {"devices": 3}}, "hardware.devices", "no list"),
         ({"hardware": {"devices": [{"memory": "24gb"}]}}, "hardware.devices.0.memory", "is not a size"),
         ({"hardware": {"devices": [{}]}}, "hardware.devices.0.memory", "is not a size"),
+        ({"hardware": {"devices": [{"memory": 9, "ledger": "x"}]}}, "hardware.devices.0.ledger", "is not a size"),
         ({"hardware": {"host": {"memory": "x"}}}, "hardware.host.memory", "is not a size"),
         ({"hardware": {"rates": {"lnk": "1GB"}}}, "hardware.rates.lnk", "did you mean 'link'"),
         ({"device_map_overrides": {"a": "x"}}, "device_map_overrides.a", "'x' is not a device"),
@@ -147,3 +148,31 @@ def test_cpu_offload_gb_offloads_the_first_layers_parameter_by_parameter() -> No
     plan = make_plan(model, config(**changes, device_map={"cpu_offload_gb": 2.5}))
     assert plan.device_map == {"embed": 0, "l.0": "cpu", "l.1.a": "cpu", "l.1.b": 0, "l.2": 0}
     assert (set(plan.execution.values()), plan.reserve_bytes) == ({0}, 2 * 10**9)
+
+
+def test_a_host_that_cannot_hold_the_plan_is_refused_with_the_most_that_works() -> None:
+    weights = outline({f"l.{index}.w": 10**9 for index in range(3)})
+    given = config(max_memory={"cpu": "3GB"}, hardware={"host": {"memory": "2GB"}})
+    with pytest.raises(BudgetError, match=r"max_memory\.cpu: the plan takes .* on the host .*; the most that works is"):
+        make_plan(weights, given)
+    make_plan(weights, config(max_memory={"cpu": "3GB"}, hardware={"host": {"memory": "5GB"}}))
+
+
+def test_an_accelerator_that_cannot_hold_the_plan_is_refused() -> None:
+    with pytest.raises(
+        BudgetError, match=r"max_memory\.0: the plan takes 30 B on accelerator 0 .*most that works is 20"
+    ):
+        make_plan(stack(3), config(max_memory={"0": "30"}, hardware=two_accelerators("20")))
+
+
+def test_simulated_accelerators_have_ledgers_and_a_note() -> None:
+    devices = {"devices": [{"memory": "100"}, {"memory": "100", "ledger": "7"}, {"memory": "100"}]}
+    plan = make_plan(stack(3), config(max_memory={"0": "20", "1": "20"}, hardware=devices))
+    assert plan.ledgers == {0: 20, 1: 7, 2: 0}
+    assert plan.notes == ("3 simulated accelerators: times are those of the cpu",)
+
+
+def test_an_automatic_budget_leaves_room_for_the_libraries() -> None:
+    terms = make_plan(stack(3), config(max_memory=None)).budget_terms["cpu"]
+    assert list(terms) == ["available", "process", "libraries", "request", "margin"]
+    assert terms["libraries"] <= -250 * 10**6

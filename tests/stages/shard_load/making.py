@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ CONFIGS = {
 def make_model(kind: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
     """Return a small model with random weights, its norms and biases random too."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind])
+    config = deepcopy(CONFIGS[kind])  # making a model writes its dtype into its config
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1)
@@ -71,7 +73,7 @@ def save_bin(model: Any, folder: Path, *, sharded: bool = False, old: bool = Fal
 
 def empty_model(kind: str, dtype: torch.dtype) -> Any:
     with init_empty_weights():
-        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(deepcopy(CONFIGS[kind]), dtype=dtype)
     model.tie_weights()
     return model.eval()
 

@@ -2,9 +2,9 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 

@@ -21,17 +21,18 @@ SLACK = 12 * MIB  # what Python and torch take for themselves on the way
 
 
 class Heavy(nn.Module):
-    """Eight bfloat16 tensors of 32 MiB."""
+    """``WEIGHTS`` bytes of bfloat16, in so many tensors."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, tensors: int) -> None:
         super().__init__()
-        shape = (TENSOR_BYTES // 2 // 4096, 4096)
-        self.weights = nn.ParameterList([nn.Parameter(torch.empty(shape, dtype=dtype)) for _ in range(TENSORS)])
+        shape = (WEIGHTS // tensors // 2 // 4096, 4096)
+        weights = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(tensors))
+        self.weights = nn.ParameterList([nn.Parameter(weight) for weight in weights])
 
 
-def save(folder: Path, suffix: str, dtype: torch.dtype) -> Path:
-    shape = (TENSOR_BYTES // 2 // 4096, 4096)
-    state = {f"weights.{i}": torch.full(shape, float(i), dtype=dtype) for i in range(TENSORS)}
+def save(folder: Path, suffix: str, dtype: torch.dtype, tensors: int = TENSORS) -> Path:
+    shape = (WEIGHTS // tensors // 2 // 4096, 4096)
+    state = {f"weights.{i}": torch.full(shape, float(i), dtype=dtype) for i in range(tensors)}
     path = folder / f"m.{suffix}"
     if suffix == "safetensors":
         save_file(state, path)
@@ -45,12 +46,12 @@ def anonymous_bytes() -> int:
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-def measure(root: Path, path: Path, home: str, spills: bool) -> int:
+def measure(root: Path, path: Path, home: str, spills: bool, tensors: int = TENSORS) -> int:
     """Load ``path`` and return the peak of anonymous memory above what the process held before."""
 
     def make() -> nn.Module:
         with init_empty_weights():
-            return Heavy()
+            return Heavy(tensors)
 
     config = {"offload_state_dict": spills}
     context = make_context(root, path, make, lambda name: home, **config)
@@ -94,3 +95,12 @@ def test_a_load_takes_little_more_than_what_stays(
 ) -> None:
     path = save(tmp_path, suffix, dtype)
     assert process.apply_async(measure, (tmp_path, path, home, spills)).get(60) < allowed + SLACK
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(("home", "allowed"), [("cpu", WEIGHTS + 64 * MIB), ("disk", 0)])
+def test_a_tensor_larger_than_what_may_pass_through_is_never_held_twice(
+    process: Pool, tmp_path: Path, home: str, allowed: int
+) -> None:
+    path = save(tmp_path, "safetensors", torch.bfloat16, tensors=1)
+    assert process.apply_async(measure, (tmp_path, path, home, False, 1)).get(60) < allowed + SLACK

@@ -1,0 +1,144 @@
+"""Checkpoints by the name that they have on the Hugging Face Hub.
+
+``model.path=org/name`` stands for a snapshot in the Hub's cache on this machine. What is there is used without asking
+the network; what isn't is fetched, and no more than is needed: the small files that say what the model is, and the
+weights not before something asks for them, so that a plan of a model that nobody has downloaded costs kilobytes.
+
+A resolved config has every folder as an absolute path, so ``org/name`` there is a Hub id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError
+
+DEFAULT_REVISION = "main"
+_CONFIG = "config.json"
+_TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
+_LAYOUTS = (
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+"""The index and the single file of each format, in the order in which the formats count."""
+
+
+def is_hub_id(path: object) -> bool:
+    """Return whether the ``model.path`` of a resolved config names a checkpoint on the Hub."""
+    return isinstance(path, str) and path.count("/") == 1 and not Path(path).is_absolute()
+
+
+def checkpoint_folder(model: Mapping[str, Any]) -> Path:
+    """Return the folder of ``model.path``, config and tokenizer in it; a Hub id's weights may be missing there.
+
+    A ``CheckpointError`` names an id that isn't on this machine and can't be fetched.
+    """
+    path = model.get("path")
+    return _texts(str(path), _revision(model)) if is_hub_id(path) else Path(str(path or ""))
+
+
+def weights_path(model: Mapping[str, Any]) -> Path:
+    """Return what ``model.path`` stands for, weights included: a folder or a file of the user's, or a snapshot."""
+    folder = checkpoint_folder(model)
+    return _weights(str(model["path"]), folder) if is_hub_id(model.get("path")) else folder
+
+
+def local_snapshot(model: Mapping[str, Any], *, weights: bool = False) -> Path | None:
+    """Return the snapshot of a Hub id if all that is needed of it is on this machine; asks no network."""
+    folder = _cached(str(model["path"]), _revision(model))
+    return folder if folder is not None and (not weights or _is_complete(folder)) else None
+
+
+def fault_offline(model: Mapping[str, Any], *, weights: bool = False) -> str | None:
+    """Return why a Hub id can't be had where the network is switched off (``HF_HUB_OFFLINE``); null where it can."""
+    from huggingface_hub.constants import is_offline_mode
+
+    if not is_offline_mode() or local_snapshot(model, weights=weights) is not None:
+        return None
+    return _refusal(str(model["path"]), _revision(model), "the network is switched off (HF_HUB_OFFLINE)")
+
+
+def _revision(model: Mapping[str, Any]) -> str:
+    return str(model.get("revision") or DEFAULT_REVISION)
+
+
+@cache
+def _texts(repo: str, revision: str) -> Path:
+    return _cached(repo, revision) or _fetch(repo, revision, _TEXTS)
+
+
+@cache
+def _weights(repo: str, folder: Path) -> Path:
+    """Fetch the weights into the snapshot ``folder``, from the very commit that the config was taken from."""
+    commit = folder.name
+    for index, single in _LAYOUTS:
+        if _is_complete(folder):
+            break
+        names = _shards(folder / index) or [single]
+        _fetch(repo, commit, [_literal(name) for name in names])
+    return folder
+
+
+def _cached(repo: str, revision: str) -> Path | None:
+    """Return the snapshot's folder if the Hub's cache has it with a config; a download cut short may lack one."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            repo, revision=revision, allow_patterns=list(_TEXTS), ignore_patterns=["*/*"], local_files_only=True
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return Path(found) if Path(found, _CONFIG).is_file() else None
+
+
+def _fetch(repo: str, revision: str, patterns: Sequence[str]) -> Path:
+    """Download the files of the snapshot's top folder that match ``patterns``, with the Hub's own progress bars."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    try:
+        found = snapshot_download(repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
+    except (HTTPError, OSError, ValueError) as error:
+        first = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"model.path: {_refusal(repo, revision, first)}") from error
+    return Path(found)
+
+
+def _refusal(repo: str, revision: str, reason: str) -> str:
+    return (
+        f"{repo!r} is no folder here, and can't be had from the Hub at revision {revision!r}: {reason}; "
+        "give the folder of a checkpoint, or download it where there is a network and set HF_HOME to that cache"
+    )
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether the weights of one format are all there."""
+    found = ((_shards(folder / index), folder / single) for index, single in _LAYOUTS)
+    return any(
+        single.is_file() or (shards and all((folder / shard).is_file() for shard in shards)) for shards, single in found
+    )
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the files that an index names; none without an index, or with one that the loader will refuse."""
+    try:
+        parsed = json.loads(index.read_bytes())
+    except (OSError, ValueError):
+        return []
+    names = parsed.get("weight_map", parsed) if isinstance(parsed, dict) else {}
+    return _plain(names.values()) if isinstance(names, dict) else []
+
+
+def _plain(names: Iterable[object]) -> list[str]:
+    return sorted({name for name in names if isinstance(name, str)})
+
+
+def _literal(name: str) -> str:
+    """Return a pattern that matches ``name`` alone."""
+    return "".join(f"[{mark}]" if mark in "*?[" else mark for mark in name)

@@ -1,0 +1,102 @@
+"""Checkpoints by their Hub id: without a network from this machine's cache, else fetched, no more than is needed."""
+
+import os
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import tests.e2e.conftest as harness
+from tests.e2e.conftest import Finished
+from tests.e2e.fake_hub import COMMIT, FakeHub, serving, tag
+
+Run = Callable[..., Finished]
+TINY = Path(str(resources.files("conf") / "checkpoints" / "tiny"))
+RUN = ("model.path=org/name", "max_memory.cpu=2MB", "generate.prompts=[[5,6,7]]", "generate.max_new_tokens=3")
+
+
+@pytest.fixture
+def hub_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for name in ("HF_HUB_CACHE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "hf" / "hub" / "models--org--name"
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, hub_home: Path) -> FakeHub:
+    """A Hub on this machine that serves the embedded model."""
+    with serving(TINY) as hub:
+        clean = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", "HF_HUB_OFFLINE")}
+        monkeypatch.setattr(harness, "environment", lambda: {**clean, "HF_ENDPOINT": hub.endpoint})
+        yield hub
+
+
+def lay_out(repository: Path) -> None:
+    """Put the embedded model into a Hub's cache as huggingface_hub does: blobs, and a snapshot of links to them."""
+    snapshot, blobs, refs = repository / "snapshots" / COMMIT, repository / "blobs", repository / "refs"
+    for folder in (snapshot, blobs, refs):
+        folder.mkdir(parents=True)
+    (refs / "main").write_text(COMMIT)
+    for file in (file for file in TINY.iterdir() if file.is_file()):
+        (blobs / tag(file)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{tag(file)}")
+
+
+def test_what_the_cache_holds_runs_without_a_network(offstage: Run, hub_home: Path) -> None:
+    lay_out(hub_home)
+    by_id = offstage(*RUN)
+    assert by_id.code == 0, by_id.err
+    assert by_id.record["config"]["model"]["path"] == "org/name"
+    by_folder = offstage(f"model.path={hub_home / 'snapshots' / COMMIT}", *RUN[1:])
+    assert by_folder.tokens == by_id.tokens
+    assert by_folder.cached["empty_init"], "one model under two names has one skeleton"
+    assert offstage(*RUN, f"model.revision={COMMIT}").code == 0
+
+
+@pytest.mark.parametrize("gone", ["everything", "a shard", "the config"])
+def test_what_the_cache_lacks_is_one_line_that_names_the_id(offstage: Run, hub_home: Path, gone: str) -> None:
+    if gone != "everything":
+        lay_out(hub_home)
+        name = "config.json" if gone == "the config" else "model-00002-of-*.safetensors"
+        for file in (hub_home / "snapshots" / COMMIT).glob(name):
+            file.unlink()
+    done = offstage(*RUN)
+    lines = [line for line in done.err.splitlines() if line.startswith("offstage: ")]
+    assert done.code == 3, done.err
+    assert len(lines) == 1, done.err
+    for words in ("model.path: 'org/name' is no folder here", "HF_HUB_OFFLINE", "give the folder of a checkpoint"):
+        assert words in lines[0]
+    assert "Traceback" not in done.err
+
+
+def test_a_plan_fetches_no_weights_and_a_run_fetches_them_once(offstage: Run, online: FakeHub) -> None:
+    planned = offstage(*RUN, "stop_after=plan")
+    assert planned.code == 0, planned.err
+    assert "config.json" in online.downloaded
+    assert not [name for name in online.downloaded if name.endswith(".safetensors")]
+    first = offstage(*RUN)
+    assert first.code == 0, first.err
+    shards = {file.name for file in TINY.glob("*.safetensors")}
+    assert shards <= online.downloaded
+    online.asked.clear()
+    second = offstage(*RUN, "seed=1")
+    assert second.code == 0, second.err
+    assert online.asked == []
+
+
+def test_an_id_that_the_hub_does_not_know_is_one_line(offstage: Run, online: FakeHub) -> None:
+    done = offstage("model.path=org/nothing")
+    assert done.code == 3, done.err
+    assert "model.path: 'org/nothing' is no folder here" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("revision", "words"), [("3", "3 is no revision"), ("v1", "'v1' is of no use"), ("''", "'' is no revision")]
+)
+def test_a_revision_that_means_nothing_is_refused(offstage_here: Run, revision: str, words: str) -> None:
+    done = offstage_here(f"model.path={TINY}", f"model.revision={revision}")
+    assert done.code == 2
+    assert f"model.revision: {words}" in done.err

@@ -1,0 +1,79 @@
+"""Simulated accelerators: the embedded model runs on machines that nobody here has."""
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Finished
+
+Run = Callable[..., Finished]
+BUDGET_EXIT = 4
+TOKENS = "generate.max_new_tokens=6"
+DEVICES = 4
+
+
+def machine(*, memory: str = "3MB", ledger: str | None = None) -> str:
+    """Return an override: four accelerators, the last of which holds only ``ledger``, whatever it says."""
+    last = f"{{memory: {memory}, ledger: {ledger}}}" if ledger else f"{{memory: {memory}}}"
+    return f"hardware.devices=[{', '.join([f'{{memory: {memory}}}'] * (DEVICES - 1) + [last])}]"
+
+
+def budgets(accelerator: str, host: str) -> str:
+    return f"max_memory={{{', '.join(f'{i}: {accelerator}' for i in range(DEVICES))}, cpu: {host}}}"
+
+
+@pytest.mark.parametrize(
+    "given", [budgets("1.2MB", "1MB"), budgets("800KB", "400KB")], ids=["all on accelerators", "some streamed"]
+)
+def test_four_simulated_accelerators_give_the_tokens_of_the_cpu_within_their_budgets(
+    given: str, offstage_here: Run
+) -> None:
+    on_cpu = offstage_here("device_map=cpu", "max_memory.cpu=8MB", TOKENS)
+    for policy in ("balanced", "balanced_low_0", "sequential", "optimal"):
+        done = offstage_here(machine(), given, f"device_map={policy}", TOKENS)
+        assert done.code == 0, done.err
+        assert done.tokens == on_cpu.tokens, policy
+        memory = done.record["memory"]
+        used = [device for device in map(str, range(DEVICES)) if memory["measured"][device]]
+        assert len(used) >= DEVICES - 1, (policy, memory)
+        assert all(memory["measured"][device] <= memory["budget"][device] for device in used), (policy, memory)
+        assert done.record["metrics"]["simulated_accelerators"] == DEVICES
+
+
+def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(offstage_here: Run) -> None:
+    given = ("hardware.devices=[{memory: 3MB}]", "max_memory={0: 1MB, cpu: 1MB}", "device_map=sequential")
+    done = offstage_here(*given, TOKENS)
+    assert done.code == 0, done.err
+    plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
+    peak = done.record["memory"]["measured"]["0"]
+    assert plan["resident_bytes"]["0"] < peak <= plan["resident_bytes"]["0"] + plan["reserve_bytes"] <= 10**6
+
+
+def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Run) -> None:
+    done = offstage_here(machine(ledger="500KB"), budgets("1.2MB", "1MB"), "device_map=balanced", TOKENS)
+    assert done.code == BUDGET_EXIT
+    assert "the simulated accelerator 3 is full" in done.err
+    assert "Traceback" not in done.err
+    assert done.record["status"] == "failed"
+
+
+def test_a_plan_that_an_accelerator_cannot_hold_is_refused_before_a_weight_is_read(offstage_here: Run) -> None:
+    done = offstage_here(machine(memory="1.5MB"), budgets("1.2MB", "1MB"), "device_map=balanced", TOKENS)
+    assert done.code == BUDGET_EXIT
+    assert "max_memory.0: the plan takes" in done.err
+    assert "the most that works is" in done.err
+    assert "shard_load" not in done.cached
+
+
+@pytest.mark.parametrize("name", ["2x24gb", "4x24gb", "4x80gb", "8x80gb"])
+def test_a_config_alone_is_enough_to_plan_for_a_machine(name: str, tmp_path: Path, offstage_here: Run) -> None:
+    folder = tmp_path / "config_only"
+    folder.mkdir()
+    shutil.copy(str(resources.files("conf") / "checkpoints" / "tiny" / "config.json"), folder)
+    done = offstage_here(f"hardware={name}", "stages=plan_only", f"model.path={folder}", "max_memory=null")
+    assert done.code == 0, done.err
+    assert len(done.record["memory"]["budget"]) == int(name[0]) + 2
