@@ -16,7 +16,9 @@ DISK: DeviceId = "disk"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B|%)", re.ASCII)
-ACCEPTED_SIZES = "a whole number of bytes, or a number with KB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (of 2) or %"
+ACCEPTED_SIZES = (
+    "a whole number of bytes, or a number with KB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (of 2) or %"
+)
 
 DTYPE_BYTES: Mapping[str, float] = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
