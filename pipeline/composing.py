@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable
 
 from hydra.errors import HydraException
@@ -12,6 +13,10 @@ from pipeline.command import guarded
 from pipeline.errors import ConfigError, closest
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
+
+NULL_IN_A_FILE = (
+    "max_memory: a config file says null, and an override can't add to that; write {} in the file, which means the same"
+)
 
 
 def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
@@ -26,6 +31,17 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
             raise
         sys.stderr.writelines(f"offstage: {line}\n" for line in one_line(error).splitlines())
         return ConfigError.exit_code
+    except (AttributeError, AssertionError) as error:
+        if show_all or not _comes_from_an_override(error):
+            raise
+        sys.stderr.write(f"offstage: {NULL_IN_A_FILE}\n")
+        return ConfigError.exit_code
+
+
+def _comes_from_an_override(error: Exception) -> bool:
+    """Return whether Hydra tripped as it applied an override: over a null that something was to be added to."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.name == "_apply_overrides_to_config" for frame in frames)
 
 
 def one_line(error: Exception) -> str:

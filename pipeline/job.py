@@ -74,6 +74,7 @@ class Ending:
         if self._monitor is not None:
             host, resident = self._monitor.peak_host_bytes, self._monitor.peak_host_rss_bytes
             self._record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
+            self._record.note_series("cpu", self._monitor.series)
         if error is None:
             _log.info("completed")
             self._record.finish("completed")

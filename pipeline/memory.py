@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import psutil
+
+from pipeline.timeline import Timeline
 
 _STATM = Path("/proc/self/statm")
 _STATUS = Path("/proc/self/status")
@@ -63,8 +66,11 @@ class MemoryMonitor:
         self._run = _Sample(0, 0)
         self._stage_host_bytes = 0
         self._run_devices: dict[int, int] = {}
+        self._timeline = Timeline()
+        self._began = 0.0
 
     def __enter__(self) -> MemoryMonitor:
+        self._began = time.perf_counter()
         self._gauge = _StatmGauge() if _STATM.exists() else _ProcessGauge()
         self._stop.clear()
         self._thread = threading.Thread(target=self._watch, name="offstage-memory", daemon=True)
@@ -108,6 +114,12 @@ class MemoryMonitor:
         return self._run.anonymous
 
     @property
+    def series(self) -> list[tuple[float, int]]:
+        """Anonymous resident memory over time: seconds since the monitor was entered, and bytes."""
+        with self._lock:
+            return self._timeline.points
+
+    @property
     def peak_host_rss_bytes(self) -> int:
         """The peak of the resident set since the process began, where the system tells; it has mapped files
         too."""
@@ -130,6 +142,7 @@ class MemoryMonitor:
                 return
             now = self._gauge.read()
             self._run = _Sample(*map(max, self._run, now))
+            self._timeline.add(time.perf_counter() - self._began, now.anonymous)
             self._stage_host_bytes = max(self._stage_host_bytes, now.anonymous)
 
     def _settle_devices(self) -> dict[int, int]:

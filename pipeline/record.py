@@ -156,6 +156,11 @@ class RunRecord:
             self._content["outputs"] = [dict(output) for output in report.outputs]
         self._write()
 
+    def note_series(self, device: str, points: Sequence[tuple[float, int]]) -> None:
+        """Keep what ``device`` held over time: seconds since the run began, and bytes."""
+        self._content["memory"]["series"] = {device: [list(point) for point in points]}
+        self._write()
+
     def note_device_map(self, device_map: Mapping[str, Any]) -> None:
         """Keep where each module went: the cache that holds the plan may be gone when somebody asks."""
         self._content["device_map"] = device_map

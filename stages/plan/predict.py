@@ -84,6 +84,8 @@ def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, mapped: 
     bound = max(seconds, key=lambda name: seconds[name])
     forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": sum(streamed.values())}
     forecast |= {"seconds_per_token": seconds[bound], "bound": bound}
+    if streamed.get(DISK):
+        forecast["storage_bandwidth_bytes_per_second"] = rates.storage
     through = 0 if mapped and plan.main_device == CPU else streamed.get(DISK, 0)
     return replace(plan, predicted=_peaks(outline, plan, needs, through=through), forecast=forecast)
 

@@ -59,6 +59,13 @@ def test_a_bad_config_is_one_line_and_exit_2(arguments: list[str], words: list[s
     refused(offstage_here(*arguments), CONFIG, *words)
 
 
+@pytest.mark.parametrize("override", ["max_memory.cpu=2MB", "max_memory={cpu: 2MB}"])
+def test_a_budget_added_to_a_files_null_says_what_to_write(override: str, offstage_here: Run, tmp_path: Path) -> None:
+    tmp_path.joinpath("mine.yaml").write_text("defaults: [config, _self_]\nmax_memory: null\n")
+    done = offstage_here("--config-dir", str(tmp_path), "--config-name", "mine", override)
+    refused(done, CONFIG, "max_memory", "null", "write {} in the file")
+
+
 def test_several_faults_are_all_reported_and_nothing_has_run(offstage_here: Run, tmp_path: Path) -> None:
     done = offstage_here("dtype=float8", "max_memory.cpu=-1", "device_map=best", "generate.beams=2", "seed=x")
     lines = [line for line in done.err.splitlines() if line.startswith("offstage: ")]

@@ -37,6 +37,17 @@ def gauge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.usefixtures("gauge")
+def test_memory_over_time_is_kept() -> None:
+    with MemoryMonitor() as monitor:
+        held = bytearray(64 * 2**20)
+        time.sleep(0.1)
+        del held
+    series = monitor.series
+    assert len(series) >= 2
+    assert max(value for _, value in series) >= 64 * 2**20
+    assert series[-1][0] >= 0.05
+
+
 def test_a_peak_between_two_boundaries_is_seen() -> None:
     with MemoryMonitor() as monitor:
         monitor.start_stage()

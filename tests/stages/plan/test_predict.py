@@ -101,7 +101,8 @@ def test_a_token_takes_as_long_as_the_slowest_of_storage_link_and_memory() -> No
     model = outline({f"l.{index}.w": 10 for index in range(4)})
     plan = planned(model, cpu="30")
     forecast = predict(model, plan, Work(0, 0), Rates(storage=10, host=1000)).forecast
-    assert forecast == {"streamed_bytes_per_token": 20, "seconds_per_token": 2.0, "bound": "storage"}
+    storage = {"bound": "storage", "storage_bandwidth_bytes_per_second": 10}
+    assert forecast == {"streamed_bytes_per_token": 20, "seconds_per_token": 2.0, **storage}
     assert predict(model, plan, Work(0, 0), Rates(storage=1000, host=10)).forecast["bound"] == "host memory"
     linked = planned(model, _0="30", cpu="100")
     assert predict(model, linked, Work(0, 0), Rates(link=10)).forecast["seconds_per_token"] == 2.0
