@@ -53,11 +53,12 @@ class ShardLoad:
         return ()
 
     def key(self, context: Context) -> Mapping[str, object]:
-        """The weights depend on the checkpoint, on what the model is, and on where each tensor goes."""
+        """The weights depend on the checkpoint, on what the model is, where each tensor goes, and what fits there."""
         return {
             "checkpoint": identity(_open(context.config)),
             "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
             "device_map": context.artifact("plan").digest(plans.MAP_NAME),
+            "ledgers": context.artifact("plan").json(plans.FILE_NAME).get("ledgers"),
             "offload_folder": context.config["offload_folder"],
             "checks": {name: context.config.get(name, default) for name, default in CHECKS.items()},
         }
