@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device
+from stages.units import DeviceId, in_tier_order, parse_device
 
 FILE_NAME = "plan.json"
 MAP_NAME = "device_map.json"
@@ -48,11 +48,6 @@ class Plan:
     def devices(self) -> list[DeviceId]:
         """The devices that hold or compute something, in the order of the tiers."""
         return in_tier_order([*self.homes.values(), self.main_device])
-
-    @property
-    def offloads(self) -> bool:
-        """Whether any tensor is streamed: it lies on disk, or on the host while another device computes it."""
-        return any(home in (CPU, DISK) and home != self.main_device for home in self.homes.values())
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json`` and ``device_map.json`` into ``folder``."""
