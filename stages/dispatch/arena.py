@@ -6,7 +6,6 @@ view of its weight, and a traceback may hold one. What is still seen is never wr
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stages.shard_load.direct import align_up
+from stages.shard_load.memory import align_up, private_memory, with_huge_pages
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +32,7 @@ class Arena:
 
     def __init__(self, size: int) -> None:
         self.size = align_up(max(size, 1))
-        self._memory = private_memory(self.size)
+        self._memory = with_huge_pages(private_memory(self.size))
         self._busy: list[_Span] = []  # sorted
         self._next = 0
         self._gone: deque[_Span] = deque()
@@ -78,14 +77,3 @@ class Arena:
             span = self._gone.popleft()
             self._busy.remove(span)
             del self._watches[span]
-
-
-def private_memory(size: int) -> mmap.mmap:
-    """Return ``size`` bytes of private anonymous memory, in huge pages where the system has them.
-
-    Python's default is shared memory, which counts as shmem and gets no huge pages.
-    """
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from stages.dispatch.arena import Arena, Bytes, private_memory
+from stages.dispatch.arena import Arena, Bytes
 from stages.dispatch.schedule import Schedule
 from stages.dispatch.trace import Trace
-from stages.shard_load.direct import ALIGNMENT, DirectFile, align_down, align_up
+from stages.shard_load.direct import DirectFile
 from stages.shard_load.files import ShardFile
+from stages.shard_load.memory import ALIGNMENT, align_down, align_up, private_memory
 from stages.shard_load.reading import Extent, torch_dtype
 
 READERS = 4

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 import torch
 
-from stages.shard_load.direct import DirectFile, align_down
+from stages.shard_load.direct import DirectFile
 from stages.shard_load.files import ShardFile
+from stages.shard_load.memory import align_down
 from stages.shard_load.reading import Extent, torch_dtype
 
 

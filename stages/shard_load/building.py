@@ -7,7 +7,7 @@ chain with any other operation is left to transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,13 @@ import torch
 from torch import nn
 
 from stages.empty_init.skeleton import parent
+from stages.shard_load.memory import room_for
 from stages.shard_load.names import Step, convert
 from stages.shard_load.reading import SourceReader, torch_dtype
 
 Places = Callable[[torch.Tensor], Iterator[tuple[str, torch.Tensor]]]
+Fill = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
+"""Fills each view with the tensor of the checkpoint that is named beside it, cast to the view's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +34,21 @@ class _Piece:
 
 
 def build(
-    model: nn.Module, step: Step, *, reader: SourceReader, dtypes: Mapping[str, str]
+    model: nn.Module, step: Step, *, reader: SourceReader, dtypes: Mapping[str, str], fill: Fill
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield those targets of ``step`` that ``dtypes`` names, in these dtypes, contiguous, on the cpu."""
+    """Yield those targets of ``step`` that ``dtypes`` names, in these dtypes, contiguous, on the cpu.
+
+    ``fill`` reads what goes to known places of a result; ``reader`` all else.
+    """
     for name, dtype in dtypes.items() if step.converter is None else ():
         kind = torch_dtype(dtype)
         yield name, reader.read(step.source_names[0], kind) if step.sources else computed(model, name, kind)
     if step.converter is not None:
-        yield from _merged(model, step, reader=reader, dtypes=dtypes)
+        yield from _merged(model, step, reader=reader, dtypes=dtypes, fill=fill)
 
 
 def _merged(
-    model: nn.Module, step: Step, *, reader: SourceReader, dtypes: Mapping[str, str]
+    model: nn.Module, step: Step, *, reader: SourceReader, dtypes: Mapping[str, str], fill: Fill
 ) -> Iterator[tuple[str, torch.Tensor]]:
     piece = _as_piece(step, reader)
     made: dict[str, torch.Tensor] = {}
@@ -50,13 +56,12 @@ def _merged(
         made = _converted(model, step, reader=reader, dtype=torch_dtype(next(iter(dtypes.values()))))
     for name, dtype in dtypes.items():
         kind = torch_dtype(dtype)
-        yield name, _gathered(piece, reader, kind) if piece else made.pop(name).to(kind).contiguous()
+        yield name, _gathered(piece, kind, fill) if piece else made.pop(name).to(kind).contiguous()
 
 
-def _gathered(piece: _Piece, reader: SourceReader, dtype: torch.dtype) -> torch.Tensor:
-    result = torch.empty(piece.shape, dtype=dtype)
-    for source, view in piece.places(result):
-        reader.fill(source, view)
+def _gathered(piece: _Piece, dtype: torch.dtype, fill: Fill) -> torch.Tensor:
+    result = room_for(piece.shape, dtype).tensor
+    fill(piece.places(result))
     return result
 
 

@@ -1,9 +1,9 @@
 """Reading many tensors at the speed of the storage: large aligned reads, several in flight.
 
-The files are read in blocks that don't care where one tensor ends and the next begins. A block that the page cache
-holds is copied from there. Any other is read directly (``O_DIRECT``), since the page cache would only hold a second
-copy of weights that are in memory already: into an aligned buffer, and from there, cast on the way if need be, into
-the tensors' own memory. So the memory held is that of the tensors and the few buffers.
+What the page cache holds is copied from there, straight into the tensors. All else is read directly (``O_DIRECT``),
+since the page cache would only hold a second copy of weights that are in memory already. A tensor whose memory is laid
+out for it (``Room``) is read into in place. Others, small ones and such as must be cast, come by way of an aligned
+buffer, neighbours together. So the memory held is that of the tensors and the few buffers.
 """
 
 from __future__ import annotations
@@ -13,22 +13,26 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stages.shard_load.direct import DirectFile, align_down, align_up
+from stages.shard_load.direct import DirectFile
 from stages.shard_load.files import ShardFile, read_into
+from stages.shard_load.memory import align_down, align_up, room_for
 from stages.shard_load.page_cache import PAGE_BYTES, cached_pages
 from stages.shard_load.reading import Extent, byte_view, torch_dtype
 
 BLOCK_BYTES = 8 * 2**20
 IN_FLIGHT = 4
+GAP_BYTES = 2**18
+"""Neighbours at most so far apart are read together, with what lies between them."""
 _OPEN_FILES = 64
 _ALONE_ELEMENTS = 2**15 - 1
 """Up to here torch copies without threads (its grain size is 2**15 elements)."""
@@ -36,26 +40,23 @@ _ALONE_ELEMENTS = 2**15 - 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor to read: where it lies, and the contiguous cpu tensor that it is to fill, in that one's dtype."""
+    """One tensor to read: where it lies, and the contiguous cpu tensor that it is to fill, in that one's dtype.
+
+    ``memory``, where there is one, is the aligned memory around the target, from the aligned offset before its extent
+    to the one after it.
+    """
 
     extent: Extent
     target: torch.Tensor
+    memory: memoryview | None = None
 
 
-@dataclass(slots=True)
-class _Block:
-    """A span of a file, and the parts of tensors in it: (first byte, first byte after, elements to fill, dtype)."""
-
-    number: int
-    parts: list[tuple[int, int, torch.Tensor, torch.dtype]] = field(default_factory=list)
-
-    @property
-    def begin(self) -> int:
-        return min(part[0] for part in self.parts)
-
-    @property
-    def end(self) -> int:
-        return max(part[1] for part in self.parts)
+def new_piece(extent: Extent, dtype: torch.dtype) -> Piece:
+    """Return the piece that reads ``extent`` into new memory as ``dtype``."""
+    if torch_dtype(extent.dtype) != dtype:
+        return Piece(extent, room_for(extent.shape, dtype).tensor)
+    room = room_for(extent.shape, dtype, offset=extent.begin)
+    return Piece(extent, room.tensor, room.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,77 @@ class _Source:
     file: DirectFile
     pages: NDArray[np.bool_]
 
-    def holds(self, block: _Block) -> bool:
-        """Return whether the page cache held all of ``block``."""
-        return bool(self.pages[block.begin // PAGE_BYTES : -(-block.end // PAGE_BYTES)].all())
+    def holds(self, begin: int, end: int) -> bool:
+        """Return whether the page cache held all bytes from ``begin`` to ``end``."""
+        return bool(self.pages[begin // PAGE_BYTES : -(-end // PAGE_BYTES)].all())
+
+
+class _Job(Protocol):
+    """A part of a file that is read at once."""
+
+    def read(self, source: _Source, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Read it; return how many bytes of tensors that was."""
+
+
+@dataclass(frozen=True, slots=True)
+class _InPlace:
+    """``wanted`` bytes from the aligned ``offset`` on, read into ``target``, ``skipped`` of them not the tensor's."""
+
+    target: memoryview
+    offset: int
+    wanted: int
+    skipped: int
+
+    def read(self, source: _Source, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Read from the page cache or directly: the bytes land where they stay."""
+        if source.holds(self.offset, self.offset + self.wanted):
+            read_into(source.file.descriptor, self.target[: self.wanted], offset=self.offset, path=source.path)
+        else:
+            source.file.read(self.target, offset=self.offset, wanted=self.wanted)
+        return self.wanted - self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a tensor: its first byte in the file and the one after its last, and the elements to fill."""
+
+    begin: int
+    end: int
+    target: torch.Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Neighbouring parts of tensors, in the order of the file."""
+
+    parts: list[_Part]
+
+    def read(self, source: _Source, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Read straight from the page cache where nothing is cast, else by way of a buffer."""
+        held = source.holds(self.parts[0].begin, self.parts[-1].end)
+        if held and all(part.target.dtype == part.dtype for part in self.parts):
+            for part in self.parts:
+                read_into(source.file.descriptor, byte_view(part.target), offset=part.begin, path=source.path)
+        else:
+            buffer = buffers.get()
+            try:
+                self._read_by_way_of(buffer, source, cached=held)
+            finally:
+                buffers.put(buffer)
+        return sum(part.end - part.begin for part in self.parts)
+
+    def _read_by_way_of(self, buffer: mmap.mmap, source: _Source, *, cached: bool) -> None:
+        """Fill the parts by way of ``buffer``, which is aligned as direct reads need it."""
+        start = align_down(self.parts[0].begin)
+        wanted, view = self.parts[-1].end - start, memoryview(buffer)
+        if cached:
+            read_into(source.file.descriptor, view[:wanted], offset=start, path=source.path)
+        else:
+            source.file.read(view[: align_up(wanted)], offset=start, wanted=wanted)
+        data = torch.frombuffer(buffer, dtype=torch.uint8)
+        for part in self.parts:
+            _copy(part.target, data[part.begin - start : part.end - start].view(part.dtype))
 
 
 class BulkReader:
@@ -102,18 +171,8 @@ class BulkReader:
             futures: list[Future[int]] = []
             stack.callback(wait, futures)  # runs before the files are closed: no thread reads one that isn't open
             for file, pieces in by_file.items():
-                futures += [self._pool.submit(self._read_block, sources[file], block) for block in _blocks(pieces)]
+                futures += [self._pool.submit(job.read, sources[file], self._buffers) for job in _jobs(pieces)]
             _gather(futures, progress)
-
-    def _read_block(self, source: _Source, block: _Block) -> int:
-        held = source.holds(block)
-        if not (held and _read_straight(source, block)):
-            buffer = self._buffers.get()
-            try:
-                _read_by_way_of(buffer, source, block, cached=held)
-            finally:
-                self._buffers.put(buffer)
-        return sum(end - begin for begin, end, _, _ in block.parts)
 
 
 def _gather(futures: list[Future[int]], progress: Callable[[int], object]) -> None:
@@ -126,18 +185,48 @@ def _gather(futures: list[Future[int]], progress: Callable[[int], object]) -> No
             future.cancel()
 
 
-def _blocks(pieces: Iterable[Piece]) -> Iterable[_Block]:
-    """Return the blocks of one file that the pieces touch, in order."""
-    blocks: dict[int, _Block] = {}
+def _jobs(pieces: Iterable[Piece]) -> list[_Job]:
+    """Return what is to be read of one file."""
+    in_place: list[_Job] = []
+    parts: list[_Part] = []
     for piece in (piece for piece in pieces if piece.target.numel()):
-        dtype = torch_dtype(piece.extent.dtype)
-        flat, begin = piece.target.view(-1), piece.extent.begin
-        for number in range(begin // BLOCK_BYTES, -(-piece.extent.end // BLOCK_BYTES)):
-            first = max(begin, number * BLOCK_BYTES)
-            last = min(piece.extent.end, (number + 1) * BLOCK_BYTES)
-            part = flat[(first - begin) // dtype.itemsize : (last - begin) // dtype.itemsize]
-            blocks.setdefault(number, _Block(number)).parts.append((first, last, part, dtype))
-    return [blocks[number] for number in sorted(blocks)]
+        if piece.memory is None:
+            parts += _cut(piece)
+        else:
+            in_place += _read_in_place(piece.extent, piece.memory)
+    return in_place + list(_blocks(parts))
+
+
+def _read_in_place(extent: Extent, memory: memoryview) -> Iterator[_InPlace]:
+    """Yield the aligned reads that fill ``memory``, which begins at the aligned offset before ``extent``."""
+    start = align_down(extent.begin)
+    for offset in range(start, extent.end, BLOCK_BYTES):
+        last = min(offset + BLOCK_BYTES, extent.end)
+        target = memory[offset - start : align_up(last) - start]
+        yield _InPlace(target, offset, wanted=last - offset, skipped=max(0, extent.begin - offset))
+
+
+def _cut(piece: Piece) -> Iterator[_Part]:
+    """Yield the parts of a tensor, none larger than a buffer."""
+    flat, begin, dtype = piece.target.view(-1), piece.extent.begin, torch_dtype(piece.extent.dtype)
+    for number in range(begin // BLOCK_BYTES, -(-piece.extent.end // BLOCK_BYTES)):
+        first = max(begin, number * BLOCK_BYTES)
+        last = min(piece.extent.end, (number + 1) * BLOCK_BYTES)
+        target = flat[(first - begin) // dtype.itemsize : (last - begin) // dtype.itemsize]
+        yield _Part(first, last, target, dtype)
+
+
+def _blocks(parts: Iterable[_Part]) -> Iterator[_Block]:
+    """Yield neighbours together, as far as they fit in a buffer."""
+    block: list[_Part] = []
+    for part in sorted(parts, key=lambda part: part.begin):
+        apart = block and part.begin - block[-1].end > GAP_BYTES
+        if apart or (block and part.end - align_down(block[0].begin) > BLOCK_BYTES):
+            yield _Block(block)
+            block = []
+        block.append(part)
+    if block:
+        yield _Block(block)
 
 
 def can_be_cut(extent: Extent) -> bool:
@@ -149,28 +238,6 @@ def can_be_cut(extent: Extent) -> bool:
 def _opened(file: ShardFile) -> Iterator[_Source]:
     with closing(DirectFile(file)) as opened:
         yield _Source(file.path, opened, cached_pages(opened.descriptor, file.size))
-
-
-def _read_straight(source: _Source, block: _Block) -> bool:
-    """Fill the block's parts from the page cache, without a buffer between; false where one must be cast."""
-    if any(part.dtype != dtype for _, _, part, dtype in block.parts):
-        return False
-    for begin, _, part, _ in block.parts:
-        read_into(source.file.descriptor, byte_view(part), offset=begin, path=source.path)
-    return True
-
-
-def _read_by_way_of(buffer: mmap.mmap, source: _Source, block: _Block, *, cached: bool) -> None:
-    """Fill the block's parts by way of ``buffer``, which is aligned as direct reads need it."""
-    start = align_down(block.begin)
-    wanted, view = block.end - start, memoryview(buffer)
-    if cached:
-        read_into(source.file.descriptor, view[:wanted], offset=start, path=source.path)
-    else:
-        source.file.read(view[: align_up(wanted)], offset=start, wanted=wanted)
-    data = torch.frombuffer(buffer, dtype=torch.uint8)
-    for begin, end, part, dtype in block.parts:
-        _copy(part, data[begin - start : end - start].view(dtype))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -8,19 +8,7 @@ import weakref
 
 from pipeline.errors import CheckpointError, StorageError
 from stages.shard_load.files import ShardFile, check_regular, read_into
-
-ALIGNMENT = 4096
-"""What direct reads need of file offsets, lengths and addresses, in bytes: a multiple of any block size in use."""
-
-
-def align_down(offset: int) -> int:
-    """Return the last aligned offset that isn't beyond ``offset``."""
-    return offset // ALIGNMENT * ALIGNMENT
-
-
-def align_up(offset: int) -> int:
-    """Return the first aligned offset that isn't before ``offset``."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+from stages.shard_load.memory import ALIGNMENT
 
 
 class DirectFile:

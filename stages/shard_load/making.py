@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from stages.shard_load.building import build
-from stages.shard_load.bulk import BulkReader, Piece, can_be_cut
+from stages.shard_load.bulk import BulkReader, Piece, can_be_cut, new_piece
 from stages.shard_load.load import Load
 from stages.shard_load.names import Step
 from stages.shard_load.reading import torch_dtype
@@ -32,7 +32,7 @@ def make_tensors(load: Load, wanted: Collection[str], doing: str) -> Iterator[tu
             if _is_plain(load, steps[0]):
                 yield from _read(load, steps, bulk=bulk, progress=bar.update)
             else:
-                yield from _build(load, steps[0], names)
+                yield from _build(load, steps[0], names, bulk)
                 bar.update(load.source_bytes(steps[0]))
 
 
@@ -78,16 +78,32 @@ def _read(
         (leader,) = load.layout.leaders[id(step)].values()
         spec, extent = load.skeleton.by_name[leader], load.extent_of(step)
         assert extent is not None
-        pieces[leader] = Piece(extent, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)))
+        pieces[leader] = new_piece(extent, torch_dtype(spec.dtype))
     bulk.read(pieces.values(), progress)
     while pieces:  # let go of each tensor as it is taken
         name = next(iter(pieces))
         yield name, pieces.pop(name).target
 
 
-def _build(load: Load, step: Step, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _build(load: Load, step: Step, names: set[str], bulk: BulkReader) -> Iterator[tuple[str, torch.Tensor]]:
     leaders = {target: name for target, name in load.layout.leaders[id(step)].items() if name in names}
     dtypes = {target: load.skeleton.by_name[name].dtype for target, name in leaders.items()}
-    for target, tensor in build(load.model, step, reader=load.reader, dtypes=dtypes):
+
+    def fill(places: Iterable[tuple[str, torch.Tensor]]) -> None:
+        _fill(load, places, bulk)
+
+    for target, tensor in build(load.model, step, reader=load.reader, dtypes=dtypes, fill=fill):
         yield leaders[target], tensor
         del tensor  # or it would be held while the next one is made
+
+
+def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkReader) -> None:
+    """Fill each view with the tensor beside it: in bulk where the view is contiguous, else one by one."""
+    pieces = []
+    for name, view in places:
+        extent = load.source_extent(name)
+        if extent is not None and can_be_cut(extent) and view.is_contiguous() and view.shape == extent.shape:
+            pieces.append(Piece(extent, view))
+        else:
+            load.reader.fill(name, view)
+    bulk.read(pieces, lambda count: None)

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from stages.dispatch.arena import Arena
-from stages.shard_load.direct import ALIGNMENT
+from stages.shard_load.memory import ALIGNMENT
 
 
 def test_regions_are_aligned_and_apart() -> None:

@@ -1,3 +1,5 @@
+from collections.abc import Iterable
+
 import pytest
 import torch
 from transformers.core_model_loading import (
@@ -21,8 +23,9 @@ class MemoryReader:
         self.tensors, self.whole = tensors, 0
         self.entries = {name: Entry("f", str(t.dtype)[6:], tuple(t.shape)) for name, t in tensors.items()}
 
-    def fill(self, name: str, target: torch.Tensor) -> None:
-        target.copy_(self.tensors[name])
+    def fill(self, places: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, target in places:
+            target.copy_(self.tensors[name])
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         self.whole += 1
@@ -55,7 +58,7 @@ def test_a_merge_is_what_transformers_makes_and_holds_no_source(chain: str, dtyp
     wanted = building._converted(Model(), step, reader=reader, dtype=getattr(torch, dtype))["a.merged"]
     reader.whole = 0
     step = Step({"a.merged": tuple(wanted.shape)}, tuple(names), converter)
-    ((name, made),) = build(Model(), step, reader=reader, dtypes={"a.merged": dtype})
+    ((name, made),) = build(Model(), step, reader=reader, dtypes={"a.merged": dtype}, fill=reader.fill)
     assert (name, made.dtype, made.is_contiguous()) == ("a.merged", wanted.dtype, True)
     assert torch.equal(made, wanted)
     assert reader.whole == 0
@@ -65,6 +68,7 @@ def test_a_split_is_left_to_transformers() -> None:
     reader = MemoryReader({"a.qkv": torch.arange(12.0).view(6, 2)})
     converter = WeightConverter("a.qkv", ["a.q", "a.k", "a.v"], [Chunk(0)])
     step = Step({f"a.{n}": (2, 2) for n in "qkv"}, (("a.qkv", "a.qkv"),), converter)
-    made = dict(build(Model(), step, reader=reader, dtypes={"a.k": "float16", "a.v": "float32"}))
+    dtypes = {"a.k": "float16", "a.v": "float32"}
+    made = dict(build(Model(), step, reader=reader, dtypes=dtypes, fill=reader.fill))
     assert torch.equal(made["a.k"], torch.arange(4.0, 8.0).view(2, 2).half())
     assert torch.equal(made["a.v"], torch.arange(8.0, 12.0).view(2, 2))

@@ -1,12 +1,13 @@
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.errors import CheckpointError
-from stages.shard_load import bulk
-from stages.shard_load.bulk import BulkReader, Piece
+from stages.shard_load import bulk, memory
+from stages.shard_load.bulk import BulkReader, Piece, new_piece
 from stages.shard_load.direct import DirectFile
 from stages.shard_load.files import ShardFile
 from stages.shard_load.page_cache import cached_pages
@@ -25,6 +26,8 @@ def data(tmp_path: Path) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk, "BLOCK_BYTES", 8192)
+    monkeypatch.setattr(bulk, "GAP_BYTES", 1000)
+    monkeypatch.setattr(memory, "_SMALL_BYTES", 1)
 
 
 def shard(path: Path, size: int | None = None) -> ShardFile:
@@ -39,13 +42,24 @@ def drop_from_cache(path: Path) -> None:
     os.close(descriptor)
 
 
+def zeroed(extent: Extent, dtype: torch.dtype) -> Piece:
+    """Return a piece whose memory is torch's, so that it is not laid out for direct reads."""
+    return Piece(extent, torch.zeros(extent.shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("make", [zeroed, new_piece])
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize("dtypes", [("int16", "int16"), ("int16", "int32"), ("uint8", "uint8")])
 @pytest.mark.parametrize(
     "spans", [[(0, 100)], [(8, 299_992)], [(2, 10), (10, 8192), (8192, 60_000), (90_000, 90_002)], [(16, 16)]]
 )
 def test_every_span_comes_out_as_it_lies_in_the_file(
-    tmp_path: Path, data: torch.Tensor, spans: list[tuple[int, int]], dtypes: tuple[str, str], cold: bool
+    tmp_path: Path,
+    data: torch.Tensor,
+    spans: list[tuple[int, int]],
+    dtypes: tuple[str, str],
+    cold: bool,
+    make: Callable[[Extent, torch.dtype], Piece],
 ) -> None:
     stored, wanted = (getattr(torch, name) for name in dtypes)
     if cold:
@@ -53,14 +67,29 @@ def test_every_span_comes_out_as_it_lies_in_the_file(
     pieces = []
     for begin, end in spans:
         count = (end - begin) // stored.itemsize
-        extent = Extent(shard(tmp_path / "f"), begin, dtypes[0], (count,))
-        pieces.append(Piece(extent, torch.zeros(count, dtype=wanted)))
+        pieces.append(make(Extent(shard(tmp_path / "f"), begin, dtypes[0], (count,)), wanted))
     seen: list[int] = []
     with BulkReader() as reader:
         reader.read(pieces, seen.append)
     for (begin, end), piece in zip(spans, pieces, strict=True):
         assert torch.equal(piece.target, data[begin:end].view(stored).to(wanted))
     assert sum(seen) == sum(end - begin for begin, end in spans)
+
+
+def test_a_new_piece_of_the_same_dtype_is_laid_out_as_it_lies_in_the_file(tmp_path: Path, data: torch.Tensor) -> None:
+    extent = Extent(shard(tmp_path / "f"), 5002, "int16", (70_000,))
+    piece = new_piece(extent, torch.int16)
+    assert piece.target.data_ptr() % memory.ALIGNMENT == 5002 - memory.ALIGNMENT
+    assert piece.memory is not None
+    assert len(piece.memory) == memory.align_up(extent.end) - memory.ALIGNMENT
+    assert new_piece(extent, torch.int32).memory is None, "one that is cast is filled from a buffer"
+
+
+def test_neighbours_are_read_together_and_what_lies_far_between_is_not(tmp_path: Path, data: torch.Tensor) -> None:
+    spans = [(0, 100), (600, 700), (5000, 5100), (9000, 9100)]
+    pieces = [zeroed(Extent(shard(tmp_path / "f"), a, "uint8", (b - a,)), torch.uint8) for a, b in spans]
+    jobs = [job for job in bulk._jobs(pieces) if isinstance(job, bulk._Block)]
+    assert [[part.begin for part in job.parts] for job in jobs] == [[0, 600], [5000], [9000]]
 
 
 def test_a_file_system_without_direct_reads_works_too(

@@ -1,0 +1,72 @@
+"""Memory for weights: private, and laid out as a direct read needs it.
+
+A direct read wants the address that it reads to aligned like the offset that it reads from. A tensor begins anywhere in
+its file, so its memory begins as many bytes after an aligned address as the tensor does after an aligned offset: then
+the storage's bytes land in the tensor itself, and no buffer stands between.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 4096
+"""What direct reads need of file offsets, lengths and addresses, in bytes: a multiple of any block size in use."""
+
+_SMALL_BYTES = 2**18
+"""Smaller tensors come from torch's own allocator: a map each would cost more than it saves."""
+
+
+def align_down(offset: int) -> int:
+    """Return the last aligned offset that isn't beyond ``offset``."""
+    return offset // ALIGNMENT * ALIGNMENT
+
+
+def align_up(offset: int) -> int:
+    """Return the first aligned offset that isn't before ``offset``."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def private_memory(size: int) -> mmap.mmap:
+    """Return ``size`` bytes of private anonymous memory; Python's default is shared memory, which counts as shmem."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def with_huge_pages(memory: mmap.mmap) -> mmap.mmap:
+    """Ask for ``memory`` in huge pages where the system has them, and return it.
+
+    For memory that is used over and over. Weights that are loaded once don't ask: a virtual machine whose host takes
+    back free memory has none left in whole huge pages, and there the first touch of one costs several times more.
+    """
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A new contiguous cpu tensor and the aligned memory around it, in which it begins ``skipped`` bytes in.
+
+    ``memory`` is null where the tensor lies in memory of torch's.
+    """
+
+    tensor: torch.Tensor
+    memory: memoryview | None = None
+    skipped: int = 0
+
+
+def room_for(shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Room:
+    """Return memory for a tensor that lies at ``offset`` in its file, not yet written to.
+
+    ``offset`` is a multiple of the dtype's size. The memory lives as long as the tensor.
+    """
+    count = math.prod(shape)
+    length, skipped = count * dtype.itemsize, offset % ALIGNMENT
+    if length < _SMALL_BYTES:
+        return Room(torch.empty(shape, dtype=dtype))
+    memory = private_memory(align_up(skipped + length))
+    tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=skipped).view(shape)
+    return Room(tensor, memoryview(memory), skipped)
