@@ -29,6 +29,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 TRACKERS = ("mlflow", "trackio")
 _MODEL_KEYS = ("kind", "path", "revision", "class", "tokenizer", "no_split", "trust_remote_code", "allow_links")
 _OPEN_NODES = ("model", "max_memory", "device_map_overrides", "hardware", "generate", "tracker")
+_HUB_PATHS = ("model.path", "model.tokenizer")
 _PATHS = ("outputs", "offload_folder", "model.path", "model.tokenizer", "generate.prompts_file", "tracker.folder")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
@@ -104,7 +105,7 @@ def _make_absolute(plain: dict[Any, Any], dotted: str) -> None:
     node = plain
     for key in parents:
         node = node.get(key) or {}
-    if dotted == "model.path" and _names_hub(node.get(last)):
+    if dotted in _HUB_PATHS and _names_hub(node.get(last)):
         return
     if isinstance(node.get(last), str) and node[last]:
         node[last] = str(Path(node[last]).expanduser().absolute())

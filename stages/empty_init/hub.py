@@ -37,8 +37,17 @@ def checkpoint_folder(model: Mapping[str, Any]) -> Path:
 
     A ``CheckpointError`` names an id that isn't on this machine and can't be fetched.
     """
-    path = model.get("path")
-    return _texts(str(path), _revision(model)) if is_hub_id(path) else Path(str(path or ""))
+    return _folder("model.path", model.get("path"), _revision(model))
+
+
+def tokenizer_folder(model: Mapping[str, Any]) -> Path | None:
+    """Return the folder of ``model.tokenizer``, another folder or Hub id; null where none is given."""
+    given = model.get("tokenizer")
+    return _folder("model.tokenizer", given, DEFAULT_REVISION) if given else None
+
+
+def _folder(key: str, path: object, revision: str) -> Path:
+    return _texts(key, str(path), revision) if is_hub_id(path) else Path(str(path or ""))
 
 
 def weights_path(model: Mapping[str, Any]) -> Path:
@@ -67,8 +76,8 @@ def _revision(model: Mapping[str, Any]) -> str:
 
 
 @cache
-def _texts(repo: str, revision: str) -> Path:
-    return _cached(repo, revision) or _fetch(repo, revision, _TEXTS)
+def _texts(key: str, repo: str, revision: str) -> Path:
+    return _cached(repo, revision) or _fetch(key, repo, revision, _TEXTS)
 
 
 @cache
@@ -79,7 +88,7 @@ def _weights(repo: str, folder: Path) -> Path:
         if _is_complete(folder):
             break
         names = _shards(folder / index) or [single]
-        _fetch(repo, commit, [_literal(name) for name in names])
+        _fetch("model.path", repo, commit, [_literal(name) for name in names])
     return folder
 
 
@@ -97,8 +106,11 @@ def _cached(repo: str, revision: str) -> Path | None:
     return Path(found) if Path(found, _CONFIG).is_file() else None
 
 
-def _fetch(repo: str, revision: str, patterns: Sequence[str]) -> Path:
-    """Download the files of the snapshot's top folder that match ``patterns``, with the Hub's own progress bars."""
+def _fetch(key: str, repo: str, revision: str, patterns: Sequence[str]) -> Path:
+    """Download the files of the snapshot's top folder that match ``patterns``, with the Hub's own progress bars.
+
+    ``key`` is the config key that names the repository.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
@@ -106,7 +118,7 @@ def _fetch(repo: str, revision: str, patterns: Sequence[str]) -> Path:
         found = snapshot_download(repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
     except (HTTPError, OSError, ValueError) as error:
         first = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"model.path: {_refusal(repo, revision, first)}") from error
+        raise CheckpointError(f"{key}: {_refusal(repo, revision, first)}") from error
     return Path(found)
 
 

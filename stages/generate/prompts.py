@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from stages.empty_init.hub import checkpoint_folder
+from stages.empty_init.hub import checkpoint_folder, tokenizer_folder
 
 if TYPE_CHECKING:
     import torch
@@ -72,11 +72,11 @@ def read_prompts(generate: Mapping[str, Any]) -> list[Prompt]:
 def load_tokenizer(model: Mapping[str, Any]) -> Any:
     """Return the tokenizer of the config node ``model``, or None if its folder holds none.
 
-    A folder given as ``model.tokenizer`` must hold one.
+    What ``model.tokenizer`` names must hold one.
     """
     from transformers import AutoTokenizer
 
-    folder = Path(model.get("tokenizer") or checkpoint_folder(model))
+    folder = tokenizer_folder(model) or checkpoint_folder(model)
     if not model.get("tokenizer") and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
     remote = bool(model.get("trust_remote_code", False))

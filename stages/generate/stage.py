@@ -12,7 +12,7 @@ from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report
 from stages.dispatch.score import FILE_NAME as SCORE
 from stages.empty_init import skeleton as skeletons
-from stages.empty_init.hub import checkpoint_folder
+from stages.empty_init.hub import checkpoint_folder, tokenizer_folder
 from stages.generate.prompts import TOKENIZER_FILES, check_prompts, read_prompts
 
 FILE_NAME = "generation.json"
@@ -83,7 +83,7 @@ def _shown(output: Mapping[str, Any]) -> str:
 
 def _text_files(model: Mapping[str, Any]) -> dict[str, str]:
     """Return the hashes of the files that say how text becomes tokens and which options are the default."""
-    folders = [checkpoint_folder(model), *([Path(model["tokenizer"])] if model.get("tokenizer") else [])]
+    folders = [folder for folder in (checkpoint_folder(model), tokenizer_folder(model)) if folder is not None]
     files = {
         file
         for folder in folders

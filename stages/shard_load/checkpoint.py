@@ -20,6 +20,8 @@ from stages.shard_load.files import ShardFile, check_regular, locate, opened, re
 from stages.shard_load.safetensors_header import Entry, check_name, read_header, unique_pairs
 
 Format = Literal["safetensors", "bin"]
+Depth = Literal["index", "headers"]
+"""How much of a checkpoint is looked at: which files there are, or their headers too."""
 
 _LAYOUTS: tuple[tuple[str, Format], ...] = (
     ("model.safetensors", "safetensors"),
@@ -65,30 +67,30 @@ class Checkpoint:
         return sum(file.size for file in self.files)
 
 
-def open_checkpoint(path: Path, *, allow_links: bool = False) -> Checkpoint:
+def open_checkpoint(path: Path, *, allow_links: bool = False, depth: Depth = "headers") -> Checkpoint:
     """Return the checkpoint at ``path``: a folder, a weights file, or an index.
 
-    Every header is read and checked, no data is. A ``CheckpointError`` names the file and the tensor that
-    are wrong.
+    Every header is read and checked, no data is. With ``depth`` "index" no shard is opened, so the checkpoint has no
+    entries and its files no digests. A ``CheckpointError`` names the file and the tensor that are wrong.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such checkpoint; give a checkpoint's folder or file as model.path")
     if path.is_dir():
         name, kind = _find_layout(path)
-        return _open_named(path, name, kind, allow_links=allow_links)
+        return _open_named(path, name, kind, allow_links=allow_links, depth=depth)
     if path.suffix == ".json":
         kind = "safetensors" if ".safetensors" in path.name else "bin"
-        return _open_named(path.parent, path.name, kind, allow_links=allow_links)
+        return _open_named(path.parent, path.name, kind, allow_links=allow_links, depth=depth)
     if path.suffix not in _SUFFIXES:
         raise CheckpointError(f"{path}: not a weights file; known suffixes: {', '.join(_SUFFIXES)}")
-    return _read_files(path, _SUFFIXES[path.suffix], [path])
+    return _read_files(path, _SUFFIXES[path.suffix], [path], depth=depth)
 
 
 def fingerprint_of(path: Path, *, allow_links: bool = False) -> Mapping[str, object]:
     """Return what identifies the checkpoint at ``path`` without hashing its weights.
 
     That is the SHA-256 of the config's and the index's bytes, and each shard's name, size, mtime and header
-    hash.
+    hash (which is empty if only the index was looked at).
     """
     return identity(open_checkpoint(path, allow_links=allow_links))
 
@@ -112,15 +114,15 @@ def _find_layout(folder: Path) -> tuple[str, Format]:
     raise CheckpointError(f"{folder}: no weights here (looked for {names}); give the folder or file that holds them")
 
 
-def _open_named(folder: Path, name: str, kind: Format, *, allow_links: bool) -> Checkpoint:
+def _open_named(folder: Path, name: str, kind: Format, *, allow_links: bool, depth: Depth) -> Checkpoint:
     path = locate(folder, name, allow_links=allow_links)
     if not name.endswith(".json"):
-        return _read_files(folder, kind, [path])
+        return _read_files(folder, kind, [path], depth=depth)
     weight_map = _read_index(path)
     shards = [locate(folder, shard, allow_links=allow_links) for shard in dict.fromkeys(sorted(weight_map.values()))]
-    found = _read_files(folder, kind, shards)
+    found = _read_files(folder, kind, shards, depth=depth)
     checkpoint = Checkpoint(folder, kind, found.files, found.entries, weight_map, name)
-    if kind == "safetensors":
+    if kind == "safetensors" and depth == "headers":
         check_index(checkpoint, found.entries)
     return checkpoint
 
@@ -136,7 +138,9 @@ def check_index(checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> None:
             raise CheckpointError(f"{index}: leaves out tensor {name!r}, which {entry.file} holds")
 
 
-def _read_files(path: Path, kind: Format, shards: Iterable[Path]) -> Checkpoint:
+def _read_files(path: Path, kind: Format, shards: Iterable[Path], *, depth: Depth) -> Checkpoint:
+    if depth == "index":
+        return Checkpoint(path, kind, tuple(map(_survey, shards)), {})
     files: list[ShardFile] = []
     entries: dict[str, Entry] = {}
     for shard in shards:
@@ -169,6 +173,11 @@ def _checked_map(path: Path, weight_map: Any) -> Mapping[str, str]:
             raise CheckpointError(f"{path}: tensor {name!r}: the name of a shard belongs here, not {str(shard)[:40]!r}")
         check_name(path, name)
     return weight_map
+
+
+def _survey(path: Path) -> ShardFile:
+    status = check_regular(path)
+    return ShardFile(path.name, path, status.st_size, status.st_mtime_ns, "")
 
 
 def _read_bin(path: Path) -> ShardFile:

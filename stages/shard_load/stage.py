@@ -13,7 +13,7 @@ from pipeline.stage import Artifact, Config, Context, Report
 from stages.empty_init import skeleton as skeletons
 from stages.empty_init.hub import fault_offline, is_hub_id, local_snapshot, weights_path
 from stages.plan import plan as plans
-from stages.shard_load.checkpoint import Checkpoint, identity, open_checkpoint
+from stages.shard_load.checkpoint import Checkpoint, Depth, identity, open_checkpoint
 from stages.shard_load.store import OffloadStore, open_store
 from stages.units import format_bytes
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CHECKS: Mapping[str, object] = {"strict": True, "check_finite": False, "verify": "headers"}
 """The config keys that say how much is checked, and their defaults."""
 
-VERIFY = ("headers", "full")
+VERIFY = ("index", "headers", "full")
 INDEX_NAME = "offload_index.json"
 REPORT_NAME = "load_report.json"
 
@@ -38,8 +38,8 @@ class ShardLoad:
     needs: tuple[str, ...] = ("empty_init",)
 
     def check(self, config: Config) -> Iterable[Fault]:
-        """Yield what is wrong with the checkpoint's files, as far as headers show it, and with the offload keys."""
-        yield from _check_checkpoint(config["model"])
+        """Yield what is wrong with the offload keys, and with the checkpoint's files as far as ``verify`` looks."""
+        yield from _check_checkpoint(config["model"], _depth(config))
         yield from _check_offload_folder(config)
         flags = {key: config.get(key, CHECKS.get(key)) for key in ("offload_state_dict", "strict", "check_finite")}
         flags["model.allow_links"] = config["model"].get("allow_links", False)
@@ -55,7 +55,7 @@ class ShardLoad:
     def key(self, context: Context) -> Mapping[str, object]:
         """The weights depend on the checkpoint, on what the model is, where each tensor goes, and what fits there."""
         return {
-            "checkpoint": identity(_open(context.config)),
+            "checkpoint": identity(_open(context.config, depth=_depth(context.config))),
             "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
             "device_map": context.artifact("plan").digest(plans.MAP_NAME),
             "ledgers": context.artifact("plan").json(plans.FILE_NAME).get("ledgers"),
@@ -107,8 +107,14 @@ class ShardLoad:
         return Report(f"{files}, {served} read in place, {stored} stored")
 
 
-def _open(config: Config) -> Checkpoint:
-    return open_checkpoint(weights_path(config["model"]), allow_links=bool(config["model"].get("allow_links")))
+def _open(config: Config, *, depth: Depth = "headers") -> Checkpoint:
+    """Open the checkpoint: to tell which it is as deep as ``verify`` says, to load it with all its headers."""
+    model = config["model"]
+    return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")), depth=depth)
+
+
+def _depth(config: Config) -> Depth:
+    return "index" if config.get("verify") == "index" else "headers"
 
 
 def _prepare(context: Context) -> Load:
@@ -173,13 +179,11 @@ def _load_report(load: Load) -> dict[str, object]:
 
 
 def _check_verify(verify: object) -> Iterable[Fault]:
-    if verify == "index":
-        yield Fault("verify", "'index': the headers are what weights are served by, so none goes unread; give headers")
-    elif verify not in VERIFY:
+    if verify not in VERIFY:
         yield Fault("verify", f"{verify!r} is none of {', '.join(VERIFY)}{closest(str(verify), VERIFY)}")
 
 
-def _check_checkpoint(model: Mapping[str, Any]) -> Iterable[Fault]:
+def _check_checkpoint(model: Mapping[str, Any], depth: Depth) -> Iterable[Fault]:
     path = model.get("path")
     if not isinstance(path, str) or not path:
         yield Fault("model.path", f"{path!r}: the weights' folder or file belongs here", CheckpointError)
@@ -190,7 +194,7 @@ def _check_checkpoint(model: Mapping[str, Any]) -> Iterable[Fault]:
             yield Fault("model.path", reason, CheckpointError)
         return  # fetched when the key is asked for, once the whole config is known to be sound
     try:
-        open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))
+        open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")), depth=depth)
     except (CheckpointError, StorageError) as error:
         yield Fault("model.path", str(error), type(error))
 

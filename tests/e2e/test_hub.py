@@ -1,6 +1,7 @@
 """Checkpoints by their Hub id: without a network from this machine's cache, else fetched, no more than is needed."""
 
 import os
+import shutil
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -53,6 +54,19 @@ def test_what_the_cache_holds_runs_without_a_network(offstage: Run, hub_home: Pa
     assert by_folder.tokens == by_id.tokens
     assert by_folder.cached["empty_init"], "one model under two names has one skeleton"
     assert offstage(*RUN, f"model.revision={COMMIT}").code == 0
+
+
+def test_a_tokenizer_may_come_from_the_hub(offstage: Run, hub_home: Path, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*"))
+    run = (f"model.path={tmp_path / 'bare'}", "model.tokenizer=org/name", "generate.prompts=[a cue]", *RUN[3:])
+    refused = offstage(*run)
+    assert refused.code == 3, refused.err
+    assert "model.tokenizer: 'org/name' is no folder here" in refused.err
+    lay_out(hub_home)
+    done = offstage(*run)
+    assert done.code == 0, done.err
+    assert done.record["outputs"][0]["text"]
+    assert done.tokens == offstage(f"model.path={TINY}", *run[2:]).tokens
 
 
 @pytest.mark.parametrize("gone", ["everything", "a shard", "the config"])

@@ -1,6 +1,7 @@
 """The keys that say how a checkpoint is checked, and kills while its weights are written, through the command."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -77,6 +78,23 @@ def test_full_verification_keeps_the_hashes_in_the_artifact(offstage_here: Run, 
     assert found.keys() == {shard.name for shard in checkpoint.glob("*.safetensors")}
 
 
+def test_index_verification_opens_no_shard_until_weights_are_loaded(offstage_here: Run, checkpoint: Path) -> None:
+    path = f"model.path={checkpoint}"
+    made = offstage_here(path, *SHORT, "verify=index")
+    assert made.code == 0, made.err
+    shard = min(checkpoint.glob("*.safetensors"))
+    before = shard.stat()
+    shard.write_bytes(b"x" * before.st_size)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
+    again = offstage_here(path, *SHORT, "verify=index")
+    assert (again.code, again.tokens) == (0, made.tokens), again.err
+    for override in ("verify=headers", "verify=index seed=1"):
+        refused = offstage_here(path, *SHORT, *override.split())
+        assert refused.code == 3, override
+        assert shard.name in refused.err
+        assert "Traceback" not in refused.err
+
+
 def test_links_that_leave_the_folder_need_leave(offstage_here: Run, checkpoint: Path, tmp_path: Path) -> None:
     shard = min(checkpoint.glob("*.safetensors"))
     shard.rename(tmp_path / shard.name)
@@ -92,7 +110,6 @@ def test_links_that_leave_the_folder_need_leave(offstage_here: Run, checkpoint: 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("verify=index", "verify: 'index': the headers are what weights are served by"),
         ("verify=ful", "did you mean 'full'?"),
         ("strict=1", "strict: 1: true or false"),
         ("check_finite=maybe", "check_finite: 'maybe'"),

@@ -90,7 +90,7 @@ def test_a_given_folder_is_used_and_one_of_another_checkpoint_is_not_read(tmp_pa
         ({"offload_folder": 3}, ConfigError, "a folder or null belongs here"),
         ({"offload_state_dict": "yes"}, ConfigError, "offload_state_dict: 'yes': true or false"),
         ({"strict": "yes"}, ConfigError, "strict: 'yes': true or false"),
-        ({"verify": "ful"}, ConfigError, "verify: 'ful' is none of headers, full (did you mean 'full'?)"),
+        ({"verify": "ful"}, ConfigError, "verify: 'ful' is none of index, headers, full (did you mean 'full'?)"),
         ({"model": {"path": "{root}/gone"}}, CheckpointError, "gone: no such checkpoint"),
         ({"model": {"path": None}}, CheckpointError, "model.path: None"),
     ],
