@@ -79,8 +79,7 @@ def open_checkpoint(path: Path, *, allow_links: bool = False, depth: Depth = "he
         name, kind = _find_layout(path)
         return _open_named(path, name, kind, allow_links=allow_links, depth=depth)
     if path.suffix == ".json":
-        kind = "safetensors" if ".safetensors" in path.name else "bin"
-        return _open_named(path.parent, path.name, kind, allow_links=allow_links, depth=depth)
+        return _open_named(path.parent, path.name, None, allow_links=allow_links, depth=depth)
     if path.suffix not in _SUFFIXES:
         raise CheckpointError(f"{path}: not a weights file; known suffixes: {', '.join(_SUFFIXES)}")
     return _read_files(path, _SUFFIXES[path.suffix], [path], depth=depth)
@@ -106,20 +105,27 @@ def identity(checkpoint: Checkpoint) -> Mapping[str, object]:
     }
 
 
-def _find_layout(folder: Path) -> tuple[str, Format]:
+def _find_layout(folder: Path) -> tuple[str, Format | None]:
+    """Return the file that says what ``folder`` holds: one of a known name, else its one index or safetensors file."""
     for name, kind in _LAYOUTS:
         if folder.joinpath(name).exists() or folder.joinpath(name).is_symlink():
             return name, kind
+    for pattern in ("*.index.json", "*.safetensors"):
+        found = [path.name for path in folder.glob(pattern)]
+        if len(found) == 1:
+            return found[0], None
     names = ", ".join(name for name, _ in _LAYOUTS)
     raise CheckpointError(f"{folder}: no weights here (looked for {names}); give the folder or file that holds them")
 
 
-def _open_named(folder: Path, name: str, kind: Format, *, allow_links: bool, depth: Depth) -> Checkpoint:
+def _open_named(folder: Path, name: str, kind: Format | None, *, allow_links: bool, depth: Depth) -> Checkpoint:
+    """Open the file or index ``name`` in ``folder``, in the format ``kind``; null: that of its shards' names."""
     path = locate(folder, name, allow_links=allow_links)
     if not name.endswith(".json"):
-        return _read_files(folder, kind, [path], depth=depth)
+        return _read_files(folder, kind or _SUFFIXES[path.suffix], [path], depth=depth)
     weight_map = _read_index(path)
     shards = [locate(folder, shard, allow_links=allow_links) for shard in dict.fromkeys(sorted(weight_map.values()))]
+    kind = kind or ("safetensors" if all(shard.suffix == ".safetensors" for shard in shards) else "bin")
     found = _read_files(folder, kind, shards, depth=depth)
     checkpoint = Checkpoint(folder, kind, found.files, found.entries, weight_map, name)
     if kind == "safetensors" and depth == "headers":

@@ -16,6 +16,7 @@ from pipeline.errors import CheckpointError
 from stages.shard_load.checkpoint import fingerprint_of, open_checkpoint
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
 MAP = {"a": ONE, "b": TWO}
 
 
@@ -150,6 +151,19 @@ def test_the_links_of_a_hub_cache_are_fine(folder: Path, tmp_path: Path) -> None
         shutil.move(file, blobs / f"hash-{file.name}")
         snapshot.joinpath(file.name).symlink_to(Path("../../blobs") / f"hash-{file.name}")
     assert open_checkpoint(snapshot).entries.keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize("name", ["weight_map.index.json", "one.safetensors"])
+def test_the_only_index_or_file_of_a_folder_may_have_any_name(folder: Path, name: str) -> None:
+    if name.endswith(".json"):
+        (folder / INDEX).rename(folder / name)
+    else:
+        (folder / INDEX).unlink()
+        (folder / TWO).unlink()
+        (folder / ONE).rename(folder / name)
+    found = open_checkpoint(folder)
+    assert found.format == "safetensors"
+    assert found.entries.keys() == ({"a", "b"} if name.endswith(".json") else {"a"})
 
 
 @pytest.mark.parametrize(
