@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from stages.dispatch.lookahead import Lookahead, Traffic
-from stages.dispatch.mapping import MappedFile
+from stages.dispatch.memory_map import MappedFile
 from stages.dispatch.moving import first_device, send_to_device
 from stages.dispatch.score import Part, Score
 from stages.dispatch.trace import Trace
