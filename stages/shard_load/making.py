@@ -11,7 +11,6 @@ from stages.shard_load.building import build
 from stages.shard_load.bulk import BulkReader, Piece, can_be_cut
 from stages.shard_load.load import Load
 from stages.shard_load.names import Step
-from stages.shard_load.reading import torch_dtype
 from stages.units import CPU
 
 WINDOW_BYTES = 32 * 2**20
@@ -78,7 +77,7 @@ def _read(
         (leader,) = load.layout.leaders[id(step)].values()
         spec, extent = load.skeleton.by_name[leader], load.extent_of(step)
         assert extent is not None
-        pieces[leader] = Piece(extent, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)))
+        pieces[leader] = Piece(extent, load.empty(spec))
     bulk.read(pieces.values(), progress)
     while pieces:  # let go of each tensor as it is taken
         name = next(iter(pieces))
