@@ -16,17 +16,26 @@ from torch import nn
 
 _log = logging.getLogger(__name__)
 _MARK = "_class_before_dispatch"
+_STREAMED = "_streamed_weights"
 _MAP = "hf_device_map"
 
 
-def guard(model: nn.Module, main_device: torch.device | None, device_map: Mapping[str, Any] | None = None) -> None:
+def guard(
+    model: nn.Module,
+    main_device: torch.device | None,
+    device_map: Mapping[str, Any] | None = None,
+    *,
+    streamed: tuple[str, ...] = (),
+) -> None:
     """Make ``model`` refuse to be moved and name ``main_device`` as its device; a ``device_map`` is noted on it.
 
+    ``streamed`` are weights that are brought in for each use, wherever they wait; those on meta are seen to be.
     A model that has no property ``device`` gets none.
     """
     unguard(model)
     kind = type(model)
     body: dict[str, Any] = {"_apply": _apply, _MARK: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    body[_STREAMED] = streamed
     if isinstance(getattr(kind, "device", None), property) and main_device is not None:
         body["device"] = property(lambda self: main_device)
     body["__qualname__"] = kind.__qualname__
@@ -49,11 +58,13 @@ def unguard(model: nn.Module) -> None:
 
 def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     """Stand in for ``nn.Module._apply``, through which ``to``, ``cuda``, ``half`` and the like all go."""
-    waiting = next((name for name, tensor in self.named_parameters() if tensor.is_meta), None)
+    on_meta = (name for name, tensor in self.named_parameters() if tensor.is_meta)
+    waiting = next(iter(vars(type(self))[_STREAMED]), None) or next(on_meta, None)
     if waiting is not None:
         raise RuntimeError(
-            f"this model can't be moved or cast: some of its weights wait on the host or on disk, {waiting!r} first; "
-            "remove_hook_from_submodules(model) brings them back"
+            f"this model can't be moved or cast: some of its weights wait on the host or on disk, {waiting!r} first. "
+            "After dispatch_model and its kin, remove_hook_from_submodules(model) brings them back; a model of the "
+            "pipeline is placed by its plan: change max_memory, device_map or dtype and run again"
         )
     _log.warning("a dispatched model is being moved or cast: its hooks will send inputs to where the weights were")
     kind: Any = vars(type(self))[_MARK]

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from stages.empty_init.skeleton import Skeleton, parent
+from stages.plan.outline import Outline
+from stages.plan.placement import Placement, reserves
 from stages.plan.plan import Plan
 from stages.plan.predict import staging_bytes
-from stages.units import CPU, DISK, DeviceId
+from stages.units import CPU, DISK, DeviceId, parse_device
 
 FILE_NAME = "dispatch.json"
 
@@ -37,8 +39,9 @@ class Score:
     """All parts by module name, the modules that inputs are moved for, and the order in which streamed parts play.
 
     ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
-    ``staging_bytes`` may be held for streamed weights on their way: the reserve, and what the plan left of the main
-    device's budget where that is the host.
+    ``staging_bytes`` may be held on the host for streamed weights on their way: the reserve, and what the plan left of
+    the main device's budget where that is the host. ``reserves`` are the bytes of the largest streamed layer on each
+    device that computes one: what an accelerator holds for weights on their way.
     """
 
     main_device: DeviceId
@@ -47,6 +50,7 @@ class Score:
     order: tuple[str, ...]
     streamed_bytes: int
     staging_bytes: int
+    reserves: Mapping[DeviceId, int]
 
     def save(self, folder: Path) -> None:
         """Write ``dispatch.json`` into ``folder``."""
@@ -56,7 +60,8 @@ class Score:
 def from_json(data: Mapping[str, Any]) -> Score:
     """Return the score that ``dispatch.json`` holds."""
     parts = {name: Part(**{**part, "callers": tuple(part["callers"])}) for name, part in data["parts"].items()}
-    return Score(**{**data, "parts": parts, "order": tuple(data["order"])})
+    reserves = {parse_device(device): count for device, count in data["reserves"].items()}  # JSON's keys are strings
+    return Score(**{**data, "parts": parts, "order": tuple(data["order"]), "reserves": reserves})
 
 
 def write_score(skeleton: Skeleton, plan: Plan) -> Score:
@@ -76,7 +81,13 @@ def write_score(skeleton: Skeleton, plan: Plan) -> Score:
         order=tuple(name for name in skeleton.calls if name in parts and parts[name].streamed),
         streamed_bytes=sum(skeleton.by_name[name].bytes for part in parts.values() for name in part.streamed),
         staging_bytes=staging_bytes(plan),
+        reserves=_reserves(skeleton, plan),
     )
+
+
+def _reserves(skeleton: Skeleton, plan: Plan) -> dict[DeviceId, int]:
+    leaders = {skeleton.leader(name): home for name, home in plan.homes.items()}
+    return reserves(Outline(skeleton, gathers=True), Placement(leaders, plan.main_device))
 
 
 def _is_streamed(home: DeviceId, execution: DeviceId) -> bool:

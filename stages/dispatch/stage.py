@@ -65,7 +65,7 @@ class Dispatch:
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
     name = "dispatch"
-    version = 1
+    version = 2
     needs: tuple[str, ...] = ("shard_load",)
 
     def check(self, config: Config) -> Iterable[Fault]:
@@ -98,7 +98,7 @@ class Dispatch:
 
     def revive(self, context: Context) -> Dispatched:
         """Return the placed model with its hooks attached."""
-        from stages.dispatch.streaming import Streamer, pin_device
+        from stages.dispatch.streaming import Streamer
         from stages.dispatch.trace import Trace
 
         score = from_json(context.artifact("dispatch").json(FILE_NAME))
@@ -108,11 +108,11 @@ class Dispatch:
             score,
             extents={name: placed.offloaded.extent(name) for name in placed.offloaded},
             devices=placed.devices,
+            host=placed.host,
             io=choose_io(context.config["storage"]["io"], score),
             trace=Trace() if context.config["trace"] else None,
         )
         main = placed.devices.torch_device(score.main_device)
-        pin_device(placed.model, main)
         return Dispatched(placed.model, streamer, main, placed.load_seconds, placed.read_bytes, placed.devices)
 
     def report(self, artifact: Artifact) -> Report:

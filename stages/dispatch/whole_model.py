@@ -18,9 +18,9 @@ from torch import nn
 from pipeline.errors import ConfigError
 from stages.dispatch.aligning import AlignDevicesHook, AnyDevice, SkipKeys, resolve_device
 from stages.dispatch.attaching import attach_align_device_hook
+from stages.dispatch.by_device_map import Dispatch, dispatch
 from stages.dispatch.guarding import guard
 from stages.dispatch.hooks import add_hook_to_module
-from stages.dispatch.mapped import Dispatch, dispatch
 from stages.dispatch.stored import store_weights
 from stages.plan import get_balanced_memory, infer_auto_device_map
 from stages.shard_load import OffloadedWeightsLoader, load_checkpoint_in_model

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from pipeline.errors import BudgetError
+from stages.shard_load.memory import Bytes, private_bytes
 from stages.units import CPU, DeviceId, format_bytes
 
 
@@ -36,18 +37,31 @@ class Ledger:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor`` that lies on the device; a ``BudgetError`` where there is no room for it."""
-        count = tensor.nbytes
+        self._check(tensor.nbytes)
+        copied = tensor.clone()
+        self._count(copied.untyped_storage(), tensor.nbytes)
+        return copied
+
+    def allocate(self, size: int) -> Bytes:
+        """Return ``size`` bytes of the device's memory; a ``BudgetError`` where there is no room for them."""
+        self._check(size)
+        memory = private_bytes(size)
+        self._count(memory, size)
+        return memory
+
+    def _check(self, count: int) -> None:
         if self.held + count > self.capacity:
             raise BudgetError(
                 f"max_memory.{self.device}: the simulated accelerator {self.device} is full: it holds"
                 f" {format_bytes(self._held)} of {format_bytes(self.capacity)} ({self.capacity} bytes), and"
                 f" {format_bytes(count)} more don't fit; give it {self._held + count} bytes or more"
             )
-        copied = tensor.clone()
+
+    def _count(self, owner: object, count: int) -> None:
+        """Count ``count`` bytes for as long as ``owner`` lives."""
         self._held += count
         self.peak = max(self.peak, self._held)
-        weakref.finalize(copied.untyped_storage(), self._gone.append, count).atexit = False
-        return copied
+        weakref.finalize(owner, self._gone.append, count).atexit = False
 
 
 class Devices:
@@ -64,15 +78,32 @@ class Devices:
         """Return whether tensors must be copied from the host to be on ``device``."""
         return device in self._ledgers or self.torch_device(device).type != "cpu"
 
+    def ledger(self, device: DeviceId) -> Ledger | None:
+        """Return the ledger of a simulated accelerator; null for any other device."""
+        return self._ledgers.get(device)
+
     def put(self, tensor: torch.Tensor, device: DeviceId) -> torch.Tensor:
-        """Return ``tensor`` on ``device``: itself where it is there; a ``BudgetError`` where a ledger is full."""
+        """Return ``tensor`` on ``device``: itself where it is there; a ``BudgetError`` where a device is full."""
         ledger = self._ledgers.get(device)
-        return tensor.to(torch_device(device)) if ledger is None else ledger.copy(tensor)
+        if ledger is not None:
+            return ledger.copy(tensor)
+        try:
+            return tensor.to(torch_device(device))
+        except torch.OutOfMemoryError as error:
+            raise full(device, tensor.nbytes) from error
 
     @property
     def peaks(self) -> dict[DeviceId, int]:
         """The peak of each simulated accelerator, in bytes of weights, resident and streamed."""
         return {device: ledger.peak for device, ledger in self._ledgers.items()}
+
+
+def full(device: DeviceId | None, count: int) -> BudgetError:
+    """Return the error of an accelerator that has no room for ``count`` bytes of weights."""
+    return BudgetError(
+        f"max_memory.{device}: accelerator {device} is full: {format_bytes(count)} more of weights don't fit beside"
+        " what it holds, this process's or another's; lower the budget, or free memory there"
+    )
 
 
 def torch_device(home: DeviceId) -> torch.device:

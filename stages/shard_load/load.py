@@ -14,15 +14,19 @@ from pipeline.errors import CheckpointError
 from stages.empty_init.skeleton import Skeleton, TensorSpec
 from stages.shard_load.checkpoint import Checkpoint
 from stages.shard_load.layout import Layout, lay_out
+from stages.shard_load.memory import HostBlock
 from stages.shard_load.names import Step
 from stages.shard_load.reading import Extent, SourceReader, open_reader
 from stages.shard_load.store import StoredTensor
-from stages.units import DISK, DeviceId
+from stages.units import CPU, DISK, DeviceId
 
 
 @dataclass(frozen=True)
 class Load:
-    """One load: the model to fill, the checkpoint that it comes from, and where each tensor is to go."""
+    """One load: the model to fill, the checkpoint that it comes from, and where each tensor is to go.
+
+    Tensors bound for the host are read into ``host``, if there is such a block.
+    """
 
     model: nn.Module
     skeleton: Skeleton
@@ -30,6 +34,7 @@ class Load:
     checkpoint: Checkpoint
     reader: SourceReader
     layout: Layout
+    host: HostBlock | None = None
 
     @cached_property
     def on_disk(self) -> tuple[TensorSpec, ...]:
@@ -55,6 +60,18 @@ class Load:
             for spec in self.on_disk
             if spec.name not in self.served
         }
+
+    @property
+    def computed_buffers(self) -> tuple[TensorSpec, ...]:
+        """The buffers that no checkpoint has: the model's constructor has computed them."""
+        return tuple(
+            spec for spec in self.skeleton.tensors if spec.kind == "buffer" and spec.name not in self.layout.origins
+        )
+
+    def host_block(self) -> HostBlock:
+        """Return a block of memory for all tensors that are to lie on the host."""
+        specs = (*self.resident, *self.computed_buffers)
+        return HostBlock([spec.bytes for spec in specs if self.homes.get(spec.name, CPU) == CPU])
 
     def names_of(self, leader: str) -> tuple[str, ...]:
         """Return all names of a tensor."""

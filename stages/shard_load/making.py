@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import torch
 from tqdm import tqdm
 
+from stages.empty_init.skeleton import TensorSpec
 from stages.shard_load.building import build
 from stages.shard_load.bulk import BulkReader, Piece, can_be_cut, new_piece
 from stages.shard_load.load import Load
 from stages.shard_load.names import Step
-from stages.shard_load.reading import torch_dtype
+from stages.shard_load.reading import Extent, torch_dtype
 from stages.units import CPU
 
 WINDOW_BYTES = 32 * 2**20
@@ -78,11 +79,19 @@ def _read(
         (leader,) = load.layout.leaders[id(step)].values()
         spec, extent = load.skeleton.by_name[leader], load.extent_of(step)
         assert extent is not None
-        pieces[leader] = new_piece(extent, torch_dtype(spec.dtype))
+        pieces[leader] = _piece(load, spec, extent)
     bulk.read(pieces.values(), progress)
     while pieces:  # let go of each tensor as it is taken
         name = next(iter(pieces))
         yield name, pieces.pop(name).target
+
+
+def _piece(load: Load, spec: TensorSpec, extent: Extent) -> Piece:
+    """Return the piece that reads ``extent`` into the place where ``spec`` is to stay, or into new memory."""
+    dtype = torch_dtype(spec.dtype)
+    if load.host is not None and load.homes[spec.name] == CPU:
+        return Piece(extent, load.host.empty(spec.shape, dtype))
+    return new_piece(extent, dtype)
 
 
 def _build(load: Load, step: Step, names: set[str], bulk: BulkReader) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,8 +1,11 @@
-"""Memory for weights: private, and laid out as a direct read needs it.
+"""Host memory for weights: private, of an exact size, and laid out as a direct read needs it.
 
 A direct read wants the address that it reads to aligned like the offset that it reads from. A tensor begins anywhere in
 its file, so its memory begins as many bytes after an aligned address as the tensor does after an aligned offset: then
 the storage's bytes land in the tensor itself, and no buffer stands between.
+
+What a device copies from is registered with it as it is. torch's own pinned memory is rounded up to a power of two and
+never given back, which no budget survives.
 """
 
 from __future__ import annotations
@@ -11,10 +14,17 @@ import math
 import mmap
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 4096
 """What direct reads need of file offsets, lengths and addresses, in bytes: a multiple of any block size in use."""
+
+TENSOR_ALIGNMENT = 64
+"""Where a tensor may begin: torch aligns its own that way on the host."""
 
 _SMALL_BYTES = 2**18
 """Smaller tensors come from torch's own allocator: a map each would cost more than it saves."""
@@ -46,6 +56,11 @@ def with_huge_pages(memory: mmap.mmap) -> mmap.mmap:
     return memory
 
 
+def private_bytes(size: int) -> Bytes:
+    """Return an array of ``size`` bytes of private memory, which is given back when its last view is gone."""
+    return np.frombuffer(private_memory(max(size, 1)), np.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """A new contiguous cpu tensor and the aligned memory around it, in which it begins ``skipped`` bytes in.
@@ -70,3 +85,36 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> 
     memory = private_memory(align_up(skipped + length))
     tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=skipped).view(shape)
     return Room(tensor, memoryview(memory), skipped)
+
+
+class HostBlock:
+    """The weights that wait on the host for an accelerator, side by side in memory of their own.
+
+    ``memory`` is as large as the tensors of the sizes given, each aligned, and rounded up to whole pages. Tensors are
+    views of it: it lives as long as the last of them.
+    """
+
+    def __init__(self, tensor_bytes: list[int]) -> None:
+        self.memory = private_bytes(align_up(sum(map(_aligned, tensor_bytes))))
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor whose place is in the block; beyond its end in memory of the tensor's own."""
+        count = math.prod(shape)
+        begin, end = self._used, self._used + count * dtype.itemsize
+        if not count or end > self.memory.nbytes:
+            return torch.empty(shape, dtype=dtype)
+        self._used = _aligned(end)
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=begin).view(shape)
+
+    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` if its place is in the block already, else a copy whose place is."""
+        return tensor if tensor in self else self.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
+    def __contains__(self, tensor: object) -> bool:
+        begin = self.memory.ctypes.data
+        return isinstance(tensor, torch.Tensor) and begin <= tensor.data_ptr() < begin + self.memory.nbytes
+
+
+def _aligned(size: int) -> int:
+    return -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT

@@ -20,11 +20,12 @@ from stages.shard_load.devices import Devices
 from stages.shard_load.files import ShardFile
 from stages.shard_load.load import Load
 from stages.shard_load.making import make_tensors
+from stages.shard_load.memory import HostBlock
 from stages.shard_load.offloaded import Offloaded
 from stages.shard_load.reading import Extent, byte_view, read_extent
 from stages.shard_load.spill import Spill
 from stages.shard_load.store import OffloadStore
-from stages.units import CPU
+from stages.units import CPU, DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Placed:
     """A model whose resident weights are in place.
 
     Tensors that lie on disk are meta tensors in ``model`` and entries of ``offloaded``, tied names included, which
-    reads them in the skeleton's dtype on the cpu. ``devices`` are those that the weights lie on; ``read_bytes`` were
-    read from the checkpoint in ``load_seconds``.
+    reads them in the skeleton's dtype on the cpu. ``devices`` are those that the weights lie on, ``host`` the block of
+    those on the host, if they lie in one; ``read_bytes`` were read from the checkpoint in ``load_seconds``.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Placed:
     load_seconds: float
     read_bytes: int
     devices: Devices
+    host: HostBlock | None = None
 
 
 def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -> dict[str, ShardFile]:
@@ -90,7 +92,8 @@ def place(
     _settle_others(load, devices)
     steps = {id(step): step for step, _ in (load.layout.origins[name] for name in names)}
     read_bytes = sum(load.source_bytes(step) for step in steps.values())
-    return Placed(load.model, Offloaded(extents(load, files)), time.perf_counter() - began, read_bytes, devices)
+    offloaded, seconds = Offloaded(extents(load, files)), time.perf_counter() - began
+    return Placed(load.model, offloaded, seconds, read_bytes, devices, load.host)
 
 
 def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
@@ -132,7 +135,11 @@ def refuse_infinite_served(load: Load) -> None:
 
 
 def _bind_home(load: Load, name: str, tensor: torch.Tensor, devices: Devices) -> None:
-    bind(load.model, load.names_of(name), devices.put(tensor, load.homes[name]))
+    bind(load.model, load.names_of(name), _put(load, tensor, load.homes[name], devices))
+
+
+def _put(load: Load, tensor: torch.Tensor, home: DeviceId, devices: Devices) -> torch.Tensor:
+    return load.host.hold(tensor) if load.host is not None and home == CPU else devices.put(tensor, home)
 
 
 def _settle_others(load: Load, devices: Devices) -> None:
@@ -140,8 +147,6 @@ def _settle_others(load: Load, devices: Devices) -> None:
     for spec in load.on_disk:
         tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
         bind(load.model, load.names_of(spec.name), tensor)
-    for spec in load.skeleton.tensors:
-        if spec.kind == "buffer" and spec.name not in load.layout.origins:
-            home = load.homes.get(spec.name, CPU)
-            buffer = load.model.get_buffer(spec.name)
-            bind(load.model, (spec.name,), devices.put(buffer, home))
+    for spec in load.computed_buffers:
+        buffer = load.model.get_buffer(spec.name)
+        bind(load.model, (spec.name,), _put(load, buffer, load.homes.get(spec.name, CPU), devices))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from stages.empty_init.hub import fault_offline, is_hub_id, local_snapshot, weig
 from stages.plan import plan as plans
 from stages.shard_load.checkpoint import Checkpoint, Depth, identity, open_checkpoint
 from stages.shard_load.store import OffloadStore, open_store
-from stages.units import format_bytes
+from stages.units import CPU, format_bytes
 
 if TYPE_CHECKING:
     from stages.shard_load.files import ShardFile
@@ -89,7 +90,10 @@ class ShardLoad:
         from stages.shard_load.verifying import check_hashes
 
         load, config = _prepare(context), context.config
-        devices = Devices(plans.from_json(context.artifact("plan").json(plans.FILE_NAME)).ledgers)
+        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        devices = Devices(plan.ledgers)
+        if plan.main_device != CPU:  # what lies on the host is streamed from there
+            load = replace(load, host=load.host_block())
         if config.get("verify") == "full":
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
         files = _fill_store(context, load)

@@ -2,12 +2,14 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pipeline.errors import CheckpointError, StorageError
-from stages.dispatch.lookahead import Lookahead, Traffic, place_part
+from stages.dispatch.host_carrier import HostCarrier, place_part
+from stages.dispatch.lookahead import Lookahead, Traffic
 from stages.shard_load.files import ShardFile
 from stages.shard_load.reading import Extent
 
@@ -38,9 +40,16 @@ def extents(tmp_path: Path, tensors: list[torch.Tensor]) -> list[list[Extent]]:
     return found
 
 
+def looking_ahead(extents: list[list[Extent]], *, staging_bytes: int, traffic: Traffic | None = None) -> Lookahead[Any]:
+    traffic = traffic or Traffic()
+    return Lookahead(
+        HostCarrier(extents, staging_bytes=staging_bytes, traffic=traffic), list(range(6)), traffic=traffic
+    )
+
+
 @pytest.fixture
 def ahead(extents: list[list[Extent]]) -> Iterator[Lookahead]:
-    lookahead = Lookahead(extents, [0, 1, 2, 3, 4, 5], staging_bytes=150_000, traffic=Traffic())
+    lookahead = looking_ahead(extents, staging_bytes=150_000)
     yield lookahead
     lookahead.close()
 
@@ -82,7 +91,7 @@ def test_parts_held_at_once_beyond_the_staging_memory_get_memory_of_their_own(
     extents: list[list[Extent]], tensors: list[torch.Tensor]
 ) -> None:
     traffic = Traffic()
-    ahead = Lookahead(extents, list(range(6)), staging_bytes=10_000, traffic=traffic)
+    ahead = looking_ahead(extents, staging_bytes=10_000, traffic=traffic)
     held = [ahead.take(part)[0] for part in range(6)]
     assert all(torch.equal(got, expected) for got, expected in zip(held, tensors, strict=True))
     assert traffic.overflow_bytes >= 2 * (70_000 + 40_000)
@@ -104,7 +113,7 @@ def test_what_is_still_seen_is_never_written_over(ahead: Lookahead, tensors: lis
 
 def test_what_fits_whole_is_read_once(extents: list[list[Extent]], tensors: list[torch.Tensor]) -> None:
     traffic = Traffic()
-    ahead = Lookahead(extents, list(range(6)), staging_bytes=10**6, traffic=traffic)
+    ahead = looking_ahead(extents, staging_bytes=10**6, traffic=traffic)
     for _ in range(4):
         played(ahead, list(range(6)), tensors)
     assert traffic.storage_bytes < 2 * 2 * sum(SIZES)
@@ -153,7 +162,7 @@ def test_a_read_that_fails_names_file_and_offset_and_can_be_tried_again(
 def test_closing_leaves_no_file_open(extents: list[list[Extent]], tensors: list[torch.Tensor]) -> None:
     gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
-    ahead = Lookahead(extents, list(range(6)), staging_bytes=150_000, traffic=Traffic())
+    ahead = looking_ahead(extents, staging_bytes=150_000)
     played(ahead, list(range(6)), tensors)
     assert len(list(Path("/proc/self/fd").iterdir())) > before
     ahead.close()

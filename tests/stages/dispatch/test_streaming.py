@@ -7,7 +7,7 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from stages.dispatch.score import Score, from_json, write_score
-from stages.dispatch.streaming import Streamer, pin_device
+from stages.dispatch.streaming import Streamer
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import parent
 from stages.plan.plan import Plan
@@ -247,15 +247,21 @@ def test_the_score_survives_its_file_and_lists_streamed_modules_in_order(dispatc
     assert score.streamed_bytes == BYTES_ON_DISK
 
 
-def test_the_device_of_a_model_is_its_main_device_where_its_first_weight_waits() -> None:
-    class Placed(nn.Linear):
-        @property
-        def device(self) -> torch.device:
-            return next(self.parameters()).device
+class Placed(nn.Linear):
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
 
-    model = Placed(2, 2, device="meta")
-    assert model.device.type == "meta"
-    pin_device(model, torch.device("cpu"))
-    assert model.device.type == "cpu"
+
+def test_a_streamed_model_says_its_main_device_and_why_it_cannot_be_moved_until_its_hooks_are_gone(
+    dispatch: Dispatch,
+) -> None:
+    model = Placed(4, 3).requires_grad_(False)
+    streamer, _ = dispatch(model, {"weight"}, X, io="direct")
+    assert (model.device.type, model.weight.device.type) == ("cpu", "meta")
     assert isinstance(model, Placed)
     assert type(model).__name__ == "Placed"
+    with pytest.raises(RuntimeError, match=r"can't be moved or cast: .*'weight' first.*change max_memory"):
+        model.to(torch.float64)
+    streamer.remove()
+    assert type(model) is Placed
