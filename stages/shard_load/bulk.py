@@ -23,11 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stages.shard_load.devices import Devices
 from stages.shard_load.direct import DirectFile
 from stages.shard_load.files import ShardFile, read_into
-from stages.shard_load.memory import align_down, align_up, room_for
+from stages.shard_load.memory import align_down, align_up
 from stages.shard_load.page_cache import PAGE_BYTES, cached_pages
 from stages.shard_load.reading import Extent, byte_view, torch_dtype
+from stages.units import DeviceId
 
 BLOCK_BYTES = 8 * 2**20
 IN_FLIGHT = 4
@@ -40,7 +42,7 @@ _ALONE_ELEMENTS = 2**15 - 1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One tensor to read: where it lies, and the contiguous cpu tensor that it is to fill, in that one's dtype.
+    """One tensor to read: where it lies, and the contiguous tensor that it is to fill, in that one's dtype.
 
     ``memory``, where there is one, is the aligned memory around the target, from the aligned offset before its extent
     to the one after it.
@@ -51,11 +53,11 @@ class Piece:
     memory: memoryview | None = None
 
 
-def new_piece(extent: Extent, dtype: torch.dtype) -> Piece:
-    """Return the piece that reads ``extent`` into new memory as ``dtype``."""
+def new_piece(extent: Extent, dtype: torch.dtype, *, devices: Devices, device: DeviceId) -> Piece:
+    """Return the piece that reads ``extent`` into new memory on ``device`` as ``dtype``."""
     if torch_dtype(extent.dtype) != dtype:
-        return Piece(extent, room_for(extent.shape, dtype).tensor)
-    room = room_for(extent.shape, dtype, offset=extent.begin)
+        return Piece(extent, devices.room(extent.shape, dtype, device).tensor)
+    room = devices.room(extent.shape, dtype, device, offset=extent.begin)
     return Piece(extent, room.tensor, room.memory)
 
 
@@ -116,7 +118,7 @@ class _Block:
     def read(self, source: _Source, buffers: SimpleQueue[mmap.mmap]) -> int:
         """Read straight from the page cache where nothing is cast, else by way of a buffer."""
         held = source.holds(self.parts[0].begin, self.parts[-1].end)
-        if held and all(part.target.dtype == part.dtype for part in self.parts):
+        if held and all(part.target.dtype == part.dtype and part.target.is_cpu for part in self.parts):
             for part in self.parts:
                 read_into(source.file.descriptor, byte_view(part.target), offset=part.begin, path=source.path)
         else:
@@ -241,7 +243,13 @@ def _opened(file: ShardFile) -> Iterator[_Source]:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy and cast in this thread alone: torch would start threads of its own in each of ours for more."""
+    """Copy and cast in this thread alone: torch would start threads of its own in each of ours for more.
+
+    What goes to an accelerator goes at once; it is there when this returns, so that the buffer can be used again.
+    """
+    if not target.is_cpu:
+        target.copy_(source)
+        return
     for start in range(0, source.numel(), _ALONE_ELEMENTS):
         stop = start + _ALONE_ELEMENTS
         target[start:stop].copy_(source[start:stop])

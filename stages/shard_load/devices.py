@@ -6,6 +6,7 @@ that the ledger counts; a copy that would go over raises, as a full device would
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from pipeline.errors import BudgetError
-from stages.shard_load.memory import Bytes, private_bytes
+from stages.shard_load.memory import Bytes, Room, private_bytes, room_for
 from stages.units import CPU, DeviceId, format_bytes
 
 
@@ -25,6 +26,7 @@ class Ledger:
 
     def __init__(self, device: DeviceId, capacity: int) -> None:
         self.device, self.capacity, self.peak = device, capacity, 0
+        self._there: dict[int, int] = {}  # address → bytes
         self._held = 0
         self._gone: deque[int] = deque()  # storages may die in any thread, and in the middle of any statement
 
@@ -32,21 +34,30 @@ class Ledger:
     def held(self) -> int:
         """The bytes held now."""
         while self._gone:
-            self._held -= self._gone.popleft()
+            self._held -= self._there.pop(self._gone.popleft())
         return self._held
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor`` that lies on the device; a ``BudgetError`` where there is no room for it."""
-        self._check(tensor.nbytes)
-        copied = tensor.clone()
-        self._count(copied.untyped_storage(), tensor.nbytes)
-        return copied
+        return self.room(tuple(tensor.shape), tensor.dtype).tensor.copy_(tensor)
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Room:
+        """Return memory of the device for a tensor that lies at ``offset`` in its file; see ``room_for``."""
+        count = math.prod(shape) * dtype.itemsize
+        self._check(count)
+        room = room_for(shape, dtype, offset=offset)
+        self._count(room.tensor.untyped_storage(), room.tensor.untyped_storage().data_ptr(), count)
+        return room
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies on the device."""
+        return self.held > 0 and tensor.untyped_storage().data_ptr() in self._there
 
     def allocate(self, size: int) -> Bytes:
         """Return ``size`` bytes of the device's memory; a ``BudgetError`` where there is no room for them."""
         self._check(size)
         memory = private_bytes(size)
-        self._count(memory, size)
+        self._count(memory, memory.ctypes.data, size)
         return memory
 
     def _check(self, count: int) -> None:
@@ -57,11 +68,14 @@ class Ledger:
                 f" {format_bytes(count)} more don't fit; give it {self._held + count} bytes or more"
             )
 
-    def _count(self, owner: object, count: int) -> None:
-        """Count ``count`` bytes for as long as ``owner`` lives."""
+    def _count(self, owner: object, address: int, count: int) -> None:
+        """Count ``count`` bytes at ``address`` for as long as ``owner`` lives."""
+        if not count:
+            return
+        self._there[address] = count
         self._held += count
         self.peak = max(self.peak, self._held)
-        weakref.finalize(owner, self._gone.append, count).atexit = False
+        weakref.finalize(owner, self._gone.append, address).atexit = False
 
 
 class Devices:
@@ -86,11 +100,23 @@ class Devices:
         """Return ``tensor`` on ``device``: itself where it is there; a ``BudgetError`` where a device is full."""
         ledger = self._ledgers.get(device)
         if ledger is not None:
-            return ledger.copy(tensor)
+            return tensor if ledger.holds(tensor) else ledger.copy(tensor)
         try:
             return tensor.to(torch_device(device))
         except torch.OutOfMemoryError as error:
             raise full(device, tensor.nbytes) from error
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: DeviceId, *, offset: int = 0) -> Room:
+        """Return memory on ``device`` for a tensor that lies at ``offset`` in its file; see ``room_for``."""
+        ledger, there = self._ledgers.get(device), self.torch_device(device)
+        if ledger is not None:
+            return ledger.room(shape, dtype, offset=offset)
+        if there.type == "cpu":
+            return room_for(shape, dtype, offset=offset)
+        try:
+            return Room(torch.empty(shape, dtype=dtype, device=there))
+        except torch.OutOfMemoryError as error:
+            raise full(device, math.prod(shape) * dtype.itemsize) from error
 
     @property
     def peaks(self) -> dict[DeviceId, int]:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from tqdm import tqdm
 
-from stages.empty_init.skeleton import TensorSpec
 from stages.shard_load.building import build
 from stages.shard_load.bulk import BulkReader, Piece, can_be_cut, new_piece
+from stages.shard_load.devices import Devices
 from stages.shard_load.load import Load
 from stages.shard_load.names import Step
-from stages.shard_load.reading import Extent, torch_dtype
-from stages.units import CPU
+from stages.shard_load.reading import torch_dtype
+from stages.units import CPU, DISK
 
 WINDOW_BYTES = 32 * 2**20
 """How much may be in memory at a time of tensors that don't stay there."""
 
 
-def make_tensors(load: Load, wanted: Collection[str], doing: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor of ``wanted`` (names of leaders) in its dtype, on the cpu, in the order of the files.
+def make_tensors(
+    load: Load, wanted: Collection[str], doing: str, *, devices: Devices
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of ``wanted`` (names of leaders) in its dtype, in the order of the files.
 
-    ``doing`` names the progress bar. Tensors that lie in safetensors files are read in bulk: those that stay on the
-    host all at once, others ``WINDOW_BYTES`` at a time or one by one if they are larger.
+    ``doing`` names the progress bar. Tensors that lie in safetensors files are read in bulk: those that stay on a
+    device straight to there and all at once, those that only pass through the host on their way to the offload store
+    ``WINDOW_BYTES`` at a time or one by one if they are larger. Tensors that are built come on the cpu.
     """
     names = set(wanted)
     total = sum(load.source_bytes(step) for step in _steps(load, names))
@@ -31,7 +34,11 @@ def make_tensors(load: Load, wanted: Collection[str], doing: str) -> Iterator[tu
     with bar, BulkReader() as bulk:
         for steps in _batches(load, names):
             if _is_plain(load, steps[0]):
-                yield from _read(load, steps, bulk=bulk, progress=bar.update)
+                pieces = _pieces(load, steps, devices)
+                bulk.read(pieces.values(), bar.update)
+                while pieces:  # let go of each tensor as it is taken
+                    name = next(iter(pieces))
+                    yield name, pieces.pop(name).target
             else:
                 yield from _build(load, steps[0], names, bulk)
                 bar.update(load.source_bytes(steps[0]))
@@ -60,9 +67,9 @@ def _steps(load: Load, names: set[str]) -> list[Step]:
 
 
 def _passing_bytes(load: Load, step: Step) -> int:
-    """Return the bytes that a plain step puts into memory for a while only: none if they stay on the host."""
+    """Return the bytes that a plain step puts into memory for a while only: none if they stay on a device."""
     (name,) = load.layout.leaders[id(step)].values()
-    return 0 if load.homes[name] == CPU else load.skeleton.by_name[name].bytes
+    return load.skeleton.by_name[name].bytes if load.homes[name] == DISK else 0
 
 
 def _is_plain(load: Load, step: Step) -> bool:
@@ -70,28 +77,19 @@ def _is_plain(load: Load, step: Step) -> bool:
     return extent is not None and can_be_cut(extent)
 
 
-def _read(
-    load: Load, steps: Iterable[Step], *, bulk: BulkReader, progress: Callable[[int], object]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of plain steps, read in bulk and cast on the way."""
+def _pieces(load: Load, steps: Iterable[Step], devices: Devices) -> dict[str, Piece]:
+    """Return the pieces that read the tensors of plain steps into the places where they are to stay."""
     pieces: dict[str, Piece] = {}
     for step in steps:
         (leader,) = load.layout.leaders[id(step)].values()
-        spec, extent = load.skeleton.by_name[leader], load.extent_of(step)
+        spec, extent, home = load.skeleton.by_name[leader], load.extent_of(step), load.homes[leader]
         assert extent is not None
-        pieces[leader] = _piece(load, spec, extent)
-    bulk.read(pieces.values(), progress)
-    while pieces:  # let go of each tensor as it is taken
-        name = next(iter(pieces))
-        yield name, pieces.pop(name).target
-
-
-def _piece(load: Load, spec: TensorSpec, extent: Extent) -> Piece:
-    """Return the piece that reads ``extent`` into the place where ``spec`` is to stay, or into new memory."""
-    dtype = torch_dtype(spec.dtype)
-    if load.host is not None and load.homes[spec.name] == CPU:
-        return Piece(extent, load.host.empty(spec.shape, dtype))
-    return new_piece(extent, dtype)
+        dtype = torch_dtype(spec.dtype)
+        if load.host is not None and home == CPU:
+            pieces[leader] = Piece(extent, load.host.empty(spec.shape, dtype))
+        else:
+            pieces[leader] = new_piece(extent, dtype, devices=devices, device=CPU if home == DISK else home)
+    return pieces
 
 
 def _build(load: Load, step: Step, names: set[str], bulk: BulkReader) -> Iterator[tuple[str, torch.Tensor]]:

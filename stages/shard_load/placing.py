@@ -51,7 +51,7 @@ def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -
         found = store.find_all(load.stored)
         absent = {name: tensor for name, tensor in load.stored.items() if name not in found}
         store.check_space(list(absent.values()))
-        for name, tensor in make_tensors(load, absent, "offloading"):
+        for name, tensor in make_tensors(load, absent, "offloading", devices=Devices()):
             if check_finite:
                 refuse_infinite(load, name, tensor)
             store.put(name, absent[name], byte_view(tensor))
@@ -76,7 +76,7 @@ def place(
     began, devices = time.perf_counter(), devices or Devices()
     names = [spec.name for spec in load.resident]
     with Spill(spill_folder) if spill_folder else nullcontext() as spill:
-        for name, tensor in make_tensors(load, names, "loading"):
+        for name, tensor in make_tensors(load, names, "loading", devices=devices):
             if check_finite:
                 refuse_infinite(load, name, tensor)
             if spill is not None and load.homes[name] == CPU:

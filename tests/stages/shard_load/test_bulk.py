@@ -8,6 +8,7 @@ import torch
 from pipeline.errors import CheckpointError
 from stages.shard_load import bulk, memory
 from stages.shard_load.bulk import BulkReader, Piece, new_piece
+from stages.shard_load.devices import Devices
 from stages.shard_load.direct import DirectFile
 from stages.shard_load.files import ShardFile
 from stages.shard_load.page_cache import cached_pages
@@ -47,7 +48,17 @@ def zeroed(extent: Extent, dtype: torch.dtype) -> Piece:
     return Piece(extent, torch.zeros(extent.shape, dtype=dtype))
 
 
-@pytest.mark.parametrize("make", [zeroed, new_piece])
+def laid_out(extent: Extent, dtype: torch.dtype) -> Piece:
+    """Return a piece whose memory is laid out as it lies in the file."""
+    return new_piece(extent, dtype, devices=Devices(), device="cpu")
+
+
+def simulated(extent: Extent, dtype: torch.dtype) -> Piece:
+    """Return a piece whose memory is a simulated accelerator's."""
+    return new_piece(extent, dtype, devices=Devices({0: 10**7}), device=0)
+
+
+@pytest.mark.parametrize("make", [zeroed, laid_out, simulated])
 @pytest.mark.parametrize("cold", [True, False])
 @pytest.mark.parametrize("dtypes", [("int16", "int16"), ("int16", "int32"), ("uint8", "uint8")])
 @pytest.mark.parametrize(
@@ -78,11 +89,11 @@ def test_every_span_comes_out_as_it_lies_in_the_file(
 
 def test_a_new_piece_of_the_same_dtype_is_laid_out_as_it_lies_in_the_file(tmp_path: Path, data: torch.Tensor) -> None:
     extent = Extent(shard(tmp_path / "f"), 5002, "int16", (70_000,))
-    piece = new_piece(extent, torch.int16)
+    piece = laid_out(extent, torch.int16)
     assert piece.target.data_ptr() % memory.ALIGNMENT == 5002 - memory.ALIGNMENT
     assert piece.memory is not None
     assert len(piece.memory) == memory.align_up(extent.end) - memory.ALIGNMENT
-    assert new_piece(extent, torch.int32).memory is None, "one that is cast is filled from a buffer"
+    assert laid_out(extent, torch.int32).memory is None, "one that is cast is filled from a buffer"
 
 
 def test_neighbours_are_read_together_and_what_lies_far_between_is_not(tmp_path: Path, data: torch.Tensor) -> None:

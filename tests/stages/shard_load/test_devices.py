@@ -39,3 +39,15 @@ def test_a_full_ledger_raises_and_says_how_much_would_do() -> None:
     with pytest.raises(BudgetError, match=r"max_memory\.3: the simulated accelerator 3 is full.*give it 11 bytes"):
         devices.put(tensor(1), 3)
     assert devices.peaks == {3: held.nbytes}
+
+
+def test_what_was_made_on_a_simulated_device_is_counted_once() -> None:
+    devices = Devices({0: 100})
+    room = devices.room((8,), torch.float32, 0)
+    assert devices.put(room.tensor, 0) is room.tensor
+    assert devices.put(room.tensor[2:], 0).data_ptr() == room.tensor.data_ptr() + 8
+    with pytest.raises(BudgetError, match=r"max_memory\.0: .*give it 132 bytes"):
+        devices.room((25,), torch.float32, 0)
+    del room
+    assert devices.put(tensor(100), 0).nbytes == 100
+    assert devices.peaks == {0: 100}
