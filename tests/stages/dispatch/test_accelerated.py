@@ -278,9 +278,12 @@ class Play(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("pauses", [(0.002, 0.0), (0.0, 0.005)], ids=["slow copies", "slow computing"])
 @pytest.mark.parametrize("where", ["host", "disk", "mixed"])
-def test_hooks_keep_the_order_of_a_late_accelerator(where: str, theatre: Callable[..., Theatre]) -> None:
-    link = LateLink()
+def test_hooks_keep_the_order_of_a_late_accelerator(
+    where: str, pauses: tuple[float, float], theatre: Callable[..., Theatre]
+) -> None:
+    link = LateLink(copy_pause=pauses[0], compute_pause=pauses[1])
     model = Play(link).requires_grad_(False)
     homes: Mapping[str, Callable[[str], DeviceId]] = {
         **LAYOUTS,
