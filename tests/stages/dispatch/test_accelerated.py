@@ -12,77 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from pipeline.errors import BudgetError, CheckpointError
-from stages.dispatch.score import Score, write_score
-from stages.dispatch.streaming import Streamer
 from stages.dispatch.trace import Trace
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import Skeleton, parent
-from stages.plan.plan import Plan
-from stages.shard_load.devices import Devices, Ledger
+from stages.shard_load.devices import Devices
 from stages.shard_load.memory import HostBlock
 from stages.units import DeviceId
 from tests.stages.dispatch.late_link import LateLink
-from tests.stages.dispatch.test_streaming import to_disk
+from tests.stages.dispatch.theatre import LAYOUTS, Theatre, X, net
 
-X = torch.randn(3, 64)
-ROOM = 10**7
-
-
-class Layer(nn.Sequential):
-    """What computes on one device."""
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    layers = [Layer(nn.Linear(64, 96), nn.ReLU(), nn.LayerNorm(96), nn.Linear(96, 64)) for _ in range(4)]
-    return nn.Sequential(*layers).eval().requires_grad_(False)
-
-
-def names_of(model: nn.Module) -> list[str]:
-    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
-
-
-LAYOUTS: Mapping[str, Callable[[str], DeviceId]] = {
-    "host": lambda name: "cpu",
-    "disk": lambda name: "disk",
-    "mixed": lambda name: {"0": 0, "1": "cpu", "2": "disk", "3": "cpu" if "weight" in name else "disk"}[name[0]],
-    "torn": lambda name: [0, "cpu", "disk"][sum(map(ord, name)) % 3],
-}
 everywhere = pytest.mark.parametrize("where", LAYOUTS)
-
-
-def score_for(skeleton: Skeleton, homes: Mapping[str, DeviceId], execution: Mapping[str, DeviceId]) -> Score:
-    return write_score(skeleton, Plan("explicit", 0, homes, homes, execution, {}, {}, 0, {}))
-
-
-class Theatre:
-    """A model placed by ``homes`` (name → device) and streamed; ``late`` is its link if that is an adversary."""
-
-    def __init__(
-        self, model: nn.Module, homes: Callable[[str], DeviceId], folder: Path, *, room: int = ROOM, **options: Any
-    ) -> None:
-        example, execution = options.pop("example", X), options.pop("execution", lambda module: 0)
-        skeleton = describe(model, call=lambda m: m(example.to("cpu")), no_split={"Layer"})
-        placed = {tensor.name: homes(tensor.name) for tensor in skeleton.tensors}
-        self.model, self.devices = model, Devices({0: room, 1: room})
-        self.score = score_for(skeleton, placed, {parent(name): execution(parent(name)) for name in placed})
-        for name, home in placed.items():
-            if isinstance(home, int):
-                owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
-                there = self.devices.put(owner._parameters[attribute].data, home)
-                owner._parameters[attribute] = nn.Parameter(there, requires_grad=False)
-        self.resident = self.ledger(0).held
-        extents = to_disk(model, {name for name, home in placed.items() if home == "disk"}, folder / "weights")
-        self.streamer = Streamer(model, self.score, extents=extents, devices=self.devices, **options)
-
-    def ledger(self, device: int) -> Ledger:
-        found = self.devices.ledger(device)
-        assert found is not None
-        return found
-
-    @property
-    def reserve(self) -> int:
-        return self.score.reserves[0]
 
 
 @pytest.fixture
@@ -133,7 +70,7 @@ def test_removing_gives_all_memory_back_and_leaves_weights_waiting(where: str, t
 def test_a_full_accelerator_is_an_error_before_anything_is_hooked(theatre: Callable[..., Theatre]) -> None:
     model = net()
     with pytest.raises(BudgetError, match=r"max_memory\.0: the simulated accelerator 0 is full"):
-        theatre(model, LAYOUTS["host"], room=20_000)
+        theatre(model, LAYOUTS["host"], devices=Devices({0: 20_000}))
     assert type(model) is nn.Sequential
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert torch.equal(model(X), net()(X))
