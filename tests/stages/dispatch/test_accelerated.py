@@ -1,5 +1,6 @@
 """Whole models streamed to accelerators: simulated ones, and one on which everything happens late."""
 
+import json
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from pipeline.errors import BudgetError, CheckpointError
+from stages.dispatch.link import FreshMemory, SynchronousLink
+from stages.dispatch.score import from_json
 from stages.dispatch.trace import Trace
 from stages.shard_load.devices import Devices
 from stages.shard_load.memory import HostBlock
@@ -141,6 +144,22 @@ def test_a_call_in_inference_mode_leaves_memory_that_other_calls_can_use(theatre
     assert torch.equal(model(x), expected)
     with torch.inference_mode():
         assert torch.equal(model(X), expected)
+
+
+def test_an_accelerator_without_streams_is_served_copy_by_copy(theatre: Callable[..., Theatre]) -> None:
+    def plain(_devices: Devices, _device: DeviceId) -> SynchronousLink:
+        return SynchronousLink(lambda size: FreshMemory(torch.device("cpu"), size))
+
+    model, expected = net(), net()(X)
+    theatre(model, LAYOUTS["mixed"], open_link=plain)
+    assert all(torch.equal(model(X), expected) for _ in range(4))
+
+
+def test_the_reserves_survive_the_scores_file(theatre: Callable[..., Theatre], tmp_path: Path) -> None:
+    score = theatre(net(), LAYOUTS["mixed"]).score
+    score.save(tmp_path)
+    assert from_json(json.loads((tmp_path / "dispatch.json").read_text())) == score
+    assert list(score.reserves) == [0]
 
 
 def test_each_accelerator_streams_into_a_reserve_of_its_own(theatre: Callable[..., Theatre]) -> None:
