@@ -127,6 +127,17 @@ def test_the_model_runs_on_while_the_accelerator_has_not_even_begun(stage: Calla
     late.check()
 
 
+@everywhere
+def test_the_first_parts_of_the_next_pass_are_on_their_way_when_one_ends(
+    where: str, stage: Callable[..., Stage]
+) -> None:
+    late = stage(where)
+    late.play(IN_ORDER)
+    assert {0, 1} <= late.ahead._deliveries.keys()
+    late.play(IN_ORDER)
+    late.check()
+
+
 def test_reads_go_on_only_as_far_as_pinned_memory_reaches(stage: Callable[..., Stage]) -> None:
     late = stage("disk")
     size = 2 * max(size for part in SIZES for size in part)
