@@ -62,7 +62,7 @@ class LinkCarrier:
         self.sizes = [layout.size for layout in self._layouts]
         self.streamed = [sum(piece.bytes for piece in layout.pieces) for layout in self._layouts]
         whole = sum(layout.room for layout in self._layouts)
-        self._arena = Arena(link.memory(max(1, *self.sizes, min(staging_bytes, whole))))
+        self._arena: Arena[torch.Tensor] | None = Arena(link.memory(max(1, *self.sizes, min(staging_bytes, whole))))
         self._chunks = [[chunk for piece in layout.pieces for chunk in chunks_of(piece)] for layout in self._layouts]
         self._buffers = self._pin_buffers(staging_bytes)
         self._order, self._ordering = count(), threading.Lock()
@@ -85,6 +85,7 @@ class LinkCarrier:
 
     def take(self, part: int) -> torch.Tensor | None:
         """Return staging memory for ``part``, or null if there is none free."""
+        assert self._arena is not None
         return self._arena.take(self.sizes[part], at_end=self.sizes[part] <= SMALL_BYTES)
 
     def beyond(self, part: int) -> torch.Tensor:
@@ -158,8 +159,9 @@ class LinkCarrier:
         return [piece.view(delivery.region) for piece in self._layouts[part].pieces]
 
     def close(self) -> None:
-        """Wait for the accelerator, unpin the buffers and close the files; closing again does nothing."""
+        """Wait for the accelerator, free memory and close the files; closing again does nothing."""
         self._link.close()
+        self._arena = None  # now, and not when the last thread that read has let go of the carrier
         if self._watcher is not None:
             self._watcher.shutdown()
         if self._buffers is not None:

@@ -128,7 +128,7 @@ class Lookahead(Generic[Region]):
         delivery.users -= 1
         if not delivery.users and (delivery.overflow or not self._schedule.wanted(part)):
             del self._deliveries[part]
-        del delivery
+            delivery.region = None  # a thread that has just brought it may not have let go of the delivery yet
         self._ask_ahead()
 
     def begin_pass(self) -> None:

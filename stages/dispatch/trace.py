@@ -1,4 +1,4 @@
-"""What happened when, for chrome://tracing and Perfetto: reads, stalls and computing on one time line."""
+"""What happened when, for chrome://tracing and Perfetto: reads, copies, stalls and computing on one time line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Trace:
 
     @contextmanager
     def span(self, name: str, category: str, **details: Any) -> Iterator[None]:
-        """Record what happens inside this context as ``name``, of the ``category`` read, stall or compute."""
+        """Record what happens inside this context as ``name``, of the ``category`` read, copy, stall or compute."""
         began = time.perf_counter()
         try:
             yield

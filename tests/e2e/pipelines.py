@@ -28,9 +28,14 @@ def config_for(checkpoint: Path, outputs: Path, **changes: Any) -> dict[str, Any
 
 def dispatched_model(checkpoint: Path, outputs: Path, **changes: Any) -> Any:
     """Run the pipeline up to dispatch and return its model, ready to call."""
+    return dispatched(checkpoint, outputs, **changes).model
+
+
+def dispatched(checkpoint: Path, outputs: Path, **changes: Any) -> Any:
+    """Run the pipeline up to dispatch and return what that stage's live half is."""
     config = config_for(checkpoint, outputs, **changes)
     record = RunRecord.start(outputs / "run", overrides=[], config=config, environment={})
     with MemoryMonitor() as monitor:
         runner = Runner(check_config(config), config, record=record, monitor=monitor)
         runner.run()
-        return runner.live("dispatch").model
+        return runner.live("dispatch")

@@ -1,6 +1,7 @@
 """The answer never changes: whatever lies where, logits are bitwise those of the plain model, and so are the tokens."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from tests.e2e.pipelines import dispatched_model
+from tests.e2e.pipelines import dispatched, dispatched_model
 from tests.e2e.test_architectures import CONFIGS, ENDS, SIZES, WORDS, save
 
-PLACEMENTS = 20
+PLACEMENTS, ACCELERATED = 20, 4
 ARCHITECTURES = [*CONFIGS, "mixtral"]
 ROWS = [[5, 6, 7, 8, 9], [11, 12], [3, 4, 5], [40]]
 
@@ -35,14 +36,19 @@ def padded() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, mask
 
 
-def random_map(model: torch.nn.Module, chance: random.Random) -> dict[str, str]:
-    """Return a map that puts every tensor anywhere, with tied tensors together: no-split layers are split at will."""
+def random_map(
+    model: torch.nn.Module, chance: random.Random, others: Sequence[int | str] = ("cpu",)
+) -> dict[str, int | str]:
+    """Return a map that puts every tensor anywhere, with tied tensors together: no-split layers are split at will.
+
+    What isn't on disk is on one of the ``others``.
+    """
     share = chance.random()
     names: dict[int, list[str]] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in tensors:
         names.setdefault(id(tensor), []).append(name)
-    homes = {key: "disk" if chance.random() < share else "cpu" for key in names}
+    homes = {key: "disk" if chance.random() < share else chance.choice(others) for key in names}
     return {name: homes[key] for key, group in names.items() for name in group}
 
 
@@ -72,3 +78,19 @@ def test_any_placement_gives_the_answer_of_the_plain_model(checkpoint: Path, tmp
         )  # fmt: skip
         for got, wanted in zip(answers(model), expected, strict=True):
             assert torch.equal(got, wanted), (number, placement)
+
+
+def test_simulated_accelerators_give_the_answer_of_the_plain_model(checkpoint: Path, tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    expected = answers(plain)
+    chance = random.Random(checkpoint.name)
+    for number in range(ACCELERATED):
+        placement = random_map(plain, chance, others=(0, 1, "cpu", "cpu"))
+        live = dispatched(
+            checkpoint, tmp_path / str(number), device_map=placement,
+            max_memory={0: "1GB", 1: "1GB", "cpu": "1GB"}, hardware={"devices": [{"memory": "2GB"}, {"memory": "2GB"}]},
+        )  # fmt: skip
+        held = live.devices.peaks
+        for got, wanted in zip(answers(live.model), expected, strict=True):
+            assert torch.equal(got, wanted), (number, placement)
+        assert live.devices.peaks == held, "staging memory is allocated once, and none beside it"

@@ -2,9 +2,12 @@ import random
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 
 from stages.dispatch.arena import Arena, HostMemory
+from stages.dispatch.link import FreshMemory, LedgerMemory
+from stages.shard_load.devices import Ledger
 from stages.shard_load.memory import ALIGNMENT
 
 
@@ -60,3 +63,40 @@ def test_at_random_no_two_regions_ever_overlap() -> None:
             held.append((stamp % 251, region))
         del region
     assert arena.used == sum(len(region) for _, region in held)
+
+
+def test_what_is_taken_at_the_end_leaves_the_rest_in_one_piece() -> None:
+    arena = Arena(HostMemory(4 * ALIGNMENT))
+    begin = (first := arena.take(1)).__array_interface__["data"][0]
+    del first
+    last, before = arena.take(1, at_end=True), arena.take(1, at_end=True)
+    assert [(region.__array_interface__["data"][0] - begin) // ALIGNMENT for region in (last, before)] == [3, 2]
+    large = arena.take(2 * ALIGNMENT)
+    assert large.__array_interface__["data"][0] == begin
+    assert arena.take(1, at_end=True) is None
+
+
+def test_memory_that_is_no_multiple_of_its_alignment_is_lent_to_the_byte() -> None:
+    ledger = Ledger(0, 1000)
+    arena = Arena(LedgerMemory(ledger, 1000))
+    assert arena.take(1001) is None
+    whole = arena.take(1000)
+    assert whole.nbytes == 1000
+    del whole
+    first, second = arena.take(400), arena.take(488)
+    assert (first.nbytes, second.nbytes) == (512, 488)
+    assert arena.take(1, at_end=True) is None
+    del first, second, arena
+    assert (ledger.held, ledger.peak) == (0, 1000)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_region_of_an_accelerator_is_free_when_its_last_view_is_gone(at_end: bool) -> None:
+    for memory in (LedgerMemory(Ledger(0, 512), 512), FreshMemory(torch.device("cpu"), 512)):
+        arena = Arena(memory)
+        region = arena.take(512, at_end=at_end)
+        view = region[4:12].view(torch.float32)
+        del region
+        assert arena.take(1) is None, "a tensor still sees it"
+        del view
+        assert arena.take(1) is not None

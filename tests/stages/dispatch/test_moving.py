@@ -55,3 +55,20 @@ def test_skipped_keys_stay_where_they_are() -> None:
 def test_the_first_device_is_found_in_nested_values() -> None:
     assert first_device(({"x": [1, a_tensor()]},)) == CPU
     assert first_device((1, {})) is None
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_copy_to_an_accelerator_is_not_waited_for_from_pinned_memory_alone(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def to(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
+        asked.append(non_blocking)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _tensor: pinned)
+    send_to_device(torch.ones(2), torch.device("cuda", 0))
+    send_to_device(torch.ones(2, device="meta"), torch.device("cpu"))
+    assert asked == [pinned, False], "never to the host, where whoever reads it doesn't wait"

@@ -12,8 +12,7 @@ from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import parent
 from stages.plan.plan import Plan
 from stages.shard_load.devices import Devices
-from stages.shard_load.files import ShardFile
-from stages.shard_load.reading import Extent
+from tests.stages.dispatch.theatre import to_disk
 
 
 def plan_with(model: nn.Module, on_disk: set[str]) -> Plan:
@@ -43,25 +42,6 @@ def dispatch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Dispatc
     yield run
     for streamer in streamers:
         streamer.remove()
-
-
-def to_disk(model: nn.Module, on_disk: set[str], path: Path) -> dict[str, Extent]:
-    """Write the tensors named to ``path``, leave meta tensors in their places, and return where they lie."""
-    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    data, begins = b"\0" * 24, {}
-    for name in sorted(on_disk):
-        begins[name] = len(data)
-        data += tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    path.write_bytes(data)
-    file = ShardFile(path.name, path, path.stat().st_size, path.stat().st_mtime_ns, "")
-    for name in on_disk:
-        owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
-        if attribute in owner._parameters:
-            owner._parameters[attribute] = nn.Parameter(tensors[name].to("meta"), requires_grad=False)
-        else:
-            owner._buffers[attribute] = tensors[name].to("meta")
-    shapes = {name: (str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)) for name in on_disk}
-    return {name: Extent(file, begins[name], *shapes[name]) for name in on_disk}
 
 
 def net() -> nn.Sequential:

@@ -83,7 +83,7 @@ def make_plan(skeleton: Skeleton, where: Callable[[str], DeviceId]) -> Plan:
     homes: dict[str, DeviceId] = {t.name: where(skeleton.leader(t.name)) for t in skeleton.tensors}
     return Plan(
         policy="explicit",
-        main_device="cpu",
+        main_device=0 if 0 in homes.values() else "cpu",
         device_map=homes,
         homes=homes,
         execution={},

@@ -51,3 +51,25 @@ def test_what_was_made_on_a_simulated_device_is_counted_once() -> None:
     del room
     assert devices.put(tensor(100), 0).nbytes == 100
     assert devices.peaks == {0: 100}
+
+
+def test_memory_that_is_allocated_counts_until_its_last_view_is_gone() -> None:
+    devices = Devices({0: 10})
+    ledger = devices.ledger(0)
+    assert ledger is not None
+    assert devices.ledger("cpu") is None
+    view = ledger.allocate(8)[2:4]
+    assert ledger.held == 8
+    with pytest.raises(BudgetError, match="give it 11 bytes"):
+        ledger.allocate(3)
+    del view
+    assert (ledger.held, ledger.peak) == (0, 8)
+
+
+def test_a_full_accelerator_is_a_budget_error_and_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with pytest.raises(BudgetError, match=r"max_memory\.1: accelerator 1 is full: 4 B more of weights"):
+        Devices().put(tensor(4), 1)

@@ -1,0 +1,135 @@
+"""Streaming to an accelerator: seconds a token from the host's memory and from disk, beside what the link can do.
+
+    python -m tests.benchmarks.link 1.1b --rounds 3
+    python -m tests.benchmarks.link 7b --tiers host
+
+The layers of the model wait on the tier, everything else lies on accelerator 0. Needs an accelerator and room for the
+checkpoint in ``--folder``; for the tier disk also the right to drop the page cache. Prints, a round: seconds a token,
+the bytes streamed a token, and both as a rate, beside the rate of pinned copies and of direct reads measured in
+that round; then medians and shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.dispatch.cuda_link import CudaLink
+from stages.dispatch.link import pin
+from stages.shard_load.memory import private_bytes
+from tests.benchmarks.caps import drop_page_cache
+from tests.benchmarks.checkpoints import SHAPES, make
+from tests.benchmarks.offload import PROMPT, failure, say
+from tests.benchmarks.storage import direct_read_bandwidth
+
+TIERS = {"host": "cpu", "disk": "disk"}
+NO_ACCELERATOR = 2
+COPY_BYTES, COPIES = 256 * 2**20, 16
+
+
+def pinned_copy_bandwidth(device: torch.device) -> float:
+    """Return bytes a second of copies from registered host memory to ``device``, one after the other."""
+    link, memory = CudaLink(device), private_bytes(COPY_BYTES)
+    unpin = pin(link, memory)
+    source = torch.frombuffer(memory, dtype=torch.uint8)
+    target, _ = link.memory(COPY_BYTES).lend(0, COPY_BYTES)
+    link.copy(source, target, after=link.computed())
+    link.close()
+    began = time.perf_counter()
+    for _ in range(COPIES):
+        link.copy(source, target, after=link.computed())
+    link.close()
+    seconds = time.perf_counter() - began
+    unpin()
+    return COPIES * COPY_BYTES / seconds
+
+
+def device_map(tier: str, work: Path) -> Path:
+    """Write a map with a Llama's layers on ``tier`` and the rest on accelerator 0; return its path."""
+    resident = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
+    path = work / f"{tier}.json"
+    path.write_text(json.dumps({**dict.fromkeys(resident, 0), "model.layers": TIERS[tier]}))
+    return path
+
+
+def run_tier(tier: str, checkpoint: Path, work: Path, *, tokens: int, options: list[str]) -> dict[str, Any]:
+    """Run offstage with the layers on ``tier``; what its record says."""
+    shutil.rmtree(work / "outputs", ignore_errors=True)
+    command = [
+        sys.executable, "-c", "from pipeline.app import main; main()", f"model.path={checkpoint}",
+        f"device_map={device_map(tier, work)}", "max_memory=null", f"generate.prompts=[{PROMPT}]",
+        f"generate.max_new_tokens={tokens}", f"generate.min_new_tokens={tokens}", *options,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return failure(done)
+    metrics = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())["metrics"]
+    seconds, streamed = metrics["decode_seconds_per_token"], metrics["streamed_bytes_per_token"]
+    return {"seconds": seconds, "streamed": streamed, "rate": streamed / seconds, "stall": metrics["stall_seconds"]}
+
+
+def run_round(arguments: argparse.Namespace, checkpoint: Path, work: Path, number: int) -> dict[str, Any]:
+    """Run each tier once, with the limits of link and storage measured beside it."""
+    limits = {"host": pinned_copy_bandwidth(torch.device("cuda", 0))}
+    if "disk" in arguments.tiers:
+        drop_page_cache()
+        limits["disk"] = direct_read_bandwidth(checkpoint)
+        drop_page_cache()
+    say(f"round {number + 1}  pinned copies       {limits['host'] / 1e9:.2f} GB/s")
+    if "disk" in limits:
+        say(f"round {number + 1}  raw direct reads    {limits['disk'] / 1e9:.2f} GB/s")
+    sides = {}
+    for tier in arguments.tiers:
+        sides[tier] = side = run_tier(tier, checkpoint, work, tokens=arguments.tokens, options=arguments.option)
+        if side["seconds"] is None:
+            say(f"round {number + 1}  from {tier:14} failed: {side['failed']}")
+            continue
+        say(
+            f"round {number + 1}  from {tier:14} {side['seconds']:.4f} s a token, {side['streamed'] / 1e9:.2f} GB"
+            f" over the link at {side['rate'] / 1e9:.2f} GB/s, stalls {side['stall']:.2f} s"
+        )
+    return {"limits": limits, "sides": sides}
+
+
+def summarise(rounds: list[dict[str, Any]], tiers: list[str]) -> None:
+    """Print each tier's medians, and its share of what bounds it: the link, or the slower of link and storage."""
+    for tier in tiers:
+        done = [one for one in rounds if one["sides"][tier]["seconds"]]
+        if not done:
+            continue
+        seconds = statistics.median(one["sides"][tier]["seconds"] for one in done)
+        bounds = [min(one["limits"]["host"], one["limits"].get(tier, one["limits"]["host"])) for one in done]
+        shares = [one["sides"][tier]["rate"] / bound for one, bound in zip(done, bounds, strict=True)]
+        say(f"median  from {tier:14} {seconds:.4f} s a token, {statistics.median(shares):.2f} of what bounds it")
+
+
+def main() -> None:
+    """Run the rounds and print their figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
+    parser.add_argument("--option", action="append", default=[], help="an override for offstage")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(NO_ACCELERATOR, "no accelerator here: there is no link to measure\n")
+    checkpoint = make(arguments.size, arguments.folder / arguments.size)
+    work = arguments.folder / "work"
+    work.mkdir(exist_ok=True)
+    rounds = [run_round(arguments, checkpoint, work, number) for number in range(arguments.rounds)]
+    summarise(rounds, arguments.tiers)
+
+
+if __name__ == "__main__":
+    main()

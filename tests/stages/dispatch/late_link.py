@@ -1,0 +1,147 @@
+"""An accelerator on which everything happens late, for tests of who waits for what.
+
+Copies and computing are two queues, each worked off by a thread of its own, with pauses. They see memory as a device
+does, by its address: nothing that they were asked for keeps a region or a buffer as it is. A copy first fills its
+target with poison, and reads its source at the very end. So computing that doesn't wait for its weights reads poison,
+a region that is taken too early is poisoned under the computing that still reads it, and a buffer that is used again
+too early arrives with the next read's bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from stages.dispatch.link import DEVICE_ALIGNMENT
+from stages.shard_load.memory import Bytes, private_bytes
+
+POISON = 0xA5
+Kernel = Callable[[], object]
+
+
+def at(address: int, count: int) -> Bytes:
+    """Return the bytes at ``address``, without keeping anything there alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(address))
+
+
+class Stream:
+    """Work that is done in order, by a thread of its own, each piece after a pause of up to ``pause`` seconds."""
+
+    def __init__(self, pause: float) -> None:
+        self._work: SimpleQueue[Kernel | None] = SimpleQueue()
+        self._chance, self._pause = random.Random(5), pause
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def add(self, work: Kernel) -> None:
+        self._work.put(work)
+
+    def end(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            time.sleep(self._chance.random() * self._pause)
+            work()
+
+
+class LateMemory:
+    alignment = DEVICE_ALIGNMENT
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.bytes = private_bytes(size)
+        self.bytes[:] = POISON
+
+    def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
+        region = self.bytes[begin : begin + length]
+        return torch.frombuffer(region, dtype=torch.uint8), region
+
+
+class LateLink:
+    """The link to such an accelerator; the thread that makes it is the one that runs the model, and must not wait."""
+
+    def __init__(self, *, copy_pause: float = 0.002, compute_pause: float = 0.002) -> None:
+        self.copies, self.computing = Stream(copy_pause), Stream(compute_pause)
+        self.memories: list[LateMemory] = []
+        self.pinned: list[Bytes] = []
+        self.wrong: list[str] = []
+        self.registers = True
+        self._model_thread = threading.get_ident()
+        self._closing = False
+
+    def memory(self, size: int) -> LateMemory:
+        self.memories.append(LateMemory(size))
+        return self.memories[-1]
+
+    def computed(self) -> threading.Event:
+        happened = threading.Event()
+        self.computing.add(happened.set)
+        return happened
+
+    def follow(self, event: object) -> None:
+        assert isinstance(event, threading.Event)
+        self.computing.add(event.wait)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: object) -> threading.Event:
+        begin, end, count, done = source.data_ptr(), target.data_ptr(), source.nbytes, threading.Event()
+        if not any(m.ctypes.data <= begin and begin + count <= m.ctypes.data + m.nbytes for m in self.pinned):
+            self.wrong.append("a copy from memory that isn't pinned")
+
+        def work() -> None:
+            if isinstance(after, threading.Event):
+                after.wait()
+            at(end, count)[:] = POISON
+            time.sleep(0.001)
+            at(end, count)[:] = at(begin, count)
+            done.set()
+
+        assert count == target.nbytes
+        self.copies.add(work)
+        return done
+
+    def finish(self, event: object) -> None:
+        if threading.get_ident() == self._model_thread and not self._closing:
+            self.wrong.append("the thread that runs the model waited for the accelerator")
+        assert isinstance(event, threading.Event)
+        event.wait()
+
+    def register(self, memory: Bytes) -> bool:
+        if self.registers:
+            self.pinned.append(memory)
+        return self.registers
+
+    def unregister(self, address: int) -> None:
+        self.pinned = [memory for memory in self.pinned if memory.ctypes.data != address]
+
+    def close(self) -> None:
+        self._closing = True
+        for stream in (self.computing, self.copies):
+            idle = threading.Event()
+            stream.add(idle.set)
+            idle.wait()
+
+    def end(self) -> None:
+        self.close()
+        self.computing.end()
+        self.copies.end()
+
+    def launch(self, weight: torch.Tensor, expected: torch.Tensor) -> None:
+        """Have computing compare what lies where ``weight`` is now with ``expected``, when its turn comes."""
+        address, wanted, name = weight.data_ptr(), expected.clone().view(-1).view(torch.uint8).numpy(), len(self.wrong)
+
+        def kernel() -> None:
+            found = at(address, wanted.nbytes)
+            if wanted.nbytes and not np.array_equal(found, wanted):
+                share = float(np.mean(found == POISON))
+                self.wrong.append(f"computed with other bytes than the weight's, {share:.0%} of them poison ({name})")
+
+        self.computing.add(kernel)
