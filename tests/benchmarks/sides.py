@@ -102,6 +102,19 @@ def offstage_record(checkpoint: Path, work: Path, *, tokens: int, options: Seque
     return record_in(work)
 
 
+def offstage_plan(checkpoint: Path, work: Path, options: Sequence[str]) -> dict[str, Any]:
+    """Return the plan that offstage makes with ``options``."""
+    record = offstage_record(checkpoint, work, tokens=1, options=[*options, "stop_after=plan"])
+    return artifact(record, "plan", "plan.json")
+
+
+def artifact(record: dict[str, Any], stage: str, name: str) -> dict[str, Any]:
+    """Return what the JSON file ``name`` of the ``stage`` of a run holds."""
+    folder = next(Path(one["artifact"]) for one in record["stages"] if one["name"] == stage)
+    found: dict[str, Any] = json.loads(folder.joinpath(name).read_text())
+    return found
+
+
 def record_in(work: Path) -> dict[str, Any]:
     """Return the one run record below ``work``."""
     record: dict[str, Any] = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
