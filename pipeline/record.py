@@ -26,12 +26,21 @@ METRICS = (
     "decode_seconds_per_token",
     "decode_tokens_per_second",
     "streamed_bytes_per_token",
+    "streamed_bytes_per_second",
+    "stall_seconds_per_token",
+    "bound",
     "storage_read_bytes",
     "stall_seconds",
     "peak_host_bytes",
     "peak_host_rss_bytes",
 )
-"""What every record has a value for, null where it isn't known. A stage may report others beside them."""
+"""What every record has a value for, null where it isn't known. A stage may report others beside them.
+
+All are numbers in the unit that their name gives, but for ``bound``: what set the speed of decoding, as measured,
+one of ``storage``, ``link`` and ``compute``. Those a token or a second are of decoding alone, what comes after the
+first token; ``storage_read_bytes`` and ``stall_seconds``, the time that forwards waited for weights, are of the whole
+run.
+"""
 
 Status = Literal["running", "completed", "failed", "interrupted"]
 
@@ -211,10 +220,10 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _update(known: dict[str, Any], reported: Mapping[str, float | int | None]) -> None:
-    """Take over the numbers of ``reported``. JSON has no infinity and no nan: those count as not known."""
+def _update(known: dict[str, Any], reported: Mapping[str, float | int | str | None]) -> None:
+    """Take over what ``reported`` knows. JSON has no infinity and no nan: those count as not known."""
     for name, value in reported.items():
-        if value is None or not math.isfinite(value):
+        if value is None or (not isinstance(value, str) and not math.isfinite(value)):
             known.setdefault(name, None)
         else:
             known[name] = value

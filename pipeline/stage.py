@@ -62,7 +62,7 @@ class Report:
 
     summary: str = ""
     memory: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
-    metrics: Mapping[str, float | int | None] = field(default_factory=dict)
+    metrics: Mapping[str, float | int | str | None] = field(default_factory=dict)
     outputs: tuple[Mapping[str, Any], ...] = ()
     screen: str = ""
 

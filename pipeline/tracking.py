@@ -53,7 +53,8 @@ def metrics(record: Mapping[str, Any]) -> dict[str, float]:
     found |= {f"seconds/{stage['name']}": stage["seconds"] for stage in record["stages"]}
     for kind, devices in record["memory"].items():
         found |= {f"memory/{kind}/{device}": count for device, count in devices.items()}
-    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _library_error(kind: str) -> type[Exception]:

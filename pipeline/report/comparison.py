@@ -123,6 +123,8 @@ def _speed(before: Run, after: Run) -> Section:
     changes = []
     for name in dict.fromkeys([*before.metrics, *after.metrics]):
         changes += _change(name, before.metric(name), after.metric(name))
+    if before.bound != after.bound:
+        changes.append(Change("bound by", before.bound or MISSING, after.bound or MISSING))
     return Section("Speed", tuple(changes), () if changes else (_SAME,), numeric=True)
 
 

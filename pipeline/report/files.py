@@ -44,6 +44,7 @@ def _row(job: Job, differences: Sequence[Spread]) -> dict[str, object]:
     for section, held in _MEMORY.items():
         row |= {f"{section}_bytes.{device}": held(run).get(device) for device in in_tier_order(held(run))}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
+    row["metrics.bound"] = run.bound or None
     row["bound_seconds_per_token"] = bound_seconds(run)
     for stage in run.stages:
         row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
@@ -83,7 +84,7 @@ def _job(job: Job) -> dict[str, Any]:
         "error": {"stage": run.failed_stage, "type": run.error_type, "message": run.reason} if run.reason else None,
         "overrides": list(run.overrides),
         "memory": {section: dict(held(run)) for section, held in _MEMORY.items()},
-        "metrics": {**run.metrics, "bound_seconds_per_token": bound_seconds(run)},
+        "metrics": {**run.metrics, "bound": run.bound or None, "bound_seconds_per_token": bound_seconds(run)},
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }
 

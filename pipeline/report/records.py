@@ -54,6 +54,7 @@ class Answer:
 class Run:
     """One recorded run.
 
+    ``bound`` is what set the speed of decoding (``storage``, ``link`` or ``compute``), empty where it isn't known.
     ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
     cgroup's limit that the process ran under, None where there was none.
     """
@@ -75,6 +76,7 @@ class Run:
     answers: tuple[Answer, ...]
     device_map: Mapping[str, Any]
     cap_bytes: Number | None
+    bound: str = ""
 
     def metric(self, name: str) -> Number | None:
         """Return the metric ``name``, None where it isn't known."""
@@ -106,6 +108,8 @@ def read_run(path: Path) -> Run:
 
 def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     error, memory = _mapping(content, "error"), _mapping(content, "memory")
+    metrics = _mapping(content, "metrics")
+    bound = metrics.pop("bound", None)
     stages = tuple(map(_stage, _dicts(content, "stages")))
     status = content["status"]
     reason = str(error.get("message") or "")
@@ -125,10 +129,11 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         predicted=_numbers(_mapping(memory, "predicted")),
         measured=_numbers(_mapping(memory, "measured")),
         series={device: _curve(points) for device, points in _mapping(memory, "series").items()},
-        metrics=_numbers(_mapping(content, "metrics")),
+        metrics=_numbers(metrics),
         answers=tuple(map(_answer, _dicts(content, "outputs"))),
         device_map=_mapping(content, "device_map"),
         cap_bytes=_number(_mapping(content, "enforcement").get("bytes")),
+        bound=bound if isinstance(bound, str) else "",
     )
 
 

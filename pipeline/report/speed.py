@@ -12,6 +12,8 @@ from pipeline.report.records import Bytes, Number, Run
 SECONDS = "decode_seconds_per_token"
 RATE = "decode_tokens_per_second"
 STREAMED = "streamed_bytes_per_token"
+STREAMING = "streamed_bytes_per_second"
+STALLED = "stall_seconds_per_token"
 BANDWIDTHS = ("storage_bandwidth_bytes_per_second", "predicted_storage_bandwidth_bytes_per_second")
 """Where a record may hold the storage's speed: measured by the run, or what its plan reckoned with."""
 PREDICTED_SECONDS = "predicted_seconds_per_token"

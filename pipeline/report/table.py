@@ -11,7 +11,7 @@ from pipeline.report.finding import Job
 from pipeline.report.placements import in_tier_order
 from pipeline.report.quantities import MISSING, Kind, scale_for
 from pipeline.report.records import Bytes, Number, Run
-from pipeline.report.speed import DISK, RATE, SECONDS, STREAMED
+from pipeline.report.speed import DISK, RATE, SECONDS, STALLED, STREAMED, STREAMING
 
 UNLIMITED = "unlimited"
 
@@ -43,6 +43,9 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Colum
         _measured(jobs, "time a token", "seconds", lambda run: run.metric(SECONDS)),
         _measured(jobs, "speed", "rate", lambda run: run.metric(RATE), unit="tokens/s"),
         _measured(jobs, "streamed a token", "bytes", lambda run: run.metric(STREAMED)),
+        _measured(jobs, "streaming", "bytes", lambda run: run.metric(STREAMING), per="/s"),
+        _measured(jobs, "stalled a token", "seconds", lambda run: run.metric(STALLED)),
+        Column("bound by", "", tuple(job.run.bound or MISSING for job in jobs)),
         *_peaks(jobs),
         Column("status", "", tuple(_status(job.run) for job in jobs)),
         Column("reason", "", tuple(reason(job.run) or MISSING for job in jobs)),
@@ -98,11 +101,12 @@ def _peak(device: str, run: Run) -> Number | None:
 
 
 def _measured(
-    jobs: Sequence[Job], title: str, kind: Kind, value: Callable[[Run], Number | None], *, unit: str = ""
+    jobs: Sequence[Job], title: str, kind: Kind, value: Callable[[Run], Number | None], *, unit: str = "", per: str = ""
 ) -> Column:
+    """Return a column of numbers: their ``unit`` is given, or the one that suits them, ``per`` something."""
     values = [value(job.run) for job in jobs]
     scale = scale_for(values, kind)
-    return Column(title, unit or scale.unit, tuple(map(scale.number, values)), numeric=True)
+    return Column(title, unit or scale.unit + per, tuple(map(scale.number, values)), numeric=True)
 
 
 def _status(run: Run) -> str:

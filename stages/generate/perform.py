@@ -14,10 +14,12 @@ from tqdm import tqdm
 
 from pipeline.errors import ConfigError
 from pipeline.stage import Context
+from stages.dispatch.lookahead import Traffic
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.empty_init.hub import checkpoint_folder
 from stages.generate import decode, options, prompts
+from stages.generate.metrics import Cost, Metrics, as_it_stands
 from stages.generate.stage import FILE_NAME
 
 WORDS_UNKNOWN = 2**63
@@ -29,7 +31,7 @@ class Generation:
     """``outputs``: one ``{prompt, text, token_ids}`` a sequence; ``measured``: device → peak bytes."""
 
     outputs: list[dict[str, Any]]
-    metrics: dict[str, float | int | None]
+    metrics: Metrics
     measured: dict[str, int]
     trace: Trace | None = None
 
@@ -39,17 +41,6 @@ class Generation:
         folder.joinpath(FILE_NAME).write_text(json.dumps(data, indent=1) + "\n")
         if self.trace is not None:
             self.trace.save(folder / TRACE_NAME)
-
-
-@dataclass(slots=True)
-class _Timing:
-    """Sums over batches: seconds and tokens (steps, however many prompts share one), before and after the first."""
-
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    decode_steps: int = 0
-    decode_tokens: int = 0
-    decode_bytes: int = 0
 
 
 def perform(context: Context) -> Generation:
@@ -73,12 +64,12 @@ def perform(context: Context) -> Generation:
 
 
 class _Player:
-    """Runs the batches of one generation and keeps their timing."""
+    """Runs the batches of one generation and sums up what they cost."""
 
     def __init__(self, dispatched: Dispatched, config: Mapping[str, Any], tokenizer: Any) -> None:
         self._dispatched = dispatched
         self._generate = config["generate"]
-        self._timing = _Timing()
+        self._cost = Cost()
         self._options = options.given_options(self._generate)
         self._defaults = options.checkpoint_defaults(checkpoint_folder(config["model"]))
         self._uses_transformers = decode.has_generate(dispatched.model)
@@ -119,17 +110,12 @@ class _Player:
 
     def _play_batch(self, batch: prompts.Batch, bar: Any) -> list[list[int]]:
         traffic = self._dispatched.streamer.traffic
-        marks: list[int] = []
-        clock = decode.Clock(tick=bar.update, first=lambda: marks.append(traffic.streamed_bytes))
+        marks: list[Traffic] = []
+        clock = decode.Clock(tick=bar.update, first=lambda: marks.append(as_it_stands(traffic)))
         began = time.perf_counter()
         tokens = self._decode(batch, clock)
-        timing, times = self._timing, clock.times
-        if times:
-            timing.prefill_seconds += times[0] - began
-            timing.decode_seconds += times[-1] - times[0]
-            timing.decode_steps += len(times) - 1
-            timing.decode_tokens += (len(times) - 1) * len(tokens)
-            timing.decode_bytes += traffic.streamed_bytes - marks[0]
+        if clock.times:
+            self._cost.add(clock.times, began=began, sequences=len(tokens), first=marks[0], last=as_it_stands(traffic))
         return [[int(token) for token in row] for row in tokens]
 
     def _decode(self, batch: prompts.Batch, clock: decode.Clock) -> torch.Tensor:
@@ -139,16 +125,12 @@ class _Player:
                 return decode.decode_with_transformers(model, batch, self._options, device=device, clock=clock)
         return decode.decode_plainly(model, batch.input_ids.to(device), self._options, clock=clock)
 
-    def metrics(self) -> dict[str, float | int | None]:
-        """Return the run record's metrics, null where nothing was decoded after the first token."""
-        timing, steps = self._timing, self._timing.decode_steps
+    def metrics(self) -> Metrics:
+        """Return the run record's metrics: of loading, of decoding, and of the whole generation's traffic."""
         traffic = self._dispatched.streamer.traffic
         return {
             "load_seconds": self._dispatched.load_seconds,
-            "prefill_seconds": timing.prefill_seconds,
-            "decode_seconds_per_token": timing.decode_seconds / steps if steps else None,
-            "decode_tokens_per_second": timing.decode_tokens / timing.decode_seconds if steps else None,
-            "streamed_bytes_per_token": round(timing.decode_bytes / steps) if steps else None,
+            **self._cost.metrics(),
             "storage_read_bytes": self._dispatched.read_bytes + traffic.storage_bytes,
             "stall_seconds": traffic.stall_seconds,
         }

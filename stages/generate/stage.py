@@ -22,7 +22,7 @@ class Generate:
     """Leaves ``generation.json``: prompts, texts, token ids, metrics. It has no live half."""
 
     name = "generate"
-    version = 1
+    version = 2
     needs: tuple[str, ...] = ("dispatch",)
 
     def check(self, config: Config) -> Iterable[Fault]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -28,18 +30,40 @@ def cap(limit_bytes: int) -> Iterator[Path]:
         folder.joinpath("memory.limit_in_bytes" if old else "memory.max").write_text(str(limit_bytes))
         yield folder
     finally:
-        folder.rmdir()
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """End what still runs in the cgroup (children of a command that was killed or took too long), and remove it."""
+    for _ in range(50):
+        for line in folder.joinpath("cgroup.procs").read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(line), signal.SIGKILL)
+        try:
+            return folder.rmdir()
+        except OSError:  # the dead are counted until they are reaped
+            time.sleep(0.1)
+    return folder.rmdir()
 
 
 def run_capped(
-    command: Sequence[str], limit_bytes: int, *, cwd: Path, env: Mapping[str, str] | None = None
+    command: Sequence[str],
+    limit_bytes: int,
+    *,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    timeout_seconds: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` under a cap and return it finished; return code -9 means that the cap killed it."""
+    """Run ``command`` under a cap and return it finished; return code -9 means that the cap killed it.
+
+    Raises ``subprocess.TimeoutExpired`` where it takes longer than ``timeout_seconds``; it is ended then.
+    """
     with cap(limit_bytes) as folder:
         enter = f'echo $$ > {folder}/cgroup.procs; exec "$@"'
         return subprocess.run(
-            ["bash", "-c", enter, "capped", *command], cwd=cwd, env=env, capture_output=True, text=True, check=False
-        )
+            ["bash", "-c", enter, "capped", *command],
+            cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=timeout_seconds,
+        )  # fmt: skip
 
 
 def drop_page_cache() -> None:

@@ -1,10 +1,17 @@
-"""Generating under a hard memory cap: offstage against transformers + accelerate, in turn, page cache dropped.
+"""Generating under a hard memory cap: offstage against transformers + accelerate and AirLLM, in turn.
 
-    python -m tests.benchmarks.offload 1.1b --cap 2GiB --rounds 3
+    python -m tests.benchmarks.offload 1.1b --rounds 3 --airllm /tmp/airllm/bin/python
+    python -m tests.benchmarks.offload 7b --rounds 3 --tokens 6 --airllm /tmp/airllm/bin/python --remove
 
-Needs root (a memory cgroup, dropped caches), the extra ``bench``, and room for the checkpoint in ``--folder``. Prints
-seconds a token of each side (medians over the rounds), the ratio, and the share of the raw direct-read bandwidth that
-was measured before and after each round on the same files.
+Needs root (a memory cgroup, dropped caches), the extra ``bench``, and room in ``--folder`` for the checkpoint, and for
+a second copy of it where AirLLM runs. ``--airllm`` is the interpreter of an environment that has it;
+``tests/benchmarks/airllm.py`` says how to make one. Its conversion of the checkpoint is done once, before the rounds
+and without a cap, and is told apart.
+
+Each round runs every side once, cold (page cache dropped), the first one another each time, between two measurements
+of the raw direct-read bandwidth of the same files. A side that is killed or takes too long is told and stops nothing.
+Each result is printed when it is there, and the rounds so far lie in ``results-SIZE.json`` in the folder. In the end:
+medians of seconds a token, the ratios to the others, and the share of the raw bandwidth.
 """
 
 from __future__ import annotations
@@ -13,132 +20,123 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stages.units import parse_size
-from tests.benchmarks.caps import drop_page_cache, run_capped
+from tests.benchmarks import airllm
+from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
+from tests.benchmarks.sides import Setting, Side, accelerate_side, airllm_side, offstage_side
 from tests.benchmarks.storage import direct_read_bandwidth
 
-PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+CAPS = {"7b": "6GiB"}
+BUDGETS = {"7b": ["3GB", "4GB", "5GB"]}
+USUAL_CAP, USUAL_BUDGETS = "2GiB", ["800MB", "1GB", "1.2GB"]
+OURS = "offstage"
 
-ACCELERATE = """
-import json, sys, time, torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
-folder, budget, tokens, offload = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-model = AutoModelForCausalLM.from_pretrained(
-    folder, dtype="auto", device_map="auto", max_memory={"cpu": budget}, offload_folder=offload)
-times = []
-class Clock(StoppingCriteria):
-    def __call__(self, ids, scores, **kwargs):
-        times.append(time.perf_counter())
-        return torch.zeros(len(ids), dtype=torch.bool)
-ids = torch.tensor([json.loads(sys.argv[5])])
-out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-                     do_sample=False, stopping_criteria=StoppingCriteriaList([Clock()]))
-print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": out[0, ids.shape[1]:].tolist()}))
-"""
-
-
-def failure(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Return the result of a side that died, with the last thing it said."""
-    said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-    return {"seconds": None, "failed": said[-1][-120:]}
-
-
-def accelerate_side(folder: Path, work: Path, *, cap: int, budget: int, tokens: int) -> dict[str, Any]:
-    """Run transformers + accelerate with a host budget of ``budget`` bytes; seconds a token, or null if it died."""
-    spill = work / "accelerate-offload"
-    command = [sys.executable, "-c", ACCELERATE, str(folder), str(budget), str(tokens), str(spill), json.dumps(PROMPT)]
-    done = run_capped(command, cap, cwd=work)
-    shutil.rmtree(spill, ignore_errors=True)
-    if done.returncode:
-        return failure(done)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-def offstage_side(folder: Path, work: Path, *, cap: int, tokens: int, options: list[str]) -> dict[str, Any]:
-    """Run offstage with budgets worked out from the cap; what its record says."""
-    shutil.rmtree(work / "outputs", ignore_errors=True)
-    command = [
-        sys.executable, "-c", "from pipeline.app import main; main()", f"model.path={folder}", "max_memory=null",
-        f"generate.prompts=[{PROMPT}]", f"generate.max_new_tokens={tokens}", f"generate.min_new_tokens={tokens}",
-        *options,
-    ]  # fmt: skip
-    done = run_capped(command, cap, cwd=work)
-    if done.returncode:
-        return failure(done)
-    record = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
-    metrics = record["metrics"]
-    return {
-        "seconds": metrics["decode_seconds_per_token"],
-        "tokens": record["outputs"][0]["token_ids"],
-        "streamed": metrics["streamed_bytes_per_token"],
-        "stall": metrics["stall_seconds"],
-        "peak": metrics["peak_host_bytes"],
-        "budget": record["memory"]["budget"].get("cpu"),
-    }
+Sides = Mapping[str, Callable[[], Side]]
 
 
 def main() -> None:
     """Run the rounds and print one line a side and a summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SHAPES)
-    parser.add_argument("--cap", default="2GiB", help="the hard memory cap, e.g. 2GiB")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=12)
-    parser.add_argument("--budgets", nargs="+", default=["600MB", "800MB", "1GB"], help="accelerate's host budgets")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
-    parser.add_argument("--option", action="append", default=[], help="an override for offstage")
-    arguments = parser.parse_args()
+    arguments = _arguments()
     checkpoint = make(arguments.size, arguments.folder / arguments.size)
     work = arguments.folder / "work"
     work.mkdir(exist_ok=True)
-    rounds = [run_round(arguments, checkpoint, work, number) for number in range(arguments.rounds)]
-    summarise(rounds)
+    cap = parse_size(arguments.cap or CAPS.get(arguments.size, USUAL_CAP))
+    setting = Setting(checkpoint, work, cap, arguments.tokens, arguments.timeout)
+    try:
+        sides = prepare(setting, arguments)
+        rounds: list[dict[str, Any]] = []
+        for number in range(arguments.rounds):
+            rounds.append(run_round(sides, checkpoint, number))
+            _keep(arguments.folder / f"results-{arguments.size}.json", arguments, rounds)
+        summarise(rounds)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        if arguments.remove:
+            shutil.rmtree(checkpoint)
 
 
-def run_round(arguments: argparse.Namespace, checkpoint: Path, work: Path, number: int) -> dict[str, Any]:
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("--cap", help="the hard memory cap; 6GiB for 7b, else 2GiB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--budgets", nargs="*", help="accelerate's host budgets; for 7b 3GB 4GB 5GB")
+    parser.add_argument("--airllm", metavar="PYTHON", help="the interpreter of an environment with AirLLM")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds that a side may take")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
+    parser.add_argument("--option", action="append", default=[], help="an override for offstage")
+    parser.add_argument("--remove", action="store_true", help="remove the checkpoint afterwards")
+    return parser.parse_args()
+
+
+def prepare(setting: Setting, arguments: argparse.Namespace) -> Sides:
+    """Return what runs each side, by the side's name; AirLLM's checkpoint is converted now."""
+    budgets = BUDGETS.get(arguments.size, USUAL_BUDGETS) if arguments.budgets is None else arguments.budgets
+    sides: dict[str, Callable[[], Side]] = {OURS: partial(offstage_side, setting, arguments.option)}
+    for budget in budgets:
+        sides[f"accelerate {budget}"] = partial(accelerate_side, setting, parse_size(budget))
+    if arguments.airllm:
+        folder = setting.work / "airllm"
+        seconds = airllm.convert(setting.checkpoint, folder, arguments.airllm)
+        say(f"AirLLM converted the checkpoint in {seconds:.1f} s, once, outside the cap")
+        sides["AirLLM"] = partial(airllm_side, setting, folder, arguments.airllm)
+    return sides
+
+
+def run_round(sides: Sides, checkpoint: Path, number: int) -> dict[str, Any]:
     """Run every side once, with the raw bandwidth measured before and after."""
-    cap, tokens = parse_size(arguments.cap), arguments.tokens
-    drop_page_cache()
-    raw = [direct_read_bandwidth(checkpoint)]
-    drop_page_cache()
-    sides = {"offstage": offstage_side(checkpoint, work, cap=cap, tokens=tokens, options=arguments.option)}
-    for budget in arguments.budgets:
+    names = list(sides)
+    first = number % len(names)
+    raw = [_cold_bandwidth(checkpoint)]
+    found = {}
+    for name in names[first:] + names[:first]:
         drop_page_cache()
-        side = accelerate_side(checkpoint, work, cap=cap, budget=parse_size(budget), tokens=tokens)
-        sides[f"accelerate {budget}"] = side
-    drop_page_cache()
-    raw.append(direct_read_bandwidth(checkpoint))
-    for name, side in sides.items():
-        say(f"round {number + 1}  {name:18} " + " ".join(f"{k}={v}" for k, v in side.items() if k != "tokens"))
+        found[name] = sides[name]()
+        told = " ".join(f"{key}={value}" for key, value in found[name].items() if key != "tokens")
+        say(f"round {number + 1}  {name:18} {told}")
+    raw.append(_cold_bandwidth(checkpoint))
     say(f"round {number + 1}  raw direct reads    {raw[0] / 1e9:.2f} and {raw[1] / 1e9:.2f} GB/s")
-    return {"sides": sides, "raw": sum(raw) / 2}
+    return {"sides": found, "raw": raw}
+
+
+def _cold_bandwidth(checkpoint: Path) -> float:
+    drop_page_cache()
+    return direct_read_bandwidth(checkpoint)
+
+
+def _keep(path: Path, arguments: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
+    """Write the rounds so far, with what was asked."""
+    asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    path.write_text(json.dumps({"asked": asked, "rounds": rounds}, indent=1) + "\n")
 
 
 def summarise(rounds: list[dict[str, Any]]) -> None:
-    """Print medians, the ratio to the best of the other side, and the share of the raw bandwidth."""
-    names = rounds[0]["sides"]
-    seconds = {name: [one["sides"][name]["seconds"] for one in rounds] for name in names}
-    medians = {name: statistics.median(s for s in found if s) for name, found in seconds.items() if any(found)}
-    for name, median in medians.items():
-        survived = sum(map(bool, seconds[name]))
-        say(f"median  {name:18} {median:.3f} s a token, survived {survived} of {len(rounds)} rounds")
-    others = [median for name, median in medians.items() if name != "offstage"]
-    if others and "offstage" in medians:
-        say(f"offstage is {min(others) / medians['offstage']:.2f} times as fast as accelerate at its best budget")
-    shares = [
-        one["sides"]["offstage"]["streamed"] / one["sides"]["offstage"]["seconds"] / one["raw"]
-        for one in rounds
-        if one["sides"]["offstage"]["seconds"]
-    ]
-    if shares:
+    """Print medians, the ratios to the other tools, the share of the raw bandwidth, and whether all said the same."""
+    medians = {}
+    for name in rounds[0]["sides"]:
+        lived = [one["sides"][name]["seconds"] for one in rounds if one["sides"][name]["seconds"]]
+        medians[name] = statistics.median(lived) if lived else None
+        median = f"{medians[name]:.3f} s a token" if lived else "no figure"
+        say(f"median  {name:18} {median}, survived {len(lived)} of {len(rounds)} rounds")
+    for tool in ("accelerate", "AirLLM"):
+        best = min((median for name, median in medians.items() if name.startswith(tool) and median), default=None)
+        if best and medians[OURS]:
+            say(f"offstage is {best / medians[OURS]:.2f} times as fast as {tool} at its best")
+    ours = [(one["sides"][OURS], statistics.mean(one["raw"])) for one in rounds if one["sides"][OURS]["seconds"]]
+    if ours:
+        shares = [side["streamed"] / side["seconds"] / raw for side, raw in ours]
         say(f"offstage streams at {statistics.median(shares):.2f} of the raw direct-read bandwidth")
+    said = {tuple(side["tokens"]) for one in rounds for side in one["sides"].values() if side["seconds"]}
+    if said:
+        say("all gave the same tokens" if len(said) == 1 else f"THE SIDES GAVE {len(said)} DIFFERENT ANSWERS")
 
 
 def say(line: str) -> None:

@@ -3,7 +3,9 @@
 import gc
 import os
 import random
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.errors import CheckpointError
+from tests.e2e.conftest import COMMAND, Finished, environment, records_in
 from tests.e2e.pipelines import dispatched_model
 from tests.e2e.test_architectures import save
 
@@ -116,3 +119,69 @@ def test_letting_go_of_the_model_closes_its_files(checkpoint: Path, tmp_path: Pa
     del model
     gc.collect()
     assert psutil.Process().num_fds() == before
+
+
+READS = "preadv,preadv2"
+"""What the interpreter makes of ``os.preadv``, with which weights are read directly: the one or the other."""
+DISK = ("device_map=disk", "max_memory.cpu=400KB", "storage.io=direct", "generate.prompts=[[5,6,7]]")
+LENGTH = ("generate.max_new_tokens=16", "generate.min_new_tokens=16")
+
+
+def traced(folder: Path, *options: str) -> Finished:
+    """Run the command in ``folder``, all weights on disk, under strace with ``options``; see ``READS``."""
+    before = records_in(folder)
+    command = [
+        "strace",
+        "-f",
+        "--seccomp-bpf",
+        "-qq",
+        "-o",
+        "reads",
+        "-e",
+        f"trace={READS}",
+        *options,
+        *COMMAND,
+        *DISK,
+        *LENGTH,
+    ]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+    new = [record for path, record in records_in(folder).items() if path not in before]
+    return Finished(done.returncode, done.stdout, done.stderr, new)
+
+
+def may_trace() -> bool:
+    """Return whether strace is there and may trace: containers often forbid it."""
+    if shutil.which("strace") is None:
+        return False
+    inject = ["-e", f"inject={READS}:error=EIO:when=1"]
+    tried = subprocess.run(
+        ["strace", "-f", "--seccomp-bpf", "-o", os.devnull, *inject, "true"], capture_output=True, check=False
+    )
+    return tried.returncode == 0
+
+
+def reads_in(folder: Path) -> list[str]:
+    """Return the reads of the run in ``folder``, each once: where another thread cut in, strace has two lines."""
+    return [line for line in folder.joinpath("reads").read_text().splitlines() if re.search(r" preadv2?\(", line)]
+
+
+@pytest.mark.skipif(not may_trace(), reason="strace isn't here, or may not trace")
+def test_a_read_that_fails_while_decoding_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    for name in ("counted", "failing"):
+        tmp_path.joinpath(name).mkdir()
+    counted = traced(tmp_path / "counted")
+    assert counted.code == 0, counted.err
+    reads = len(reads_in(tmp_path / "counted"))
+    assert reads > 16 * 4, "the weights are not read so: the test proves nothing"
+    # strace counts by thread, and four read: one surely comes to a sixth of all, and not before the third token.
+    failing = tmp_path / "failing"
+    failed = traced(failing, "-e", f"inject={READS}:error=EIO:when={reads // 6}")
+    assert "(INJECTED)" in failing.joinpath("reads").read_text()
+    assert failed.code == 5, failed.err
+    (line,) = (line for line in failed.err.splitlines() if "offstage: " in line)
+    assert re.search(r"model-0000\d-of-00004\.safetensors: reading at byte \d+ failed: Input/output error", line)
+    assert "Traceback" not in failed.out + failed.err
+    assert (failed.record["status"], failed.record["error"]["stage"]) == ("failed", "generate")
+    assert failed.record["outputs"] == []
+    again = traced(failing)
+    assert (again.code, again.tokens, again.cached["generate"]) == (0, counted.tokens, False), again.err

@@ -48,6 +48,11 @@ def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(of
     given = ("hardware.devices=[{memory: 3MB}]", "max_memory={0: 1MB, cpu: 1MB}", "device_map=sequential")
     done = offstage_here(*given, TOKENS)
     assert done.code == 0, done.err
+    metrics = done.record["metrics"]
+    speed = metrics["streamed_bytes_per_token"] / metrics["decode_seconds_per_token"]
+    assert metrics["streamed_bytes_per_second"] == pytest.approx(speed, rel=1e-3)
+    assert 0 < metrics["stall_seconds_per_token"] < metrics["decode_seconds_per_token"]
+    assert metrics["bound"] in ("storage", "link", "compute")
     plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
     peak = done.record["memory"]["measured"]["0"]
     assert plan["resident_bytes"]["0"] < peak <= plan["resident_bytes"]["0"] + plan["reserve_bytes"] <= 10**6

@@ -34,6 +34,13 @@ def test_a_record_becomes_the_numbers_that_are_known(tmp_path: Path) -> None:
     assert "x" not in metrics({"metrics": {"x": math.nan}, "stages": [], "memory": {}})
 
 
+def test_what_is_no_number_is_not_logged_as_one(tmp_path: Path) -> None:
+    record = finished(tmp_path, None)
+    record.merge(Report(metrics={"bound": "storage"}))
+    record.note_series("cpu", [(0.5, 10)])
+    assert set(metrics(record.data)) == {"load_seconds", "seconds/plan", "memory/measured/cpu"}
+
+
 @pytest.mark.parametrize("kind", [None, "not_a_tracker"])
 def test_no_tracker_is_no_work(kind: str | None, tmp_path: Path) -> None:
     track(finished(tmp_path, kind))

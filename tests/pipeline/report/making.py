@@ -37,7 +37,7 @@ def write_run(
     seconds: float | None = 0.5,
     streamed: int | None = 2_000_000_000,
     peak: int = 1_400_000_000,
-    metrics: Mapping[str, float] | None = None,
+    metrics: Mapping[str, float | str] | None = None,
     tokens: list[int] | None = None,
     prompt: str = "Hello",
     text: str = " world",
@@ -50,7 +50,7 @@ def write_run(
         artifact = plan_artifact(folder.parent, budget) if name == "plan" else folder
         key = artifact.name if name == "plan" else f"{index}" * 64
         record.add_stage(StageRecord(name, key, cached, 0.25 * (index + 1), str(artifact), peak - 10**6))
-    figures: dict[str, float | int | None] = {
+    figures: dict[str, float | int | str | None] = {
         "decode_seconds_per_token": seconds,
         "decode_tokens_per_second": 1 / seconds if seconds else None,
         "streamed_bytes_per_token": streamed,

@@ -26,6 +26,12 @@ def test_a_completed_run_is_read_whole(tmp_path: Path) -> None:
     assert run.answers[0].token_ids == (1, 2, 3, 4)
 
 
+def test_what_bound_a_run_is_read_where_its_record_holds_it(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "0", metrics={"bound": "storage"}) / "run.json")
+    assert (run.bound, run.metric("bound")) == ("storage", None)
+    assert read_run(write_run(tmp_path / "older") / "run.json").bound == ""
+
+
 def test_a_failed_run_says_where_and_why(tmp_path: Path) -> None:
     run = read_run(write_failure(tmp_path / "0", message="too small") / "run.json")
     assert (run.status, run.failed_stage, run.error_type, run.reason) == ("failed", "plan", "ValueError", "too small")

@@ -1,0 +1,78 @@
+"""What a generation cost: its seconds, the bytes that streamed for it, how long it waited, and what set its speed.
+
+All of it is measured. Decoding begins when a batch's first token is there; what came before is the prefill, which
+runs many positions in one pass and says nothing about the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from stages.dispatch.lookahead import Traffic
+
+Bound = Literal["storage", "link", "compute"]
+Metrics = dict[str, float | int | str | None]
+
+STALL_SHARE = 0.1
+"""Forwards that waited for at least this share of the decode seconds were held up by what they waited for."""
+
+
+@dataclass(slots=True)
+class Cost:
+    """Sums over batches. ``steps`` are forwards after the first token, however many sequences share one.
+
+    The bytes and ``stall_seconds`` are those of decoding alone; ``storage_bytes`` of the streamed ones were read from
+    storage for it.
+    """
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    streamed_bytes: int = 0
+    storage_bytes: int = 0
+    stall_seconds: float = 0.0
+
+    def add(self, times: Sequence[float], *, began: float, sequences: int, first: Traffic, last: Traffic) -> None:
+        """Add a batch that ``began`` and had a token of each of its ``sequences`` at each of ``times``.
+
+        ``first`` and ``last`` are what had streamed when the first token had come, and in the end.
+        """
+        self.prefill_seconds += times[0] - began
+        self.decode_seconds += times[-1] - times[0]
+        self.steps += len(times) - 1
+        self.tokens += (len(times) - 1) * sequences
+        self.streamed_bytes += last.streamed_bytes - first.streamed_bytes
+        self.storage_bytes += last.storage_bytes - first.storage_bytes
+        self.stall_seconds += last.stall_seconds - first.stall_seconds
+
+    def bound(self) -> Bound:
+        """Return what decoding waited for: reads from storage, copies over the link, or neither and it computed.
+
+        A forward that waits where nothing is read waits for copies. Where weights come from storage and from the host,
+        the wait is put down to storage, the slower of the two. Pages of a mapped file that had to be read are not seen:
+        a map is chosen where they stay in memory.
+        """
+        if self.stall_seconds < STALL_SHARE * self.decode_seconds:
+            return "compute"
+        return "storage" if self.storage_bytes else "link"
+
+    def metrics(self) -> Metrics:
+        """Return the run record's metrics of decoding, null where no token came after the first."""
+        steps, seconds = self.steps, self.decode_seconds
+        return {
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds_per_token": seconds / steps if steps else None,
+            "decode_tokens_per_second": self.tokens / seconds if steps else None,
+            "streamed_bytes_per_token": round(self.streamed_bytes / steps) if steps else None,
+            "streamed_bytes_per_second": self.streamed_bytes / seconds if steps else None,
+            "stall_seconds_per_token": self.stall_seconds / steps if steps else None,
+            "bound": self.bound() if steps else None,
+        }
+
+
+def as_it_stands(traffic: Traffic) -> Traffic:
+    """Return a copy of ``traffic``, which goes on counting."""
+    return replace(traffic)

@@ -1,0 +1,139 @@
+"""The sides of a benchmark: each generates the same tokens from the same checkpoint in a process of its own.
+
+A side that dies or takes too long is a result too: ``seconds`` is null then, and ``failed`` says why.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import airllm
+from tests.benchmarks.caps import run_capped
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
+COMMAND = [sys.executable, "-c", "from pipeline.app import main; main()"]
+
+ACCELERATE = """
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+folder, budget, tokens, offload = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+model = AutoModelForCausalLM.from_pretrained(
+    folder, dtype="auto", device_map="auto", max_memory={"cpu": budget}, offload_folder=offload)
+times = []
+class Clock(StoppingCriteria):
+    def __call__(self, ids, scores, **kwargs):
+        times.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool)
+ids = torch.tensor([json.loads(sys.argv[5])])
+out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+                     do_sample=False, stopping_criteria=StoppingCriteriaList([Clock()]))
+print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": out[0, ids.shape[1]:].tolist()}))
+"""
+
+Side = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all sides have in common: the ``cap`` in bytes, the new ``tokens``, and the seconds that a side may take."""
+
+    checkpoint: Path
+    work: Path
+    cap: int
+    tokens: int
+    timeout_seconds: float
+
+
+def accelerate_side(setting: Setting, budget: int) -> Side:
+    """Run transformers + accelerate with a host budget of ``budget`` bytes."""
+    spill = setting.work / "accelerate-offload"
+    arguments = [str(setting.checkpoint), str(budget), str(setting.tokens), str(spill), json.dumps(PROMPT)]
+    try:
+        return _printed(setting, [sys.executable, "-c", ACCELERATE, *arguments])
+    finally:
+        shutil.rmtree(spill, ignore_errors=True)
+
+
+def airllm_side(setting: Setting, folder: Path, python: str) -> Side:
+    """Run AirLLM from its converted ``folder``."""
+    return _printed(setting, airllm.command(folder, python, tokens=setting.tokens, prompt=PROMPT))
+
+
+def offstage_side(setting: Setting, options: Sequence[str]) -> Side:
+    """Run offstage with budgets worked out from the cap; what its record says."""
+    shutil.rmtree(setting.work / "outputs", ignore_errors=True)
+    done = _run(setting, offstage_command(setting.checkpoint, setting.tokens, ["max_memory=null", *options]))
+    if isinstance(done, dict):
+        return done
+    record = record_in(setting.work)
+    metrics = record["metrics"]
+    return {
+        "seconds": metrics["decode_seconds_per_token"],
+        "tokens": record["outputs"][0]["token_ids"],
+        "streamed": metrics["streamed_bytes_per_token"],
+        "stall": metrics["stall_seconds_per_token"],
+        "bound": metrics["bound"],
+        "peak": metrics["peak_host_bytes"],
+        "budget": record["memory"]["budget"].get("cpu"),
+    }
+
+
+def offstage_command(checkpoint: Path, tokens: int, options: Sequence[str]) -> list[str]:
+    """Return the command that has offstage generate ``tokens`` tokens from ``checkpoint``."""
+    fixed = [f"generate.max_new_tokens={tokens}", f"generate.min_new_tokens={tokens}"]
+    return [*COMMAND, f"model.path={checkpoint}", f"generate.prompts=[{PROMPT}]", *fixed, *options]
+
+
+def offstage_record(checkpoint: Path, work: Path, *, tokens: int, options: Sequence[str]) -> dict[str, Any]:
+    """Run offstage without a cap, nothing of it cached, in the folder ``work``; return its record."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    command = offstage_command(checkpoint, tokens, options)
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"offstage failed: {done.stderr.strip()[-2000:]}")
+    return record_in(work)
+
+
+def offstage_plan(checkpoint: Path, work: Path, options: Sequence[str]) -> dict[str, Any]:
+    """Return the plan that offstage makes with ``options``."""
+    record = offstage_record(checkpoint, work, tokens=1, options=[*options, "stop_after=plan"])
+    return artifact(record, "plan", "plan.json")
+
+
+def artifact(record: dict[str, Any], stage: str, name: str) -> dict[str, Any]:
+    """Return what the JSON file ``name`` of the ``stage`` of a run holds."""
+    folder = next(Path(one["artifact"]) for one in record["stages"] if one["name"] == stage)
+    found: dict[str, Any] = json.loads(folder.joinpath(name).read_text())
+    return found
+
+
+def record_in(work: Path) -> dict[str, Any]:
+    """Return the one run record below ``work``."""
+    record: dict[str, Any] = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
+    return record
+
+
+def _printed(setting: Setting, command: Sequence[str]) -> Side:
+    """Run ``command`` and return the JSON that it printed last."""
+    done = _run(setting, command)
+    return done if isinstance(done, dict) else dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _run(setting: Setting, command: Sequence[str]) -> subprocess.CompletedProcess[str] | Side:
+    """Run ``command`` under the cap; return it finished, or why it isn't."""
+    try:
+        done = run_capped(command, setting.cap, cwd=setting.work, timeout_seconds=setting.timeout_seconds)
+    except subprocess.TimeoutExpired:
+        return {"seconds": None, "failed": f"not done after {setting.timeout_seconds:.0f} s"}
+    if not done.returncode:
+        return done
+    said = done.stderr.strip().splitlines()[-1:] or ["nothing said"]
+    return {"seconds": None, "failed": f"exit {done.returncode}: {said[0][-120:]}"}

@@ -1,0 +1,34 @@
+"""The table of jobs: what streaming cost is told where a record holds it, and older records have no such columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.report.finding import find
+from pipeline.report.quantities import MISSING
+from pipeline.report.table import job_table
+from tests.pipeline.report.making import write_run
+
+FIGURES: Mapping[str, float | str] = {
+    "streamed_bytes_per_second": 1.9e9, "stall_seconds_per_token": 1.25, "bound": "storage",
+}  # fmt: skip
+
+
+def table(folder: Path) -> dict[str, tuple[str, ...]]:
+    jobs = find([folder]).jobs
+    return {column.heading: column.cells for column in job_table(jobs, ())}
+
+
+def test_the_table_tells_how_fast_weights_came_and_what_was_waited_for(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", metrics=FIGURES)
+    write_run(tmp_path / "1")
+    found = table(tmp_path)
+    assert found["streaming, GB/s"] == ("1.90", MISSING)
+    assert found["stalled a token, s"] == ("1.250", MISSING)
+    assert found["bound by"] == ("storage", MISSING)
+
+
+def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Path) -> None:
+    write_run(tmp_path / "0")
+    assert not {"streaming, GB/s", "stalled a token, s", "bound by"} & set(table(tmp_path))

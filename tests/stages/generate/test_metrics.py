@@ -1,0 +1,62 @@
+"""What a generation cost, summed over its batches, and what its speed is put down to."""
+
+import pytest
+
+from stages.dispatch.lookahead import Traffic
+from stages.generate.metrics import Cost, as_it_stands
+
+NOTHING = Traffic()
+
+
+def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:
+    """Return the cost of two sequences of four tokens: a prefill of 2 seconds, and three steps of 1 second."""
+    found = Cost()
+    last = Traffic(streamed_bytes=100 + streamed, storage_bytes=50 + storage, stall_seconds=9 + stalled)
+    first = Traffic(streamed_bytes=100, storage_bytes=50, stall_seconds=9)
+    found.add([12.0, 13.0, 14.0, 15.0], began=10.0, sequences=2, first=first, last=last)
+    return found
+
+
+def test_what_streams_before_the_first_token_is_not_put_down_to_decoding() -> None:
+    assert cost(streamed=60, storage=30, stalled=1.5).metrics() == {
+        "prefill_seconds": 2.0, "decode_seconds_per_token": 1.0, "decode_tokens_per_second": 2.0,
+        "streamed_bytes_per_token": 20, "streamed_bytes_per_second": 20.0, "stall_seconds_per_token": 0.5,
+        "bound": "storage",
+    }  # fmt: skip
+
+
+def test_batches_are_summed() -> None:
+    both = cost(streamed=60)
+    both.add([22.0, 28.0], began=20.0, sequences=1, first=NOTHING, last=Traffic(streamed_bytes=120))
+    assert (both.prefill_seconds, both.steps, both.tokens, both.decode_seconds) == (4.0, 4, 7, 9.0)
+    assert both.metrics()["streamed_bytes_per_second"] == 20.0
+
+
+@pytest.mark.parametrize(
+    ("streamed", "storage", "stalled", "bound"),
+    [
+        (0, 0, 0.0, "compute"),
+        (60, 60, 0.0, "compute"),
+        (60, 60, 0.29, "compute"),
+        (60, 60, 0.31, "storage"),
+        (60, 0, 0.31, "link"),
+        (60, 30, 3.0, "storage"),
+    ],
+)
+def test_the_bound_is_what_forwards_waited_for(streamed: int, storage: int, stalled: float, bound: str) -> None:
+    assert cost(streamed=streamed, storage=storage, stalled=stalled).bound() == bound
+
+
+def test_one_token_tells_nothing_of_decoding() -> None:
+    found = Cost()
+    found.add([12.0], began=10.0, sequences=1, first=NOTHING, last=NOTHING)
+    metrics = found.metrics()
+    assert metrics.pop("prefill_seconds") == 2.0
+    assert set(metrics.values()) == {None}
+
+
+def test_a_count_as_it_stands_does_not_go_on() -> None:
+    traffic = Traffic(streamed_bytes=1)
+    noted = as_it_stands(traffic)
+    traffic.streamed_bytes = 2
+    assert noted.streamed_bytes == 1
