@@ -19,7 +19,7 @@ from stages.plan.plan import Plan
 from stages.plan.rates import Rates
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
-PROCESS_BYTES = 280 * 10**6
+PROCESS_BYTES = 290 * 10**6
 """What the process holds on the host beside weights: Python, torch and transformers, imported and warm."""
 
 
@@ -36,22 +36,29 @@ class Work:
 
 
 def work(outline: Outline, geometry: Geometry, request: Request) -> Work:
-    """Return what ``request`` takes beside weights: the cache of all layers, and the activations of the widest moment.
+    """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.
 
-    Activations: for each token of the prompt the residual stream, the attention's four projections and two
-    intermediate rows; then the logits of the last position, in the model's dtype and twice in float32.
+    The moments of the prompt's forward are the rehearsal's. Beside them stand the logits of the last position, in the
+    model's dtype and twice in float32, and what decoding takes with a whole cache: a layer's keys and values are
+    copied as they grow, and repeated for every head.
     """
     width = int(DTYPE_BYTES[compute_dtype(outline)])
     cache = geometry.layers * geometry.cached * request.tokens * width
-    rows = request.tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width
     logits = request.sequences * geometry.vocabulary * (width + 2 * 4)
-    return Work(cache, max(rows, logits), _scratch_bytes(outline))
+    grown = request.tokens * (geometry.cached + 2 * geometry.hidden) * width
+    found = [moment.at(request.sequences, request.prompt) for moment in outline.skeleton.moments]
+    if not found:
+        rows = request.tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width
+        found = [(rows, 0), (0, _scratch_bytes(outline))]
+    activations = max(logits, grown, *(held for held, _ in found))
+    return Work(cache, activations, max(0, max(map(sum, found)) - activations))
 
 
 def _scratch_bytes(outline: Outline) -> int:
-    """Return the size of the largest matrix in half precision: the host's kernels (oneDNN) repack it for each product.
+    """Return the size of the largest matrix in half precision, which the host's kernels may copy for a product.
 
-    Of stacked matrices, such as a mixture's experts, one is repacked at a time.
+    It stands for what a rehearsal would have shown. Of stacked matrices, such as a mixture's experts, one is copied at
+    a time.
     """
     matrices = (
         tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stages.empty_init.skeleton import TensorSpec
+from stages.empty_init.skeleton import Moment, TensorSpec
 from stages.plan.geometry import Geometry, Request, read_geometry, read_request, round_up
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
@@ -45,18 +45,33 @@ def test_a_model_without_a_config_has_no_cache(tmp_path: Path) -> None:
 
 
 def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
-    assert (
-        read_request({"prompts": ["one"], "max_new_tokens": 5}) == read_request({"prompts": ["two"] * 2}) == Request()
-    )
+    assert read_request({"prompts": ["one"], "max_new_tokens": 5}) == read_request({"prompts": ["two"]}) == Request()
+    assert read_request({"prompts": ["one", "two"]}) == Request(sequences=2)
     long = read_request({"prompts": [[1] * 1000], "max_new_tokens": 1000, "num_beams": 3})
+    assert long.sequences == 3
+    assert 1000 <= long.prompt <= 1000 * 9 / 8
     assert 6000 <= long.tokens <= 6000 * 9 / 8
     assert [round_up(count) for count in (0, 1, 15, 16, 17, 1000)] == [0, 1, 15, 16, 18, 1024]
 
 
 def test_the_cache_counts_layers_tokens_and_the_dtype() -> None:
     model = outline({"w": 10})
-    needs = work(model, Geometry(layers=2, cached=8, hidden=4, vocabulary=10), Request(tokens=1024))
+    needs = work(model, Geometry(layers=2, cached=8, hidden=4, vocabulary=10), Request(sequences=2, length=512))
     assert needs.cache_bytes == 2 * 8 * 1024 * 4, "no floating weights: float32"
+
+
+def test_activations_are_the_widest_moment_at_the_shape_of_the_request() -> None:
+    wide, long = Moment((0, 0, 0, 8, 0, 0), (0, 50, 0, 0, 0, 0)), Moment((0, 0, 0, 0, 0, 1), (0,) * 6)
+    model = Outline(replace(outline({"w": 10}).skeleton, moments=(wide, long)))
+    short, longer = (work(model, Geometry(), Request(2, length, length)) for length in (4, 100))
+    assert (short.activation_bytes, short.scratch_bytes) == (2 * 4 * 8, 2 * 50)
+    assert (longer.activation_bytes, longer.scratch_bytes) == (2 * 100**2, 0), "the host's peak is another moment"
+
+
+def test_decoding_holds_a_layer_of_the_cache_twice_and_repeated_for_every_head() -> None:
+    model = Outline(replace(outline({"w": 10}).skeleton, moments=(Moment((0,) * 6, (0,) * 6),)))
+    needs = work(model, Geometry(layers=9, cached=8, hidden=16), Request(1, 10, 1000))
+    assert needs.activation_bytes == 1000 * (8 + 2 * 16) * 4
 
 
 def planned(model: Outline, **max_memory: str) -> Plan:
