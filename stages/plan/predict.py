@@ -130,6 +130,19 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
             others = ("reserve", "cache", "activations", "scratch")
             held["loading"] = max(0, largest - sum(held[part] for part in others))
         peaks[device] = held
+    return _with_simulated(peaks, plan, needs)
+
+
+def _with_simulated(peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: Work) -> dict[DeviceId, dict[str, int]]:
+    """Return ``peaks``; the host's with what simulated accelerators hold, which really lies there.
+
+    One of them computes at a time, on the host, so the widest moment of a forward counts once for all.
+    """
+    there = [held for device, held in peaks.items() if device in plan.ledgers]
+    if there:
+        held = sum(sum(parts.values()) - parts["activations"] for parts in there)
+        computes = any(parts["activations"] for parts in there) and not peaks[CPU]["activations"]
+        peaks[CPU]["simulated"] = held + (needs.activation_bytes + needs.scratch_bytes if computes else 0)
     return peaks
 
 

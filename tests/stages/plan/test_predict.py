@@ -91,6 +91,15 @@ def test_a_peak_is_weights_reserve_cache_activations_and_the_process() -> None:
     assert plan.predicted["cpu"]["weights"] == 20
 
 
+def test_what_simulated_accelerators_hold_lies_on_the_host() -> None:
+    names = [f"l.{index}" for index in range(4)]
+    model = outline({f"{name}.w": 10 for name in names}, classes=dict.fromkeys(names, "Block"), no_split=["Block"])
+    plan = predict(model, planned(model, _0="20", _1="10", cpu="100"), Work(400, 7, 3), Rates())
+    assert plan.predicted["cpu"]["simulated"] == (10 + 10 + 300) + (10 + 100) + 7 + 3
+    alone = predict(model, replace(plan, ledgers={}), Work(400, 7, 3), Rates())
+    assert "simulated" not in alone.predicted["cpu"], "a real accelerator's memory is its own"
+
+
 def test_what_is_staged_on_the_host_is_predicted_unless_it_is_mapped() -> None:
     model = outline({f"l.{index}.w": 10 for index in range(4)})
     plan = planned(model, cpu="35")
