@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from stages.plan.geometry import Geometry, Request
 from stages.plan.outline import Outline
@@ -94,7 +94,8 @@ def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, mapped: 
     if streamed.get(DISK):
         forecast["storage_bandwidth_bytes_per_second"] = rates.storage
     through = 0 if mapped and plan.main_device == CPU else streamed.get(DISK, 0)
-    return replace(plan, predicted=_peaks(outline, plan, needs, through=through), forecast=forecast)
+    peaks = _peaks(outline, plan, needs, through=through)
+    return replace(plan, predicted=peaks, forecast=forecast, rates=asdict(rates))
 
 
 def staging_bytes(plan: Plan) -> int:

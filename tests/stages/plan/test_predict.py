@@ -12,7 +12,7 @@ from stages.plan.geometry import Geometry, Request, read_geometry, read_request,
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.predict import PROCESS_BYTES, Work, predict, work
-from stages.plan.rates import Rates, local_rates, read_rates
+from stages.plan.rates import Rates, coarse_rate, local_rates, read_rates
 from stages.plan.stage import make_plan
 from tests.stages.plan.making import outline
 
@@ -137,3 +137,18 @@ def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None
     first = local_rates(tmp_path / "hardware", None)
     assert first.host > 0
     assert local_rates(tmp_path / "hardware", None) == first
+
+
+def test_rates_are_kept_as_measured_and_used_coarsely(tmp_path: Path) -> None:
+    tmp_path.joinpath("rates.json").write_text(json.dumps({"host": 10_000_000_000, "link GPU": 20_000_000_000}))
+    found = local_rates(tmp_path, None, ["GPU"])
+    assert found.host == coarse_rate(9_900_000_000) == coarse_rate(10_100_000_000)
+    assert found.link == pytest.approx(20 * 10**9, rel=0.05)
+    assert found.device == Rates().device, "no such accelerator is here: the nominal one stands"
+
+
+def test_a_plan_says_with_which_rates_it_was_made() -> None:
+    config = {"max_memory": {"cpu": "100"}, "device_map": "optimal", "device_map_overrides": {}, "generate": {}}
+    assert make_plan(outline({"w": 10}), config, rates=Rates(host=7)).rates["host"] == 7
+    given = {**config, "hardware": {"rates": {"host": "3GB"}}}
+    assert make_plan(outline({"w": 10}), given).rates["host"] == 3 * 10**9
