@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from stages.plan import probing
 from stages.units import parse_size
 
@@ -44,18 +46,37 @@ def local_rates(folder: Path, sample: Path | None, accelerators: Sequence[str] =
     What can't be measured keeps its nominal value.
     """
     path = folder / FILE_NAME
-    kept: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
+    kept = _read(path)
     probes: dict[str, tuple[str, Callable[[], int | None]]] = {"host": ("host", probing.copy_speed)}
     if sample is not None:
         probes["storage"] = f"storage {sample.stat().st_dev}", lambda: probing.read_speed(sample)
     if accelerators:
         probes["link"] = f"link {accelerators[0]}", probing.link_speed
         probes["device"] = f"device {accelerators[0]}", probing.device_speed
-    measured = {name: kept.get(key) or _measure(probe) for name, (key, probe) in probes.items()}
-    found = {probes[name][0]: speed for name, speed in measured.items() if speed}
-    if not found.items() <= kept.items():
-        _keep(path, kept | found)
-    return Rates(**{name: coarse_rate(speed) for name, speed in measured.items() if speed})
+    if not {key for key, _ in probes.values()} <= kept.keys():
+        kept = _measured(path, dict(probes.values()))
+    found = {name: kept.get(key) for name, (key, _) in probes.items()}
+    return Rates(**{name: coarse_rate(speed) for name, speed in found.items() if speed})
+
+
+def _measured(path: Path, probes: Mapping[str, Callable[[], int | None]]) -> dict[str, int]:
+    """Return what ``path`` keeps, with what was missing measured and kept there too.
+
+    One process measures at a time: runs that start together must plan with the same figures.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        kept = _read(path)
+        fresh = {key: _measure(probe) for key, probe in probes.items() if key not in kept}
+        found = kept | {key: speed for key, speed in fresh.items() if speed}
+        if found != kept:
+            _keep(path, found)
+    return found
+
+
+def _read(path: Path) -> dict[str, int]:
+    kept: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
+    return kept
 
 
 def _measure(probe: Callable[[], int | None]) -> int | None:
@@ -76,7 +97,6 @@ def coarse_rate(speed: int) -> int:
 
 def _keep(path: Path, measured: Mapping[str, int]) -> None:
     """Write ``measured`` to ``path`` at once, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     draft.write_text(json.dumps(measured) + "\n")
     draft.replace(path)
