@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 
 from rich.console import Console
 
+from pipeline.allocator import return_freed_memory
 from pipeline.caps import KERNEL_BYTES, CapError, MemoryGroup
 from pipeline.command import run_command
 from pipeline.errors import BudgetError, CheckpointError
@@ -44,6 +45,7 @@ def perform(
     ``time.perf_counter``; ``group`` caps the memory as soon as the plan is known; ``expected`` is the run that this one
     repeats: a checkpoint that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
     """
+    return_freed_memory()
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
     with MemoryMonitor() as monitor, Ending(record, monitor) as ending:
         stages = check_config(record.config)

@@ -23,7 +23,7 @@ from pipeline.record import RunRecord
 from pipeline.replay import Comparison, Difference, compare, first_difference
 from pipeline.runner import load_stages
 from pipeline.screen import shorten
-from pipeline.stage import Artifact
+from pipeline.stage import MEASURED, Artifact
 from pipeline.supervise import supervise
 
 NAME = "offstage-replay"
@@ -55,6 +55,7 @@ def replay(run: Path, *, from_cache: bool) -> int:
     folder = Path(then.config["outputs"]) / "runs" / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-{getpid()}"
     now = RunRecord.start(folder, overrides=then.data["overrides"], config=then.config, environment=environment())
     cache = folder / ".cache"
+    _bring_measurements(Path(then.config["outputs"]) / "cache", cache)
     options = ["--expected", str(then.path.absolute()), "--cache", str(cache)]
     try:
         code = supervise(now, options=options)
@@ -67,6 +68,12 @@ def replay(run: Path, *, from_cache: bool) -> int:
     found = compare(then.data, RunRecord.load(folder).data)
     sys.stdout.writelines(f"{line}\n" for line in (*_report(found), f"replay    {shorten(folder)}"))
     return 0 if found.same else DIFFERENT
+
+
+def _bring_measurements(source: Path, target: Path) -> None:
+    """Copy what was measured of this machine: measured again it would be slightly other, and so might be the plan."""
+    if (source / MEASURED).is_dir():
+        shutil.copytree(source / MEASURED, target / MEASURED)
 
 
 def _load(run: Path) -> RunRecord:

@@ -21,6 +21,9 @@ from pipeline.errors import Fault
 Config = Mapping[str, Any]
 """A resolved config: plain dicts, lists and scalars. ``max_memory`` has str keys ("0", "cpu") and str values."""
 
+MEASURED = "hardware"
+"""The folder of the cache where stages keep what they measured of the machine; a replay goes by the same figures."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from stages.empty_init.rehearsal import REFUSALS, Rehearsal, rehearse
+from stages.empty_init.faking import REFUSALS
+from stages.empty_init.rehearsal import Rehearsal, rehearse
 from stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec, parent
 from stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
+from stages.empty_init.weighing import weigh
 
 
 def describe(
@@ -37,6 +39,7 @@ def describe(
         calls=tuple(seen.calls) if seen else tuple(name for name in names if _holds_tensors(model, name)),
         borrowers=_borrowers(seen, tied) if seen else _likely_borrowers(model),
         unrehearsed=refusal,
+        moments=weigh(model, declared or ()) if seen and call is None else (),
         model_class=type(model).__name__,
     )
 

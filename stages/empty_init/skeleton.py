@@ -43,6 +43,33 @@ class ModuleSpec:
     class_name: str
 
 
+def monomials(sequences: int, length: int) -> tuple[int, ...]:
+    """Return what the sizes of a forward's tensors are sums of, for ``sequences`` of ``length`` tokens each."""
+    tokens = sequences * length
+    return 1, sequences, length, tokens, length * length, tokens * length
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What one moment of a forward holds beside weights and cache, at any shape of the request.
+
+    ``activations`` are the bytes of tensors, ``scratch`` those that the host's kernels take beside: coefficients of
+    the ``monomials``.
+    """
+
+    activations: tuple[float, ...]
+    scratch: tuple[float, ...]
+
+    def at(self, sequences: int, length: int) -> tuple[int, int]:
+        """Return the bytes of activations and scratch for ``sequences`` of ``length`` tokens each."""
+        terms = monomials(sequences, length)
+        held, beside = (
+            sum(factor * term for factor, term in zip(factors, terms, strict=True))
+            for factors in (self.activations, self.scratch)
+        )
+        return max(0, round(held)), max(0, round(beside))
+
+
 @dataclass(frozen=True)
 class Skeleton:
     """A model without its data.
@@ -53,7 +80,8 @@ class Skeleton:
     called; ``calls`` the modules that hold tensors directly, in the order of every call, repeats included.
     ``unrehearsed`` says why the order had to be that of registration, and is null where a rehearsal gave it.
     ``borrowers`` lists, for a module whose tensors other modules' code reads directly, those other modules (a
-    mixer that reads the weight of its convolution without calling it).
+    mixer that reads the weight of its convolution without calling it). ``moments`` are those of a forward that can be
+    the peak of what it holds beside weights; none where no rehearsal gave them.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -65,6 +93,7 @@ class Skeleton:
     borrowers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unrehearsed: str | None = None
     model_class: str = ""
+    moments: tuple[Moment, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, TensorSpec]:
@@ -104,6 +133,7 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
     for key in ("no_split", "order", "calls"):
         fields[key] = tuple(data[key])
     fields["borrowers"] = {owner: tuple(users) for owner, users in data["borrowers"].items()}
+    fields["moments"] = tuple(Moment(tuple(m["activations"]), tuple(m["scratch"])) for m in data["moments"])
     return Skeleton(**fields)
 
 

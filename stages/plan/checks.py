@@ -80,19 +80,26 @@ def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> Non
 
 
 def require_room(plan: Plan, machine: Hardware) -> None:
-    """Raise ``BudgetError``, with the most that works, where a device's predicted peak is more than it has."""
+    """Raise ``BudgetError``, with the most that works, where a device's predicted peak is more than it has.
+
+    What simulated accelerators hold is left out: the machine that is planned for has them.
+    """
     rooms: dict[DeviceId, int] = {CPU: machine.host.available_bytes}
     for index, accelerator in enumerate(machine.accelerators):
         rooms[index] = accelerator.free_bytes
     for device in in_tier_order(rooms):
-        parts = plan.predicted.get(device, {})
+        parts = _own(plan, device)
         excess = sum(parts.values()) - rooms[device]
         if excess > 0:
             raise BudgetError(_excess(plan, device, room=rooms[device], excess=excess))
 
 
+def _own(plan: Plan, device: DeviceId) -> dict[str, int]:
+    return {part: count for part, count in plan.predicted.get(device, {}).items() if part != "simulated"}
+
+
 def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int) -> str:
-    parts = plan.predicted[device]
+    parts = _own(plan, device)
     where = "the host" if device == CPU else f"accelerator {device}"
     terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in parts.items() if count)
     most = parts["weights"] + parts["reserve"] - excess

@@ -1,7 +1,7 @@
 """What a request takes beside weights: the shape of the model, read from its ``config.json``, and that of the request.
 
-Sizes are upper bounds that need neither the tokenizer nor the model's code. Lengths are rounded up, and
-to at least 4 sequences and 256 tokens in all, so that a plan isn't made again for every other prompt.
+Sizes are upper bounds that need neither the tokenizer nor the model's code. Lengths are rounded up, and to at least 64
+tokens, so that a plan isn't made again for every other prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from stages.empty_init.hub import checkpoint_folder
 
-_LEAST_SEQUENCES, _LEAST_TOKENS = 4, 256
+_LEAST_LENGTH = 64
 _BYTES_A_TOKEN = 3
 """How many bytes of text make one token, at the least: byte-level vocabularies of language models have 3 to 5."""
 
@@ -32,10 +32,16 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """How much is asked for at once: ``sequences``, and the ``tokens`` that all of them have together in the end."""
+    """How much is asked for at once: ``sequences``, the tokens of the longest ``prompt``, its ``length`` in the end."""
 
-    sequences: int = _LEAST_SEQUENCES
-    tokens: int = _LEAST_TOKENS
+    sequences: int = 1
+    prompt: int = _LEAST_LENGTH
+    length: int = _LEAST_LENGTH
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that all sequences have together in the end."""
+        return self.sequences * self.length
 
 
 def read_geometry(model: Mapping[str, Any]) -> Geometry:
@@ -70,8 +76,9 @@ def read_request(generate: Mapping[str, Any]) -> Request:
     prompts = _prompts(generate)
     copies = max(_number(generate, "num_beams", 1), _number(generate, "num_return_sequences", 1))
     sequences = min(len(prompts), _number(generate, "batch_size", len(prompts))) * copies
-    length = max(map(_tokens, prompts)) + _number(generate, "max_new_tokens", _number(generate, "max_length", 0))
-    return Request(round_up(max(_LEAST_SEQUENCES, sequences)), round_up(max(_LEAST_TOKENS, sequences * length)))
+    prompt = max(map(_tokens, prompts))
+    length = prompt + _number(generate, "max_new_tokens", _number(generate, "max_length", 0))
+    return Request(sequences, round_up(max(_LEAST_LENGTH, prompt)), round_up(max(_LEAST_LENGTH, length)))
 
 
 def _number(generate: Mapping[str, Any], key: str, default: int) -> int:

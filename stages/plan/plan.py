@@ -26,7 +26,7 @@ class Plan:
     where it does. ``notes`` are remarks in words; ``budget_terms`` lists what automatic budgets are the sum of.
     ``ledgers`` has, for each simulated accelerator, the bytes of weights that it takes before it is full.
     ``predicted`` are the bytes of each device at its peak, by what they are for; ``forecast`` the bytes streamed and
-    the seconds of a token, and what bounds it.
+    the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
     """
 
     policy: str
@@ -43,6 +43,7 @@ class Plan:
     predicted: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict)
     forecast: Mapping[str, float | int | str] = field(default_factory=dict)
     ledgers: Mapping[DeviceId, int] = field(default_factory=dict)
+    rates: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def devices(self) -> list[DeviceId]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from stages.plan.geometry import Geometry, Request
 from stages.plan.outline import Outline
@@ -19,7 +19,7 @@ from stages.plan.plan import Plan
 from stages.plan.rates import Rates
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
-PROCESS_BYTES = 280 * 10**6
+PROCESS_BYTES = 290 * 10**6
 """What the process holds on the host beside weights: Python, torch and transformers, imported and warm."""
 
 
@@ -36,22 +36,29 @@ class Work:
 
 
 def work(outline: Outline, geometry: Geometry, request: Request) -> Work:
-    """Return what ``request`` takes beside weights: the cache of all layers, and the activations of the widest moment.
+    """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.
 
-    Activations: for each token of the prompt the residual stream, the attention's four projections and two
-    intermediate rows; then the logits of the last position, in the model's dtype and twice in float32.
+    The moments of the prompt's forward are the rehearsal's. Beside them stand the logits of the last position, in the
+    model's dtype and twice in float32, and what decoding takes with a whole cache: a layer's keys and values are
+    copied as they grow, and repeated for every head.
     """
     width = int(DTYPE_BYTES[compute_dtype(outline)])
     cache = geometry.layers * geometry.cached * request.tokens * width
-    rows = request.tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width
     logits = request.sequences * geometry.vocabulary * (width + 2 * 4)
-    return Work(cache, max(rows, logits), _scratch_bytes(outline))
+    grown = request.tokens * (geometry.cached + 2 * geometry.hidden) * width
+    found = [moment.at(request.sequences, request.prompt) for moment in outline.skeleton.moments]
+    if not found:
+        rows = request.tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width
+        found = [(rows, 0), (0, _scratch_bytes(outline))]
+    activations = max(logits, grown, *(held for held, _ in found))
+    return Work(cache, activations, max(0, max(map(sum, found)) - activations))
 
 
 def _scratch_bytes(outline: Outline) -> int:
-    """Return the size of the largest matrix in half precision: the host's kernels (oneDNN) repack it for each product.
+    """Return the size of the largest matrix in half precision, which the host's kernels may copy for a product.
 
-    Of stacked matrices, such as a mixture's experts, one is repacked at a time.
+    It stands for what a rehearsal would have shown. Of stacked matrices, such as a mixture's experts, one is copied at
+    a time.
     """
     matrices = (
         tensor
@@ -87,7 +94,8 @@ def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, mapped: 
     if streamed.get(DISK):
         forecast["storage_bandwidth_bytes_per_second"] = rates.storage
     through = 0 if mapped and plan.main_device == CPU else streamed.get(DISK, 0)
-    return replace(plan, predicted=_peaks(outline, plan, needs, through=through), forecast=forecast)
+    peaks = _peaks(outline, plan, needs, through=through)
+    return replace(plan, predicted=peaks, forecast=forecast, rates=asdict(rates))
 
 
 def staging_bytes(plan: Plan) -> int:
@@ -123,6 +131,19 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
             others = ("reserve", "cache", "activations", "scratch")
             held["loading"] = max(0, largest - sum(held[part] for part in others))
         peaks[device] = held
+    return _with_simulated(peaks, plan, needs)
+
+
+def _with_simulated(peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: Work) -> dict[DeviceId, dict[str, int]]:
+    """Return ``peaks``; the host's with what simulated accelerators hold, which really lies there.
+
+    One of them computes at a time, on the host, so the widest moment of a forward counts once for all.
+    """
+    there = [held for device, held in peaks.items() if device in plan.ledgers]
+    if there:
+        held = sum(sum(parts.values()) - parts["activations"] for parts in there)
+        computes = any(parts["activations"] for parts in there) and not peaks[CPU]["activations"]
+        peaks[CPU]["simulated"] = held + (needs.activation_bytes + needs.scratch_bytes if computes else 0)
     return peaks
 
 

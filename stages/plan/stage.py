@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.stage import MEASURED, Artifact, Config, Context, Report
 from stages.empty_init import skeleton as skeletons
 from stages.empty_init.hub import checkpoint_folder
 from stages.plan import budgets, options, picture, plan as plans, table
@@ -36,7 +36,7 @@ class MakePlan:
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 2
+    version = 3
     needs: tuple[str, ...] = ()
 
     def check(self, config: Config) -> Iterable[Fault]:
@@ -73,13 +73,13 @@ class MakePlan:
             "mapped": _maps(config, machine, outline, allowance),
             "tight": _tight(machine, outline, allowance, needs),
             "work": asdict(needs),
-            "rates": asdict(read_rates(config.get("hardware") or {})),
+            "rates": asdict(_rates(context, machine)),
         }
 
     def build(self, context: Context, folder: Path) -> Any:
         """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""
         outline = _outline(context)
-        plan = make_plan(outline, context.config, rates=_rates(context))
+        plan = make_plan(outline, context.config, rates=_rates(context, hardware(context.config)))
         plan.save(folder)
         folder.joinpath(picture.FILE_NAME).write_text(picture.draw(plan, outline.sizes))
         folder.joinpath(SIZES_NAME).write_text(json.dumps(outline.sizes, indent=1) + "\n")
@@ -100,18 +100,18 @@ def make_plan(outline: Outline, config: Config, *, rates: Rates | None = None) -
     """Return the plan of the model under ``config``, with what is predicted of it.
 
     Raises ``ConfigError`` where the map doesn't fit the model or the machine, ``BudgetError`` where the budgets can't
-    hold the plan.
+    hold the plan. ``rates`` are those of the machine; by default what the config gives, or nominal ones.
     """
+    rates = rates or read_rates(config.get("hardware") or {})
     machine, needs = hardware(config), _work(outline, config)
     allowance = budgets.allow(config["max_memory"], machine, needed=_needed(machine, needs))
     choice = options.read_choice(config["device_map"])
     _require_devices(config, machine)
-    placement = _place(outline, choice, allowance, read_rates(config.get("hardware") or {}))
+    placement = _place(outline, choice, allowance, rates)
     placement = override(outline, placement, options.read_overrides(config))
     allowance = budgets.with_idle_noted(allowance, placement.homes)
     plan = assemble(outline, placement, allowance, policy=choice.policy)
     plan = replace(plan, ledgers=ledgers(machine, plan.budgets))
-    rates = rates or read_rates(config.get("hardware") or {})
     plan = predict(outline, plan, needs, rates, mapped=_maps(config, machine, outline, allowance))
     require_room(plan, machine)
     return plan
@@ -159,7 +159,7 @@ def _work(outline: Outline, config: Config) -> Work:
     return work(outline, read_geometry(config.get("model") or {}), read_request(config.get("generate") or {}))
 
 
-def _rates(context: Context) -> Rates:
+def _rates(context: Context, machine: Hardware) -> Rates:
     """Return the rates that the config gives, or this machine's, measured on the checkpoint's largest file."""
     described = context.config.get("hardware") or {}
     if described.get("rates") or described.get("devices") is not None:
@@ -167,7 +167,7 @@ def _rates(context: Context) -> Rates:
     folder = checkpoint_folder(context.config["model"])
     files = [path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin")] if folder.is_dir() else []
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
-    return local_rates(context.cache / "hardware", sample)
+    return local_rates(context.cache / MEASURED, sample, [accelerator.name for accelerator in machine.accelerators])
 
 
 def _require_devices(config: Config, machine: Hardware) -> None:

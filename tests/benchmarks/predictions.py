@@ -1,13 +1,16 @@
-"""Predicted against measured host peaks, over a grid of budgets.
+"""Predicted against measured host peaks, over a grid of budgets and requests.
 
     python -m tests.benchmarks.predictions 1.1b --budgets 300MB 600MB 1GB
+    python -m tests.benchmarks.predictions /ckpt/gpt2 --budgets 2GB --requests 1x256 2x1200 4x1000
 
-Prints one line a budget: what the plan predicted, what the process held (anonymous memory), and how far apart they are.
+A request is SEQUENCESxLENGTH of its prompts, of which only the first is that long. Prints one line a run: what the plan
+predicted, what the process held (anonymous memory), and how far apart they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
@@ -22,12 +25,18 @@ BUDGETS = ["300MB", "450MB", "600MB", "800MB", "1GB", "1.25GB", "1.5GB", "1.8GB"
 COMMAND = [sys.executable, "-P", "-c", "from pipeline.app import main; main()"]
 
 
-def measure(checkpoint: Path, work: Path, budget: str, options: list[str]) -> dict[str, Any]:
+def prompts(request: str) -> str:
+    """Return the prompts of ``request``, e.g. 4x1000, as token ids; all but the first are padded to its length."""
+    sequences, length = map(int, request.split("x"))
+    return str([[5 + i % 90 for i in range(length - min(row, length // 2))] for row in range(sequences)])
+
+
+def measure(checkpoint: Path, work: Path, budget: str, *, request: str, options: list[str]) -> dict[str, Any]:
     """Return the run record of a few tokens under ``budget``."""
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    request = ["generate.prompts=[[5,6,7,8]]", "generate.max_new_tokens=3", "generate.min_new_tokens=3"]
-    asked = [f"model.path={checkpoint}", "model=pretrained", f"max_memory.cpu={budget}", *request, *options]
+    tokens = [f"generate.prompts={prompts(request)}", "generate.max_new_tokens=3", "generate.min_new_tokens=3"]
+    asked = [f"model.path={checkpoint}", "model=pretrained", f"max_memory.cpu={budget}", *tokens, *options]
     subprocess.run([*COMMAND, *asked], cwd=work, check=True, capture_output=True)
     record: dict[str, Any] = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
     return record
@@ -36,21 +45,24 @@ def measure(checkpoint: Path, work: Path, budget: str, options: list[str]) -> di
 def main() -> None:
     """Print the table, and the largest error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("model", help=f"the folder of a checkpoint, or a size to make one of: {', '.join(SHAPES)}")
+    parser.add_argument("--requests", nargs="+", default=["1x4"], metavar="SEQUENCESxLENGTH")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
     parser.add_argument("--option", action="append", default=[], help="an override, e.g. storage.io=direct")
     arguments = parser.parse_args()
-    checkpoint = make(arguments.size, arguments.folder / arguments.size)
+    sized = arguments.model in SHAPES
+    checkpoint = make(arguments.model, arguments.folder / arguments.model) if sized else Path(arguments.model).resolve()
     errors = []
-    for budget in arguments.budgets:
-        record = measure(checkpoint, arguments.folder / "predictions", budget, arguments.option)
+    for budget, request in itertools.product(arguments.budgets, arguments.requests):
+        place = arguments.folder / f"predictions-{checkpoint.name}"
+        record = measure(checkpoint, place, budget, request=request, options=arguments.option)
         predicted, measured = (record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
         errors.append(predicted / measured - 1)
         streamed = [record["metrics"][f"{kind}streamed_bytes_per_token"] for kind in ("predicted_", "")]
         sizes = " ".join(f"{format_bytes(count):>10}" for count in (predicted, measured, *streamed))
-        say(f"{budget:>8}  predicted, measured; streamed: {sizes}  {errors[-1]:+.1%}")
-    say(f"largest error {max(map(abs, errors)):.1%} over {len(errors)} budgets")
+        say(f"{budget:>8} {request:>8}  predicted, measured; streamed: {sizes}  {errors[-1]:+.1%}")
+    say(f"largest error {max(map(abs, errors)):.1%} over {len(errors)} runs")
 
 
 def say(line: str) -> None:

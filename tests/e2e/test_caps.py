@@ -61,3 +61,12 @@ def test_a_budget_that_the_cap_cannot_hold_is_refused_before_a_weight_is_read(ch
     assert "max_memory.cpu: the plan takes" in done.stderr
     assert "the most that works is" in done.stderr
     assert not list(tmp_path.glob("outputs/cache/shard_load/*"))
+
+
+def test_long_prompts_get_their_room_before_the_weights_do(checkpoint: Path, tmp_path: Path) -> None:
+    prompts = str([[7] * 1500, [9] * 900])
+    given = (f"model.path={checkpoint}", "max_memory=null", "storage.io=direct", f"generate.prompts={prompts}")
+    record = run(tmp_path, 1000 * MIB, *given)
+    memory = record["memory"]
+    assert memory["budget"]["cpu"] < 200 * 10**6, "the request left the weights too much: the test proves nothing"
+    assert memory["predicted"]["cpu"] == pytest.approx(memory["measured"]["cpu"], rel=TOLERANCE)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stages.plan.rates import coarse_rate
 from tests.e2e.conftest import Finished, records_in
 
 Run = Callable[..., Finished]
@@ -50,6 +51,21 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     record = json.loads(path.read_text())
     change(record)
     path.write_text(json.dumps(record))
+
+
+def test_a_replay_plans_with_the_rates_that_the_run_was_planned_with(
+    run_path: Path, replay: Replay, tmp_path: Path
+) -> None:
+    def rates(path: Path) -> dict[str, int]:
+        return next(stage for stage in json.loads(path.read_text())["stages"] if stage["name"] == "plan")["inputs"][
+            "rates"
+        ]
+
+    kept = tmp_path / "outputs" / "cache" / "hardware" / "rates.json"
+    assert rates(run_path)["host"] == coarse_rate(json.loads(kept.read_text())["host"])
+    assert replay(run_path.parent)[0] == 0
+    (again,) = set(records_in(tmp_path)) - {run_path}
+    assert rates(again) == rates(run_path)
 
 
 def test_on_the_same_machine_it_is_the_same_and_really_runs_again(

@@ -7,6 +7,8 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.e2e.conftest import Finished
 
@@ -44,6 +46,22 @@ def test_four_simulated_accelerators_give_the_tokens_of_the_cpu_within_their_bud
         assert done.record["metrics"]["simulated_accelerators"] == DEVICES
 
 
+def test_the_host_is_predicted_with_what_the_simulated_accelerators_hold(
+    tmp_path: Path, offstage: Callable[..., Finished]
+) -> None:
+    folder = tmp_path / "checkpoint"
+    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=8000)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    devices = f"hardware.devices=[{', '.join(['{memory: 300MB}'] * DEVICES)}]"
+    given = (f"model.path={folder}", "generate.prompts=[[5,6,7]]", devices, "device_map=balanced")
+    done = offstage(*given, budgets("60MB", "100MB"), TOKENS)
+    assert done.code == 0, done.err
+    memory = done.record["memory"]
+    held = sum(memory["measured"][str(device)] for device in range(DEVICES))
+    assert held > 100 * 10**6
+    assert memory["predicted"]["cpu"] == pytest.approx(memory["measured"]["cpu"], rel=0.1)
+
+
 def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(offstage_here: Run) -> None:
     given = ("hardware.devices=[{memory: 3MB}]", "max_memory={0: 1MB, cpu: 1MB}", "device_map=sequential")
     done = offstage_here(*given, TOKENS)
@@ -67,7 +85,7 @@ def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Ru
 
 
 def test_a_plan_that_an_accelerator_cannot_hold_is_refused_before_a_weight_is_read(offstage_here: Run) -> None:
-    done = offstage_here(machine(memory="1.5MB"), budgets("1.2MB", "1MB"), "device_map=balanced", TOKENS)
+    done = offstage_here(machine(memory="1MB"), budgets("1.2MB", "1MB"), "device_map=balanced", TOKENS)
     assert done.code == BUDGET_EXIT
     assert "max_memory.0: the plan takes" in done.err
     assert "the most that works is" in done.err

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from stages.empty_init.skeleton import TensorSpec
+from stages.empty_init.skeleton import Moment, TensorSpec
 from stages.plan.geometry import Geometry, Request, read_geometry, read_request, round_up
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.predict import PROCESS_BYTES, Work, predict, work
-from stages.plan.rates import Rates, local_rates, read_rates
+from stages.plan.rates import Rates, coarse_rate, local_rates, read_rates
 from stages.plan.stage import make_plan
 from tests.stages.plan.making import outline
 
@@ -45,18 +45,33 @@ def test_a_model_without_a_config_has_no_cache(tmp_path: Path) -> None:
 
 
 def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
-    assert (
-        read_request({"prompts": ["one"], "max_new_tokens": 5}) == read_request({"prompts": ["two"] * 2}) == Request()
-    )
+    assert read_request({"prompts": ["one"], "max_new_tokens": 5}) == read_request({"prompts": ["two"]}) == Request()
+    assert read_request({"prompts": ["one", "two"]}) == Request(sequences=2)
     long = read_request({"prompts": [[1] * 1000], "max_new_tokens": 1000, "num_beams": 3})
+    assert long.sequences == 3
+    assert 1000 <= long.prompt <= 1000 * 9 / 8
     assert 6000 <= long.tokens <= 6000 * 9 / 8
     assert [round_up(count) for count in (0, 1, 15, 16, 17, 1000)] == [0, 1, 15, 16, 18, 1024]
 
 
 def test_the_cache_counts_layers_tokens_and_the_dtype() -> None:
     model = outline({"w": 10})
-    needs = work(model, Geometry(layers=2, cached=8, hidden=4, vocabulary=10), Request(tokens=1024))
+    needs = work(model, Geometry(layers=2, cached=8, hidden=4, vocabulary=10), Request(sequences=2, length=512))
     assert needs.cache_bytes == 2 * 8 * 1024 * 4, "no floating weights: float32"
+
+
+def test_activations_are_the_widest_moment_at_the_shape_of_the_request() -> None:
+    wide, long = Moment((0, 0, 0, 8, 0, 0), (0, 50, 0, 0, 0, 0)), Moment((0, 0, 0, 0, 0, 1), (0,) * 6)
+    model = Outline(replace(outline({"w": 10}).skeleton, moments=(wide, long)))
+    short, longer = (work(model, Geometry(), Request(2, length, length)) for length in (4, 100))
+    assert (short.activation_bytes, short.scratch_bytes) == (2 * 4 * 8, 2 * 50)
+    assert (longer.activation_bytes, longer.scratch_bytes) == (2 * 100**2, 0), "the host's peak is another moment"
+
+
+def test_decoding_holds_a_layer_of_the_cache_twice_and_repeated_for_every_head() -> None:
+    model = Outline(replace(outline({"w": 10}).skeleton, moments=(Moment((0,) * 6, (0,) * 6),)))
+    needs = work(model, Geometry(layers=9, cached=8, hidden=16), Request(1, 10, 1000))
+    assert needs.activation_bytes == 1000 * (8 + 2 * 16) * 4
 
 
 def planned(model: Outline, **max_memory: str) -> Plan:
@@ -74,6 +89,15 @@ def test_a_peak_is_weights_reserve_cache_activations_and_the_process() -> None:
     assert plan.predicted[1] == {"weights": 10, "reserve": 0, "cache": 100, "activations": 7}
     assert plan.predicted["cpu"]["process"] == PROCESS_BYTES
     assert plan.predicted["cpu"]["weights"] == 20
+
+
+def test_what_simulated_accelerators_hold_lies_on_the_host() -> None:
+    names = [f"l.{index}" for index in range(4)]
+    model = outline({f"{name}.w": 10 for name in names}, classes=dict.fromkeys(names, "Block"), no_split=["Block"])
+    plan = predict(model, planned(model, _0="20", _1="10", cpu="100"), Work(400, 7, 3), Rates())
+    assert plan.predicted["cpu"]["simulated"] == (10 + 10 + 300) + (10 + 100) + 7 + 3
+    alone = predict(model, replace(plan, ledgers={}), Work(400, 7, 3), Rates())
+    assert "simulated" not in alone.predicted["cpu"], "a real accelerator's memory is its own"
 
 
 def test_what_is_staged_on_the_host_is_predicted_unless_it_is_mapped() -> None:
@@ -113,3 +137,18 @@ def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None
     first = local_rates(tmp_path / "hardware", None)
     assert first.host > 0
     assert local_rates(tmp_path / "hardware", None) == first
+
+
+def test_rates_are_kept_as_measured_and_used_coarsely(tmp_path: Path) -> None:
+    tmp_path.joinpath("rates.json").write_text(json.dumps({"host": 10_000_000_000, "link GPU": 20_000_000_000}))
+    found = local_rates(tmp_path, None, ["GPU"])
+    assert found.host == coarse_rate(9_900_000_000) == coarse_rate(10_100_000_000)
+    assert found.link == pytest.approx(20 * 10**9, rel=0.05)
+    assert found.device == Rates().device, "no such accelerator is here: the nominal one stands"
+
+
+def test_a_plan_says_with_which_rates_it_was_made() -> None:
+    config = {"max_memory": {"cpu": "100"}, "device_map": "optimal", "device_map_overrides": {}, "generate": {}}
+    assert make_plan(outline({"w": 10}), config, rates=Rates(host=7)).rates["host"] == 7
+    given = {**config, "hardware": {"rates": {"host": "3GB"}}}
+    assert make_plan(outline({"w": 10}), given).rates["host"] == 3 * 10**9

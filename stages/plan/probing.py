@@ -1,0 +1,92 @@
+"""Measuring how fast the machine moves bytes. Each probe takes well under a second.
+
+Storage is read past the page cache where the system allows it: a second look at the same file would measure memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_CHUNK = 2 * 2**20
+_IN_FLIGHT = 4
+_STORAGE_BYTES = 256 * 2**20
+_HOST_BYTES = 16 * 2**20
+_TARGET_BYTES = 2**18
+_DEVICE_BYTES = 128 * 2**20
+_ROUNDS = 4
+
+
+def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
+    """Return the bytes a second at which ``path`` is read past the page cache; null where it is too small.
+
+    Read as streaming reads: chunks of 2 MiB, four of them in flight.
+    """
+    offsets = range(0, min(limit, path.stat().st_size - _CHUNK), _CHUNK)
+    if len(offsets) < _IN_FLIGHT or not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return None
+    buffers = [mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(_IN_FLIGHT)]
+
+    def read(number: int) -> int:
+        return sum(os.preadv(descriptor, [buffers[number]], offset) for offset in offsets[number::_IN_FLIGHT])
+
+    try:
+        start = time.perf_counter()
+        with ThreadPoolExecutor(_IN_FLIGHT) as pool:
+            done = sum(pool.map(read, range(_IN_FLIGHT)))
+        return round(done / (time.perf_counter() - start))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def copy_speed(count: int = _HOST_BYTES) -> int:
+    """Return the bytes a second at which one thread reads host memory."""
+    source, target = memoryview(bytearray(count)), bytearray(_TARGET_BYTES)
+    start = time.perf_counter()
+    for _ in range(_ROUNDS):
+        for begin in range(0, count, _TARGET_BYTES):
+            target[:] = source[begin : begin + _TARGET_BYTES]
+    return round(_ROUNDS * count / (time.perf_counter() - start))
+
+
+def link_speed(index: int = 0, count: int = _DEVICE_BYTES) -> int:
+    """Return the bytes a second at which pinned host memory is copied to the accelerator ``index``."""
+    import torch
+
+    source = torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(count, dtype=torch.uint8, device=torch.device("cuda", index))
+    return round(count / _seconds(lambda: target.copy_(source, non_blocking=True), index))
+
+
+def device_speed(index: int = 0, count: int = _DEVICE_BYTES) -> int:
+    """Return the bytes a second at which the accelerator ``index`` moves its own memory; a copy reads and writes."""
+    import torch
+
+    source = torch.zeros(count, dtype=torch.uint8, device=torch.device("cuda", index))
+    target = torch.empty_like(source)
+    return round(2 * count / _seconds(lambda: target.copy_(source), index))
+
+
+def _seconds(act: Callable[[], object], index: int) -> float:
+    """Return the seconds that ``act`` takes the accelerator, the median of a few rounds after one to warm up."""
+    import torch
+
+    act()
+    torch.cuda.synchronize(index)
+    taken = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        act()
+        torch.cuda.synchronize(index)
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[_ROUNDS // 2]
