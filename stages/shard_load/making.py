@@ -36,9 +36,7 @@ def make_tensors(
             if _is_plain(load, steps[0]):
                 pieces = _pieces(load, steps, devices)
                 bulk.read(pieces.values(), bar.update)
-                while pieces:  # let go of each tensor as it is taken
-                    name = next(iter(pieces))
-                    yield name, pieces.pop(name).target
+                yield from _let_go(pieces)
             else:
                 yield from _build(load, steps[0], names, bulk)
                 bar.update(load.source_bytes(steps[0]))
@@ -90,6 +88,13 @@ def _pieces(load: Load, steps: Iterable[Step], devices: Devices) -> dict[str, Pi
         else:
             pieces[leader] = new_piece(extent, dtype, devices=devices, device=CPU if home == DISK else home)
     return pieces
+
+
+def _let_go(pieces: dict[str, Piece]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors by name, and forget each as it is taken."""
+    while pieces:
+        name = next(iter(pieces))
+        yield name, pieces.pop(name).target
 
 
 def _build(load: Load, step: Step, names: set[str], bulk: BulkReader) -> Iterator[tuple[str, torch.Tensor]]:
