@@ -20,13 +20,14 @@ import torch
 from stages.dispatch.arena import Arena
 from stages.dispatch.link import Event, Link
 from stages.dispatch.link_layout import Chunk, Source, chunks_of, lay_out
-from stages.dispatch.lookahead import SMALL_BYTES, Delivery, Traffic, reader_pool
+from stages.dispatch.lookahead import CHUNK_BYTES, SMALL_BYTES, Delivery, Traffic, reader_pool
 from stages.dispatch.pinned import PinnedBuffers
 from stages.dispatch.trace import Trace
+from stages.plan.predict import PINNED_BYTES
 from stages.shard_load.direct import DirectFile
 from stages.shard_load.files import ShardFile
 
-BUFFERS = 8
+BUFFERS = PINNED_BYTES // CHUNK_BYTES
 """Pinned buffers: one for each thread that reads, and one for each that is being copied meanwhile."""
 
 

@@ -1,7 +1,7 @@
 """What a request takes beside weights: the shape of the model, read from its ``config.json``, and that of the request.
 
-Sizes are upper bounds that need neither the tokenizer nor the model's code. Lengths are rounded up, and to at least 64
-tokens, so that a plan isn't made again for every other prompt.
+Sizes are upper bounds that don't need the model's code. Lengths are rounded up, and to at least 64 tokens, so that a
+plan isn't made again for every other prompt.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stages.empty_init.hub import checkpoint_folder
+from stages.empty_init.hub import checkpoint_folder, tokenizer_folder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _LEAST_LENGTH = 64
 _BYTES_A_TOKEN = 3
-"""How many bytes of text make one token, at the least: byte-level vocabularies of language models have 3 to 5."""
+"""How many bytes of text make one token where no tokenizer says it: byte-level vocabularies have 3 to 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,12 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
     return int(found[0]) if found else 0
 
 
-def read_request(generate: Mapping[str, Any]) -> Request:
-    """Return how much the config's ``generate`` asks for."""
+def read_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
+    """Return how much the config's ``generate`` asks of ``model``, whose tokenizer counts the tokens of long texts."""
     prompts = _prompts(generate)
     copies = max(_number(generate, "num_beams", 1), _number(generate, "num_return_sequences", 1))
     sequences = min(len(prompts), _number(generate, "batch_size", len(prompts))) * copies
-    prompt = max(map(_tokens, prompts))
+    prompt = max(_tokens(prompt, model) for prompt in prompts)
     length = prompt + _number(generate, "max_new_tokens", _number(generate, "max_length", 0))
     return Request(sequences, round_up(max(_LEAST_LENGTH, prompt)), round_up(max(_LEAST_LENGTH, length)))
 
@@ -96,8 +100,27 @@ def _prompts(generate: Mapping[str, Any]) -> list[Any]:
     return [prompts] if isinstance(prompts, str) else list(prompts or [""])
 
 
-def _tokens(prompt: str | Sequence[int]) -> int:
-    return len(prompt.encode()) // _BYTES_A_TOKEN + 1 if isinstance(prompt, str) else len(prompt)
+def _tokens(prompt: str | Sequence[int], model: Mapping[str, Any]) -> int:
+    """Return how many tokens ``prompt`` has; of a text with no more bytes than the least length has tokens, at most."""
+    if not isinstance(prompt, str):
+        return len(prompt)
+    size = len(prompt.encode())
+    tokenizer = _tokenizer(tokenizer_folder(model) or checkpoint_folder(model)) if size > _LEAST_LENGTH else None
+    return size // _BYTES_A_TOKEN + 1 if tokenizer is None else len(tokenizer.encode(prompt).ids)
+
+
+@cache
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of ``folder``; null where there is none that loads, which ``generate`` itself reports.
+
+    It needs neither torch nor transformers, so a run that is served from the cache can afford it.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # noqa: BLE001  that is what the library raises, for whatever is wrong
+        return None
 
 
 def round_up(count: int) -> int:

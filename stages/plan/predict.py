@@ -19,6 +19,9 @@ from stages.plan.plan import Plan
 from stages.plan.rates import Rates
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
+PINNED_BYTES = 16 * 2**20
+"""The host memory that weights pass through on their way from storage to an accelerator."""
+
 PROCESS_BYTES = 290 * 10**6
 """What the process holds on the host beside weights: Python, torch and transformers, imported and warm."""
 
@@ -99,7 +102,7 @@ def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, mapped: 
 
 
 def staging_bytes(plan: Plan) -> int:
-    """Return how much of the host may be held for weights on their way from storage.
+    """Return how much may be held for streamed weights where they compute.
 
     It is the reserve, and what the plan left of the budget where the host computes.
     """
@@ -109,14 +112,10 @@ def staging_bytes(plan: Plan) -> int:
 
 
 def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[DeviceId, dict[str, int]]:
-    """Return the bytes of each device at its peak, by what they are for; ``through`` go through the staging memory.
-
-    While the host is filled, the largest tensor is there twice for a moment; later its second place is used otherwise.
-    """
+    """Return the bytes of each device at its peak, by what they are for; ``through`` go through the staging memory."""
     staging = min(staging_bytes(plan), through)
     layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
     computing = [_computes(outline, plan, name) for name in layers]
-    largest = max((size for name, size in outline.sizes.items() if plan.homes[name] == CPU), default=0)
     peaks: dict[DeviceId, dict[str, int]] = {}
     for device in in_tier_order([*plan.resident_bytes, plan.main_device, CPU]):
         held = {"weights": plan.resident_bytes.get(device, 0)}
@@ -125,11 +124,9 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
             held["cache"] = needs.cache_bytes * computing.count(device) // len(computing)
             held["activations"] = needs.activation_bytes if device in plan.execution.values() else 0
         if device == CPU:
-            held["reserve" if device == plan.main_device else "staging"] = staging
+            held |= {"reserve": staging} if plan.main_device == CPU else {"staging": min(staging, PINNED_BYTES)}
             held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0
             held["process"] = PROCESS_BYTES
-            others = ("reserve", "cache", "activations", "scratch")
-            held["loading"] = max(0, largest - sum(held[part] for part in others))
         peaks[device] = held
     return _with_simulated(peaks, plan, needs)
 

@@ -156,7 +156,8 @@ def _outline(context: Context) -> Outline:
 
 
 def _work(outline: Outline, config: Config) -> Work:
-    return work(outline, read_geometry(config.get("model") or {}), read_request(config.get("generate") or {}))
+    model = config.get("model") or {}
+    return work(outline, read_geometry(model), read_request(config.get("generate") or {}, model))
 
 
 def _rates(context: Context, machine: Hardware) -> Rates:

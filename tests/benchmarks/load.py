@@ -4,8 +4,9 @@
     python -m tests.benchmarks.load 7b --rounds 1 --remove
 
 Needs root (dropped page cache) and room for the checkpoint in ``--folder``. Each round loads cold (page cache dropped)
-and warm (all files read before), each side in a fresh process, with the raw direct-read bandwidth of the same files
-measured before and after the cold loads. Warm is left out where the files and the weights don't fit in memory together.
+and warm (all files read before), each side in a fresh process. Two limits are measured in each round: the raw
+direct-read bandwidth of the same files, before and after the cold loads, and the bandwidth at which as much memory is
+touched for the first time, which is what a virtual machine may be slow at whose host takes back free memory. Warm is left out where the files and the weights don't fit in memory together.
 
 ``from_pretrained`` returns with weights that are only mapped: nothing of them is in memory until something computes,
 and then it is the page cache's, which the system may drop and read again. So it is measured twice: ``touched``, until
@@ -83,6 +84,20 @@ finish(model, seconds=time.perf_counter() - began, returned=returned - began)
 """
 )
 
+TOUCH = """
+import mmap, sys, time
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+size, chunk = int(sys.argv[1]) // 2**23 * 2**23, 2**23
+memory = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+def touch(begin):
+    memory[begin : begin + chunk : 4096] = 1
+began = time.perf_counter()
+with ThreadPoolExecutor(4) as pool:
+    list(pool.map(touch, range(0, size, chunk)))
+print(size / (time.perf_counter() - began))
+"""
+
 SIDES = {
     "offstage": OFFSTAGE,
     "touched": TRANSFORMERS.replace("MAKE_RESIDENT", "parameter.view(-1).view(torch.uint8)[::4096].sum()"),
@@ -114,12 +129,14 @@ def run_round(checkpoint: Path, number: int) -> dict[str, Any]:
     raw = [raw_bandwidth(checkpoint)]
     cold = {name: run_side(name, checkpoint, warm=False) for name in order}
     raw.append(raw_bandwidth(checkpoint))
+    touched = touch_bandwidth(size_of(checkpoint))
     fits = 2.2 * size_of(checkpoint) < psutil.virtual_memory().available
     warm = {name: run_side(name, checkpoint, warm=True) for name in order} if fits else {}
     for state, sides in (("cold", cold), ("warm", warm)):
         for name, side in sides.items():
             say(f"round {number + 1}  {state}  {name:9}" + describe(side, size_of(checkpoint)))
     say(f"round {number + 1}  raw direct reads  {raw[0] / 1e9:.2f} and {raw[1] / 1e9:.2f} GB/s")
+    say(f"round {number + 1}  first touch of as much memory  {touched / 1e9:.2f} GB/s")
     return {"cold": cold, "warm": warm, "raw": sum(raw) / 2}
 
 
@@ -142,6 +159,13 @@ def raw_bandwidth(checkpoint: Path) -> float:
     """Return the bytes a second that the storage gives now, the page cache dropped."""
     drop_page_cache()
     return direct_read_bandwidth(checkpoint)
+
+
+def touch_bandwidth(size: int) -> float:
+    """Return the bytes a second at which ``size`` bytes of memory are touched for the first time, by four threads."""
+    drop_page_cache()
+    done = subprocess.run([sys.executable, "-c", TOUCH, str(size)], capture_output=True, text=True, check=True)
+    return float(done.stdout)
 
 
 def size_of(checkpoint: Path) -> int:

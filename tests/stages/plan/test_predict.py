@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from stages.empty_init.skeleton import Moment, TensorSpec
 from stages.plan.geometry import Geometry, Request, read_geometry, read_request, round_up
@@ -45,13 +47,28 @@ def test_a_model_without_a_config_has_no_cache(tmp_path: Path) -> None:
 
 
 def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
-    assert read_request({"prompts": ["one"], "max_new_tokens": 5}) == read_request({"prompts": ["two"]}) == Request()
-    assert read_request({"prompts": ["one", "two"]}) == Request(sequences=2)
-    long = read_request({"prompts": [[1] * 1000], "max_new_tokens": 1000, "num_beams": 3})
+    assert (
+        read_request({"prompts": ["one"], "max_new_tokens": 5}, {})
+        == read_request({"prompts": ["two"]}, {})
+        == Request()
+    )
+    assert read_request({"prompts": ["one", "two"]}, {}) == Request(sequences=2)
+    long = read_request({"prompts": [[1] * 1000], "max_new_tokens": 1000, "num_beams": 3}, {})
     assert long.sequences == 3
     assert 1000 <= long.prompt <= 1000 * 9 / 8
     assert 6000 <= long.tokens <= 6000 * 9 / 8
     assert [round_up(count) for count in (0, 1, 15, 16, 17, 1000)] == [0, 1, 15, 16, 18, 1024]
+
+
+def test_the_tokens_of_a_long_text_are_counted_by_its_models_tokenizer(tmp_path: Path) -> None:
+    tiny = {"path": str(resources.files("conf") / "checkpoints" / "tiny")}
+    text = "weights wait offstage until their cue, " * 40
+    counted = len(AutoTokenizer.from_pretrained(tiny["path"])(text)["input_ids"])
+    assert read_request({"prompts": [text]}, tiny).prompt == round_up(counted)
+    assert read_request({"prompts": [text]}, {"path": "x", "tokenizer": tiny["path"]}).prompt == round_up(counted)
+    (tmp_path / "tokenizer.json").write_text("{")
+    for model in ({"path": str(tmp_path)}, {"path": str(tmp_path / "none")}):
+        assert read_request({"prompts": [text]}, model).prompt == round_up(len(text) // 3 + 1)
 
 
 def test_the_cache_counts_layers_tokens_and_the_dtype() -> None:
