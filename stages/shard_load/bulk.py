@@ -26,13 +26,14 @@ from numpy.typing import NDArray
 from stages.shard_load.devices import Devices
 from stages.shard_load.direct import DirectFile
 from stages.shard_load.files import ShardFile, read_into
-from stages.shard_load.memory import align_down, align_up
+from stages.shard_load.memory import align_down, align_up, private_memory
 from stages.shard_load.page_cache import PAGE_BYTES, cached_pages
 from stages.shard_load.reading import Extent, byte_view, torch_dtype
 from stages.units import DeviceId
 
-BLOCK_BYTES = 8 * 2**20
-IN_FLIGHT = 4
+BLOCK_BYTES = 4 * 2**20
+IN_FLIGHT = 8
+"""More than storage needs: some of the threads are held up by memory that is touched for the first time."""
 GAP_BYTES = 2**18
 """Neighbours at most so far apart are read together, with what lies between them."""
 _OPEN_FILES = 64
@@ -149,7 +150,7 @@ class BulkReader:
         self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="shard_load")
         self._buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
         for _ in range(IN_FLIGHT):
-            self._buffers.put(mmap.mmap(-1, BLOCK_BYTES))
+            self._buffers.put(private_memory(BLOCK_BYTES))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -11,7 +11,7 @@ from stages.shard_load.bulk import IN_FLIGHT
 from stages.shard_load.checkpoint import Checkpoint
 from stages.shard_load.files import ShardFile, opened_shard, read_into
 
-_BLOCK_BYTES = 8 * 2**20
+_BLOCK_BYTES = 4 * 2**20
 
 
 def hash_files(checkpoint: Checkpoint) -> dict[str, str]:

@@ -4,9 +4,10 @@
     python -m tests.benchmarks.load 7b --rounds 1 --remove
 
 Needs root (dropped page cache) and room for the checkpoint in ``--folder``. Each round loads cold (page cache dropped)
-and warm (all files read before), each side in a fresh process. Two limits are measured in each round: the raw
-direct-read bandwidth of the same files, before and after the cold loads, and the bandwidth at which as much memory is
-touched for the first time, which is what a virtual machine may be slow at whose host takes back free memory. Warm is left out where the files and the weights don't fit in memory together.
+and warm (all files read before), each side in a fresh process. Two limits are measured in each round: the raw direct-
+read bandwidth of the same files, before and after the cold loads, and the bandwidth at which as much memory is touched
+for the first time, which is what a virtual machine may be slow at whose host takes back free memory. Warm is left out
+where the files and the weights don't fit in memory together.
 
 ``from_pretrained`` returns with weights that are only mapped: nothing of them is in memory until something computes,
 and then it is the page cache's, which the system may drop and read again. So it is measured twice: ``touched``, until
@@ -92,6 +93,7 @@ size, chunk = int(sys.argv[1]) // 2**23 * 2**23, 2**23
 memory = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 def touch(begin):
     memory[begin : begin + chunk : 4096] = 1
+time.sleep(6)  # as long as a side imports: until then, what was freed last is still at hand
 began = time.perf_counter()
 with ThreadPoolExecutor(4) as pool:
     list(pool.map(touch, range(0, size, chunk)))
