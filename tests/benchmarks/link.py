@@ -16,7 +16,6 @@ import json
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from stages.dispatch.link import pin
 from stages.shard_load.memory import private_bytes
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
-from tests.benchmarks.offload import PROMPT, failure, say
+from tests.benchmarks.offload import say
+from tests.benchmarks.sides import offstage_command, record_in
 from tests.benchmarks.storage import direct_read_bandwidth
 
 TIERS = {"host": "cpu", "disk": "disk"}
@@ -64,15 +64,13 @@ def device_map(tier: str, work: Path) -> Path:
 def run_tier(tier: str, checkpoint: Path, work: Path, *, tokens: int, options: list[str]) -> dict[str, Any]:
     """Run offstage with the layers on ``tier``; what its record says."""
     shutil.rmtree(work / "outputs", ignore_errors=True)
-    command = [
-        sys.executable, "-c", "from pipeline.app import main; main()", f"model.path={checkpoint}",
-        f"device_map={device_map(tier, work)}", "max_memory=null", f"generate.prompts=[{PROMPT}]",
-        f"generate.max_new_tokens={tokens}", f"generate.min_new_tokens={tokens}", *options,
-    ]  # fmt: skip
+    placed = [f"device_map={device_map(tier, work)}", "max_memory=null", *options]
+    command = offstage_command(checkpoint, tokens, placed)
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
     if done.returncode:
-        return failure(done)
-    metrics = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())["metrics"]
+        said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+        return {"seconds": None, "failed": said[-1][-200:]}
+    metrics = record_in(work)["metrics"]
     seconds, streamed = metrics["decode_seconds_per_token"], metrics["streamed_bytes_per_token"]
     return {"seconds": seconds, "streamed": streamed, "rate": streamed / seconds, "stall": metrics["stall_seconds"]}
 
