@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from pipeline.cache import housekeeping
-from pipeline.cache.housekeeping import Entry
+from pipeline.cache.housekeeping import CacheEntry
 from pipeline.command import run_command
 from pipeline.errors import ConfigError
 from pipeline.files import mendable
@@ -127,7 +127,7 @@ def _verify(root: Path, _given: argparse.Namespace) -> int:
     return DAMAGED if damaged else 0
 
 
-def _amount(found: Sequence[Entry]) -> str:
+def _amount(found: Sequence[CacheEntry]) -> str:
     one = "" if len(found) == 1 else "s"
     return f"{len(found)} artifact{one} ({decimal(sum(entry.bytes for entry in found))})"
 

@@ -23,7 +23,7 @@ OFFLOAD = "offload"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CacheEntry:
     """One artifact, or one offload store: its size in bytes and when it was last used, in seconds of the epoch."""
 
     stage: str
@@ -42,17 +42,17 @@ class Entry:
 class Pruned:
     """What a prune took, and what it would have taken had no run been using it."""
 
-    taken: tuple[Entry, ...]
-    in_use: tuple[Entry, ...]
+    taken: tuple[CacheEntry, ...]
+    in_use: tuple[CacheEntry, ...]
 
 
-def entries(root: Path) -> list[Entry]:
+def entries(root: Path) -> list[CacheEntry]:
     """Return all that lies in the cache ``root``, least recently used first."""
     folders = [path for path in root.glob("*/*") if path.is_dir() and not path.name.startswith(".")]
     return sorted((entry for folder in folders for entry in _measure(folder)), key=lambda entry: entry.used)
 
 
-def _measure(folder: Path) -> Iterator[Entry]:
+def _measure(folder: Path) -> Iterator[CacheEntry]:
     """Yield the entry of ``folder``; nothing where another process has just taken it."""
     try:
         files = [path.stat() for path in folder.rglob("*") if path.is_file()]
@@ -61,12 +61,12 @@ def _measure(folder: Path) -> Iterator[Entry]:
         return
     if folder.parent.name == OFFLOAD:
         used = max([used, *(file.st_mtime for file in files)])
-    yield Entry(folder.parent.name, folder.name, folder, sum(file.st_size for file in files), used)
+    yield CacheEntry(folder.parent.name, folder.name, folder, sum(file.st_size for file in files), used)
 
 
 def choose(
-    found: Sequence[Entry], *, older_than_seconds: float | None, max_bytes: int | None, now: float | None = None
-) -> list[Entry]:
+    found: Sequence[CacheEntry], *, older_than_seconds: float | None, max_bytes: int | None, now: float | None = None
+) -> list[CacheEntry]:
     """Return the entries to prune: those unused for so long, then the least recently used until the rest fits."""
     now = time.time() if now is None else now
     chosen = [entry for entry in found if older_than_seconds is not None and now - entry.used > older_than_seconds]
@@ -80,13 +80,13 @@ def choose(
     return chosen
 
 
-def prune(chosen: Sequence[Entry]) -> Pruned:
+def prune(chosen: Sequence[CacheEntry]) -> Pruned:
     """Remove the entries that no run uses."""
     taken = [entry for entry in chosen if _take(entry)]
     return Pruned(tuple(taken), tuple(entry for entry in chosen if entry not in taken))
 
 
-def _take(entry: Entry) -> bool:
+def _take(entry: CacheEntry) -> bool:
     """Remove ``entry`` and return whether it is gone; False if a run uses it."""
     aside = entry.folder.with_name(f"{BUILDING}{uuid.uuid4().hex}")
     if not _move(entry, aside, lambda folder: True):
@@ -95,7 +95,7 @@ def _take(entry: Entry) -> bool:
     return True
 
 
-def _move(entry: Entry, aside: Path, still: Callable[[Path], bool]) -> bool:
+def _move(entry: CacheEntry, aside: Path, still: Callable[[Path], bool]) -> bool:
     """Rename the folder of ``entry`` to ``aside`` if nobody uses it and ``still`` says so; returns whether it went."""
     with sole_use(entry.lease) as ours:
         if not ours or not still(entry.folder):
@@ -107,7 +107,7 @@ def _move(entry: Entry, aside: Path, still: Callable[[Path], bool]) -> bool:
         return True
 
 
-def find_damage(entry: Entry) -> str | None:
+def find_damage(entry: CacheEntry) -> str | None:
     """Return what is wrong with an artifact, all of its files hashed again; None if it is whole.
 
     An offload store keeps no hashes: each run checks its tensors' sizes.
@@ -121,7 +121,7 @@ def find_damage(entry: Entry) -> str | None:
     return None
 
 
-def set_aside(entry: Entry) -> Path | None:
+def set_aside(entry: CacheEntry) -> Path | None:
     """Move a damaged artifact away and return where it lies now; None if a run uses it, or it is gone or mended."""
     aside = entry.folder.with_name(f"{DAMAGED}{uuid.uuid4().hex}")
     moved = _move(entry, aside, lambda folder: folder.exists() and find_damage(entry) is not None)

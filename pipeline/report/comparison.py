@@ -15,7 +15,7 @@ _SAME = "No change."
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedValue:
     """One key, its value in A and in B; ``ratio`` is B over A, empty where they are no numbers."""
 
     key: str
@@ -29,13 +29,13 @@ class Section:
     """One subject of a comparison: the changes, and what else is to be said in words."""
 
     title: str
-    changes: tuple[Change, ...]
+    changes: tuple[ChangedValue, ...]
     notes: tuple[str, ...] = ()
     numeric: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """What changed from run A, in the folder ``before``, to run B in ``after``."""
 
     before: Path
@@ -43,7 +43,7 @@ class Comparison:
     sections: tuple[Section, ...]
 
 
-def compare(before: Run, after: Run) -> Comparison:
+def compare(before: Run, after: Run) -> RunComparison:
     """Return what changed from ``before`` to ``after``."""
     sections = (
         _texts(
@@ -58,7 +58,7 @@ def compare(before: Run, after: Run) -> Comparison:
         _speed(before, after),
         Section("Tokens", (), tuple(compare_answers(before.answers, after.answers))),
     )
-    return Comparison(before.folder, after.folder, sections)
+    return RunComparison(before.folder, after.folder, sections)
 
 
 def compare_answers(before: Sequence[Answer], after: Sequence[Answer]) -> list[str]:
@@ -89,7 +89,7 @@ def _texts(title: str, before: dict[str, str], after: dict[str, str]) -> Section
     for entry in spread({"A": before, "B": after}):
         if entry.differs:
             (one, _), (other, _) = entry.values
-            changes.append(Change(entry.key, one or MISSING, other or MISSING))
+            changes.append(ChangedValue(entry.key, one or MISSING, other or MISSING))
     return Section(title, tuple(changes), () if changes else (_SAME,))
 
 
@@ -124,15 +124,15 @@ def _speed(before: Run, after: Run) -> Section:
     for name in dict.fromkeys([*before.metrics, *after.metrics]):
         changes += _change(name, before.metric(name), after.metric(name))
     if before.bound != after.bound:
-        changes.append(Change("bound by", before.bound or MISSING, after.bound or MISSING))
+        changes.append(ChangedValue("bound by", before.bound or MISSING, after.bound or MISSING))
     return Section("Speed", tuple(changes), () if changes else (_SAME,), numeric=True)
 
 
-def _change(key: str, one: Number | None, other: Number | None) -> list[Change]:
+def _change(key: str, one: Number | None, other: Number | None) -> list[ChangedValue]:
     if one == other:
         return []
     ratio = f"{other / one:.2f}" if one and other is not None else MISSING
-    return [Change(key, _told(key, one), _told(key, other), ratio)]
+    return [ChangedValue(key, _told(key, one), _told(key, other), ratio)]
 
 
 def _told(key: str, value: Number | None) -> str:

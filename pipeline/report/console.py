@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.report.comparison import Comparison, Section
+from pipeline.report.comparison import RunComparison, Section
 from pipeline.report.summary import Summary
 from pipeline.report.table import Column
 
@@ -52,7 +52,7 @@ def _coloured(column: Column, cell: str) -> str:
     return f"[{colour}]{cell}[/]" if colour else cell
 
 
-def show_comparison(screen: Console, comparison: Comparison) -> None:
+def show_comparison(screen: Console, comparison: RunComparison) -> None:
     """Print what changed between two runs, subject by subject."""
     screen.print(f"A {escape(str(comparison.before))}\nB {escape(str(comparison.after))}")
     for section in comparison.sections:

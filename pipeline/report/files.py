@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import RunComparison
 from pipeline.report.differences import Spread
 from pipeline.report.finding import Job
 from pipeline.report.placements import in_tier_order
@@ -100,7 +100,7 @@ def _spreads(entries: Sequence[Spread]) -> list[dict[str, Any]]:
     ]
 
 
-def comparison_json(comparison: Comparison) -> str:
+def comparison_json(comparison: RunComparison) -> str:
     """Return what changed between two runs."""
     content = {
         "schema_version": SCHEMA_VERSION,

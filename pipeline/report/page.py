@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.report.comparison import Comparison
+from pipeline.report.comparison import RunComparison
 from pipeline.report.drawing import Picture
 from pipeline.report.plots.memory import memory_picture, timeline_picture
 from pipeline.report.plots.pareto import pareto_picture
@@ -33,7 +33,7 @@ def report_page(summary: Summary, *, title: str) -> str:
     )
 
 
-def comparison_page(comparison: Comparison) -> str:
+def comparison_page(comparison: RunComparison) -> str:
     """Return what changed between two runs as HTML."""
     return _render("compare.html.jinja", title="Two runs compared", comparison=comparison)
 

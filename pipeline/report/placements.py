@@ -16,7 +16,7 @@ _PLAN, _MAP = "plan.json", "device_map.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class PlacedLayer:
     """One layer of a plan and the devices that its tensors lie on, in the order of the tiers."""
 
     name: str
@@ -24,18 +24,18 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RunPlacement:
     """One plan: its layers in the order of execution, and the jobs that followed it."""
 
     jobs: tuple[str, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[PlacedLayer, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Placements:
     """The different plans that could be read, the jobs whose plan is gone, and how many plans were not looked at."""
 
-    plans: tuple[Placement, ...]
+    plans: tuple[RunPlacement, ...]
     pruned: tuple[str, ...]
     left_out: int
 
@@ -62,20 +62,20 @@ def read_placements(jobs: Sequence[Job], *, most: int) -> Placements:
         stage = job.run.stage(PLAN_STAGE)
         if stage:
             groups.setdefault(stage.key or str(stage.artifact), []).append(job)
-    plans: list[Placement] = []
+    plans: list[RunPlacement] = []
     pruned: list[str] = []
     members = list(groups.values())
     while members and len(plans) < most:
         group = members.pop(0)
         names, layers = tuple(job.name for job in group), read_layers(group[0].run)
         if layers:
-            plans.append(Placement(names, layers))
+            plans.append(RunPlacement(names, layers))
         else:
             pruned += names
     return Placements(tuple(plans), tuple(pruned), len(members))
 
 
-def read_layers(run: Run) -> tuple[Layer, ...]:
+def read_layers(run: Run) -> tuple[PlacedLayer, ...]:
     """Return the layers of a run's plan: from its artifact, else the record's own map, none where neither is there."""
     folder = _artifact(run)
     plan = _read(folder / _PLAN) if folder else {}
@@ -83,7 +83,7 @@ def read_layers(run: Run) -> tuple[Layer, ...]:
     if isinstance(homes, dict) and isinstance(names, dict) and homes and names:
         return _layers(homes, list(names))
     entries = (_read(folder / _MAP) if folder else {}) or run.device_map
-    return tuple(Layer(name, (str(device),)) for name, device in entries.items())
+    return tuple(PlacedLayer(name, (str(device),)) for name, device in entries.items())
 
 
 def _artifact(run: Run) -> Path | None:
@@ -95,7 +95,7 @@ def _artifact(run: Run) -> Path | None:
     return next((folder for folder in [stage.artifact, *moved] if folder.is_absolute() and folder.is_dir()), None)
 
 
-def _layers(homes: Mapping[str, Any], names: Sequence[str]) -> tuple[Layer, ...]:
+def _layers(homes: Mapping[str, Any], names: Sequence[str]) -> tuple[PlacedLayer, ...]:
     """Return the layers ``names``, each with the homes of the tensors whose nearest layer it is."""
     held: dict[str, set[str]] = {name: set() for name in names}
     for tensor, device in homes.items():
@@ -104,7 +104,7 @@ def _layers(homes: Mapping[str, Any], names: Sequence[str]) -> tuple[Layer, ...]
             above = above.rpartition(".")[0]
         if above in held:
             held[above].add(str(device))
-    return tuple(Layer(name, tuple(in_tier_order(devices))) for name, devices in held.items() if devices)
+    return tuple(PlacedLayer(name, tuple(in_tier_order(devices))) for name, devices in held.items() if devices)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import psutil
 
 from pipeline.errors import Fault, closest
 from pipeline.stage import Artifact, Config, Context, Report
-from stages.dispatch.score import FILE_NAME, Score, from_json, write_score
+from stages.dispatch.dispatch_plan import FILE_NAME, DispatchPlan, from_json, make_dispatch_plan
 from stages.empty_init import skeleton as skeletons
+from stages.machine.host_memory import host_memory
 from stages.plan import plan as plans
-from stages.plan.host import host_memory
 from stages.plan.stage import SHARE_OF_FREE_MEMORY
 from stages.units import format_bytes
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stages.dispatch.streaming import Streamer
-    from stages.shard_load.devices import Devices
+    from stages.dispatch.streaming.streamer import Streamer
+    from stages.machine.devices import Devices
 
 
 IO_CHOICES = ("auto", "direct", "mmap")
 
 
-def choose_io(asked: str, score: Score) -> Literal["direct", "mmap"]:
+def choose_io(asked: str, plan: DispatchPlan) -> Literal["direct", "mmap"]:
     """Return how streamed weights are read: as asked, or for ``auto`` mapped where their pages can stay in memory.
 
     Page cache isn't the process's own memory, so it stands beside the budget; but pages that don't fit would be read
@@ -37,8 +37,8 @@ def choose_io(asked: str, score: Score) -> Literal["direct", "mmap"]:
     """
     if asked != "auto":
         return "mmap" if asked == "mmap" else "direct"
-    free = free_host_bytes() - score.staging_bytes
-    return "mmap" if score.streamed_bytes <= SHARE_OF_FREE_MEMORY * free else "direct"
+    free = free_host_bytes() - plan.staging_bytes
+    return "mmap" if plan.streamed_bytes <= SHARE_OF_FREE_MEMORY * free else "direct"
 
 
 def free_host_bytes() -> int:
@@ -61,7 +61,7 @@ class Dispatched:
     devices: Devices
 
 
-class Dispatch:
+class DispatchStage:
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
     name = "dispatch"
@@ -83,7 +83,7 @@ class Dispatch:
         return ()
 
     def key(self, context: Context) -> Mapping[str, object]:
-        """The score depends on the skeleton and the plan; which weights they are, shard_load's key says."""
+        """The dispatch plan depends on the skeleton and the plan; which weights they are, shard_load's key says."""
         return {
             "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
             "plan": context.artifact("plan").digest(plans.FILE_NAME),
@@ -94,34 +94,34 @@ class Dispatch:
         """Write ``dispatch.json``; no weight is touched."""
         skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
         plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
-        write_score(skeleton, plan).save(folder)
+        make_dispatch_plan(skeleton, plan).save(folder)
 
     def revive(self, context: Context) -> Dispatched:
         """Return the placed model with its hooks attached."""
-        from stages.dispatch.streaming import Streamer
-        from stages.dispatch.trace import Trace
+        from stages.dispatch.streaming.streamer import Streamer
+        from stages.dispatch.transfer.trace import Trace
 
-        score = from_json(context.artifact("dispatch").json(FILE_NAME))
+        plan = from_json(context.artifact("dispatch").json(FILE_NAME))
         placed = context.live("shard_load")
         streamer = Streamer(
             placed.model,
-            score,
+            plan,
             extents={name: placed.offloaded.extent(name) for name in placed.offloaded},
             devices=placed.devices,
             host=placed.host,
-            io=choose_io(context.config["storage"]["io"], score),
+            io=choose_io(context.config["storage"]["io"], plan),
             trace=Trace() if context.config["trace"] else None,
         )
-        main = placed.devices.torch_device(score.main_device)
+        main = placed.devices.torch_device(plan.main_device)
         return Dispatched(placed.model, streamer, main, placed.load_seconds, placed.read_bytes, placed.devices)
 
     def report(self, artifact: Artifact) -> Report:
         """Say what computes where and how much is streamed a pass."""
-        score = from_json(artifact.json(FILE_NAME))
-        streamed = sum(1 for part in score.parts.values() if part.streamed)
-        where = f"computes on {score.main_device}"
+        plan = from_json(artifact.json(FILE_NAME))
+        streamed = sum(1 for part in plan.parts.values() if part.streamed)
+        where = f"computes on {plan.main_device}"
         if not streamed:
             return Report(f"{where}, everything resident")
         return Report(
-            f"{where}, {streamed} of {len(score.parts)} modules streamed: {format_bytes(score.streamed_bytes)} a pass"
+            f"{where}, {streamed} of {len(plan.parts)} modules streamed: {format_bytes(plan.streamed_bytes)} a pass"
         )

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from stages.empty_init.faking import REFUSALS
+from stages.empty_init.activation_peaks import weigh
+from stages.empty_init.fake_weights import REFUSALS
 from stages.empty_init.rehearsal import Rehearsal, rehearse
 from stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec, parent
 from stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
-from stages.empty_init.weighing import weigh
 
 
 def describe(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from stages.empty_init.hub import checkpoint_folder, weights_path
+from stages.checkpoints.hub import checkpoint_folder, weights_path
 
 OWN_KEYS = ("kind", "path", "revision", "no_split", "tokenizer", "trust_remote_code", "allow_links")
 """The keys of ``model`` that are ours; for ``model=module`` all others are arguments of its constructor."""

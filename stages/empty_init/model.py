@@ -15,7 +15,7 @@ from hydra.utils import get_class, instantiate
 from torch import nn
 
 from pipeline.errors import CheckpointError, ConfigError, closest
-from stages.empty_init.hub import checkpoint_folder
+from stages.checkpoints.hub import checkpoint_folder
 from stages.empty_init.identity import constructor_arguments, read_config, resolve_dtype
 from stages.empty_init.init import init_empty_weights
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.empty_init.faking import Faking, fake_weights, quiet, swapped
+from stages.empty_init.fake_weights import Faking, fake_weights, quiet, swapped
 
 
 @dataclass(slots=True)

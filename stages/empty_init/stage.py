@@ -8,13 +8,13 @@ from typing import Any
 
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
-from stages.empty_init.hub import fault_offline, is_hub_id
+from stages.checkpoints.hub import fault_offline, is_hub_id
 from stages.empty_init.identity import WHERE_CODE_IS_FOUND, code_identity, identity, resolve_dtype
 from stages.empty_init.skeleton import FILE_NAME, from_json
 from stages.units import format_bytes
 
 
-class EmptyInit:
+class EmptyInitStage:
     """Builds the model on the meta device and leaves ``skeleton.json``; its live half is that model."""
 
     name = "empty_init"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stages.dispatch.lookahead import Traffic
+from stages.dispatch.transfer.carrier import Traffic
 
 Bound = Literal["storage", "link", "compute"]
 Metrics = dict[str, float | int | str | None]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from stages.empty_init.hub import checkpoint_folder, tokenizer_folder
+from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 
 if TYPE_CHECKING:
     import torch

@@ -10,15 +10,15 @@ from typing import Any
 
 from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report
-from stages.dispatch.score import FILE_NAME as SCORE
+from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from stages.empty_init import skeleton as skeletons
-from stages.empty_init.hub import checkpoint_folder, tokenizer_folder
 from stages.generate.prompts import TOKENIZER_FILES, check_prompts, read_prompts
 
 FILE_NAME = "generation.json"
 
 
-class Generate:
+class GenerateStage:
     """Leaves ``generation.json``: prompts, texts, token ids, metrics. It has no live half."""
 
     name = "generate"
@@ -42,7 +42,7 @@ class Generate:
         return {
             "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
             "weights": context.artifact("shard_load").key,
-            "placement": context.artifact("dispatch").digest(SCORE),
+            "placement": context.artifact("dispatch").digest(DISPATCH_PLAN),
             "prompts": read_prompts(config["generate"]),
             "options": options,
             "seed": config["seed"],
@@ -54,9 +54,9 @@ class Generate:
 
     def build(self, context: Context, folder: Path) -> Any:
         """Generate, and write ``generation.json``."""
-        from stages.generate.perform import perform
+        from stages.generate.generation import perform
 
-        perform(context).save(folder)
+        perform(context).save(folder / FILE_NAME)
 
     def revive(self, context: Context) -> Any:
         """Return None: nothing comes after the text."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ConfigError
-from stages.plan.hardware import Hardware, coarse
+from stages.machine.hardware import Hardware, coarse
 from stages.plan.placement import Homes
 from stages.plan.predict import PROCESS_BYTES
 from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size

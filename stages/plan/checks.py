@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pipeline.errors import BudgetError, ConfigError, closest
-from stages.plan.hardware import Hardware
+from stages.machine.hardware import Hardware
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, reserves, resident_bytes
 from stages.plan.plan import Plan

@@ -17,10 +17,10 @@ from torch import nn
 
 from stages.empty_init.describe import describe, dtype_name
 from stages.empty_init.skeleton import TensorSpec
+from stages.machine.hardware import Hardware, local_accelerators
+from stages.machine.host_memory import host_memory
 from stages.plan import checks
 from stages.plan.budgets import allow
-from stages.plan.hardware import Hardware, local_accelerators
-from stages.plan.host import host_memory
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, fold, reserves, resident_bytes
 from stages.plan.policies import POLICIES

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.empty_init.hub import checkpoint_folder, tokenizer_folder
+from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

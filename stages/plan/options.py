@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Fault, closest
+from stages.machine.rates import Rates
 from stages.plan.policies import POLICIES
-from stages.plan.rates import Rates
 from stages.units import DeviceId, parse_device, parse_size
 
 OFFLOAD = "cpu_offload_gb"

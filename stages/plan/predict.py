@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from stages.machine.rates import Rates
 from stages.plan.geometry import Geometry, Request
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement, streamed_bytes
 from stages.plan.plan import Plan
-from stages.plan.rates import Rates
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
 PINNED_BYTES = 16 * 2**20

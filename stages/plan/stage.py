@@ -10,13 +10,14 @@ from typing import Any
 
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import MEASURED, Artifact, Config, Context, Report
+from stages.checkpoints.hub import checkpoint_folder
 from stages.empty_init import skeleton as skeletons
-from stages.empty_init.hub import checkpoint_folder
+from stages.machine.hardware import Hardware, coarse, hardware, ledgers
+from stages.machine.rates import Rates, local_rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
-from stages.plan.assemble import assemble
+from stages.plan.assembly import assemble
 from stages.plan.checks import require_room
 from stages.plan.geometry import read_geometry, read_request
-from stages.plan.hardware import Hardware, coarse, hardware, ledgers
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement
 from stages.plan.policies import POLICIES
@@ -24,7 +25,6 @@ from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
 from stages.plan.policies.optimal import optimal
 from stages.plan.predict import PROCESS_BYTES, Work, predict, work
-from stages.plan.rates import Rates, local_rates, read_rates
 from stages.units import CPU, format_bytes
 
 SIZES_NAME = "sizes.json"
@@ -32,7 +32,7 @@ SHARE_OF_FREE_MEMORY = 0.8
 """The most of the free memory that mapped weights may fill with their pages, before direct reads are the better way."""
 
 
-class MakePlan:
+class PlanStage:
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"

@@ -1,10 +1,9 @@
-from .checkpoint import Checkpoint as Checkpoint, fingerprint_of as fingerprint_of, open_checkpoint as open_checkpoint
-from .in_model import (
+from .checkpoint_in_model import (
     load_checkpoint_in_model as load_checkpoint_in_model,
     load_state_dict as load_state_dict,
     set_module_tensor_to_device as set_module_tensor_to_device,
 )
-from .offloading import (
+from .offload_folder import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,
     PrefixedDataset as PrefixedDataset,
     load_offloaded_weight as load_offloaded_weight,
@@ -12,4 +11,4 @@ from .offloading import (
     offload_weight as offload_weight,
     save_offload_index as save_offload_index,
 )
-from .placing import Placed as Placed
+from .placed_weights import Placed as Placed

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
+from stages.checkpoints.checkpoint import Checkpoint
+from stages.checkpoints.extents import torch_dtype
+from stages.checkpoints.safetensors_header import Entry
 from stages.empty_init.skeleton import Skeleton, TensorSpec
-from stages.shard_load.checkpoint import Checkpoint
 from stages.shard_load.names import Step, ignorable, name_tensors
-from stages.shard_load.reading import torch_dtype
-from stages.shard_load.safetensors_header import Entry
 
 _log = logging.getLogger(__name__)
 

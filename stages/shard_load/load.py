@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
+from stages.checkpoints.checkpoint import Checkpoint
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.readers import SourceReader, open_reader
 from stages.empty_init.skeleton import Skeleton, TensorSpec
-from stages.shard_load.checkpoint import Checkpoint
+from stages.machine.aligned_memory import HostBlock
 from stages.shard_load.layout import Layout, lay_out
-from stages.shard_load.memory import HostBlock
 from stages.shard_load.names import Step
-from stages.shard_load.reading import Extent, SourceReader, open_reader
-from stages.shard_load.store import StoredTensor
+from stages.shard_load.offload_store import StoredTensor
 from stages.units import CPU, DISK, DeviceId
 
 

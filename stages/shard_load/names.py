@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
-from stages.shard_load.reading import torch_dtype
-from stages.shard_load.safetensors_header import Entry
+from stages.checkpoints.extents import torch_dtype
+from stages.checkpoints.safetensors_header import Entry
 
 
 class Converter(Protocol):

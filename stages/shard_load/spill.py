@@ -15,8 +15,8 @@ from types import TracebackType
 import torch
 
 from pipeline.errors import StorageError
-from stages.shard_load.files import ShardFile
-from stages.shard_load.reading import Extent, byte_view, read_extent
+from stages.checkpoints.extents import Extent, byte_view, read_extent
+from stages.checkpoints.shard_files import ShardFile
 from stages.units import format_bytes
 
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError, Fault, StorageError, closest
 from pipeline.stage import Artifact, Config, Context, Report
+from stages.checkpoints.checkpoint import Checkpoint, Depth, identity, open_checkpoint
+from stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, weights_path
 from stages.empty_init import skeleton as skeletons
-from stages.empty_init.hub import fault_offline, is_hub_id, local_snapshot, weights_path
 from stages.plan import plan as plans
-from stages.shard_load.checkpoint import Checkpoint, Depth, identity, open_checkpoint
-from stages.shard_load.store import OffloadStore, open_store
+from stages.shard_load.offload_store import OffloadStore, open_store
 from stages.units import CPU, format_bytes
 
 if TYPE_CHECKING:
-    from stages.shard_load.files import ShardFile
+    from stages.checkpoints.shard_files import ShardFile
     from stages.shard_load.load import Load
-    from stages.shard_load.placing import Placed
+    from stages.shard_load.placed_weights import Placed
 
 CHECKS: Mapping[str, object] = {"strict": True, "check_finite": False, "verify": "headers"}
 """The config keys that say how much is checked, and their defaults."""
@@ -31,7 +31,7 @@ INDEX_NAME = "offload_index.json"
 REPORT_NAME = "load_report.json"
 
 
-class ShardLoad:
+class ShardLoadStage:
     """Leaves where each offloaded tensor is read from; its live half is the model with its weights in place."""
 
     name = "shard_load"
@@ -66,9 +66,9 @@ class ShardLoad:
 
     def build(self, context: Context, folder: Path) -> Any:
         """Fill the offload store; write ``offload_index.json`` and ``load_report.json``."""
+        from stages.checkpoints.hashes import hash_files
         from stages.shard_load.load import check_twins
-        from stages.shard_load.placing import refuse_infinite_served
-        from stages.shard_load.verifying import hash_files
+        from stages.shard_load.placed_weights import refuse_infinite_served
 
         load = _prepare(context)
         hashes = hash_files(load.checkpoint) if context.config.get("verify") == "full" else {}
@@ -85,9 +85,9 @@ class ShardLoad:
 
         With ``verify=full`` the files must still have the bytes that they had when the artifact was made.
         """
-        from stages.shard_load.devices import Devices
-        from stages.shard_load.placing import place
-        from stages.shard_load.verifying import check_hashes
+        from stages.checkpoints.hashes import check_hashes
+        from stages.machine.devices import Devices
+        from stages.shard_load.placed_weights import place
 
         load, config = _prepare(context), context.config
         plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
@@ -142,7 +142,7 @@ def _store(context: Context, load: Load) -> OffloadStore:
 
 def _fill_store(context: Context, load: Load) -> dict[str, ShardFile]:
     """Return the files of what must be in the offload store; none is opened where nothing must."""
-    from stages.shard_load.placing import fill_store
+    from stages.shard_load.placed_weights import fill_store
 
     if not load.stored:
         return {}
@@ -150,7 +150,7 @@ def _fill_store(context: Context, load: Load) -> dict[str, ShardFile]:
 
 
 def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
-    from stages.shard_load.placing import extents
+    from stages.shard_load.placed_weights import extents
 
     return {
         name: {

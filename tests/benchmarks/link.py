@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from stages.dispatch.cuda_link import CudaLink
-from stages.dispatch.link import pin
-from stages.shard_load.memory import private_bytes
+from stages.dispatch.transfer.cuda_link import CudaLink
+from stages.dispatch.transfer.link import pin
+from stages.machine.aligned_memory import private_bytes
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say

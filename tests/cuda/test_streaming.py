@@ -12,16 +12,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.errors import BudgetError
-from stages.dispatch.cuda_link import CudaLink, CudaMemory
-from stages.dispatch.link import pin
-from stages.dispatch.link_carrier import LinkCarrier
-from stages.dispatch.moving import send_to_device
-from stages.dispatch.trace import Trace
-from stages.shard_load.devices import Devices
-from stages.shard_load.memory import HostBlock, private_bytes
+from stages.dispatch.transfer.cuda_link import CudaLink, CudaMemory
+from stages.dispatch.transfer.link import pin
+from stages.dispatch.transfer.link_carrier import LinkCarrier
+from stages.dispatch.transfer.trace import Trace
+from stages.dispatch.transfer.values import send_to_device
+from stages.machine.aligned_memory import HostBlock, private_bytes
+from stages.machine.devices import Devices
 from stages.units import DeviceId
 from tests.e2e.pipelines import dispatched
-from tests.stages.dispatch.theatre import LAYOUTS, Theatre, net
+from tests.stages.dispatch.placed_models import LAYOUTS, Setup, net
 
 pytestmark = [
     pytest.mark.cuda,
@@ -46,13 +46,13 @@ def resident() -> torch.Tensor:
 
 
 @pytest.fixture
-def theatre(tmp_path: Path) -> Iterator[Callable[..., Theatre]]:
-    opened: list[Theatre] = []
+def setup(tmp_path: Path) -> Iterator[Callable[..., Setup]]:
+    opened: list[Setup] = []
 
-    def make(homes: Callable[[str], DeviceId], **options: Any) -> Theatre:
+    def make(homes: Callable[[str], DeviceId], **options: Any) -> Setup:
         folder = tmp_path / str(len(opened))
         folder.mkdir()
-        opened.append(Theatre(net(WIDTH), homes, folder, devices=Devices(), example=inputs("cpu"), **options))
+        opened.append(Setup(net(WIDTH), homes, folder, devices=Devices(), example=inputs("cpu"), **options))
         return opened[-1]
 
     yield make
@@ -78,8 +78,8 @@ def no_synchronising() -> Iterator[None]:
 
 
 @everywhere
-def test_it_answers_bit_for_bit_like_the_resident_model(where: str, theatre: Callable[..., Theatre]) -> None:
-    expected, stage = resident(), theatre(LAYOUTS[where])
+def test_it_answers_bit_for_bit_like_the_resident_model(where: str, setup: Callable[..., Setup]) -> None:
+    expected, stage = resident(), setup(LAYOUTS[where])
     answers = [stage.model(inputs()) for _ in range(8)]
     assert all(torch.equal(answer, expected) for answer in answers)
     assert stage.streamer.traffic.overflow_bytes == 0
@@ -87,8 +87,8 @@ def test_it_answers_bit_for_bit_like_the_resident_model(where: str, theatre: Cal
 
 
 @everywhere
-def test_it_waits_for_computing_that_is_slow(where: str, theatre: Callable[..., Theatre]) -> None:
-    expected, stage = resident(), theatre(LAYOUTS[where])
+def test_it_waits_for_computing_that_is_slow(where: str, setup: Callable[..., Setup]) -> None:
+    expected, stage = resident(), setup(LAYOUTS[where])
     for module in stage.model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda _module, _args: torch.cuda._sleep(3_000_000))
@@ -97,16 +97,16 @@ def test_it_waits_for_computing_that_is_slow(where: str, theatre: Callable[..., 
 
 
 @everywhere
-def test_nothing_synchronises_inside_a_pass(where: str, theatre: Callable[..., Theatre]) -> None:
-    stage, x = theatre(LAYOUTS[where]), inputs()
+def test_nothing_synchronises_inside_a_pass(where: str, setup: Callable[..., Setup]) -> None:
+    stage, x = setup(LAYOUTS[where]), inputs()
     stage.model(x)
     with no_synchronising():
         answers = [stage.model(x) for _ in range(5)]
     assert all(torch.equal(answer, resident()) for answer in answers)
 
 
-def test_the_host_runs_on_while_the_accelerator_computes(theatre: Callable[..., Theatre]) -> None:
-    stage, x = theatre(LAYOUTS["host"]), inputs()
+def test_the_host_runs_on_while_the_accelerator_computes(setup: Callable[..., Setup]) -> None:
+    stage, x = setup(LAYOUTS["host"]), inputs()
     stage.model(x)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second
@@ -119,7 +119,7 @@ def test_the_host_runs_on_while_the_accelerator_computes(theatre: Callable[..., 
 
 @everywhere
 def test_memory_is_flat_over_passes_and_within_weights_reserve_and_activations(
-    where: str, theatre: Callable[..., Theatre]
+    where: str, setup: Callable[..., Setup]
 ) -> None:
     model, x = net(WIDTH).to("cuda:0"), inputs()
     model(x)
@@ -129,7 +129,7 @@ def test_memory_is_flat_over_passes_and_within_weights_reserve_and_activations(
     activations = asked_for("peak") - before
     del model
     before = asked_for()
-    stage = theatre(LAYOUTS[where])
+    stage = setup(LAYOUTS[where])
     held = asked_for()
     assert held - before == stage.resident + stage.reserve
     torch.cuda.reset_peak_memory_stats()
@@ -142,8 +142,10 @@ def test_memory_is_flat_over_passes_and_within_weights_reserve_and_activations(
     assert asked_for() - before == stage.resident
 
 
-def test_weights_on_the_host_are_pinned_where_they_are_until_the_hooks_go(theatre: Callable[..., Theatre]) -> None:
-    stage = theatre(LAYOUTS["host"])
+def test_weights_on_the_host_are_pinned_where_they_are_until_the_hooks_go(
+    setup: Callable[..., Setup],
+) -> None:
+    stage = setup(LAYOUTS["host"])
     weights = list(stage.model.parameters())
     assert all(weight.is_pinned() for weight in weights)
     stage.model(inputs())
@@ -164,8 +166,8 @@ def test_what_is_pinned_is_exactly_as_large_as_it_was_asked_to_be() -> None:
     again()
 
 
-def test_the_buffers_for_reads_are_no_more_than_the_plan_knows_of(theatre: Callable[..., Theatre]) -> None:
-    stage = theatre(LAYOUTS["disk"])
+def test_the_buffers_for_reads_are_no_more_than_the_plan_knows_of(setup: Callable[..., Setup]) -> None:
+    stage = setup(LAYOUTS["disk"])
     carrier = stage.streamer._lookaheads[0]._carrier
     assert isinstance(carrier, LinkCarrier)
     assert 0 < carrier.pinned_bytes <= stage.reserve
@@ -174,10 +176,10 @@ def test_the_buffers_for_reads_are_no_more_than_the_plan_knows_of(theatre: Calla
 
 @everywhere
 def test_memory_that_cannot_be_pinned_serves_all_the_same(
-    where: str, theatre: Callable[..., Theatre], monkeypatch: pytest.MonkeyPatch
+    where: str, setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaLink, "register", lambda _link, _memory: False)
-    stage = theatre(LAYOUTS[where])
+    stage = setup(LAYOUTS[where])
     assert all(torch.equal(stage.model(inputs()), resident()) for _ in range(3))
 
 
@@ -192,12 +194,12 @@ def test_a_refusal_to_pin_is_no_error_of_the_next_kernel() -> None:
 @everywhere
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_whatever_ends_a_forward_the_model_can_be_called_again(
-    where: str, error: type[BaseException], theatre: Callable[..., Theatre]
+    where: str, error: type[BaseException], setup: Callable[..., Setup]
 ) -> None:
     def throw(*_: Any) -> None:
         raise error
 
-    stage, expected = theatre(LAYOUTS[where]), resident()
+    stage, expected = setup(LAYOUTS[where]), resident()
     for module in list(stage.model.modules()):
         hook = module.register_forward_pre_hook(throw)
         with pytest.raises(error):
@@ -208,8 +210,8 @@ def test_whatever_ends_a_forward_the_model_can_be_called_again(
 
 
 @everywhere
-def test_calls_from_different_streams_are_kept_apart(where: str, theatre: Callable[..., Theatre]) -> None:
-    stage, x, expected, side = theatre(LAYOUTS[where]), inputs(), resident(), torch.cuda.Stream()
+def test_calls_from_different_streams_are_kept_apart(where: str, setup: Callable[..., Setup]) -> None:
+    stage, x, expected, side = setup(LAYOUTS[where]), inputs(), resident(), torch.cuda.Stream()
     torch.cuda.synchronize()
     answers = []
     for number in range(8):
@@ -220,8 +222,8 @@ def test_calls_from_different_streams_are_kept_apart(where: str, theatre: Callab
     assert all(torch.equal(answer, expected) for answer in answers)
 
 
-def test_a_call_in_inference_mode_leaves_memory_that_other_calls_can_use(theatre: Callable[..., Theatre]) -> None:
-    stage, expected = theatre(LAYOUTS["mixed"]), resident()
+def test_a_call_in_inference_mode_leaves_memory_that_other_calls_can_use(setup: Callable[..., Setup]) -> None:
+    stage, expected = setup(LAYOUTS["mixed"]), resident()
     with torch.inference_mode():
         assert torch.equal(stage.model(inputs()), expected)
     assert torch.equal(stage.model(inputs().requires_grad_()), expected)
@@ -259,20 +261,20 @@ def test_inputs_come_over_without_waiting_from_pinned_memory_alone() -> None:
     assert torch.equal(there.cpu(), tensor)
 
 
-def test_copies_stand_on_the_time_line(theatre: Callable[..., Theatre]) -> None:
+def test_copies_stand_on_the_time_line(setup: Callable[..., Setup]) -> None:
     trace = Trace()
-    stage = theatre(LAYOUTS["mixed"], trace=trace)
+    stage = setup(LAYOUTS["mixed"], trace=trace)
     stage.model(inputs())
     stage.streamer.remove()
     assert {event["cat"] for event in trace._events} >= {"read", "copy", "compute"}
 
 
 @two_accelerators
-def test_two_accelerators_stream_each_for_itself(theatre: Callable[..., Theatre]) -> None:
+def test_two_accelerators_stream_each_for_itself(setup: Callable[..., Setup]) -> None:
     def half(module: str) -> int:
         return int(module[0]) // 2
 
-    stage = theatre(lambda name: half(name) if "bias" in name else "cpu", execution=half)
+    stage = setup(lambda name: half(name) if "bias" in name else "cpu", execution=half)
     model = net(WIDTH)
     model[:2].to("cuda:0")
     model[2:].to("cuda:1")

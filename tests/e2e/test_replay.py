@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stages.plan.rates import coarse_rate
+from stages.machine.rates import coarse_rate
 from tests.e2e.conftest import Finished, records_in
 
 Run = Callable[..., Finished]

@@ -22,7 +22,7 @@ from pipeline.report.drawing import (
     picture,
     row_height,
 )
-from pipeline.report.placements import Layer, Placement, Placements, device_title, in_tier_order
+from pipeline.report.placements import PlacedLayer, Placements, RunPlacement, device_title, in_tier_order
 from pipeline.report.quantities import listed
 
 MOST_CELLS = 4000
@@ -56,7 +56,7 @@ def _caption(placements: Placements) -> str:
     return " ".join(parts)
 
 
-def _paint(figure: Figure, size: Size, plans: Sequence[Placement], labels: Mapping[str, str]) -> None:
+def _paint(figure: Figure, size: Size, plans: Sequence[RunPlacement], labels: Mapping[str, str]) -> None:
     axes = figure.subplots()
     dress(axes, x_label="layer")
     name_rows(axes, [_row_name(plan, labels) for plan in plans], size=size)
@@ -70,11 +70,11 @@ def _paint(figure: Figure, size: Size, plans: Sequence[Placement], labels: Mappi
         _names(axes, row, plan.layers, size=size, room=longest / (30 if size.narrow else 90))
 
 
-def _row_name(plan: Placement, labels: Mapping[str, str]) -> str:
+def _row_name(plan: RunPlacement, labels: Mapping[str, str]) -> str:
     return labels[plan.jobs[0]] if len(plan.jobs) == 1 else listed(plan.jobs, most=6)
 
 
-def _cells(axes: Axes, row: int, layers: Sequence[Layer], *, size: Size, gap: float) -> None:
+def _cells(axes: Axes, row: int, layers: Sequence[PlacedLayer], *, size: Size, gap: float) -> None:
     """Draw the cells of one row, those of one device together: one artist a device and not one a cell."""
     offset, height = bar_place(size)
     spans: dict[str, list[tuple[float, float]]] = {}
@@ -84,7 +84,7 @@ def _cells(axes: Axes, row: int, layers: Sequence[Layer], *, size: Size, gap: fl
         axes.broken_barh(pieces, (row + offset - height / 2, height), color=COLOURS[device_colour(device)], linewidth=0)
 
 
-def _pieces(layers: Sequence[Layer], *, whole: bool) -> Iterator[tuple[str, float, float]]:
+def _pieces(layers: Sequence[PlacedLayer], *, whole: bool) -> Iterator[tuple[str, float, float]]:
     """Yield device, start and width of every piece of a cell, or of every run of equal cells where not ``whole``."""
     for devices, start, width in _spans(layers):
         count = width if whole else 1
@@ -94,7 +94,7 @@ def _pieces(layers: Sequence[Layer], *, whole: bool) -> Iterator[tuple[str, floa
                 yield device, start + cell * width / count + place * each, each
 
 
-def _names(axes: Axes, row: int, layers: Sequence[Layer], *, size: Size, room: float) -> None:
+def _names(axes: Axes, row: int, layers: Sequence[PlacedLayer], *, size: Size, room: float) -> None:
     """Write the device on every run of cells that is wide enough: colour is not all that tells devices apart."""
     offset, _ = bar_place(size)
     for devices, start, width in _spans(layers):
@@ -104,7 +104,7 @@ def _names(axes: Axes, row: int, layers: Sequence[Layer], *, size: Size, room: f
             axes.text(start + middle, row + offset, devices[0], ha="center", va="center_baseline", color=ink)
 
 
-def _spans(layers: Sequence[Layer]) -> Iterator[tuple[tuple[str, ...], int, int]]:
+def _spans(layers: Sequence[PlacedLayer]) -> Iterator[tuple[tuple[str, ...], int, int]]:
     """Yield devices, first layer and count of every run of layers that lie alike."""
     start = 0
     for devices, members in groupby(layers, key=lambda layer: layer.devices):

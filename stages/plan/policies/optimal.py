@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stages.empty_init.skeleton import parent
+from stages.machine.rates import Rates
 from stages.plan.filling import fill
 from stages.plan.outline import Layer, Outline
 from stages.plan.placement import (
@@ -33,7 +34,6 @@ from stages.plan.placement import (
 from stages.plan.policies.balanced import balanced
 from stages.plan.policies.sequential import sequential
 from stages.plan.predict import token_seconds
-from stages.plan.rates import Rates
 from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 _MOST_SUMS = 2048

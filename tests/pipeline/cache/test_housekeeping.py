@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.housekeeping import Entry, choose, entries, find_damage, prune, set_aside
+from pipeline.cache.housekeeping import CacheEntry, choose, entries, find_damage, prune, set_aside
 from pipeline.cache.leases import SHARED, Leases, lease_path, sole_use
 from pipeline.cache.store import Store
 
@@ -20,8 +20,8 @@ def write(folder: Path) -> None:
     folder.joinpath("answer.json").write_text('{"answer": 42}')
 
 
-def entry(name: str, size: int, used: float, stage: str = "plan") -> Entry:
-    return Entry(stage, name, Path("cache", stage, name), size, used)
+def entry(name: str, size: int, used: float, stage: str = "plan") -> CacheEntry:
+    return CacheEntry(stage, name, Path("cache", stage, name), size, used)
 
 
 @pytest.mark.parametrize(

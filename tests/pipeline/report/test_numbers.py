@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from pipeline.report.differences import config_differences, flatten, spread
 from pipeline.report.finding import Job, find
-from pipeline.report.placements import Layer, read_placements
+from pipeline.report.placements import PlacedLayer, read_placements
 from pipeline.report.quantities import listed, scale_for, tell
 from pipeline.report.records import Run
 from pipeline.report.speed import BANDWIDTHS, OTHERS, bound_seconds, pareto, speed_series
@@ -86,7 +86,7 @@ def test_placements_come_from_the_plans_and_a_pruned_one_is_said(tmp_path: Path)
     jobs = find([tmp_path]).jobs
     first, second = read_placements(jobs, most=5).plans
     assert (first.jobs, second.jobs) == (("#0", "#1"), ("#2",))
-    assert first.layers[1:3] == (Layer("model.layers.1", ("cpu",)), Layer("model.layers.2", ("disk",)))
+    assert first.layers[1:3] == (PlacedLayer("model.layers.1", ("cpu",)), PlacedLayer("model.layers.2", ("disk",)))
     assert read_placements(jobs, most=1).left_out == 1
     for file in (tmp_path / "cache").rglob("*.json"):
         file.unlink()

@@ -19,8 +19,8 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from stages.dispatch.link import DEVICE_ALIGNMENT
-from stages.shard_load.memory import Bytes, private_bytes
+from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
+from stages.machine.aligned_memory import Bytes, private_bytes
 
 POISON = 0xA5
 Kernel = Callable[[], object]

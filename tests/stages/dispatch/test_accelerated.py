@@ -13,26 +13,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from pipeline.errors import BudgetError, CheckpointError
-from stages.dispatch.link import FreshMemory, SynchronousLink
-from stages.dispatch.score import from_json
-from stages.dispatch.trace import Trace
-from stages.shard_load.devices import Devices
-from stages.shard_load.memory import HostBlock
+from stages.dispatch.dispatch_plan import from_json
+from stages.dispatch.transfer.links import FreshMemory, SynchronousLink
+from stages.dispatch.transfer.trace import Trace
+from stages.machine.aligned_memory import HostBlock
+from stages.machine.devices import Devices
 from stages.units import DeviceId
 from tests.stages.dispatch.late_link import LateLink
-from tests.stages.dispatch.theatre import LAYOUTS, Theatre, X, net
+from tests.stages.dispatch.placed_models import LAYOUTS, Setup, X, net
 
 everywhere = pytest.mark.parametrize("where", LAYOUTS)
 
 
 @pytest.fixture
-def theatre(tmp_path: Path) -> Iterator[Callable[..., Theatre]]:
-    opened: list[Theatre] = []
+def setup(tmp_path: Path) -> Iterator[Callable[..., Setup]]:
+    opened: list[Setup] = []
 
-    def make(model: nn.Module, homes: Callable[[str], DeviceId], **options: Any) -> Theatre:
+    def make(model: nn.Module, homes: Callable[[str], DeviceId], **options: Any) -> Setup:
         folder = tmp_path / str(len(opened))
         folder.mkdir()
-        opened.append(Theatre(model, homes, folder, **options))
+        opened.append(Setup(model, homes, folder, **options))
         return opened[-1]
 
     yield make
@@ -42,10 +42,10 @@ def theatre(tmp_path: Path) -> Iterator[Callable[..., Theatre]]:
 
 @everywhere
 def test_it_answers_bit_for_bit_like_a_resident_model_and_holds_no_more_than_its_reserve(
-    where: str, theatre: Callable[..., Theatre]
+    where: str, setup: Callable[..., Setup]
 ) -> None:
     expected = net()(X)
-    stage = theatre(net(), LAYOUTS[where])
+    stage = setup(net(), LAYOUTS[where])
     for _ in range(4):
         assert torch.equal(stage.model(X), expected)
         assert stage.ledger(0).held == stage.resident + stage.reserve, "allocated once"
@@ -56,9 +56,9 @@ def test_it_answers_bit_for_bit_like_a_resident_model_and_holds_no_more_than_its
 
 
 @everywhere
-def test_removing_gives_all_memory_back_and_leaves_weights_waiting(where: str, theatre: Callable[..., Theatre]) -> None:
+def test_removing_gives_all_memory_back_and_leaves_weights_waiting(where: str, setup: Callable[..., Setup]) -> None:
     model = net()
-    stage = theatre(model, LAYOUTS[where])
+    stage = setup(model, LAYOUTS[where])
     before = {name: tensor.device.type for name, tensor in model.named_parameters()}
     model(X)
     stage.streamer.remove()
@@ -70,10 +70,10 @@ def test_removing_gives_all_memory_back_and_leaves_weights_waiting(where: str, t
         assert torch.equal(model(X), net()(X)), "it computes where its weights are"
 
 
-def test_a_full_accelerator_is_an_error_before_anything_is_hooked(theatre: Callable[..., Theatre]) -> None:
+def test_a_full_accelerator_is_an_error_before_anything_is_hooked(setup: Callable[..., Setup]) -> None:
     model = net()
     with pytest.raises(BudgetError, match=r"max_memory\.0: the simulated accelerator 0 is full"):
-        theatre(model, LAYOUTS["host"], devices=Devices({0: 20_000}))
+        setup(model, LAYOUTS["host"], devices=Devices({0: 20_000}))
     assert type(model) is nn.Sequential
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert torch.equal(model(X), net()(X))
@@ -82,13 +82,13 @@ def test_a_full_accelerator_is_an_error_before_anything_is_hooked(theatre: Calla
 @everywhere
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_whatever_ends_a_forward_the_model_can_be_called_again(
-    where: str, error: type[BaseException], theatre: Callable[..., Theatre]
+    where: str, error: type[BaseException], setup: Callable[..., Setup]
 ) -> None:
     def throw(*_: Any) -> None:
         raise error
 
     chance, expected, model = random.Random(2), net()(X), net()
-    stage = theatre(model, LAYOUTS[where])
+    stage = setup(model, LAYOUTS[where])
     for _ in range(25):
         module = chance.choice(list(model.modules()))
         hook = chance.choice([module.register_forward_pre_hook, module.register_forward_hook])(throw)
@@ -102,7 +102,9 @@ def test_whatever_ends_a_forward_the_model_can_be_called_again(
     assert stage.streamer.traffic.overflow_bytes == 0, "nothing stayed acquired"
 
 
-def test_a_model_that_calls_itself_is_not_taken_for_one_that_was_interrupted(theatre: Callable[..., Theatre]) -> None:
+def test_a_model_that_calls_itself_is_not_taken_for_one_that_was_interrupted(
+    setup: Callable[..., Setup],
+) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -115,15 +117,15 @@ def test_a_model_that_calls_itself_is_not_taken_for_one_that_was_interrupted(the
 
     model = Twice().requires_grad_(False)
     expected = model(X)
-    stage = theatre(model, LAYOUTS["host"])
+    stage = setup(model, LAYOUTS["host"])
     assert all(torch.equal(stage.model(X), expected) for _ in range(3))
 
 
 def test_a_file_that_changes_ends_the_forward_that_needs_it_and_the_memory_stays_usable(
-    theatre: Callable[..., Theatre], tmp_path: Path
+    setup: Callable[..., Setup], tmp_path: Path
 ) -> None:
     model = net()
-    stage = theatre(model, LAYOUTS["disk"])
+    stage = setup(model, LAYOUTS["disk"])
     path = tmp_path / "0" / "weights"
     whole, status = path.read_bytes(), path.stat()
     path.write_bytes(whole[:-4])
@@ -135,9 +137,9 @@ def test_a_file_that_changes_ends_the_forward_that_needs_it_and_the_memory_stays
     assert stage.ledger(0).peak == stage.reserve
 
 
-def test_a_call_in_inference_mode_leaves_memory_that_other_calls_can_use(theatre: Callable[..., Theatre]) -> None:
+def test_a_call_in_inference_mode_leaves_memory_that_other_calls_can_use(setup: Callable[..., Setup]) -> None:
     model, expected = net(), net()(X)
-    theatre(model, LAYOUTS["mixed"])
+    setup(model, LAYOUTS["mixed"])
     with torch.inference_mode():
         assert torch.equal(model(X), expected)
     x = X.clone().requires_grad_()
@@ -146,33 +148,35 @@ def test_a_call_in_inference_mode_leaves_memory_that_other_calls_can_use(theatre
         assert torch.equal(model(X), expected)
 
 
-def test_an_accelerator_without_streams_is_served_copy_by_copy(theatre: Callable[..., Theatre]) -> None:
+def test_an_accelerator_without_streams_is_served_copy_by_copy(setup: Callable[..., Setup]) -> None:
     def plain(_devices: Devices, _device: DeviceId) -> SynchronousLink:
         return SynchronousLink(lambda size: FreshMemory(torch.device("cpu"), size))
 
     model, expected = net(), net()(X)
-    theatre(model, LAYOUTS["mixed"], open_link=plain)
+    setup(model, LAYOUTS["mixed"], open_link=plain)
     assert all(torch.equal(model(X), expected) for _ in range(4))
 
 
-def test_the_reserves_survive_the_scores_file(theatre: Callable[..., Theatre], tmp_path: Path) -> None:
-    score = theatre(net(), LAYOUTS["mixed"]).score
+def test_the_reserves_survive_the_scores_file(setup: Callable[..., Setup], tmp_path: Path) -> None:
+    score = setup(net(), LAYOUTS["mixed"]).score
     score.save(tmp_path)
     assert from_json(json.loads((tmp_path / "dispatch.json").read_text())) == score
     assert list(score.reserves) == [0]
 
 
-def test_each_accelerator_streams_into_a_reserve_of_its_own(theatre: Callable[..., Theatre]) -> None:
+def test_each_accelerator_streams_into_a_reserve_of_its_own(setup: Callable[..., Setup]) -> None:
     model, expected = net(), net()(X)
     homes: Callable[[str], DeviceId] = lambda name: int(name[0]) // 2 if "weight" in name else "cpu"  # noqa: E731
-    stage = theatre(model, homes, execution=lambda module: int(module[0]) // 2)
+    stage = setup(model, homes, execution=lambda module: int(module[0]) // 2)
     resident = stage.ledger(1).held - stage.score.reserves[1]
     assert all(torch.equal(model(X), expected) for _ in range(3))
     assert set(stage.score.reserves) == {0, 1}
     assert stage.ledger(1).peak == resident + stage.score.reserves[1]
 
 
-def test_weights_that_wait_on_the_host_lie_in_one_block_and_ties_stay_ties(theatre: Callable[..., Theatre]) -> None:
+def test_weights_that_wait_on_the_host_lie_in_one_block_and_ties_stay_ties(
+    setup: Callable[..., Setup],
+) -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).requires_grad_(False)
     model[1].weight = model[0].weight
     links: list[LateLink] = []
@@ -181,7 +185,7 @@ def test_weights_that_wait_on_the_host_lie_in_one_block_and_ties_stay_ties(theat
         links.append(LateLink())
         return links[-1]
 
-    theatre(model, LAYOUTS["host"], open_link=open_link)
+    setup(model, LAYOUTS["host"], open_link=open_link)
     assert model[1].weight is model[0].weight
     (pinned,) = links[0].pinned
     assert pinned.nbytes == 64 * 64 * 4, "once, and no more"
@@ -189,14 +193,14 @@ def test_weights_that_wait_on_the_host_lie_in_one_block_and_ties_stay_ties(theat
     assert begin <= model[0].weight.data_ptr() < begin + pinned.nbytes
 
 
-def test_weights_that_were_placed_in_a_block_are_pinned_where_they_are(theatre: Callable[..., Theatre]) -> None:
+def test_weights_that_were_placed_in_a_block_are_pinned_where_they_are(setup: Callable[..., Setup]) -> None:
     model, link = net(), LateLink()
     host = HostBlock([parameter.nbytes for parameter in model.parameters()])
     for module in model.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = nn.Parameter(host.hold(parameter.data), requires_grad=False)
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    stage = theatre(model, LAYOUTS["host"], host=host, open_link=lambda _devices, _device: link)
+    stage = setup(model, LAYOUTS["host"], host=host, open_link=lambda _devices, _device: link)
     assert [memory.ctypes.data for memory in link.pinned] == [host.memory.ctypes.data]
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
     stage.streamer.remove()
@@ -237,7 +241,7 @@ class Play(nn.Module):
 @pytest.mark.parametrize("pauses", [(0.002, 0.0), (0.0, 0.005)], ids=["slow copies", "slow computing"])
 @pytest.mark.parametrize("where", ["host", "disk", "mixed"])
 def test_hooks_keep_the_order_of_a_late_accelerator(
-    where: str, pauses: tuple[float, float], theatre: Callable[..., Theatre]
+    where: str, pauses: tuple[float, float], setup: Callable[..., Setup]
 ) -> None:
     link = LateLink(copy_pause=pauses[0], compute_pause=pauses[1])
     model = Play(link).requires_grad_(False)
@@ -245,7 +249,7 @@ def test_hooks_keep_the_order_of_a_late_accelerator(
         **LAYOUTS,
         "mixed": lambda name: "cpu" if int(name.split(".")[1]) % 3 else "disk",
     }
-    stage = theatre(model, homes[where], open_link=lambda _devices, _device: link)
+    stage = setup(model, homes[where], open_link=lambda _devices, _device: link)
     for _ in range(6):
         model(X)
     stage.streamer.remove()
@@ -253,9 +257,9 @@ def test_hooks_keep_the_order_of_a_late_accelerator(
     assert link.wrong == []
 
 
-def test_the_time_line_has_reads_copies_and_computing(theatre: Callable[..., Theatre]) -> None:
+def test_the_time_line_has_reads_copies_and_computing(setup: Callable[..., Setup]) -> None:
     trace = Trace()
-    stage = theatre(net(), LAYOUTS["mixed"], trace=trace)
+    stage = setup(net(), LAYOUTS["mixed"], trace=trace)
     stage.model(X)
     stage.streamer.remove()
     assert {event["cat"] for event in trace._events} >= {"read", "copy", "compute"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.dispatch.lookahead import Traffic
+from stages.dispatch.transfer.carrier import Traffic
 from stages.generate.metrics import Cost, as_it_stands
 
 NOTHING = Traffic()

@@ -6,7 +6,7 @@ from pipeline.errors import ConfigError
 from stages.plan.placement import fold
 from stages.plan.policies.explicit import explicit, override
 from stages.plan.policies.sequential import sequential
-from tests.stages.plan.making import outline, stack
+from tests.stages.plan.skeletons import outline, stack
 
 FC = {"fc.weight": 4, "fc.bias": 1, "head.weight": 4}
 

@@ -10,7 +10,7 @@ from stages.plan.placement import fits, held_bytes, reserves, resident_bytes, st
 from stages.plan.policies.optimal import optimal, subset_sums
 from stages.plan.policies.sequential import sequential
 from stages.units import CPU, DISK, DeviceId
-from tests.stages.plan.making import outline
+from tests.stages.plan.skeletons import outline
 
 MLP, ATTENTION, EMBEDDING = 23_068_672, 8_388_608, 131_072_000
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.stages.plan.making import outline
+from tests.stages.plan.skeletons import outline
 
 
 def names(*args: object, **kwargs: object) -> list[str]:

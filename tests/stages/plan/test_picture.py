@@ -7,7 +7,7 @@ from stages.plan.picture import draw, gib
 from stages.plan.plan import Plan
 from stages.plan.stage import make_plan
 from stages.plan.table import ranges, render, rows
-from tests.stages.plan.making import outline
+from tests.stages.plan.skeletons import outline
 
 
 def planned() -> tuple[Outline, Plan]:

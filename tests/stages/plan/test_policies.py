@@ -9,7 +9,7 @@ from stages.plan.checks import require_fit
 from stages.plan.outline import Outline
 from stages.plan.placement import execution_devices, fold, reserves
 from stages.plan.policies import POLICIES
-from tests.stages.plan.making import outline, stack
+from tests.stages.plan.skeletons import outline, stack
 
 Budgets = Mapping[int | str, int | None]
 

@@ -10,13 +10,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages.empty_init.skeleton import Moment, TensorSpec
+from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from stages.plan.geometry import Geometry, Request, read_geometry, read_request, round_up
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.predict import PROCESS_BYTES, Work, predict, work
-from stages.plan.rates import Rates, coarse_rate, local_rates, read_rates
 from stages.plan.stage import make_plan
-from tests.stages.plan.making import outline
+from tests.stages.plan.skeletons import outline
 
 
 def write(folder: Path, **config: Any) -> dict[str, Any]:

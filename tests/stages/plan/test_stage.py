@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.errors import BudgetError, ConfigError
 from stages.plan import options
-from stages.plan.stage import MakePlan, make_plan
-from tests.stages.plan.making import outline, stack
+from stages.plan.stage import PlanStage, make_plan
+from tests.stages.plan.skeletons import outline, stack
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -45,27 +45,27 @@ def two_accelerators(size: str = "1GB") -> dict[str, Any]:
     ],
 )
 def test_a_bad_config_is_named_with_its_key(changes: dict[str, Any], key: str, words: str) -> None:
-    (fault,) = MakePlan().check(config(**changes))
+    (fault,) = PlanStage().check(config(**changes))
     assert fault.key == key
     assert words in fault.message
 
 
 def test_all_faults_are_reported_together() -> None:
     faulty = config(max_memory={"cpu": "x", "0": "y"}, device_map="z", device_map_overrides={"a": "b"})
-    assert len(list(MakePlan().check(faulty))) == 4
+    assert len(list(PlanStage().check(faulty))) == 4
 
 
 @pytest.mark.parametrize(("content", "words"), [("{", "no JSON"), ("[]", "no map"), ('{"a": "b"}', "device")])
 def test_a_bad_map_file_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "map.json"
     path.write_text(content)
-    (fault,) = MakePlan().check(config(device_map=str(path)))
+    (fault,) = PlanStage().check(config(device_map=str(path)))
     assert words in fault.message
 
 
 @pytest.mark.parametrize("device_map", ["cpu", 0, "cuda:0", {"": 1}, "sequential", "auto"])
 def test_a_good_map_has_no_faults(device_map: Any) -> None:
-    assert not list(MakePlan().check(config(device_map=device_map)))
+    assert not list(PlanStage().check(config(device_map=device_map)))
 
 
 def test_one_device_holds_the_whole_model() -> None:
@@ -80,7 +80,7 @@ def test_an_absent_accelerator_is_unused_and_said_so() -> None:
 
 def test_an_explicit_map_with_an_absent_accelerator_is_an_error() -> None:
     wrong = config(device_map={"": 3}, hardware=two_accelerators())
-    (fault,) = MakePlan().examine(wrong)
+    (fault,) = PlanStage().examine(wrong)
     assert fault.key == "device_map"
     with pytest.raises(ConfigError, match="no accelerator 3 here, the last is 1"):
         make_plan(stack(3), wrong)

@@ -20,7 +20,7 @@ from stages.shard_load import (
     offload_weight,
     set_module_tensor_to_device,
 )
-from tests.stages.shard_load.making import assert_same, empty_model, make_model, save_bin, save_safetensors
+from tests.stages.shard_load.checkpoints import assert_same, empty_model, make_model, save_bin, save_safetensors
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.uint8]
 

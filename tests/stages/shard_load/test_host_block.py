@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.shard_load.memory import HostBlock
-from tests.stages.shard_load.making import (
+from stages.machine.aligned_memory import HostBlock
+from tests.stages.shard_load.checkpoints import (
     CONFIGS,
     assert_same,
     empty_model,

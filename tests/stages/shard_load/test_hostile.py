@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save
 
 from pipeline.errors import CheckpointError
-from stages.shard_load.checkpoint import open_checkpoint
-from stages.shard_load.reading import open_reader
+from stages.checkpoints.checkpoint import open_checkpoint
+from stages.checkpoints.readers import open_reader
 
 TENSORS = {"a.weight": torch.arange(24.0).view(4, 6), "a.bias": torch.arange(4).int(), "b": torch.ones(3).half()}
 ROUNDS = 3000

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from pipeline.errors import StorageError
 from tests.benchmarks.caps import can_cap, run_capped
-from tests.stages.shard_load.making import (
+from tests.stages.shard_load.checkpoints import (
     FakeContext,
     assert_same,
     empty_model,

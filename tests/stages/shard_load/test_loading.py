@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from stages.empty_init.init import init_empty_weights
-from tests.stages.shard_load.making import (
+from tests.stages.shard_load.checkpoints import (
     CONFIGS,
     artifact_of,
     assert_same,

@@ -13,8 +13,8 @@ import torch
 
 from pipeline.errors import CheckpointError, ConfigError, StorageError
 from pipeline.stage import Stage
-from stages.shard_load.stage import ShardLoad
-from tests.stages.shard_load.making import (
+from stages.shard_load.stage import ShardLoadStage
+from tests.stages.shard_load.checkpoints import (
     FakeContext,
     artifact_of,
     assert_same,
@@ -41,13 +41,13 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_it_is_a_stage() -> None:
-    assert isinstance(ShardLoad(), Stage)
+    assert isinstance(ShardLoadStage(), Stage)
 
 
 def test_its_summary_says_what_was_read_where(tmp_path: Path, checkpoint: Path) -> None:
     load(context_for(tmp_path, checkpoint), tmp_path / "out")
     artifact = artifact_of("shard_load", tmp_path / "out")
-    assert ShardLoad().report(artifact).summary == "1 file, 0 B read in place, 43.33 kB stored"
+    assert ShardLoadStage().report(artifact).summary == "1 file, 0 B read in place, 43.33 kB stored"
     entry = artifact.json("offload_index.json")["lm_head.weight"]
     assert entry == {
         "source": "store", "file": "lm_head.weight.dat", "dtype": "bfloat16", "shape": [96, 32], "offsets": [0, 6144],
@@ -68,7 +68,7 @@ def test_what_the_store_lost_is_made_again(tmp_path: Path, checkpoint: Path) -> 
     context = context_for(tmp_path, checkpoint)
     before = state_of(load(context, tmp_path / "out"))
     shutil.rmtree(tmp_path / "cache" / "offload")
-    assert_same(state_of(ShardLoad().revive(context)), before)
+    assert_same(state_of(ShardLoadStage().revive(context)), before)
 
 
 def test_a_given_folder_is_used_and_one_of_another_checkpoint_is_not_read(tmp_path: Path, checkpoint: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_config_that_cannot_be_carried_out_is_refused(
 
     context = context_for(tmp_path, checkpoint)
     context.config.update({key: filled(value) for key, value in change.items()})
-    faults = list(ShardLoad().check(context.config))
+    faults = list(ShardLoadStage().check(context.config))
     assert [fault.error for fault in faults] == [error]
     assert words in str(faults[0])
 
@@ -116,12 +116,12 @@ def test_a_config_that_cannot_be_carried_out_is_refused(
 def test_the_key_changes_with_the_checkpoint_and_the_folder_alone(tmp_path: Path) -> None:
     folder = save_safetensors(make_model("llama", BFLOAT16), tmp_path / "checkpoint")
     context = context_for(tmp_path, folder)
-    key = ShardLoad().key(context)
-    assert ShardLoad().key(context_for(tmp_path / "b", folder)) == key
-    assert ShardLoad().key(context_for(tmp_path / "c", folder, offload_folder="x")) != key
+    key = ShardLoadStage().key(context)
+    assert ShardLoadStage().key(context_for(tmp_path / "b", folder)) == key
+    assert ShardLoadStage().key(context_for(tmp_path / "c", folder, offload_folder="x")) != key
     shutil.copyfile(folder / "config.json", tmp_path / "config.json")
     folder.joinpath("config.json").write_text("{}")
-    assert ShardLoad().key(context) != key
+    assert ShardLoadStage().key(context) != key
 
 
 def test_verify_full_keeps_hashes_and_holds_a_later_load_to_them(tmp_path: Path) -> None:
@@ -131,14 +131,14 @@ def test_verify_full_keeps_hashes_and_holds_a_later_load_to_them(tmp_path: Path)
     hashes = context.artifact("shard_load").json("load_report.json")["sha256"]
     shards = sorted(folder.glob("*.safetensors"))
     assert hashes == {shard.name: hashlib.sha256(shard.read_bytes()).hexdigest() for shard in shards}
-    ShardLoad().revive(context)
+    ShardLoadStage().revive(context)
     before = shards[0].stat()
     content = bytearray(shards[0].read_bytes())
     content[-1] ^= 1
     shards[0].write_bytes(content)
     os.utime(shards[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(CheckpointError, match=f"{shards[0].name}: its bytes are not those that were verified"):
-        ShardLoad().revive(context)
+        ShardLoadStage().revive(context)
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])

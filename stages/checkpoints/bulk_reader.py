@@ -1,0 +1,256 @@
+"""Reading many tensors at the speed of the storage: large aligned reads, several in flight.
+
+What the page cache holds is copied from there, straight into the tensors. All else is read directly (``O_DIRECT``),
+since the page cache would only hold a second copy of weights that are in memory already. A tensor whose memory is laid
+out for it (``Room``) is read into in place. Others, small ones and such as must be cast, come by way of an aligned
+buffer, neighbours together. So the memory held is that of the tensors and the few buffers.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stages.checkpoints.direct_file import DirectFile
+from stages.checkpoints.extents import Extent, byte_view, torch_dtype
+from stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
+from stages.checkpoints.shard_files import ShardFile, read_into
+from stages.machine.aligned_memory import align_down, align_up, private_memory
+from stages.machine.devices import Devices
+from stages.units import DeviceId
+
+BLOCK_BYTES = 4 * 2**20
+IN_FLIGHT = 8
+"""More than storage needs: some of the threads are held up by memory that is touched for the first time."""
+GAP_BYTES = 2**18
+"""Neighbours at most so far apart are read together, with what lies between them."""
+_OPEN_FILES = 64
+_ALONE_ELEMENTS = 2**15 - 1
+"""Up to here torch copies without threads (its grain size is 2**15 elements)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRead:
+    """One tensor to read: where it lies, and the contiguous tensor that it is to fill, in that one's dtype.
+
+    ``memory``, where there is one, is the aligned memory around the target, from the aligned offset before its extent
+    to the one after it.
+    """
+
+    extent: Extent
+    target: torch.Tensor
+    memory: memoryview | None = None
+
+
+def read_into_new_memory(extent: Extent, dtype: torch.dtype, *, devices: Devices, device: DeviceId) -> TensorRead:
+    """Return the piece that reads ``extent`` into new memory on ``device`` as ``dtype``."""
+    if torch_dtype(extent.dtype) != dtype:
+        return TensorRead(extent, devices.room(extent.shape, dtype, device).tensor)
+    room = devices.room(extent.shape, dtype, device, offset=extent.begin)
+    return TensorRead(extent, room.tensor, room.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFile:
+    """A file held open, and of each of its pages whether the page cache held it when the file was opened."""
+
+    path: Path
+    file: DirectFile
+    pages: NDArray[np.bool_]
+
+    def holds(self, begin: int, end: int) -> bool:
+        """Return whether the page cache held all bytes from ``begin`` to ``end``."""
+        return bool(self.pages[begin // PAGE_BYTES : -(-end // PAGE_BYTES)].all())
+
+
+class _FileRead(Protocol):
+    """A part of a file that is read at once."""
+
+    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Read it; return how many bytes of tensors that was."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DirectRead:
+    """``wanted`` bytes from the aligned ``offset`` on, read into ``target``, ``skipped`` of them not the tensor's."""
+
+    target: memoryview
+    offset: int
+    wanted: int
+    skipped: int
+
+    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Read from the page cache or directly: the bytes land where they stay."""
+        if source.holds(self.offset, self.offset + self.wanted):
+            read_into(source.file.descriptor, self.target[: self.wanted], offset=self.offset, path=source.path)
+        else:
+            source.file.read(self.target, offset=self.offset, wanted=self.wanted)
+        return self.wanted - self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorSlice:
+    """A part of a tensor: its first byte in the file and the one after its last, and the elements to fill."""
+
+    begin: int
+    end: int
+    target: torch.Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Neighbouring parts of tensors, in the order of the file."""
+
+    parts: list[_TensorSlice]
+
+    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Read straight from the page cache where nothing is cast, else by way of a buffer."""
+        held = source.holds(self.parts[0].begin, self.parts[-1].end)
+        if held and all(part.target.dtype == part.dtype and part.target.is_cpu for part in self.parts):
+            for part in self.parts:
+                read_into(source.file.descriptor, byte_view(part.target), offset=part.begin, path=source.path)
+        else:
+            buffer = buffers.get()
+            try:
+                self._read_by_way_of(buffer, source, cached=held)
+            finally:
+                buffers.put(buffer)
+        return sum(part.end - part.begin for part in self.parts)
+
+    def _read_by_way_of(self, buffer: mmap.mmap, source: _OpenFile, *, cached: bool) -> None:
+        """Fill the parts by way of ``buffer``, which is aligned as direct reads need it."""
+        start = align_down(self.parts[0].begin)
+        wanted, view = self.parts[-1].end - start, memoryview(buffer)
+        if cached:
+            read_into(source.file.descriptor, view[:wanted], offset=start, path=source.path)
+        else:
+            source.file.read(view[: align_up(wanted)], offset=start, wanted=wanted)
+        data = torch.frombuffer(buffer, dtype=torch.uint8)
+        for part in self.parts:
+            _copy(part.target, data[part.begin - start : part.end - start].view(part.dtype))
+
+
+class BulkReader:
+    """Reads pieces with ``IN_FLIGHT`` threads, each with a buffer of ``BLOCK_BYTES``; a context manager."""
+
+    def __enter__(self) -> BulkReader:
+        self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="shard_load")
+        self._buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
+        for _ in range(IN_FLIGHT):
+            self._buffers.put(private_memory(BLOCK_BYTES))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def read(self, pieces: Iterable[TensorRead], progress: Callable[[int], object]) -> None:
+        """Fill the targets of ``pieces``, in the order in which they lie in their files.
+
+        ``progress`` is called with the bytes of each block that was read.
+        """
+        by_file: dict[ShardFile, list[TensorRead]] = defaultdict(list)
+        for piece in pieces:
+            by_file[piece.extent.file].append(piece)
+        files = list(by_file)
+        for start in range(0, len(files), _OPEN_FILES):
+            self._read_files({file: by_file[file] for file in files[start : start + _OPEN_FILES]}, progress)
+
+    def _read_files(self, by_file: Mapping[ShardFile, list[TensorRead]], progress: Callable[[int], object]) -> None:
+        with ExitStack() as stack:
+            sources = {file: stack.enter_context(_opened(file)) for file in by_file}
+            futures: list[Future[int]] = []
+            stack.callback(wait, futures)  # runs before the files are closed: no thread reads one that isn't open
+            for file, pieces in by_file.items():
+                futures += [self._pool.submit(job.read, sources[file], self._buffers) for job in _jobs(pieces)]
+            _gather(futures, progress)
+
+
+def _gather(futures: list[Future[int]], progress: Callable[[int], object]) -> None:
+    """Wait for all ``futures``; the first that fails cancels those that have not begun."""
+    try:
+        for future in futures:
+            progress(future.result())
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _jobs(pieces: Iterable[TensorRead]) -> list[_FileRead]:
+    """Return what is to be read of one file."""
+    in_place: list[_FileRead] = []
+    parts: list[_TensorSlice] = []
+    for piece in (piece for piece in pieces if piece.target.numel()):
+        if piece.memory is None:
+            parts += _cut(piece)
+        else:
+            in_place += _read_in_place(piece.extent, piece.memory)
+    return in_place + list(_blocks(parts))
+
+
+def _read_in_place(extent: Extent, memory: memoryview) -> Iterator[_DirectRead]:
+    """Yield the aligned reads that fill ``memory``, which begins at the aligned offset before ``extent``."""
+    start = align_down(extent.begin)
+    for offset in range(start, extent.end, BLOCK_BYTES):
+        last = min(offset + BLOCK_BYTES, extent.end)
+        target = memory[offset - start : align_up(last) - start]
+        yield _DirectRead(target, offset, wanted=last - offset, skipped=max(0, extent.begin - offset))
+
+
+def _cut(piece: TensorRead) -> Iterator[_TensorSlice]:
+    """Yield the parts of a tensor, none larger than a buffer."""
+    flat, begin, dtype = piece.target.view(-1), piece.extent.begin, torch_dtype(piece.extent.dtype)
+    for number in range(begin // BLOCK_BYTES, -(-piece.extent.end // BLOCK_BYTES)):
+        first = max(begin, number * BLOCK_BYTES)
+        last = min(piece.extent.end, (number + 1) * BLOCK_BYTES)
+        target = flat[(first - begin) // dtype.itemsize : (last - begin) // dtype.itemsize]
+        yield _TensorSlice(first, last, target, dtype)
+
+
+def _blocks(parts: Iterable[_TensorSlice]) -> Iterator[_Block]:
+    """Yield neighbours together, as far as they fit in a buffer."""
+    block: list[_TensorSlice] = []
+    for part in sorted(parts, key=lambda part: part.begin):
+        apart = block and part.begin - block[-1].end > GAP_BYTES
+        if apart or (block and part.end - align_down(block[0].begin) > BLOCK_BYTES):
+            yield _Block(block)
+            block = []
+        block.append(part)
+    if block:
+        yield _Block(block)
+
+
+def can_be_cut(extent: Extent) -> bool:
+    """Return whether no element lies across the border of two blocks: the tensor is aligned to its own elements."""
+    return extent.begin % torch_dtype(extent.dtype).itemsize == 0
+
+
+@contextmanager
+def _opened(file: ShardFile) -> Iterator[_OpenFile]:
+    with closing(DirectFile(file)) as opened:
+        yield _OpenFile(file.path, opened, cached_pages(opened.descriptor, file.size))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy and cast in this thread alone: torch would start threads of its own in each of ours for more.
+
+    What goes to an accelerator goes at once; it is there when this returns, so that the buffer can be used again.
+    """
+    if not target.is_cpu:
+        target.copy_(source)
+        return
+    for start in range(0, source.numel(), _ALONE_ELEMENTS):
+        stop = start + _ALONE_ELEMENTS
+        target[start:stop].copy_(source[start:stop])

@@ -1,0 +1,216 @@
+"""A checkpoint on disk as data: its format, its files, and what is known of its tensors without loading any.
+
+Needs no torch, so that a run that is served from the cache can tell in milliseconds whether the checkpoint
+is the one that it knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints.safetensors_header import Entry, check_name, read_header, unique_pairs
+from stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
+
+Format = Literal["safetensors", "bin"]
+Depth = Literal["index", "headers"]
+"""How much of a checkpoint is looked at: which files there are, or their headers too."""
+
+_LAYOUTS: tuple[tuple[str, Format], ...] = (
+    ("model.safetensors", "safetensors"),
+    ("model.safetensors.index.json", "safetensors"),
+    ("pytorch_model.bin", "bin"),
+    ("pytorch_model.bin.index.json", "bin"),
+)
+"""The files that say what a folder holds, in the order in which they count."""
+
+_SUFFIXES: Mapping[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin", ".pth": "bin"}
+_EDGE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint: a folder, or a file on its own.
+
+    ``entries`` holds every tensor by its name in the checkpoint; for ``.bin`` it is empty, since a pickle
+    tells its tensors only when it is loaded. ``weight_map`` is the index (tensor name → file name), or null
+    without one.
+    """
+
+    path: Path
+    format: Format
+    files: tuple[ShardFile, ...]
+    entries: Mapping[str, Entry]
+    weight_map: Mapping[str, str] | None = None
+    index_name: str | None = None
+
+    @cached_property
+    def by_name(self) -> dict[str, ShardFile]:
+        """The files by their names."""
+        return {file.name: file for file in self.files}
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the files lie in."""
+        return self.path if self.index_name or self.path.is_dir() else self.path.parent
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files in bytes."""
+        return sum(file.size for file in self.files)
+
+
+def open_checkpoint(path: Path, *, allow_links: bool = False, depth: Depth = "headers") -> Checkpoint:
+    """Return the checkpoint at ``path``: a folder, a weights file, or an index.
+
+    Every header is read and checked, no data is. With ``depth`` "index" no shard is opened, so the checkpoint has no
+    entries and its files no digests. A ``CheckpointError`` names the file and the tensor that are wrong.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such checkpoint; give a checkpoint's folder or file as model.path")
+    if path.is_dir():
+        name, kind = _find_layout(path)
+        return _open_named(path, name, kind, allow_links=allow_links, depth=depth)
+    if path.suffix == ".json":
+        return _open_named(path.parent, path.name, None, allow_links=allow_links, depth=depth)
+    if path.suffix not in _SUFFIXES:
+        raise CheckpointError(f"{path}: not a weights file; known suffixes: {', '.join(_SUFFIXES)}")
+    return _read_files(path, _SUFFIXES[path.suffix], [path], depth=depth)
+
+
+def fingerprint_of(path: Path, *, allow_links: bool = False) -> Mapping[str, object]:
+    """Return what identifies the checkpoint at ``path`` without hashing its weights.
+
+    That is the SHA-256 of the config's and the index's bytes, and each shard's name, size, mtime and header
+    hash (which is empty if only the index was looked at).
+    """
+    return identity(open_checkpoint(path, allow_links=allow_links))
+
+
+def identity(checkpoint: Checkpoint) -> Mapping[str, object]:
+    """Return what identifies ``checkpoint``, which is open already; see ``fingerprint_of``."""
+    folder = checkpoint.folder
+    return {
+        "format": checkpoint.format,
+        "config": _hash_of(folder / "config.json"),
+        "index": _hash_of(folder / checkpoint.index_name) if checkpoint.index_name else None,
+        "files": [[file.name, file.size, file.mtime_ns, file.digest] for file in checkpoint.files],
+    }
+
+
+def _find_layout(folder: Path) -> tuple[str, Format | None]:
+    """Return the file that says what ``folder`` holds: one of a known name, else its one index or safetensors file."""
+    for name, kind in _LAYOUTS:
+        if folder.joinpath(name).exists() or folder.joinpath(name).is_symlink():
+            return name, kind
+    for pattern in ("*.index.json", "*.safetensors"):
+        found = [path.name for path in folder.glob(pattern)]
+        if len(found) == 1:
+            return found[0], None
+    names = ", ".join(name for name, _ in _LAYOUTS)
+    raise CheckpointError(f"{folder}: no weights here (looked for {names}); give the folder or file that holds them")
+
+
+def _open_named(folder: Path, name: str, kind: Format | None, *, allow_links: bool, depth: Depth) -> Checkpoint:
+    """Open the file or index ``name`` in ``folder``, in the format ``kind``; null: that of its shards' names."""
+    path = locate(folder, name, allow_links=allow_links)
+    if not name.endswith(".json"):
+        return _read_files(folder, kind or _SUFFIXES[path.suffix], [path], depth=depth)
+    weight_map = _read_index(path)
+    shards = [locate(folder, shard, allow_links=allow_links) for shard in dict.fromkeys(sorted(weight_map.values()))]
+    kind = kind or ("safetensors" if all(shard.suffix == ".safetensors" for shard in shards) else "bin")
+    found = _read_files(folder, kind, shards, depth=depth)
+    checkpoint = Checkpoint(folder, kind, found.files, found.entries, weight_map, name)
+    if kind == "safetensors" and depth == "headers":
+        check_index(checkpoint, found.entries)
+    return checkpoint
+
+
+def check_index(checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> None:
+    """Refuse an index that names a tensor its shard doesn't hold, or leaves out one that a shard holds."""
+    index = checkpoint.folder / str(checkpoint.index_name)
+    for name, file in (checkpoint.weight_map or {}).items():
+        if name not in entries or entries[name].file != file:
+            raise CheckpointError(f"{index}: tensor {name!r} is said to lie in {file}, which doesn't hold it")
+    for name, entry in entries.items():
+        if name not in (checkpoint.weight_map or {}):
+            raise CheckpointError(f"{index}: leaves out tensor {name!r}, which {entry.file} holds")
+
+
+def _read_files(path: Path, kind: Format, shards: Iterable[Path], *, depth: Depth) -> Checkpoint:
+    if depth == "index":
+        return Checkpoint(path, kind, tuple(map(_survey, shards)), {})
+    files: list[ShardFile] = []
+    entries: dict[str, Entry] = {}
+    for shard in shards:
+        file, found = read_header(shard) if kind == "safetensors" else (_read_bin(shard), {})
+        for name in found.keys() & entries.keys():
+            raise CheckpointError(f"{shard}: tensor {name!r} is in {entries[name].file} too; one of them must go")
+        files.append(file)
+        entries |= found
+    return Checkpoint(path, kind, tuple(files), entries)
+
+
+def _read_index(path: Path) -> Mapping[str, str]:
+    """Return tensor name → shard of the index ``path``, written with a ``weight_map`` or flat."""
+    try:
+        data = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_pairs)
+    except (ValueError, RecursionError) as error:
+        reason = f"{error} (a tensor in two shards?)" if "duplicate" in str(error) else f"not valid JSON: {error}"
+        raise CheckpointError(f"{path}: {reason}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
+    weight_map = data.get("weight_map", data) if isinstance(data, dict) else data
+    return _checked_map(path, weight_map)
+
+
+def _checked_map(path: Path, weight_map: Any) -> Mapping[str, str]:
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: not a mapping of tensor names to shards")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CheckpointError(f"{path}: tensor {name!r}: the name of a shard belongs here, not {str(shard)[:40]!r}")
+        check_name(path, name)
+    return weight_map
+
+
+def _survey(path: Path) -> ShardFile:
+    status = check_regular(path)
+    return ShardFile(path.name, path, status.st_size, status.st_mtime_ns, "")
+
+
+def _read_bin(path: Path) -> ShardFile:
+    status = check_regular(path)
+    return ShardFile(path.name, path, status.st_size, status.st_mtime_ns, _contents_hash(path, status.st_size))
+
+
+def _contents_hash(path: Path, size: int) -> str:
+    """Return the hash of a zip's directory (each record's CRC is in it), or of the first and last 64 KiB."""
+    edges = [(0, min(size, _EDGE_BYTES)), (max(0, size - _EDGE_BYTES), min(size, _EDGE_BYTES))]
+    spans = _directory_span(path, size) or edges
+    digest = hashlib.sha256()
+    with opened(path) as descriptor:
+        for offset, length in spans:
+            buffer = bytearray(length)
+            read_into(descriptor, memoryview(buffer), offset=offset, path=path)
+            digest.update(buffer)
+    return digest.hexdigest()
+
+
+def _directory_span(path: Path, size: int) -> list[tuple[int, int]]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [(archive.start_dir, size - archive.start_dir)]
+    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError):
+        return []  # an old pickle, or something that the loader will refuse
+
+
+def _hash_of(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None

@@ -1,0 +1,85 @@
+"""Files held open for direct reads, which leave no second copy of the weights in the page cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+
+from pipeline.errors import CheckpointError, StorageError
+from stages.checkpoints.shard_files import ShardFile, check_regular, read_into
+from stages.machine.aligned_memory import ALIGNMENT
+
+
+class DirectFile:
+    """A shard that is read again and again: opened once, checked at each use.
+
+    Where its file system refuses direct reads it is read through the page cache, which is told to forget it.
+    """
+
+    def __init__(self, file: ShardFile) -> None:
+        check_regular(file.path)
+        self._file = file
+        try:
+            self._cached = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise StorageError(f"{file.path}: can't be opened: {error.strerror}") from error
+        self._direct = self._open_direct()
+        opened = [descriptor for descriptor in (self._cached, self._direct) if descriptor is not None]
+        self._closing = weakref.finalize(self, _close, opened)  # a model that is let go leaves no file open
+        self.check()
+
+    def _open_direct(self) -> int | None:
+        try:
+            return os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+        except OSError:
+            return None
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of the file as the page cache has it."""
+        return self._cached
+
+    def check(self) -> None:
+        """Raise a ``CheckpointError`` if the file is not what it was when the checkpoint was opened."""
+        status = os.fstat(self._cached)
+        if status.st_size != self._file.size or self._file.mtime_ns not in (None, status.st_mtime_ns):
+            raise CheckpointError(f"{self._file.path}: the file changed while it was being served; run again")
+
+    def read(self, target: memoryview, *, offset: int, wanted: int) -> int:
+        """Fill the first ``wanted`` bytes of ``target`` with what lies at ``offset``; return ``wanted``.
+
+        Offset, address and length of ``target`` are aligned. A failure names the file and the offset.
+        """
+        done = self._read_direct(target, offset=offset, wanted=wanted) if self._direct is not None else 0
+        if done < wanted:
+            read_into(self._cached, target[done:wanted], offset=offset + done, path=self._file.path)
+            os.posix_fadvise(self._cached, offset + done, wanted - done, os.POSIX_FADV_DONTNEED)
+        return wanted
+
+    def _read_direct(self, target: memoryview, *, offset: int, wanted: int) -> int:
+        """Read what can be read directly; return how many bytes that was."""
+        assert self._direct is not None
+        done = 0
+        while done < wanted and done % ALIGNMENT == 0:
+            try:
+                count = os.preadv(self._direct, [target[done:]], offset + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL:
+                    return done
+                raise StorageError(
+                    f"{self._file.path}: reading at byte {offset + done} failed: {error.strerror}"
+                ) from error
+            if not count:
+                return done
+            done += count
+        return min(done, wanted)
+
+    def close(self) -> None:
+        """Close the file; closing it again does nothing."""
+        self._closing()
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

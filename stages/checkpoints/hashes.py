@@ -1,0 +1,40 @@
+"""Checks that read every byte: what headers can't show."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints.bulk_reader import IN_FLIGHT
+from stages.checkpoints.checkpoint import Checkpoint
+from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+
+_BLOCK_BYTES = 4 * 2**20
+
+
+def hash_files(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the SHA-256 in hex of each file of ``checkpoint``, by name."""
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        return dict(zip(checkpoint.by_name, pool.map(_hash, checkpoint.files), strict=True))
+
+
+def check_hashes(checkpoint: Checkpoint, known: Mapping[str, str]) -> None:
+    """Raise a ``CheckpointError`` that names the first file whose bytes are not those of ``known``."""
+    for name, found in hash_files(checkpoint).items():
+        if known.get(name, found) != found:
+            raise CheckpointError(
+                f"{checkpoint.by_name[name].path}: its bytes are not those that were verified before "
+                f"(SHA-256 {found[:16]}… instead of {known[name][:16]}…); get the file again"
+            )
+
+
+def _hash(file: ShardFile) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_BLOCK_BYTES)
+    with opened_shard(file) as descriptor:
+        for offset in range(0, file.size, _BLOCK_BYTES):
+            view = memoryview(buffer)[: min(_BLOCK_BYTES, file.size - offset)]
+            read_into(descriptor, view, offset=offset, path=file.path)
+            digest.update(view)
+    return digest.hexdigest()

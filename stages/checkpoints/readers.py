@@ -1,0 +1,174 @@
+"""Reading tensors from a checkpoint's files into memory that torch owns.
+
+Safetensors are read with ``preadv`` straight into the tensor's own memory: no memory map, so no page faults
+at use and no second copy of the weights besides the page cache. ``.bin`` goes through ``torch.load`` with
+``weights_only``, which runs no code of the file's, memory-mapped where the file is a zip.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints.checkpoint import Checkpoint, check_index
+from stages.checkpoints.extents import Extent, byte_view, read_extent, torch_dtype
+from stages.checkpoints.safetensors_header import Entry, check_name
+from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_LOAD_FAILURES = (
+    RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, OverflowError,
+    AssertionError, ImportError, MemoryError, pickle.PickleError, struct.error,
+)  # fmt: skip
+"""What ``torch.load`` is seen to raise for files that are damaged or made to harm."""
+
+
+class SourceReader(Protocol):
+    """Reads a checkpoint's tensors by the checkpoint's own names."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Every tensor of the checkpoint."""
+
+    def borrow(self, name: str) -> torch.Tensor:
+        """Return the tensor as the checkpoint has it, to be read only: it may be a view of a mapped file."""
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor in ``dtype``, in memory of its own."""
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Copy the tensor into ``target``, a view of the same shape, cast to its dtype."""
+
+    def release(self) -> None:
+        """Let go of whatever is held of the files; reading goes on where it is asked for."""
+
+
+def open_reader(checkpoint: Checkpoint) -> SourceReader:
+    """Return the reader for the checkpoint's format."""
+    return SafetensorsReader(checkpoint) if checkpoint.format == "safetensors" else PickleReader(checkpoint)
+
+
+class SafetensorsReader:
+    """Reads tensors of safetensors files."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.entries = checkpoint.entries
+
+    def borrow(self, name: str) -> torch.Tensor:
+        """Return the tensor as the checkpoint has it."""
+        entry = self.entries[name]
+        file = self._checkpoint.by_name[entry.file]
+        return read_extent(Extent(file, entry.begin, entry.dtype, entry.shape))
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor in ``dtype``."""
+        return self.borrow(name).to(dtype)
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Copy the tensor into ``target``: straight from the file where it is contiguous and of the same dtype."""
+        entry = self.entries[name]
+        if not target.is_contiguous() or target.dtype != torch_dtype(entry.dtype) or not target.numel():
+            target.copy_(self.borrow(name))
+            return
+        file = self._checkpoint.by_name[entry.file]
+        with opened_shard(file) as descriptor:
+            read_into(descriptor, byte_view(target), offset=entry.begin, path=file.path)
+
+    def release(self) -> None:
+        """Do nothing: no file is held."""
+
+
+class PickleReader:
+    """Reads tensors of ``.bin`` files, holding one file at a time.
+
+    A zip is memory-mapped: only the pages of the tensors that are read come in. A pickle from before torch
+    1.6 has to be loaded whole.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._held: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
+        self.entries = self._scan()
+
+    def borrow(self, name: str) -> torch.Tensor:
+        """Return the tensor as a view of its file."""
+        entry = self.entries[name]
+        return self._shard(entry.file)[name]
+
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor in ``dtype``, contiguous, in memory of its own."""
+        return self.borrow(name).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def fill(self, name: str, target: torch.Tensor) -> None:
+        """Copy the tensor into ``target``."""
+        target.copy_(self.borrow(name))
+
+    def release(self) -> None:
+        """Let go of the file that was read last."""
+        self._held = ("", {})
+
+    def _shard(self, file: str) -> Mapping[str, torch.Tensor]:
+        if self._held[0] != file:
+            self.release()  # the old file goes before the new one comes
+            self._held = (file, load_pickle(self._checkpoint.by_name[file]))
+        return self._held[1]
+
+    def _scan(self) -> dict[str, Entry]:
+        entries: dict[str, Entry] = {}
+        for file in self._checkpoint.files:
+            for name, tensor in self._shard(file.name).items():
+                if name in entries:
+                    raise CheckpointError(f"{file.path}: tensor {name!r} is in {entries[name].file} too")
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                entries[name] = Entry(file.name, dtype, tuple(tensor.shape))
+        if self._checkpoint.weight_map is not None:
+            check_index(self._checkpoint, entries)
+        return entries
+
+
+def load_pickle(file: ShardFile) -> dict[str, torch.Tensor]:
+    """Return the tensors of the ``.bin`` file ``file`` by name, without running any code of its own.
+
+    A ``CheckpointError`` names the file where it is damaged, needs code to run, or holds anything but
+    tensors.
+    """
+    with opened_shard(file) as descriptor:
+        magic = bytearray(min(4, file.size))
+        read_into(descriptor, memoryview(magic), offset=0, path=file.path)
+    with _load_errors(file.path):
+        data = torch.load(file.path, map_location="cpu", weights_only=True, mmap=magic == _ZIP_MAGIC)
+    if not isinstance(data, dict) or not data:
+        raise CheckpointError(f"{file.path}: holds {type(data).__name__}, not tensors by name")
+    for name, tensor in data.items():
+        _check_tensor(file.path, name, tensor)
+    return dict(data)
+
+
+def _check_tensor(path: Path, name: object, tensor: object) -> None:
+    if not isinstance(name, str):
+        raise CheckpointError(f"{path}: {str(name)[:40]!r} is not a tensor's name")
+    check_name(path, name)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{path}: {name!r} is {type(tensor).__name__}, not a plain tensor")
+
+
+@contextmanager
+def _load_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path}: not a file of tensors alone: it needs code to run, or is damaged; "
+            "save the model again as safetensors"
+        ) from error
+    except _LOAD_FAILURES as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path}: can't be loaded, get it again: {reason}") from error

@@ -1,0 +1,185 @@
+"""A strict reader of the safetensors header, written from the format's description.
+
+The format: 8 bytes little-endian length, that many bytes of JSON (an object of tensor name → dtype, shape,
+data_offsets; ``__metadata__`` of strings), then the tensors' bytes without overlap or gap. Every rule is
+checked here before a byte of data is read, so that what comes later can trust each entry. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints.shard_files import ShardFile, opened, read_into
+from stages.units import DTYPE_BYTES
+
+DTYPES: Mapping[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
+    "U32": "uint32", "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32",
+    "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+"""The format's dtype codes and torch's names for them."""
+
+MAX_HEADER_BYTES = 100_000_000
+MAX_TENSORS = 1_000_000
+MAX_ELEMENTS = 2**63 - 1
+PADDING_BYTES = 4096
+"""Padding up to here is alignment; more, when it is also most of the header, is refused."""
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a checkpoint: the ``file`` it lies in, its dtype as torch names it, its shape in
+    elements.
+
+    ``begin`` is the offset of its first byte in the file; a ``.bin`` tells none, and there it is 0.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor's data in bytes."""
+        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+
+    @property
+    def end(self) -> int:
+        """The offset of the first byte after the tensor's data."""
+        return self.begin + self.bytes
+
+
+def read_header(path: Path) -> tuple[ShardFile, dict[str, Entry]]:
+    """Return the safetensors file ``path`` and its tensors by name; a ``CheckpointError`` says what is wrong."""
+    with opened(path) as descriptor:
+        status = os.fstat(descriptor)
+        raw = _header_bytes(descriptor, path, status.st_size)
+    entries = _entries(path, _parse(path, raw), start=8 + len(raw))
+    _check_layout(path, entries, start=8 + len(raw), size=status.st_size)
+    digest = hashlib.sha256(raw).hexdigest()
+    return ShardFile(path.name, path, status.st_size, status.st_mtime_ns, digest), entries
+
+
+def check_name(path: Path, name: str) -> None:
+    """Refuse a tensor name that is empty, can't be a file's name, or isn't text."""
+    if not name or name in (".", "..") or any(mark in name for mark in ("/", "\\", "\0")):
+        raise CheckpointError(f"{path}: tensor {name!r}: an empty name, or one with NUL or a path in it, is refused")
+    if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise CheckpointError(f"{path}: tensor {name!r}: the name is not text (lone surrogates)")
+
+
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return ``pairs`` of a JSON object as a dict; a ``ValueError`` names a key that stands there twice."""
+    found: dict[str, Any] = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"duplicate name {counts.most_common(1)[0][0]!r}")
+    return found
+
+
+def _header_bytes(descriptor: int, path: Path, size: int) -> bytearray:
+    if size < 8:
+        raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file; truncated?")
+    prefix = bytearray(8)
+    read_into(descriptor, memoryview(prefix), offset=0, path=path)
+    length = int.from_bytes(prefix, "little")
+    if length > size - 8 and (prefix[:2] == b"PK" or prefix[:1] == b"\x80"):
+        raise CheckpointError(f"{path}: a pickle, not a safetensors file; give it its own suffix, .bin")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are accepted")
+    if length > size - 8:
+        raise CheckpointError(f"{path}: a header of {length} bytes in a file of {size}; truncated, get it again")
+    raw = bytearray(length)
+    read_into(descriptor, memoryview(raw), offset=8, path=path)
+    return raw
+
+
+def _parse(path: Path, raw: bytearray) -> dict[str, Any]:
+    padding = len(raw) - len(raw.rstrip())
+    if padding >= PADDING_BYTES and padding > len(raw) // 2:
+        raise CheckpointError(f"{path}: the header is mostly padding ({padding} of {len(raw)} bytes)")
+    if raw[:1] != b"{":
+        raise CheckpointError(f"{path}: the header is not a JSON object; is it a safetensors file?")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: the header is not UTF-8 (byte {error.start})") from error
+    try:
+        header = json.loads(text, object_pairs_hook=unique_pairs)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not valid JSON: {error}") from error
+    _check_metadata(path, header.pop("__metadata__", {}))
+    if len(header) > MAX_TENSORS:
+        raise CheckpointError(f"{path}: {len(header)} tensors; at most {MAX_TENSORS} (a million) are accepted")
+    return dict(header)
+
+
+def _check_metadata(path: Path, metadata: object) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ must map strings to strings")
+
+
+def _entries(path: Path, header: Mapping[str, Any], *, start: int) -> dict[str, Entry]:
+    if not header:
+        raise CheckpointError(f"{path}: holds no tensors")
+    return {name: _entry(path, name, fields, start=start) for name, fields in header.items()}
+
+
+def _entry(path: Path, name: str, fields: Any, *, start: int) -> Entry:
+    check_name(path, name)
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise CheckpointError(f"{where}: an entry has dtype, shape and data_offsets, and nothing else")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
+    if not _are_counts(shape) or math.prod(size for size in shape if size) > MAX_ELEMENTS:
+        raise CheckpointError(f"{where}: shape {str(shape)[:80]} is not a list of sizes")
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{where}: data_offsets {str(offsets)[:80]}: two offsets that are not negative belong here"
+        )
+    begin, end = offsets
+    if begin > end:
+        raise CheckpointError(f"{where}: reversed offsets {begin}, {end}")
+    entry = Entry(path.name, DTYPES[dtype], tuple(shape), start + begin)
+    if entry.bytes != end - begin:
+        raise CheckpointError(
+            f"{where}: shape {shape} of {dtype} is {entry.bytes} bytes, its offsets span {end - begin}"
+        )
+    return entry
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_ELEMENTS for value in values)
+
+
+def _check_layout(path: Path, entries: Mapping[str, Entry], *, start: int, size: int) -> None:
+    """Refuse overlaps, gaps, and data that ends before or after the file does."""
+    spans = sorted((entry.begin, entry.end, name) for name, entry in entries.items())
+    header = (start, start, "the header")
+    for (_, end, before), (begin, _, name) in itertools.pairwise([header, *spans]):
+        if begin < end:
+            raise CheckpointError(f"{path}: tensor {name!r} overlaps {before!r}")
+        if begin > end:
+            raise CheckpointError(f"{path}: a gap of {begin - end} bytes before tensor {name!r}")
+    _, end, last = spans[-1]
+    if end > size:
+        raise CheckpointError(
+            f"{path}: truncated: tensor {last!r} ends at byte {end} of a file of {size}; get it again"
+        )
+    if end < size:
+        raise CheckpointError(f"{path}: {size - end} bytes after the last tensor, {last!r}, belong to none")

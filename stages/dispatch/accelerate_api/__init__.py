@@ -1,0 +1,1 @@
+"""The functions and hooks that scripts written against accelerate know, on the engine of ``streaming``."""

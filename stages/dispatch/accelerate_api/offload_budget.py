@@ -1,0 +1,108 @@
+"""Weights kept on the host up to a byte budget, one parameter after the other: vLLM's policy ``cpu_offload_gb``.
+
+It extends an accelerator by a fixed number of host bytes, with no device map: the parameters that come first go to
+the host until the budget is spent, and come over for each call of the module that was given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.dispatch.accelerate_api.hooks import ModelHook, add_hook_to_module
+from stages.dispatch.accelerate_api.waiting_tensor import rebuild
+
+
+@dataclass(slots=True)
+class OffloadBudget:
+    """The bytes that may lie on the host, and those that do: one object for all the modules that share it."""
+
+    max_bytes: int
+    used_bytes: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no further parameter goes to the host: the one that crosses the limit still does."""
+        return self.used_bytes >= self.max_bytes
+
+
+def maybe_offload_to_cpu(
+    module: nn.Module, budget: OffloadBudget | int, *, device: torch.device | None = None
+) -> nn.Module:
+    """Send parameters of ``module`` to the host, in order, until ``budget`` is spent, and return the module.
+
+    For each call they are on ``device`` (by default where the first parameter was), the way ``functional_call`` puts
+    them there: bound under all their names for that call alone, for submodules and for code that reads them directly.
+    A module that lies on the host is returned as it is, unless ``device`` is given. An int is a budget of its own.
+    """
+    budget = OffloadBudget(budget) if isinstance(budget, int) else budget
+    first = next(module.parameters(), None)
+    if first is None or (device is None and first.device.type == "cpu"):
+        return module
+    chosen = _spend(module, budget)
+    if chosen:
+        add_hook_to_module(module, _HostParameters(chosen, device or first.device), append=True)
+    return module
+
+
+class _HostParameters(ModelHook):
+    """Keeps the parameters ``chosen`` on the host, and binds copies of them on ``device`` for each call."""
+
+    def __init__(self, chosen: list[nn.Parameter], device: torch.device) -> None:
+        self.device = device
+        self._chosen = chosen
+        self._homes = [parameter.device for parameter in chosen]
+        self._bound: list[tuple[dict[str, Any], str, nn.Parameter, torch.Tensor]] = []
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Send the parameters to the host, in pinned memory where there is an accelerator to copy to."""
+        for parameter in self._chosen:
+            on_host = parameter.data.to("cpu")
+            parameter.data = on_host.pin_memory() if self.device.type == "cuda" else on_host
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bind a copy of each parameter on the device, under all its names."""
+        on_host = {id(parameter) for parameter in self._chosen}
+        copies: dict[int, torch.Tensor] = {}
+        for owner in module.modules():
+            table: dict[str, Any] = owner._parameters
+            for name, bound in [(n, p) for n, p in table.items() if id(p) in on_host]:
+                if id(bound) not in copies:
+                    copies[id(bound)] = rebuild(bound, bound.detach().to(self.device, non_blocking=True))
+                table[name] = copies[id(bound)]
+                self._bound.append((table, name, bound, copies[id(bound)]))
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Bind the parameters on the host again."""
+        self.forward_failed(module)
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Bind the parameters on the host again."""
+        for table, name, parameter, copied in self._bound:
+            if table.get(name) is copied:
+                table[name] = parameter
+        self._bound.clear()
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Put the parameters back where they were."""
+        self.forward_failed(module)
+        for parameter, home in zip(self._chosen, self._homes, strict=True):
+            parameter.data = parameter.data.to(home)
+        return module
+
+
+def _spend(module: nn.Module, budget: OffloadBudget) -> list[nn.Parameter]:
+    """Return the parameters that go to the host, and charge the budget with their bytes."""
+    chosen = []
+    for parameter in module.parameters():
+        if budget.is_spent:
+            break
+        budget.used_bytes += parameter.nbytes
+        chosen.append(parameter)
+    return chosen

@@ -1,0 +1,151 @@
+"""A tensor that waits elsewhere: on meta, yet never uninitialised.
+
+Between calls an offloaded weight is a tensor on the meta device. Code that reads it without calling the module that
+owns it (a parent that multiplies by its child's weight) would compute with nothing. This tensor reads itself
+when an operator gets it, for that operator alone; so what hooks do in time is speed and never correctness.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+_KEPT = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_TWIN = "_waiting_twin"
+
+
+@dataclass(slots=True)
+class WaitingSource:
+    """Where a tensor waits: its ``name`` in the mapping ``weights``; ``device`` is where it is needed."""
+
+    weights: Mapping[str, torch.Tensor]
+    name: str
+    device: torch.device | None
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor as it lies in the mapping, which may be anywhere."""
+        return self.weights[self.name]
+
+
+class WaitingTensor(torch.Tensor):
+    """The tensor ``like`` while its data is in ``source``: of its shape and dtype, on meta, a parameter if it is one.
+
+    Operators get its data, read at that moment; those that would change it are refused, since the change would be
+    lost. ``detach`` and a copy to meta leave it waiting. ``kept`` is the tensor from before, where keeping it costs no
+    memory; ``home`` is the device that it was on.
+    """
+
+    source: WaitingSource
+    home: torch.device
+    kept: torch.Tensor | None
+    restored: weakref.ref[torch.Tensor] | None
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, source: WaitingSource) -> WaitingTensor:
+        """Make the tensor; see the class."""
+        on_meta = torch.empty_like(like, device="meta", requires_grad=False)
+        waiting = torch.Tensor._make_subclass(cls, on_meta, like.requires_grad)
+        waiting.source, waiting.home, waiting.kept, waiting.restored = source, like.device, None, None
+        waiting._is_param = isinstance(like, nn.Parameter)
+        return waiting
+
+    def now(self, device: torch.device | None) -> torch.Tensor:
+        """Return the data on ``device``, in this tensor's dtype; None leaves it where it lies."""
+        return self.moved(self.source.read(), device)
+
+    def moved(self, value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        """Return ``value``, which was read for this tensor, on ``device`` and in this tensor's dtype."""
+        dtype = self.dtype if value.is_floating_point() else value.dtype
+        return value.detach().to(device=device or value.device, dtype=dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Autocast decides by the device of its arguments, before operators are dispatched: it must see the data.
+        properties = func.__name__ in ("__get__", "__set__", "detach", "requires_grad_")
+        with torch._C.DisableTorchFunctionSubclass():
+            if not properties and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()):
+                args, kwargs = tree_map(_data_of, args), tree_map(_data_of, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _KEPT:
+            return cls(args[0].as_meta(), args[0].source)
+        if torch.device("meta") == kwargs.get("device"):
+            return func(*tree_map(_meta_of, args), **kwargs)
+        _refuse_changes(func, args, kwargs)
+        return func(*tree_map(_data_of, args), **tree_map(_data_of, kwargs))
+
+    def as_meta(self) -> torch.Tensor:
+        """Return a plain tensor of this one's shape and dtype, on meta."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WaitingTensor:
+        if id(self) not in memo:
+            twin = type(self)(self, copy.deepcopy(self.source, memo))
+            twin.home, twin.kept = self.home, copy.deepcopy(self.kept, memo)
+            memo[id(self)] = twin
+        found: WaitingTensor = memo[id(self)]
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"WaitingTensor(name={self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def send_waiting(tensor: torch.Tensor, source: WaitingSource, *, keep: bool) -> WaitingTensor:
+    """Return what stands for ``tensor`` while it waits: one and the same for all the modules that it is tied in.
+
+    With ``keep`` the tensor itself is what comes back; without, its data is read again.
+    """
+    known = getattr(tensor, _TWIN, None)
+    twin: WaitingTensor | None = known() if known is not None else None
+    if twin is None or twin.source.device != source.device:
+        twin = WaitingTensor(tensor, source)
+        twin.kept = tensor if keep else None
+        setattr(tensor, _TWIN, weakref.ref(twin))
+    return twin
+
+
+def bring_home(waiting: WaitingTensor) -> torch.Tensor:
+    """Return the tensor that ``waiting`` stands for, with its data where it was: one for all modules it is tied in."""
+    found = waiting.restored() if waiting.restored is not None else waiting.kept
+    if found is None:
+        found = rebuild(waiting, waiting.now(waiting.home))
+        waiting.restored = weakref.ref(found)
+    vars(found).pop(_TWIN, None)
+    return found
+
+
+def rebuild(like: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return ``data`` as what ``like`` is: a parameter that requires gradients as it does, or a buffer."""
+    return nn.Parameter(data, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else data
+
+
+def _data_of(value: Any) -> Any:
+    return value.now(value.source.device) if isinstance(value, WaitingTensor) else value
+
+
+def _meta_of(value: Any) -> Any:
+    return value.as_meta() if isinstance(value, WaitingTensor) else value
+
+
+def _refuse_changes(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+    for argument in func._schema.arguments:
+        value = {**given, **kwargs}.get(argument.name)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and isinstance(value, WaitingTensor):
+            raise RuntimeError(
+                f"{value.source.name!r} is offloaded, and a change by {func} would be lost; "
+                "remove_hook_from_submodules(model) brings it back first"
+            )

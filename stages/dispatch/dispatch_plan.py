@@ -1,0 +1,109 @@
+"""The dispatch plan: which module's weights are brought in, for whose calls, and where each module computes.
+
+It is made from the skeleton and the plan alone, so that ``dispatch.json`` can be written without a model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.empty_init.skeleton import Skeleton, parent
+from stages.plan.outline import Outline
+from stages.plan.placement import Placement, reserves
+from stages.plan.plan import Plan
+from stages.plan.predict import staging_bytes
+from stages.units import CPU, DISK, DeviceId, parse_device
+
+FILE_NAME = "dispatch.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """One module that holds tensors directly: where it computes and what is streamed for it.
+
+    ``streamed`` maps the names of the tensors that are brought in for each use to where they wait; ``callers`` are
+    the modules whose calls bring them in: the module itself, and those that read its tensors without calling it.
+    """
+
+    execution: DeviceId
+    streamed: Mapping[str, DeviceId]
+    callers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchPlan:
+    """All parts by module name, the modules that inputs are moved for, and the order in which streamed parts are used.
+
+    ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
+    ``staging_bytes`` may be held on the host for streamed weights on their way: the reserve, and what the plan left of
+    the main device's budget where that is the host. ``reserves`` are the bytes of the largest streamed layer on each
+    device that computes one: what an accelerator holds for weights on their way.
+    """
+
+    main_device: DeviceId
+    parts: Mapping[str, ModulePlan]
+    entries: Mapping[str, DeviceId]
+    order: tuple[str, ...]
+    streamed_bytes: int
+    staging_bytes: int
+    reserves: Mapping[DeviceId, int]
+
+    def save(self, folder: Path) -> None:
+        """Write ``dispatch.json`` into ``folder``."""
+        folder.joinpath(FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def from_json(data: Mapping[str, Any]) -> DispatchPlan:
+    """Return the plan that ``dispatch.json`` holds."""
+    parts = {name: ModulePlan(**{**part, "callers": tuple(part["callers"])}) for name, part in data["parts"].items()}
+    reserves = {parse_device(device): count for device, count in data["reserves"].items()}  # JSON's keys are strings
+    return DispatchPlan(**{**data, "parts": parts, "order": tuple(data["order"]), "reserves": reserves})
+
+
+def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
+    """Return the dispatch plan of a model with this ``skeleton`` placed by this ``plan``."""
+    owned: dict[str, list[str]] = {}
+    for tensor in skeleton.tensors:
+        owned.setdefault(parent(tensor.name), []).append(tensor.name)
+    parts = {}
+    for module, names in owned.items():
+        execution = plan.execution[module]
+        streamed = {name: plan.homes[name] for name in names if _is_streamed(plan.homes[name], execution)}
+        parts[module] = ModulePlan(execution, streamed, (module, *skeleton.borrowers.get(module, ())))
+    return DispatchPlan(
+        main_device=plan.main_device,
+        parts=parts,
+        entries=_entries(skeleton, plan),
+        order=tuple(name for name in skeleton.calls if name in parts and parts[name].streamed),
+        streamed_bytes=sum(skeleton.by_name[name].bytes for part in parts.values() for name in part.streamed),
+        staging_bytes=staging_bytes(plan),
+        reserves=_reserves(skeleton, plan),
+    )
+
+
+def _reserves(skeleton: Skeleton, plan: Plan) -> dict[DeviceId, int]:
+    leaders = {skeleton.leader(name): home for name, home in plan.homes.items()}
+    return reserves(Outline(skeleton, gathers=True), Placement(leaders, plan.main_device))
+
+
+def _is_streamed(home: DeviceId, execution: DeviceId) -> bool:
+    return home in (CPU, DISK) and home != execution
+
+
+def _entries(skeleton: Skeleton, plan: Plan) -> dict[str, DeviceId]:
+    """Return the roots of the largest subtrees that compute on one device."""
+    computing: dict[str, set[DeviceId]] = {module.name: set() for module in skeleton.modules}
+    for module, device in plan.execution.items():
+        path: str | None = module
+        while path is not None:
+            computing[path].add(device)
+            path = parent(path) if path else None
+    return {
+        name: next(iter(devices))
+        for name, devices in computing.items()
+        if len(devices) == 1 and (not name or len(computing[parent(name)]) > 1)
+    }

@@ -1,0 +1,31 @@
+"""Inputs go to where a module computes, and the model's output to where its input was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.dispatch.transfer.values import first_device, send_to_device
+
+
+def move_inputs(model: nn.Module, entries: Mapping[str, torch.device]) -> Iterator[Callable[[], None]]:
+    """Hook ``model`` so that inputs go to the device of each entry (module name → device); yield what unhooks it."""
+    skip = set(getattr(model, "_skip_keys_device_placement", None) or ())
+
+    def align(device: torch.device) -> Callable[..., tuple[Any, Any]]:
+        return lambda _module, args, kwargs: (
+            send_to_device(args, device, skip_keys=skip),
+            send_to_device(kwargs, device, skip_keys=skip),
+        )
+
+    def return_home(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        home = first_device((args, kwargs))
+        return output if home is None else send_to_device(output, home, skip_keys=skip)
+
+    for name, device in entries.items():
+        module = model.get_submodule(name)
+        yield module.register_forward_pre_hook(align(device), with_kwargs=True).remove
+    yield model.register_forward_hook(return_home, with_kwargs=True).remove

@@ -1,0 +1,139 @@
+"""Bringing weights ahead of use: the next parts are on their way while the current one computes.
+
+A part is what streams together: the tensors that one module holds directly. All decisions are made in the thread that
+runs the model, when it takes a part or lets one go; other threads do nothing but bring what they were told to. So
+there is no lock here, and an error of theirs surfaces in the forward that needed the part. What brings a part, and
+into which memory, is the carrier's: from storage to the host, or over the link to an accelerator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import wait
+from contextlib import ExitStack
+from typing import Generic
+
+import torch
+
+from stages.dispatch.streaming.schedule import Schedule
+from stages.dispatch.transfer.arena import Region
+from stages.dispatch.transfer.carrier import Carrier, Delivery, Traffic
+from stages.dispatch.transfer.trace import Trace
+
+STALL_SECONDS = 1e-4
+"""Shorter waits are no stalls in a trace: taking a result takes that long."""
+
+
+class Lookahead(Generic[Region]):
+    """Delivers parts by number, as ``carrier`` brings them, ahead of use in ``order``."""
+
+    def __init__(
+        self, carrier: Carrier[Region], order: Sequence[int], *, traffic: Traffic, trace: Trace | None = None
+    ) -> None:
+        self._carrier = carrier
+        self._schedule = Schedule(order)
+        self._deliveries: dict[int, Delivery[Region]] = {}
+        self._traffic, self._trace = traffic, trace
+        self._sizes, self._streamed = carrier.sizes, carrier.streamed
+
+    def take(self, part: int) -> list[torch.Tensor]:
+        """Return the tensors of ``part``, in the carrier's order; waits for them if it must.
+
+        They are views of the staging memory, to be given back with ``let_go``. Raises what bringing them raised.
+        """
+        self._schedule.use(part)
+        delivery = self._deliveries.get(part) or self._on_demand(part)
+        delivery.users += 1
+        self._ask_ahead()
+        self._wait_for(part, delivery)
+        self._traffic.streamed_bytes += self._streamed[part]
+        return self._carrier.views(part, delivery)
+
+    def let_go(self, part: int) -> None:
+        """Give ``part`` back: its memory is free once nothing views it, unless its next use was asked for already."""
+        delivery = self._deliveries[part]
+        delivery.users -= 1
+        if not delivery.users and (delivery.overflow or not self._schedule.wanted(part)):
+            del self._deliveries[part]
+            delivery.region = None  # a thread that has just brought it may not have let go of the delivery yet
+        self._ask_ahead()
+
+    def begin_pass(self) -> None:
+        """Say that the model's forward begins."""
+        self._schedule.begin_pass()
+        self._forget_unwanted()
+        self._ask_ahead()
+
+    def end_pass(self) -> None:
+        """Say that the model's forward has ended well: its parts are expected in the order in which it took them."""
+        if self._schedule.end_pass():
+            self._ask_ahead()
+            self._forget_unwanted()
+            self._ask_ahead()
+
+    def take_back(self) -> None:
+        """Take all parts back from calls that ended without letting go, as an interrupt ends them."""
+        for delivery in self._deliveries.values():
+            delivery.users = 0
+
+    def close(self) -> None:
+        """Wait for what is under way and close the carrier; closing again does nothing."""
+        for part in list(self._deliveries):
+            self._drop(part)
+        self._carrier.close()
+
+    def _ask_ahead(self) -> None:
+        """Ask for what comes next, as far as the staging memory has room."""
+        for part in self._schedule.upcoming():
+            if part not in self._deliveries:
+                region = self._carrier.take(part)
+                if region is None:
+                    return
+                self._ask(part, Delivery(region))
+
+    def _ask(self, part: int, delivery: Delivery[Region]) -> Delivery[Region]:
+        """Have ``part`` brought."""
+        self._carrier.bring(part, delivery)
+        self._deliveries[part] = delivery
+        return delivery
+
+    def _wait_for(self, part: int, delivery: Delivery[Region]) -> None:
+        """Wait until ``delivery`` is there. One that failed is given up, so that a later use asks for it again."""
+        began = time.perf_counter()
+        with ExitStack() as undo:
+            undo.callback(self._drop, part)
+            self._carrier.wait(delivery)
+            undo.pop_all()
+        delivery.arriving.clear()
+        self._traffic.stall_seconds += time.perf_counter() - began
+        if self._trace is not None and time.perf_counter() - began > STALL_SECONDS:
+            self._trace.add(f"stall: part {part}", "stall", began)
+
+    def _on_demand(self, part: int) -> Delivery[Region]:
+        """Ask for ``part`` now. What was brought ahead makes room for it, the last first; failing that, new memory."""
+        region = self._carrier.take(part)
+        idle = [other for other, delivery in self._deliveries.items() if not delivery.users]
+        if region is None and idle:
+            self._schedule.ask_again()
+        while region is None and idle:
+            self._drop(idle.pop())
+            region = self._carrier.take(part)
+        if region is not None:
+            return self._ask(part, Delivery(region))
+        outside = sum(self._sizes[other] for other, delivery in self._deliveries.items() if delivery.overflow)
+        delivery = Delivery(self._carrier.beyond(part), overflow=True)
+        self._traffic.overflow_bytes = max(self._traffic.overflow_bytes, outside + self._sizes[part])
+        return self._ask(part, delivery)
+
+    def _drop(self, part: int) -> None:
+        """Give ``part`` up; its region is free once no thread fills it."""
+        delivery = self._deliveries.pop(part)
+        wait([work for work in delivery.arriving if not work.cancel()])
+        delivery.region = None
+
+    def _forget_unwanted(self) -> None:
+        """Give up what was brought ahead and is not expected any more."""
+        for part in [part for part, delivery in self._deliveries.items() if not delivery.users]:
+            if not self._schedule.wanted(part):
+                self._drop(part)

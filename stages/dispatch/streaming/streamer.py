@@ -1,0 +1,212 @@
+"""Streaming: offloaded weights are brought in for each use and let go after it.
+
+Built on torch's native module hooks, so ``forward`` is never replaced and removing the hooks leaves the module as it
+was. A release hook is called even when the forward raises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from stages.checkpoints.extents import Extent
+from stages.dispatch.dispatch_plan import DispatchPlan
+from stages.dispatch.streaming.guard import guard, unguard
+from stages.dispatch.streaming.inputs import move_inputs
+from stages.dispatch.streaming.lookahead import Lookahead
+from stages.dispatch.streaming.mapped_weights import MappedWeights
+from stages.dispatch.streaming.passes import mark_passes
+from stages.dispatch.streaming.slots import Slot, make_slot, settle
+from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.host_carrier import HostCarrier
+from stages.dispatch.transfer.link import Link, pin
+from stages.dispatch.transfer.link_carrier import LinkCarrier
+from stages.dispatch.transfer.links import open_link
+from stages.dispatch.transfer.trace import Trace
+from stages.machine.aligned_memory import HostBlock
+from stages.machine.devices import Devices
+from stages.units import CPU, DeviceId
+
+Io = Literal["direct", "mmap"]
+OpenLink = Callable[[Devices, DeviceId], Link]
+
+
+@dataclass(slots=True)
+class _Streamed:
+    """The streamed tensors of one module: where they compute (the host, or a device apart), how many calls use them.
+
+    ``lookahead`` delivers them, by the ``number`` that it knows the part by.
+    """
+
+    name: str
+    slots: list[Slot]
+    computes: DeviceId
+    lookahead: Lookahead[Any] | None = None
+    number: int = 0
+    users: int = 0
+    began: float = 0.0
+
+
+class Streamer:
+    """The hooks of one dispatched model, and the lookaheads behind them: one for each device that computes.
+
+    ``extents`` says where each tensor that waits on disk lies; what waits on the host is in the model, best in the
+    block ``host``. ``devices`` are those behind the device ids. With ``io`` "mmap" weights that compute on the cpu are
+    used where a map of their shard has them; embeddings always are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: DispatchPlan,
+        *,
+        extents: Mapping[str, Extent],
+        devices: Devices,
+        host: HostBlock | None = None,
+        io: Io = "direct",
+        trace: Trace | None = None,
+        open_link: OpenLink = open_link,
+    ) -> None:
+        self.traffic, self.trace = Traffic(), trace
+        self._model, self._extents, self._io = model, extents, io
+        self._devices, self._open_link = devices, open_link
+        self._lookaheads: list[Lookahead[Any]] = []
+        self._stack = ExitStack()
+        with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
+            undo.callback(self.remove)
+            self._hook(plan, host)
+            undo.pop_all()
+
+    def remove(self) -> None:
+        """Take all hooks off the model, when what is under way is done.
+
+        Its streamed weights wait where they did, no file is open, no memory is pinned, and the staging memory is free.
+        """
+        self._stack.close()
+        self._lookaheads.clear()
+
+    def _hook(self, plan: DispatchPlan, host: HostBlock | None) -> None:
+        main = self._devices.torch_device(plan.main_device)
+        streamed = tuple(name for part in plan.parts.values() for name in part.streamed)
+        guard(self._model, main, streamed=streamed)
+        self._stack.callback(unguard, self._model)
+        if main.type != "cpu":
+            entries = {name: self._devices.torch_device(device) for name, device in plan.entries.items()}
+            for unhook in move_inputs(self._model, entries):
+                self._stack.callback(unhook)
+        parts = self._bind_in_place(plan)
+        self._look_ahead(parts, plan, host)
+        for part in parts:
+            self._stream(part, callers=plan.parts[part.name].callers)
+        for unhook in mark_passes(self._model, begin=self._begin, end=self._end, recover=lambda: self._recover(parts)):
+            self._stack.callback(unhook)
+
+    def _bind_in_place(self, plan: DispatchPlan) -> list[_Streamed]:
+        """Bind the parts that are served from maps of their shards; return those that are streamed."""
+        in_place = self._stack.enter_context(MappedWeights(self._extents, self.traffic))
+        left = []
+        for name, part in plan.parts.items():
+            apart = self._devices.is_apart(part.execution)
+            slots = [make_slot(self._model, tensor) for tensor in part.streamed if apart or tensor in self._extents]
+            # A buffer that no checkpoint has is where the constructor computed it, whatever the plan says of disk.
+            looked_up = isinstance(self._model.get_submodule(name), nn.Embedding)
+            if slots and not apart and (self._io == "mmap" or (looked_up and len(part.callers) == 1)):
+                callers = [self._model.get_submodule(caller) for caller in part.callers]
+                in_place.bind(slots, callers, looked_up=looked_up and self._io != "mmap", counted=not looked_up)
+            elif slots:
+                left.append(_Streamed(name, slots, part.execution if apart else CPU))
+        return left
+
+    def _look_ahead(self, parts: Sequence[_Streamed], plan: DispatchPlan, host: HostBlock | None) -> None:
+        """Give each part to the lookahead of the device that computes it."""
+        devices = list(dict.fromkeys(part.computes for part in parts))
+        links = {device: self._open_link(self._devices, device) for device in devices if device != CPU}
+        if links:
+            self._pin([part for part in parts if part.computes in links], next(iter(links.values())), host)
+        for device in devices:
+            mine = [part for part in parts if part.computes == device]
+            carrier = (
+                self._link_carrier(mine, plan, links[device]) if device in links else self._host_carrier(mine, plan)
+            )
+            numbers = {part.name: number for number, part in enumerate(mine)}
+            order = [numbers[name] for name in plan.order if name in numbers]
+            lookahead: Lookahead[Any] = Lookahead(carrier, order, traffic=self.traffic, trace=self.trace)
+            self._stack.callback(lookahead.close)
+            self._lookaheads.append(lookahead)
+            for part in mine:
+                part.lookahead, part.number = lookahead, numbers[part.name]
+
+    def _pin(self, parts: Sequence[_Streamed], link: Link, host: HostBlock | None) -> None:
+        """Have what waits on the host wait in memory that the accelerators copy from by themselves, whichever it is."""
+        waiting = [slot for part in parts for slot in part.slots if slot.name not in self._extents]
+        settled, blocks = settle(waiting, host)
+        for part in parts:
+            part.slots = [settled.get(slot.name, slot) for slot in part.slots]
+        for block in blocks:
+            self._stack.callback(pin(link, block.memory))
+
+    def _host_carrier(self, parts: Sequence[_Streamed], plan: DispatchPlan) -> HostCarrier:
+        extents = [[self._extents[slot.name] for slot in part.slots] for part in parts]
+        return HostCarrier(extents, staging_bytes=plan.staging_bytes, traffic=self.traffic, trace=self.trace)
+
+    def _link_carrier(self, parts: Sequence[_Streamed], plan: DispatchPlan, link: Link) -> LinkCarrier:
+        sources = [[self._extents.get(slot.name, slot.waiting) for slot in part.slots] for part in parts]
+        staging = plan.reserves.get(parts[0].computes, 0)
+        return LinkCarrier(sources, link, staging_bytes=staging, traffic=self.traffic, trace=self.trace)
+
+    def _stream(self, part: _Streamed, *, callers: tuple[str, ...]) -> None:
+        """Bring ``part`` in before, and let it go after, each call of the modules ``callers``."""
+
+        def acquire(_module: nn.Module, _args: Any) -> None:
+            self._acquire(part)
+
+        def release(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._release(part)
+
+        for caller in callers:
+            module = self._model.get_submodule(caller)
+            self._stack.callback(module.register_forward_pre_hook(acquire, prepend=True).remove)
+            self._stack.callback(module.register_forward_hook(release, always_call=True).remove)
+
+    def _acquire(self, part: _Streamed) -> None:
+        if part.users == 0:
+            assert part.lookahead is not None
+            for slot, tensor in zip(part.slots, part.lookahead.take(part.number), strict=True):
+                slot.bind(tensor)
+            part.began = time.perf_counter()
+        part.users += 1
+
+    def _release(self, part: _Streamed) -> None:
+        """Let ``part`` go when its last user leaves; a call whose acquire failed has nothing to release."""
+        if part.users == 0:
+            return
+        part.users -= 1
+        if part.users == 0:
+            assert part.lookahead is not None
+            if self.trace is not None:
+                self.trace.add(part.name, "compute", part.began)
+            for slot in part.slots:
+                slot.unbind()
+            part.lookahead.let_go(part.number)
+
+    def _begin(self) -> None:
+        for lookahead in self._lookaheads:
+            lookahead.begin_pass()
+
+    def _end(self) -> None:
+        for lookahead in self._lookaheads:
+            lookahead.end_pass()
+
+    def _recover(self, parts: Sequence[_Streamed]) -> None:
+        """Take everything back from a pass that was interrupted."""
+        for part in parts:
+            part.users = 0
+            for slot in part.slots:
+                slot.unbind()
+        for lookahead in self._lookaheads:
+            lookahead.take_back()

@@ -1,0 +1,1 @@
+"""How bytes travel: from storage to the host, and over the link to an accelerator."""

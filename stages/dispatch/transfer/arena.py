@@ -1,0 +1,130 @@
+"""The staging memory: allocated once, lent in regions, taken back when nothing uses a region any more.
+
+A region is free again when the last tensor that views it is gone, not when a hook says so: a module may hand out a
+view of its weight, and a traceback may hold one. What is still seen is never written over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_memory, with_huge_pages
+
+Region = TypeVar("Region")
+Lent = TypeVar("Lent", covariant=True)
+
+
+class Memory(Protocol[Lent]):
+    """Memory of ``size`` bytes whose regions begin at multiples of ``alignment``."""
+
+    @property
+    def size(self) -> int:
+        """How much there is, in bytes."""
+
+    @property
+    def alignment(self) -> int:
+        """Where regions may begin, in bytes."""
+
+    def lend(self, begin: int, length: int) -> tuple[Lent, object]:
+        """Return the region at ``begin``, and an object that lives exactly as long as anything views the region."""
+
+
+class HostMemory:
+    """``size`` bytes of page-aligned private memory, rounded up to whole pages; its regions are arrays."""
+
+    alignment = ALIGNMENT
+
+    def __init__(self, size: int) -> None:
+        self.size = align_up(max(size, 1))
+        self._memory = with_huge_pages(private_memory(self.size))
+
+    def lend(self, begin: int, length: int) -> tuple[Bytes, object]:
+        """Return the region at ``begin``: an array that every tensor made from it keeps alive."""
+        region = np.frombuffer(self._memory, np.uint8, length, begin)
+        return region, region
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    begin: int
+    end: int
+
+
+class Arena(Generic[Region]):
+    """Lends regions of ``memory``, taken next-fit, so in order of use it is a ring.
+
+    Not safe to take from in two threads at once; regions may be let go in any thread.
+    """
+
+    def __init__(self, memory: Memory[Region]) -> None:
+        self._memory = memory
+        self._busy: list[_Span] = []  # sorted
+        self._next = 0
+        self._gone: deque[_Span] = deque()
+        self._watches: dict[_Span, weakref.ref[object]] = {}
+
+    @property
+    def size(self) -> int:
+        """The bytes of the memory."""
+        return self._memory.size
+
+    def take(self, size: int, *, at_end: bool = False) -> Region | None:
+        """Return a region of ``size`` bytes, rounded up to the alignment, or null if none is free.
+
+        It is taken back once every view of it is gone. ``at_end`` asks for the last gap that will do instead of the
+        next: what is small and stays long leaves the others their room in one piece there.
+        """
+        self._collect()
+        length = self._rounded(max(size, 1))
+        begin = self._find_last(max(size, 1)) if at_end else self._find(max(size, 1))
+        if begin is None:
+            return None
+        span = _Span(begin, min(begin + length, self.size))
+        region, watched = self._memory.lend(span.begin, span.end - span.begin)
+        self._busy.append(span)
+        self._busy.sort(key=lambda busy: busy.begin)
+        if not at_end:
+            self._next = span.end
+        gone = self._gone
+        self._watches[span] = weakref.ref(watched, lambda _ref: gone.append(span))
+        return region
+
+    @property
+    def used(self) -> int:
+        """Bytes that are lent out now."""
+        self._collect()
+        return sum(span.end - span.begin for span in self._busy)
+
+    def _find(self, size: int) -> int | None:
+        """Return where a gap of ``size`` bytes begins: the first at or after the last region taken, else any."""
+        gaps = self._gaps()
+        starts = [(max(begin, self._next), end) for begin, end in gaps] + gaps
+        return next((start for start, end in starts if end - start >= size), None)
+
+    def _find_last(self, size: int) -> int | None:
+        """Return the last aligned place in the last gap that has ``size`` bytes."""
+        starts = (
+            (begin, (end - size) // self._memory.alignment * self._memory.alignment) for begin, end in self._gaps()
+        )
+        return max((start for begin, start in starts if start >= begin), default=None)
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        gaps, begin = [], 0
+        for span in [*self._busy, _Span(self.size, self.size)]:
+            gaps.append((begin, span.begin))
+            begin = span.end
+        return gaps
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._memory.alignment) * self._memory.alignment
+
+    def _collect(self) -> None:
+        while self._gone:
+            span = self._gone.popleft()
+            self._busy.remove(span)
+            del self._watches[span]

@@ -1,0 +1,89 @@
+"""What brings a part: from storage to the host, or over the link to an accelerator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol
+
+import torch
+
+from stages.dispatch.transfer.arena import Region
+
+READERS = 4
+
+
+CHUNK_BYTES = 2 * 2**20
+
+
+SMALL_BYTES = 64 * 2**10
+"""A norm's few KB are kept out of the way of large parts: between two of their regions they would cost room for one."""
+
+
+@functools.cache
+def reader_pool() -> ThreadPoolExecutor:
+    """Return the process's pool of reading threads; it is started by the first read and ends with the process."""
+    return ThreadPoolExecutor(READERS, thread_name_prefix="offstage-read")
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What streaming has cost so far.
+
+    ``streamed_bytes`` were brought to where they compute, ``storage_bytes`` of them read from storage and
+    ``link_bytes`` copied to an accelerator for it. Forwards waited ``stall_seconds``; reads waited ``link_seconds``,
+    summed over the threads, until the link had taken what was read before. ``overflow_bytes`` is the most that lay
+    outside the staging memory at once.
+    """
+
+    streamed_bytes: int = 0
+    storage_bytes: int = 0
+    link_bytes: int = 0
+    stall_seconds: float = 0.0
+    link_seconds: float = 0.0
+    overflow_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Delivery(Generic[Region]):
+    """A part on its way, or there: its region, what is under way to fill it, and the calls that use it.
+
+    The region is null once the delivery has been given up, so that work which was cancelled holds no memory.
+    """
+
+    region: Region | None
+    arriving: list[Future[Any]] = field(default_factory=list)
+    users: int = 0
+    overflow: bool = False
+
+
+class Carrier(Protocol[Region]):
+    """Brings parts, known by their numbers, into regions of a staging memory."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The staging memory that each part takes, in bytes."""
+
+    @property
+    def streamed(self) -> Sequence[int]:
+        """The bytes of each part's tensors."""
+
+    def take(self, part: int) -> Region | None:
+        """Return staging memory for ``part``, or null if there is none free."""
+
+    def beyond(self, part: int) -> Region:
+        """Return memory for ``part`` outside the staging memory."""
+
+    def bring(self, part: int, delivery: Delivery[Region]) -> None:
+        """Start what fills the region of ``delivery`` with ``part``."""
+
+    def wait(self, delivery: Delivery[Region]) -> None:
+        """Return when whoever asks may use what was brought. Raises what bringing it raised."""
+
+    def views(self, part: int, delivery: Delivery[Region]) -> list[torch.Tensor]:
+        """Return the tensors of ``part``: views of the region."""
+
+    def close(self) -> None:
+        """Let go of files and memory; nothing is under way any more."""

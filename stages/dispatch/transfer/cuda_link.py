@@ -1,0 +1,124 @@
+"""The link to a CUDA device: a stream of its own for copies, and events between it and the stream that computes.
+
+Nothing here is decided; see ``link`` for what is asked, and the tests of ``link_carrier`` for who asks it when.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+
+from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Event
+from stages.machine.aligned_memory import Bytes
+from stages.machine.devices import full
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: registered for all devices of the process, not for the current one alone."""
+
+
+class _DeviceSpan:
+    """A stretch of device memory, as torch takes it from other libraries.
+
+    A tensor made from it has a storage of its own and keeps this object alive, so the object's end is the region's;
+    slices of one tensor would share its storage, and nobody could tell when the last view of a region is gone.
+    """
+
+    def __init__(self, base: torch.Tensor, begin: int, length: int) -> None:
+        self._base = base
+        self.__cuda_array_interface__ = {
+            "shape": (length,),
+            "typestr": "|u1",
+            "data": (base.data_ptr() + begin, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+class CudaMemory:
+    """``size`` bytes on ``device``, allocated once; a ``BudgetError`` where there is no room for them."""
+
+    alignment = DEVICE_ALIGNMENT
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.size = size
+        try:
+            with torch.inference_mode(False):
+                self._base = torch.empty(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise full(device.index, size) from error
+
+    def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
+        """Return the region at ``begin``: a tensor that keeps alive what is watched."""
+        span = _DeviceSpan(self._base, begin, length)
+        with torch.inference_mode(False):  # or no other thread could copy into it
+            return torch.as_tensor(span, device=self._base.device), span
+
+
+class CudaLink:
+    """The link to the CUDA device ``device`` (with an index)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._last = torch.cuda.current_stream(device)
+
+    def memory(self, size: int) -> CudaMemory:
+        """Return ``size`` bytes of the device's memory."""
+        return CudaMemory(self._device, size)
+
+    def computed(self) -> Event:
+        """Return an event behind all that the current stream was given."""
+        event = _event()
+        event.record(self._computing())
+        return event
+
+    def follow(self, event: Event) -> None:
+        """Have the current stream wait for ``event``; the host doesn't."""
+        self._computing().wait_event(cast("torch.cuda.Event", event))
+
+    def _computing(self) -> torch.cuda.Stream:
+        """Return the current stream; where it is another than before, it first waits for what that one was given."""
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._last:
+            stream.wait_stream(self._last)
+            self._last = stream
+        return stream
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
+        """Have the copy stream copy ``source`` when ``after`` has happened."""
+        done = _event(blocking=True)  # whoever waits for it sleeps
+        with torch.cuda.stream(self._copies):
+            self._copies.wait_event(cast("torch.cuda.Event", after))
+            target.copy_(source, non_blocking=True)
+            done.record(self._copies)
+        return done
+
+    def finish(self, event: Event) -> None:
+        """Wait here for ``event``."""
+        cast("torch.cuda.Event", event).synchronize()
+
+    def register(self, memory: Bytes) -> bool:
+        """Page-lock ``memory`` as it is; return whether the driver did."""
+        if int(_runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)) == 0:
+            return True
+        with suppress(RuntimeError):  # the refusal is reported once more, by the next kernel that is launched
+            torch.ones(1, device=self._device)
+        return False
+
+    def unregister(self, address: int) -> None:
+        """Unlock the memory at ``address``; the driver first ends the copies from there."""
+        _runtime().cudaHostUnregister(address)
+
+    def close(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+
+def _event(*, blocking: bool = False) -> torch.cuda.Event:
+    return torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

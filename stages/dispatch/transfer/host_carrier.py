@@ -1,0 +1,129 @@
+"""From storage to the host: parts are read straight into the memory in which the host computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from stages.checkpoints.direct_file import DirectFile
+from stages.checkpoints.extents import Extent, torch_dtype
+from stages.checkpoints.shard_files import ShardFile
+from stages.dispatch.transfer.arena import Arena, HostMemory
+from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, Delivery, Traffic, reader_pool
+from stages.dispatch.transfer.trace import Trace
+from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, private_memory
+
+SMALL_ARENA_BYTES = 2**20
+ALIGNED_TENSORS = 32
+"""Tensors on their way at once that the staging memory has alignment to spare for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AlignedTensor:
+    """One tensor of a part: its extent, and where the aligned read that brings it begins in the part's region."""
+
+    extent: Extent
+    begin: int
+
+    @property
+    def skipped(self) -> int:
+        """Bytes read before the tensor's first, since reads are aligned."""
+        return self.extent.begin - align_down(self.extent.begin)
+
+
+def place_part(extents: Sequence[Extent]) -> tuple[list[_AlignedTensor], int]:
+    """Return where each of a part's tensors goes in its region, and how large the region must be."""
+    places, size = [], 0
+    for extent in extents:
+        places.append(_AlignedTensor(extent, size))
+        size += align_up(extent.end) - align_down(extent.begin)
+    return places, size
+
+
+class HostCarrier:
+    """Brings parts that lie at the extents ``parts`` into staging memory of ``staging_bytes`` on the host."""
+
+    def __init__(
+        self, parts: Sequence[Sequence[Extent]], *, staging_bytes: int, traffic: Traffic, trace: Trace | None = None
+    ) -> None:
+        placed = [place_part(extents) for extents in parts]
+        self._places = [places for places, _ in placed]
+        self.sizes = [size for _, size in placed]
+        self.streamed = [sum(extent.end - extent.begin for extent in extents) for extents in parts]
+        small = [size for size in self.sizes if size <= SMALL_BYTES]
+        large = [size for size in self.sizes if size > SMALL_BYTES]
+        slack = 2 * ALIGNMENT * min(sum(map(len, self._places)), ALIGNED_TENSORS)
+        self._arena = Arena(HostMemory(min(staging_bytes + slack, sum(large))))
+        self._small = Arena(HostMemory(min(SMALL_ARENA_BYTES, sum(small))))
+        self._traffic, self._trace = traffic, trace
+        files = {extent.file for extents in parts for extent in extents}
+        self._files: Mapping[ShardFile, DirectFile] = {file: DirectFile(file) for file in files}
+
+    def take(self, part: int) -> Bytes | None:
+        """Return memory for ``part``, or null if there is none free; small parts have an arena of their own."""
+        size = self.sizes[part]
+        return (self._small if size <= SMALL_BYTES else self._arena).take(size)
+
+    def beyond(self, part: int) -> Bytes:
+        """Return new memory for ``part``."""
+        return np.frombuffer(private_memory(align_up(max(self.sizes[part], 1))), np.uint8)
+
+    def bring(self, part: int, delivery: Delivery[Bytes]) -> None:
+        """Start the reads that fill the region with ``part``."""
+        assert delivery.region is not None
+        pool, data = reader_pool(), delivery.region.data
+        for place in self._places[part]:
+            first, last = align_down(place.extent.begin), place.extent.end
+            for offset in range(first, last, CHUNK_BYTES):
+                begin = place.begin + offset - first
+                length = min(CHUNK_BYTES, align_up(last) - offset)
+                read: Future[int] = pool.submit(
+                    self._read,
+                    self._files[place.extent.file],
+                    data[begin : begin + length],
+                    offset=offset,
+                    wanted=min(length, last - offset),
+                )
+                delivery.arriving.append(read)
+
+    def _read(self, file: DirectFile, target: memoryview, *, offset: int, wanted: int) -> int:
+        """Read one chunk; runs in a thread of the pool."""
+        file.check()
+        if self._trace is None:
+            return file.read(target, offset=offset, wanted=wanted)
+        with self._trace.span("read", "read", bytes=wanted, offset=offset):
+            return file.read(target, offset=offset, wanted=wanted)
+
+    def wait(self, delivery: Delivery[Bytes]) -> None:
+        """Wait for the reads."""
+        for read in delivery.arriving:
+            self._traffic.storage_bytes += read.result()
+
+    def views(self, part: int, delivery: Delivery[Bytes]) -> list[torch.Tensor]:
+        """Return the tensors of ``part``, in the order of its extents."""
+        assert delivery.region is not None
+        return [_view(delivery.region, place) for place in self._places[part]]
+
+    def close(self) -> None:
+        """Close the files; closing again does nothing."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+
+
+def _view(region: Bytes, place: _AlignedTensor) -> torch.Tensor:
+    """Return the tensor at ``place`` as a view of ``region``; a copy where its address isn't aligned."""
+    extent = place.extent
+    dtype = torch_dtype(extent.dtype)
+    count = (extent.end - extent.begin) // dtype.itemsize
+    offset = place.begin + place.skipped
+    if count == 0:
+        return torch.empty(extent.shape, dtype=dtype)
+    if offset % dtype.itemsize:
+        raw = torch.frombuffer(region, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
+        return raw.clone().view(dtype).view(extent.shape)
+    return torch.frombuffer(region, dtype=dtype, count=count, offset=offset).view(extent.shape)

@@ -1,0 +1,74 @@
+"""The link: what the pipeline needs to know of an accelerator.
+
+All work for an accelerator is asked for and done later, in one order for computing and in another for copies. What
+ties the two orders together are events: computing that was asked for after ``follow`` begins when the event has
+happened, and a copy begins when the event ``after`` has. Neither waiting stops the thread that asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from stages.dispatch.transfer.arena import Memory
+from stages.machine.aligned_memory import Bytes
+from stages.units import format_bytes
+
+_log = logging.getLogger(__name__)
+
+DEVICE_ALIGNMENT = 512
+"""Where a tensor begins on an accelerator, as in torch's own memory there: kernels are chosen by the alignment too."""
+
+Event = object | None
+"""A moment in the order of an accelerator's work; each link knows its own kind."""
+
+
+class Link(Protocol):
+    """One accelerator, as the pipeline that brings weights there sees it."""
+
+    def memory(self, size: int) -> Memory[torch.Tensor]:
+        """Return ``size`` bytes of the accelerator's memory; a ``BudgetError`` where it is full."""
+
+    def computed(self) -> Event:
+        """Return the moment when all is computed that was asked for by now; for the thread that runs the model."""
+
+    def follow(self, event: Event) -> None:
+        """Have all that is computed from now on begin after ``event``; for the thread that runs the model."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
+        """Have ``source`` (bytes on the host) copied into ``target`` after ``after``; return when it is done.
+
+        Copies are done in the order in which they were asked for. Until it is done, ``source`` must stay as it is.
+        """
+
+    def finish(self, event: Event) -> None:
+        """Wait here until ``event`` has happened; never in the thread that runs the model, but to close."""
+
+    def register(self, memory: Bytes) -> bool:
+        """Make ``memory`` known to the accelerator, so that it copies from there by itself; return whether it did."""
+
+    def unregister(self, address: int) -> None:
+        """Undo ``register`` for the memory at ``address``."""
+
+    def close(self) -> None:
+        """Wait until the accelerator has done all that was asked of it."""
+
+
+def pin(link: Link, memory: Bytes) -> Callable[[], object]:
+    """Register ``memory`` until the function that is returned is called, or the memory is gone.
+
+    Where the system refuses, copies from there are slower and stop the thread that asks for them; the log says so.
+    """
+    if not link.register(memory):
+        _log.warning(
+            "%s of host memory can't be registered with the accelerator; copies from there will be slower",
+            format_bytes(memory.nbytes),
+        )
+        return lambda: None
+    undo = weakref.finalize(memory, link.unregister, memory.ctypes.data)
+    undo.atexit = False  # the process's end is the memory's
+    return undo

@@ -1,0 +1,172 @@
+"""Over the link: parts come from storage or from the host into staging memory of the accelerator, ahead of use.
+
+What waits on the host is copied from where it waits, by order of the thread that runs the model, which never waits for
+it. What waits on disk is read into pinned buffers, and copied on by the thread that read it as soon as it is there.
+Computing follows the copies of what it uses; a copy follows all computing that was asked for before its region was
+taken, and so the last use of what was there before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from stages.checkpoints.direct_file import DirectFile
+from stages.checkpoints.shard_files import ShardFile
+from stages.dispatch.transfer.arena import Arena
+from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, Delivery, Traffic, reader_pool
+from stages.dispatch.transfer.link import Event, Link
+from stages.dispatch.transfer.link_layout import Chunk, Source, chunks_of, lay_out
+from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
+from stages.dispatch.transfer.trace import Trace
+from stages.plan.predict import PINNED_BYTES
+
+BUFFERS = PINNED_BYTES // CHUNK_BYTES
+"""Pinned buffers: one for each thread that reads, and one for each that is being copied meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A copy that was asked for: its place in the order of copies, when it is done, and what it took."""
+
+    number: int
+    done: Event
+    copied_bytes: int
+    stored_bytes: int = 0
+    waited_seconds: float = 0.0
+
+
+class LinkCarrier:
+    """Brings ``parts`` over ``link``: each tensor from its extent on disk, or from the host tensor given.
+
+    The staging memory is as large as the largest part, or as ``staging_bytes`` if that is more, or as all parts if
+    that is less. The memory of the host tensors is best pinned.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Source]],
+        link: Link,
+        *,
+        staging_bytes: int,
+        traffic: Traffic,
+        trace: Trace | None = None,
+    ) -> None:
+        self._link, self._traffic, self._trace = link, traffic, trace
+        self._layouts = [lay_out(sources, link_room=staging_bytes) for sources in parts]
+        self.sizes = [layout.size for layout in self._layouts]
+        self.streamed = [sum(piece.bytes for piece in layout.pieces) for layout in self._layouts]
+        whole = sum(layout.room for layout in self._layouts)
+        self._arena: Arena[torch.Tensor] | None = Arena(link.memory(max(1, *self.sizes, min(staging_bytes, whole))))
+        self._chunks = [[chunk for piece in layout.pieces for chunk in chunks_of(piece)] for layout in self._layouts]
+        self._buffers = self._pin_buffers(staging_bytes)
+        self._order, self._ordering = count(), threading.Lock()
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if trace is not None else None
+        files = {chunk.file for chunks in self._chunks for chunk in chunks}
+        self._files: Mapping[ShardFile, DirectFile] = {file: DirectFile(file) for file in files}
+
+    def _pin_buffers(self, staging_bytes: int) -> PinnedBuffers | None:
+        """Return the buffers for reads, if there are reads: together at most the staging, unless one alone is more."""
+        lengths = [chunk.length for chunks in self._chunks for chunk in chunks]
+        if not lengths:
+            return None
+        size = max(lengths)
+        return PinnedBuffers(self._link, count=max(1, min(BUFFERS, len(lengths), staging_bytes // size)), size=size)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The host memory that is pinned for reads."""
+        return self._buffers.bytes if self._buffers is not None else 0
+
+    def take(self, part: int) -> torch.Tensor | None:
+        """Return staging memory for ``part``, or null if there is none free."""
+        assert self._arena is not None
+        return self._arena.take(self.sizes[part], at_end=self.sizes[part] <= SMALL_BYTES)
+
+    def beyond(self, part: int) -> torch.Tensor:
+        """Return new memory for ``part``; a ``BudgetError`` where the accelerator is full."""
+        size = max(1, self.sizes[part])
+        return self._link.memory(size).lend(0, size)[0]
+
+    def bring(self, part: int, delivery: Delivery[torch.Tensor]) -> None:
+        """Ask for the copies of what waits on the host, and start the reads of what waits on disk."""
+        after = self._link.computed()
+        for piece in self._layouts[part].pieces:
+            if isinstance(piece.source, torch.Tensor) and piece.bytes:
+                arrival: Future[_Arrival] = Future()
+                arrival.set_result(self._copy(piece.source, delivery, begin=piece.begin, after=after))
+                delivery.arriving.append(arrival)
+        pool = reader_pool()
+        delivery.arriving += [pool.submit(self._pass_on, chunk, delivery, after) for chunk in self._chunks[part]]
+
+    def _pass_on(self, chunk: Chunk, delivery: Delivery[torch.Tensor], after: Event) -> _Arrival:
+        """Read one chunk and have it copied on; runs in a thread of the pool.
+
+        The region is not touched before the read is there, so that the traceback of one that fails holds no memory.
+        """
+        assert self._buffers is not None
+        with self._buffers.lend() as (buffer, waited):
+            self._read(chunk, buffer.memory.data[: chunk.length])
+            source = buffer.tensor[chunk.skipped : chunk.wanted]
+            arrival = self._copy(source, delivery, begin=chunk.begin, after=after)
+            buffer.copied = arrival.done
+        return _Arrival(arrival.number, arrival.done, arrival.copied_bytes, chunk.wanted, waited)
+
+    def _read(self, chunk: Chunk, target: memoryview) -> None:
+        file = self._files[chunk.file]
+        file.check()
+        began = time.perf_counter()
+        file.read(target, offset=chunk.offset, wanted=chunk.wanted)
+        if self._trace is not None:
+            self._trace.add("read", "read", began, bytes=chunk.wanted, offset=chunk.offset)
+
+    def _copy(self, source: torch.Tensor, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
+        """Ask for one copy. The lock makes the order of the numbers that of the copies."""
+        assert delivery.region is not None
+        data = source.view(-1).view(torch.uint8)
+        target = delivery.region[begin : begin + data.nbytes]
+        began = time.perf_counter()
+        with self._ordering:
+            arrival = _Arrival(next(self._order), self._link.copy(data, target, after=after), data.nbytes)
+        if self._watcher is not None:
+            self._watcher.submit(self._note, began, arrival)
+        return arrival
+
+    def _note(self, began: float, arrival: _Arrival) -> None:
+        """Put a copy on the time line once it is done; runs in a thread of its own."""
+        assert self._trace is not None
+        self._link.finish(arrival.done)
+        self._trace.add("copy", "copy", began, bytes=arrival.copied_bytes)
+
+    def wait(self, delivery: Delivery[torch.Tensor]) -> None:
+        """Wait until the reads are there and all copies asked for, and have computing follow the last of these."""
+        arrivals: list[_Arrival] = [arriving.result() for arriving in delivery.arriving]
+        for arrival in arrivals:
+            self._traffic.storage_bytes += arrival.stored_bytes
+            self._traffic.link_bytes += arrival.copied_bytes
+            self._traffic.link_seconds += arrival.waited_seconds
+        if arrivals:
+            self._link.follow(max(arrivals, key=lambda arrival: arrival.number).done)
+
+    def views(self, part: int, delivery: Delivery[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of ``part``, in the order of its sources."""
+        assert delivery.region is not None
+        return [piece.view(delivery.region) for piece in self._layouts[part].pieces]
+
+    def close(self) -> None:
+        """Wait for the accelerator, free memory and close the files; closing again does nothing."""
+        self._link.close()
+        self._arena = None  # now, and not when the last thread that read has let go of the carrier
+        if self._watcher is not None:
+            self._watcher.shutdown()
+        if self._buffers is not None:
+            self._buffers.close()
+        for file in self._files.values():
+            file.close()
+        self._files = {}

@@ -1,0 +1,104 @@
+"""Where the tensors of a part go on an accelerator, and in which pieces they are read on their way there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stages.checkpoints.extents import Extent, torch_dtype
+from stages.checkpoints.shard_files import ShardFile
+from stages.dispatch.transfer.carrier import CHUNK_BYTES
+from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
+from stages.machine.aligned_memory import align_down, align_up
+
+Source = Extent | torch.Tensor
+"""Where a streamed tensor waits: on disk, or on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """One tensor of a part: where it waits, and where it begins in the part's region."""
+
+    source: Source
+    begin: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
+        return torch_dtype(self.source.dtype) if isinstance(self.source, Extent) else self.source.dtype
+
+    @property
+    def bytes(self) -> int:
+        """The tensor's size."""
+        return _bytes(self.source)
+
+    def view(self, region: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, where it lies in ``region``."""
+        return region[self.begin : self.begin + self.bytes].view(self.dtype).view(self.source.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """The tensors of one part in their region of ``size`` bytes."""
+
+    pieces: tuple[PlacedTensor, ...]
+    size: int
+
+    @property
+    def room(self) -> int:
+        """What the region takes of a staging memory."""
+        return -(-self.size // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One read: ``length`` bytes at ``offset`` of ``file``, of which ``wanted`` are in it and the first ``skipped``
+    are not the tensor's; the others go to ``begin`` in the part's region.
+    """
+
+    file: ShardFile
+    offset: int
+    length: int
+    wanted: int
+    skipped: int
+    begin: int
+
+
+def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
+    """Return where each of a part's tensors goes, aligned as the accelerator likes it where that fits ``link_room``.
+
+    Else they lie as close as their dtypes allow: wide ones first, nothing is lost between them, and a part fits
+    wherever its bytes do.
+    """
+    for alignment in (DEVICE_ALIGNMENT, 1):
+        order = sorted(range(len(sources)), key=lambda i: (_bytes(sources[i]) % alignment != 0, -_width(sources[i])))
+        begins, size = {}, 0
+        for place in order:
+            begins[place] = -(-size // alignment) * alignment
+            size = begins[place] + _bytes(sources[place])
+        if size <= link_room:
+            break
+    return PartLayout(tuple(PlacedTensor(source, begins[place]) for place, source in enumerate(sources)), size)
+
+
+def chunks_of(piece: PlacedTensor) -> Iterator[Chunk]:
+    """Yield the reads that bring the tensor of ``piece`` from disk; none where it waits on the host, or is empty."""
+    if isinstance(piece.source, torch.Tensor) or not piece.bytes:
+        return
+    extent = piece.source
+    first, last = align_down(extent.begin), extent.end
+    for offset in range(first, last, CHUNK_BYTES):
+        length = min(CHUNK_BYTES, align_up(last) - offset)
+        skipped = max(0, extent.begin - offset)
+        begin = piece.begin + offset + skipped - extent.begin
+        yield Chunk(extent.file, offset, length, min(length, last - offset), skipped, begin)
+
+
+def _bytes(source: Source) -> int:
+    return source.end - source.begin if isinstance(source, Extent) else source.nbytes
+
+
+def _width(source: Source) -> int:
+    return torch_dtype(source.dtype).itemsize if isinstance(source, Extent) else source.dtype.itemsize

@@ -1,0 +1,95 @@
+"""The link to each kind of accelerator: what a new kind adds itself to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from stages.dispatch.transfer.arena import Memory
+from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Event, Link
+from stages.machine.aligned_memory import Bytes
+from stages.machine.devices import Devices, Ledger
+from stages.units import DeviceId
+
+
+class LedgerMemory:
+    """Memory of a simulated accelerator: on the host, and counted in its ledger."""
+
+    alignment = DEVICE_ALIGNMENT
+
+    def __init__(self, ledger: Ledger, size: int) -> None:
+        self.size = size
+        self._bytes = ledger.allocate(size)
+
+    def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
+        """Return the region at ``begin``: a tensor with a storage of its own, which keeps the array alive."""
+        region = self._bytes[begin : begin + length]
+        with torch.inference_mode(False):  # or no other thread could copy into it
+            return torch.frombuffer(region, dtype=torch.uint8), region
+
+
+class FreshMemory:
+    """Memory of an accelerator of any kind, allocated anew for each region; ``size`` is how much there may be."""
+
+    alignment = DEVICE_ALIGNMENT
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.size, self._device = size, device
+
+    def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
+        """Return ``length`` bytes, wherever the allocator has them."""
+        with torch.inference_mode(False):
+            region = torch.empty(length, dtype=torch.uint8, device=self._device)
+        return region, region.untyped_storage()
+
+
+class SynchronousLink:
+    """A link on which all that is asked for is done at once, so that there is nothing to wait for.
+
+    That is how a simulated accelerator works, and how one is served that there are no streams for.
+    """
+
+    def __init__(self, memory: Callable[[int], Memory[torch.Tensor]]) -> None:
+        self._memory = memory
+
+    def memory(self, size: int) -> Memory[torch.Tensor]:
+        """Return ``size`` bytes of the accelerator's memory."""
+        return self._memory(size)
+
+    def computed(self) -> Event:
+        """Return now."""
+        return None
+
+    def follow(self, event: Event) -> None:
+        """Do nothing: it has happened."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
+        """Copy now."""
+        target.copy_(source)
+        return None
+
+    def finish(self, event: Event) -> None:
+        """Do nothing: it has happened."""
+
+    def register(self, memory: Bytes) -> bool:
+        """Do nothing: the host does the copying."""
+        return True
+
+    def unregister(self, address: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: all is done."""
+
+
+def open_link(devices: Devices, device: DeviceId) -> Link:
+    """Return the link to the accelerator ``device``."""
+    ledger, there = devices.ledger(device), devices.torch_device(device)
+    if ledger is not None:
+        return SynchronousLink(lambda size: LedgerMemory(ledger, size))
+    if there.type != "cuda":
+        return SynchronousLink(lambda size: FreshMemory(there, size))
+    from stages.dispatch.transfer.cuda_link import CudaLink
+
+    return CudaLink(there)

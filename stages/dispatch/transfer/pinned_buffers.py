@@ -1,0 +1,61 @@
+"""The way station between storage and an accelerator: a few buffers of pinned host memory, used in turn.
+
+A buffer holds one read. It is given to the next one when the accelerator has copied it, which the thread that reads
+waits for. So what is pinned stays small whatever is streamed: it need only cover the reads that are under way and the
+copies that follow them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+import torch
+
+from stages.dispatch.transfer.link import Event, Link, pin
+from stages.machine.aligned_memory import Bytes, private_bytes
+
+
+class Buffer:
+    """One buffer: its ``memory``, the same bytes as a ``tensor``, and when they were ``copied`` for the last time."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.copied: Event = None
+
+
+class PinnedBuffers:
+    """``count`` buffers of ``size`` bytes each, page-aligned, in one piece of memory registered with ``link``."""
+
+    def __init__(self, link: Link, *, count: int, size: int) -> None:
+        self._link = link
+        self._memory = private_bytes(count * size)
+        self._unpin = pin(link, self._memory)
+        self._free: SimpleQueue[Buffer] = SimpleQueue()
+        for begin in range(0, count * size, size):
+            self._free.put(Buffer(self._memory[begin : begin + size]))
+
+    @property
+    def bytes(self) -> int:
+        """How much memory is pinned."""
+        return self._memory.nbytes
+
+    @contextmanager
+    def lend(self) -> Iterator[tuple[Buffer, float]]:
+        """Lend the buffer whose copy is the oldest, once that is done; with it the seconds that this took."""
+        began = time.perf_counter()
+        buffer = self._free.get()
+        try:
+            if buffer.copied is not None:
+                self._link.finish(buffer.copied)
+                buffer.copied = None
+            yield buffer, time.perf_counter() - began
+        finally:
+            self._free.put(buffer)
+
+    def close(self) -> None:
+        """Unpin the memory; all copies are done."""
+        self._unpin()

@@ -1,0 +1,142 @@
+"""The devices behind the device ids: the host, accelerators that are here, and accelerators that are simulated.
+
+A simulated accelerator is a ledger of the weights held on it. Moving a tensor there is a real copy, in host memory,
+that the ledger counts; a copy that would go over raises, as a full device would. What lies there computes on the cpu.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+
+from pipeline.errors import BudgetError
+from stages.machine.aligned_memory import Bytes, Room, private_bytes, room_for
+from stages.units import CPU, DeviceId, format_bytes
+
+
+class Ledger:
+    """The bytes of tensors on one simulated accelerator: ``held`` now, ``peak`` so far, at most ``capacity``.
+
+    A copy is counted until its storage dies: a view of it keeps it on the device, as it would on a real one.
+    """
+
+    def __init__(self, device: DeviceId, capacity: int) -> None:
+        self.device, self.capacity, self.peak = device, capacity, 0
+        self._there: dict[int, int] = {}  # address → bytes
+        self._held = 0
+        self._gone: deque[int] = deque()  # storages may die in any thread, and in the middle of any statement
+
+    @property
+    def held(self) -> int:
+        """The bytes held now."""
+        while self._gone:
+            self._held -= self._there.pop(self._gone.popleft())
+        return self._held
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``tensor`` that lies on the device; a ``BudgetError`` where there is no room for it."""
+        return self.room(tuple(tensor.shape), tensor.dtype).tensor.copy_(tensor)
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Room:
+        """Return memory of the device for a tensor that lies at ``offset`` in its file; see ``room_for``."""
+        count = math.prod(shape) * dtype.itemsize
+        self._check(count)
+        room = room_for(shape, dtype, offset=offset)
+        self._count(room.tensor.untyped_storage(), room.tensor.untyped_storage().data_ptr(), count)
+        return room
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies on the device."""
+        return self.held > 0 and tensor.untyped_storage().data_ptr() in self._there
+
+    def allocate(self, size: int) -> Bytes:
+        """Return ``size`` bytes of the device's memory; a ``BudgetError`` where there is no room for them."""
+        self._check(size)
+        memory = private_bytes(size)
+        self._count(memory, memory.ctypes.data, size)
+        return memory
+
+    def _check(self, count: int) -> None:
+        if self.held + count > self.capacity:
+            raise BudgetError(
+                f"max_memory.{self.device}: the simulated accelerator {self.device} is full: it holds"
+                f" {format_bytes(self._held)} of {format_bytes(self.capacity)} ({self.capacity} bytes), and"
+                f" {format_bytes(count)} more don't fit; give it {self._held + count} bytes or more"
+            )
+
+    def _count(self, owner: object, address: int, count: int) -> None:
+        """Count ``count`` bytes at ``address`` for as long as ``owner`` lives."""
+        if not count:
+            return
+        self._there[address] = count
+        self._held += count
+        self.peak = max(self.peak, self._held)
+        weakref.finalize(owner, self._gone.append, address).atexit = False
+
+
+class Devices:
+    """The devices of one run. ``ledgers`` has the capacity of each simulated accelerator, in bytes."""
+
+    def __init__(self, ledgers: Mapping[DeviceId, int] | None = None) -> None:
+        self._ledgers = {device: Ledger(device, capacity) for device, capacity in (ledgers or {}).items()}
+
+    def torch_device(self, device: DeviceId) -> torch.device:
+        """Return the torch device that computes for ``device``."""
+        return torch.device("cpu") if device in self._ledgers else torch_device(device)
+
+    def is_apart(self, device: DeviceId) -> bool:
+        """Return whether tensors must be copied from the host to be on ``device``."""
+        return device in self._ledgers or self.torch_device(device).type != "cpu"
+
+    def ledger(self, device: DeviceId) -> Ledger | None:
+        """Return the ledger of a simulated accelerator; null for any other device."""
+        return self._ledgers.get(device)
+
+    def put(self, tensor: torch.Tensor, device: DeviceId) -> torch.Tensor:
+        """Return ``tensor`` on ``device``: itself where it is there; a ``BudgetError`` where a device is full."""
+        ledger = self._ledgers.get(device)
+        if ledger is not None:
+            return tensor if ledger.holds(tensor) else ledger.copy(tensor)
+        try:
+            return tensor.to(torch_device(device))
+        except torch.OutOfMemoryError as error:
+            raise full(device, tensor.nbytes) from error
+
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: DeviceId, *, offset: int = 0) -> Room:
+        """Return memory on ``device`` for a tensor that lies at ``offset`` in its file; see ``room_for``."""
+        ledger, there = self._ledgers.get(device), self.torch_device(device)
+        if ledger is not None:
+            return ledger.room(shape, dtype, offset=offset)
+        if there.type == "cpu":
+            return room_for(shape, dtype, offset=offset)
+        try:
+            return Room(torch.empty(shape, dtype=dtype, device=there))
+        except torch.OutOfMemoryError as error:
+            raise full(device, math.prod(shape) * dtype.itemsize) from error
+
+    @property
+    def peaks(self) -> dict[DeviceId, int]:
+        """The peak of each simulated accelerator, in bytes of weights, resident and streamed."""
+        return {device: ledger.peak for device, ledger in self._ledgers.items()}
+
+
+def full(device: DeviceId | None, count: int) -> BudgetError:
+    """Return the error of an accelerator that has no room for ``count`` bytes of weights."""
+    return BudgetError(
+        f"max_memory.{device}: accelerator {device} is full: {format_bytes(count)} more of weights don't fit beside"
+        " what it holds, this process's or another's; lower the budget, or free memory there"
+    )
+
+
+def torch_device(home: DeviceId) -> torch.device:
+    """Return the torch device behind a device id; without such an accelerator the cpu."""
+    if home == CPU or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if isinstance(home, int) and accelerator is not None and home < torch.accelerator.device_count():
+        return torch.device(accelerator.type, home)
+    return torch.device("cpu")

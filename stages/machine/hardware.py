@@ -1,0 +1,100 @@
+"""What the machine has: its accelerators, and the memory that the host can still give.
+
+Only this module asks the machine. A policy gets budgets, so that the same inputs give the same plan anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.machine.host_memory import Host, host_memory
+from stages.units import DeviceId, parse_size
+
+_DRIVERS = ("dev/nvidiactl", "dev/kfd")
+_STEPS_AN_OCTAVE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerator:
+    """One accelerator: ``total_bytes`` of memory, of which ``free_bytes`` are free; simulated ones aren't there.
+
+    ``ledger_bytes``, where a simulated one has them, are the weights that it really takes, whatever the plan goes by.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    simulated: bool = False
+    ledger_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine, this one or another: its accelerators, in the order of their ids, and its host memory."""
+
+    accelerators: tuple[Accelerator, ...]
+    host: Host
+
+
+def hardware(config: Mapping[str, Any]) -> Hardware:
+    """Return the machine that the config's ``hardware`` describes: this one, where ``devices`` is null."""
+    described = config.get("hardware") or {}
+    devices = described.get("devices")
+    host = described.get("host")
+    return Hardware(
+        local_accelerators() if devices is None else simulated(devices),
+        host_memory() if host is None else Host.of_size(parse_size(host["memory"])),
+    )
+
+
+def simulated(devices: Sequence[Mapping[str, Any]]) -> tuple[Accelerator, ...]:
+    """Return the accelerators that the config lists: ``[{memory: 24GB}, …]``.
+
+    A device may have a ``name``, and a ``ledger``: to rehearse what happens on one that has less than it says.
+    """
+    return tuple(_simulated(device) for device in devices)
+
+
+def _simulated(device: Mapping[str, Any]) -> Accelerator:
+    size, ledger = parse_size(device["memory"]), device.get("ledger")
+    held = None if ledger is None else parse_size(ledger)
+    return Accelerator(str(device.get("name", "simulated")), size, size, simulated=True, ledger_bytes=held)
+
+
+def ledgers(machine: Hardware, budgets: Mapping[DeviceId, int | None]) -> dict[DeviceId, int]:
+    """Return the bytes of weights that each simulated accelerator takes: its budget, as far as it has the memory."""
+    found: dict[DeviceId, int] = {}
+    for index, device in enumerate(machine.accelerators):
+        room = min(budgets.get(index, 0) or 0, device.total_bytes)
+        if device.simulated:
+            found[index] = room if device.ledger_bytes is None else device.ledger_bytes
+    return found
+
+
+def local_accelerators(root: Path = Path("/")) -> tuple[Accelerator, ...]:
+    """Return this machine's accelerators. Torch is asked, and imported, only where a driver's device file is there."""
+    if not any(root.joinpath(driver).exists() for driver in _DRIVERS):
+        return ()
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(Accelerator(torch.cuda.get_device_name(index), total, free))
+    return tuple(found)
+
+
+def coarse(count: int) -> int:
+    """Return ``count`` bytes rounded down on a geometric grid of 16 steps an octave (at most 4.3% less).
+
+    Free memory changes from one second to the next. A plan that is made from it twice in a row must be the same
+    plan, or no artifact would ever be found again.
+    """
+    if count < 1:
+        return 0
+    step = math.floor(math.log2(count) * _STEPS_AN_OCTAVE)
+    return min(count, int(2 ** (step / _STEPS_AN_OCTAVE)))

@@ -1,0 +1,44 @@
+"""The tensors that wait on disk, as a mapping that reads each one when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from stages.checkpoints.extents import Extent, byte_view, read_extent
+from stages.checkpoints.shard_files import opened_shard, read_into
+
+
+class Offloaded(Mapping[str, torch.Tensor]):
+    """Every tensor of a model that lies on disk, by its name, tied names included.
+
+    ``offloaded[name]`` reads the tensor now, on the cpu, in new memory. A file that changed since it was
+    recorded is a ``CheckpointError``.
+    """
+
+    def __init__(self, extents: Mapping[str, Extent]) -> None:
+        self._extents = dict(extents)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return read_extent(self._extents[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._extents)
+
+    def __len__(self) -> int:
+        return len(self._extents)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._extents
+
+    def extent(self, name: str) -> Extent:
+        """Return where the tensor lies, for a reader that has buffers of its own."""
+        return self._extents[name]
+
+    def read_into(self, name: str, tensor: torch.Tensor) -> None:
+        """Read the tensor into the memory of ``tensor``: contiguous, on the cpu, of its dtype and shape."""
+        extent = self._extents[name]
+        if tensor.numel():
+            with opened_shard(extent.file) as descriptor:
+                read_into(descriptor, byte_view(tensor), offset=extent.begin, path=extent.file.path)

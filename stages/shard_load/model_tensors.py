@@ -1,0 +1,121 @@
+"""Making tensors of the model from the checkpoint, as many at a time as memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from tqdm import tqdm
+
+from stages.checkpoints.bulk_reader import BulkReader, TensorRead, can_be_cut, read_into_new_memory
+from stages.checkpoints.extents import torch_dtype
+from stages.machine.devices import Devices
+from stages.shard_load.conversions import build
+from stages.shard_load.load import Load
+from stages.shard_load.names import Step
+from stages.units import CPU, DISK
+
+WINDOW_BYTES = 32 * 2**20
+"""How much may be in memory at a time of tensors that don't stay there."""
+
+
+def make_tensors(
+    load: Load, wanted: Collection[str], doing: str, *, devices: Devices
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of ``wanted`` (names of leaders) in its dtype, in the order of the files.
+
+    ``doing`` names the progress bar. Tensors that lie in safetensors files are read in bulk: those that stay on a
+    device straight to there and all at once, those that only pass through the host on their way to the offload store
+    ``WINDOW_BYTES`` at a time or one by one if they are larger. Tensors that are built come on the cpu.
+    """
+    names = set(wanted)
+    total = sum(load.source_bytes(step) for step in _steps(load, names))
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=doing, disable=None, leave=False)
+    with bar, BulkReader() as bulk:
+        for steps in _batches(load, names):
+            if _is_plain(load, steps[0]):
+                pieces = _pieces(load, steps, devices)
+                bulk.read(pieces.values(), bar.update)
+                yield from _let_go(pieces)
+            else:
+                yield from _build(load, steps[0], names, bulk)
+                bar.update(load.source_bytes(steps[0]))
+
+
+def _batches(load: Load, names: set[str]) -> Iterator[list[Step]]:
+    """Yield the steps that make ``names``, those that can be read in bulk together."""
+    batch: list[Step] = []
+    waiting = 0
+    for step in _steps(load, names):
+        if not _is_plain(load, step):
+            yield [step]
+            continue
+        size = _passing_bytes(load, step)
+        if batch and waiting + size > WINDOW_BYTES:
+            yield batch
+            batch, waiting = [], 0
+        batch.append(step)
+        waiting += size
+    if batch:
+        yield batch
+
+
+def _steps(load: Load, names: set[str]) -> list[Step]:
+    return [step for step in load.layout.steps if names.intersection(load.layout.leaders[id(step)].values())]
+
+
+def _passing_bytes(load: Load, step: Step) -> int:
+    """Return the bytes that a plain step puts into memory for a while only: none if they stay on a device."""
+    (name,) = load.layout.leaders[id(step)].values()
+    return load.skeleton.by_name[name].bytes if load.homes[name] == DISK else 0
+
+
+def _is_plain(load: Load, step: Step) -> bool:
+    extent = load.extent_of(step)
+    return extent is not None and can_be_cut(extent)
+
+
+def _pieces(load: Load, steps: Iterable[Step], devices: Devices) -> dict[str, TensorRead]:
+    """Return the pieces that read the tensors of plain steps into the places where they are to stay."""
+    pieces: dict[str, TensorRead] = {}
+    for step in steps:
+        (leader,) = load.layout.leaders[id(step)].values()
+        spec, extent, home = load.skeleton.by_name[leader], load.extent_of(step), load.homes[leader]
+        assert extent is not None
+        dtype = torch_dtype(spec.dtype)
+        if load.host is not None and home == CPU:
+            pieces[leader] = TensorRead(extent, load.host.empty(spec.shape, dtype))
+        else:
+            pieces[leader] = read_into_new_memory(extent, dtype, devices=devices, device=CPU if home == DISK else home)
+    return pieces
+
+
+def _let_go(pieces: dict[str, TensorRead]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors by name, and forget each as it is taken."""
+    while pieces:
+        name = next(iter(pieces))
+        yield name, pieces.pop(name).target
+
+
+def _build(load: Load, step: Step, names: set[str], bulk: BulkReader) -> Iterator[tuple[str, torch.Tensor]]:
+    leaders = {target: name for target, name in load.layout.leaders[id(step)].items() if name in names}
+    dtypes = {target: load.skeleton.by_name[name].dtype for target, name in leaders.items()}
+
+    def fill(places: Iterable[tuple[str, torch.Tensor]]) -> None:
+        _fill(load, places, bulk)
+
+    for target, tensor in build(load.model, step, reader=load.reader, dtypes=dtypes, fill=fill):
+        yield leaders[target], tensor
+        del tensor  # or it would be held while the next one is made
+
+
+def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkReader) -> None:
+    """Fill each view with the tensor beside it: in bulk where the view is contiguous, else one by one."""
+    pieces = []
+    for name, view in places:
+        extent = load.source_extent(name)
+        if extent is not None and can_be_cut(extent) and view.is_contiguous() and view.shape == extent.shape:
+            pieces.append(TensorRead(extent, view))
+        else:
+            load.reader.fill(name, view)
+    bulk.read(pieces, lambda count: None)

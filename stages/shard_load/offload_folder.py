@@ -1,0 +1,150 @@
+"""The field's functions for weights on disk: ``NAME.dat`` files of raw bytes and an ``index.json``.
+
+Names, signatures and file format are those that scripts written against accelerate know; files written by one are
+read by the other. Writing is whole or not at all, and an index may refer to tensors inside safetensors files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import CheckpointError, StorageError
+from pipeline.files import replace_file
+from stages.checkpoints.extents import Extent, byte_view, read_extent, torch_dtype
+from stages.checkpoints.safetensors_header import read_header
+from stages.checkpoints.shard_files import ShardFile, check_regular
+from stages.shard_load.offload_store import INDEX_NAME, read_index
+from stages.units import DTYPE_BYTES, format_bytes
+
+
+def offload_weight(
+    weight: torch.Tensor,
+    weight_name: str,
+    offload_folder: str | os.PathLike[str],
+    index: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, dict[str, Any]] | None:
+    """Write ``weight`` to ``offload_folder/weight_name.dat`` and add its dtype and shape to ``index``, if given.
+
+    Returns ``index``. A folder that can't be written is a ``StorageError`` that names it and the bytes needed.
+    """
+    folder, data = Path(offload_folder), weight.detach().cpu().contiguous()
+    temporary = folder / f".tmp-{os.getpid()}-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(byte_view(data) if data.numel() else b"")
+        temporary.replace(folder / f"{weight_name}.dat")
+    except OSError as error:
+        needed = f"{weight_name!r} ({format_bytes(data.nbytes)})"
+        raise StorageError(f"{folder}: writing {needed} failed: {error.strerror}; set another folder") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    if index is not None:
+        index[weight_name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """Return the tensor in ``weight_file``, whose index entry ``weight_info`` gives ``dtype`` and ``shape``."""
+    path, dtype = Path(weight_file), str(weight_info["dtype"])
+    if dtype not in DTYPE_BYTES:
+        raise CheckpointError(f"{path}: unknown dtype {dtype!r} in its index; known: {', '.join(DTYPE_BYTES)}")
+    tensor = torch.empty(tuple(weight_info["shape"]), dtype=torch_dtype(dtype))
+    if not tensor.numel():
+        return tensor
+    size = check_regular(path).st_size
+    if size != tensor.nbytes:
+        raise CheckpointError(f"{path}: {size} bytes instead of the {tensor.nbytes} that its index tells")
+    return read_extent(Extent(ShardFile(path.name, path, size, None, ""), 0, dtype, tuple(tensor.shape)))
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write every tensor of ``state_dict`` into the folder ``save_dir``, with its index."""
+    index: dict[str, dict[str, Any]] = {}
+    for name, tensor in state_dict.items():
+        offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]) -> None:
+    """Add the entries of ``index`` to the folder's ``index.json``."""
+    folder = Path(offload_folder)
+    if not index:
+        return
+    try:
+        replace_file(folder / INDEX_NAME, json.dumps({**read_index(folder), **index}, indent=1) + "\n")
+    except OSError as error:
+        raise StorageError(f"{folder}: writing {INDEX_NAME} failed: {error.strerror}; set another folder") from error
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """The tensors of a state dict in memory and those of an offload folder, as one mapping.
+
+    ``state_dict`` counts where both have a name. ``index`` is by default that of ``save_folder``; an entry with
+    ``safetensors_file`` (and ``weight_name`` where it differs) is read from there. Those on disk are read at each
+    access, to ``device`` if one is given.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("OffloadedWeightsLoader needs a state_dict, a save_folder or an index")
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self.index = (read_index(Path(save_folder)) if save_folder is not None else {}) if index is None else index
+        self.device = device
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        info = self.index[key]
+        tensor = self._read(key, info)
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def _read(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
+        if info.get("safetensors_file") is None:
+            return load_offloaded_weight(Path(self.save_folder or ".") / str(info.get("file", f"{key}.dat")), info)
+        file, entries = read_header(Path(info["safetensors_file"]))
+        name = str(info.get("weight_name", key))
+        if name not in entries:
+            raise CheckpointError(f"{file.path}: holds no tensor {name!r}, which the offload index says it does")
+        entry = entries[name]
+        tensor = read_extent(Extent(file, entry.begin, entry.dtype, entry.shape))
+        return tensor.to(torch_dtype(str(info["dtype"]))) if "dtype" in info else tensor
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """A view of ``dataset`` whose keys are looked up with ``prefix`` before them; its keys are those that have it."""
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

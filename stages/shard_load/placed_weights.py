@@ -1,0 +1,152 @@
+"""Putting each tensor where the plan says: into the model, into the offload store, or nowhere.
+
+A tensor that lies on disk and is in the checkpoint as the model needs it is left there. All others are read once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints.extents import Extent, byte_view, read_extent
+from stages.checkpoints.shard_files import ShardFile
+from stages.empty_init.skeleton import parent
+from stages.machine.aligned_memory import HostBlock
+from stages.machine.devices import Devices
+from stages.shard_load.disk_weights import Offloaded
+from stages.shard_load.load import Load
+from stages.shard_load.model_tensors import make_tensors
+from stages.shard_load.offload_store import OffloadStore
+from stages.shard_load.spill import Spill
+from stages.units import CPU, DeviceId
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A model whose resident weights are in place.
+
+    Tensors that lie on disk are meta tensors in ``model`` and entries of ``offloaded``, tied names included, which
+    reads them in the skeleton's dtype on the cpu. ``devices`` are those that the weights lie on, ``host`` the block of
+    those on the host, if they lie in one; ``read_bytes`` were read from the checkpoint in ``load_seconds``.
+    """
+
+    model: nn.Module
+    offloaded: Offloaded
+    load_seconds: float
+    read_bytes: int
+    devices: Devices
+    host: HostBlock | None = None
+
+
+def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -> dict[str, ShardFile]:
+    """Return the files of all tensors that must be in the ``store``, after adding those that are not there."""
+    with store.locked():
+        found = store.find_all(load.stored)
+        absent = {name: tensor for name, tensor in load.stored.items() if name not in found}
+        store.check_space(list(absent.values()))
+        for name, tensor in make_tensors(load, absent, "offloading", devices=Devices()):
+            if check_finite:
+                refuse_infinite(load, name, tensor)
+            store.put(name, absent[name], byte_view(tensor))
+            del tensor  # or it would be held while the next one is made
+        store.publish()
+    return found | store.find_all(absent)
+
+
+def place(
+    load: Load,
+    files: Mapping[str, ShardFile],
+    *,
+    devices: Devices | None = None,
+    spill_folder: Path | None = None,
+    check_finite: bool = False,
+) -> Placed:
+    """Fill the model with its resident weights; ``files`` are those of the offload store.
+
+    The memory held is that of the resident weights and, where one must be cast or built, that of its sources. With a
+    ``spill_folder``, weights bound for the host wait there until the checkpoint's files have been let go.
+    """
+    began, devices = time.perf_counter(), devices or Devices()
+    names = [spec.name for spec in load.resident]
+    with Spill(spill_folder) if spill_folder else nullcontext() as spill:
+        for name, tensor in make_tensors(load, names, "loading", devices=devices):
+            if check_finite:
+                refuse_infinite(load, name, tensor)
+            if spill is not None and load.homes[name] == CPU:
+                spill.put(name, tensor)
+            else:
+                _bind_home(load, name, tensor, devices)
+            del tensor
+        if spill is not None:
+            load.reader.release()
+            for name, tensor in spill.take_back():
+                _bind_home(load, name, tensor, devices)
+                del tensor
+    _settle_others(load, devices)
+    steps = {id(step): step for step, _ in (load.layout.origins[name] for name in names)}
+    read_bytes = sum(load.source_bytes(step) for step in steps.values())
+    offloaded, seconds = Offloaded(extents(load, files)), time.perf_counter() - began
+    return Placed(load.model, offloaded, seconds, read_bytes, devices, load.host)
+
+
+def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
+    """Return where every tensor that lies on disk is, tied names included."""
+    found: dict[str, Extent] = {}
+    for spec in load.on_disk:
+        extent = load.served.get(spec.name) or Extent(files[spec.name], 0, spec.dtype, spec.shape)
+        found |= dict.fromkeys(load.names_of(spec.name), extent)
+    return found
+
+
+def bind(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
+    """Put ``tensor`` into ``model`` under all ``names``: one parameter, or one buffer, that they share."""
+    value: torch.Tensor | None = None
+    for name in names:
+        module, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
+        if value is None:
+            is_parameter = attribute in module._parameters
+            value = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+        setattr(module, attribute, value)
+
+
+def refuse_infinite(load: Load, name: str, tensor: torch.Tensor) -> None:
+    """Raise a ``CheckpointError`` if ``tensor`` holds a NaN or an infinity."""
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        step, _ = load.layout.origins[name]
+        entry = load.reader.entries[step.source_names[0]] if step.sources else None
+        where = load.checkpoint.by_name[entry.file].path if entry else load.checkpoint.path
+        raise CheckpointError(
+            f"{where}: tensor {name!r} holds NaN or infinity as {str(tensor.dtype).removeprefix('torch.')}; "
+            "take another dtype, or set check_finite=false"
+        )
+
+
+def refuse_infinite_served(load: Load) -> None:
+    """Check the tensors that are served from the checkpoint, and so are never read here otherwise."""
+    for name, extent in load.served.items():
+        refuse_infinite(load, name, read_extent(extent))
+
+
+def _bind_home(load: Load, name: str, tensor: torch.Tensor, devices: Devices) -> None:
+    bind(load.model, load.names_of(name), _put(load, tensor, load.homes[name], devices))
+
+
+def _put(load: Load, tensor: torch.Tensor, home: DeviceId, devices: Devices) -> torch.Tensor:
+    return load.host.hold(tensor) if load.host is not None and home == CPU else devices.put(tensor, home)
+
+
+def _settle_others(load: Load, devices: Devices) -> None:
+    """Put the buffers that keep their values on their devices, and take from the model what lies on disk."""
+    for spec in load.on_disk:
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+        bind(load.model, load.names_of(spec.name), tensor)
+    for spec in load.computed_buffers:
+        buffer = load.model.get_buffer(spec.name)
+        bind(load.model, (spec.name,), _put(load, buffer, load.homes.get(spec.name, CPU), devices))

@@ -1,0 +1,155 @@
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints import bulk_reader as bulk
+from stages.checkpoints.bulk_reader import BulkReader, TensorRead, read_into_new_memory
+from stages.checkpoints.direct_file import DirectFile
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.page_cache import cached_pages
+from stages.checkpoints.shard_files import ShardFile
+from stages.machine import aligned_memory as memory
+from stages.machine.devices import Devices
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> torch.Tensor:
+    """Random bytes, written to the file ``f``, in blocks so small that a test has many."""
+    torch.manual_seed(0)
+    data = torch.randint(0, 256, (300_000,), dtype=torch.uint8)
+    (tmp_path / "f").write_bytes(data.numpy().tobytes())
+    return data
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "BLOCK_BYTES", 8192)
+    monkeypatch.setattr(bulk, "GAP_BYTES", 1000)
+    monkeypatch.setattr(memory, "_SMALL_BYTES", 1)
+
+
+def shard(path: Path, size: int | None = None) -> ShardFile:
+    status = path.stat()
+    return ShardFile(path.name, path, status.st_size if size is None else size, status.st_mtime_ns, "")
+
+
+def drop_from_cache(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def zeroed(extent: Extent, dtype: torch.dtype) -> TensorRead:
+    """Return a piece whose memory is torch's, so that it is not laid out for direct reads."""
+    return TensorRead(extent, torch.zeros(extent.shape, dtype=dtype))
+
+
+def laid_out(extent: Extent, dtype: torch.dtype) -> TensorRead:
+    """Return a piece whose memory is laid out as it lies in the file."""
+    return read_into_new_memory(extent, dtype, devices=Devices(), device="cpu")
+
+
+def simulated(extent: Extent, dtype: torch.dtype) -> TensorRead:
+    """Return a piece whose memory is a simulated accelerator's."""
+    return read_into_new_memory(extent, dtype, devices=Devices({0: 10**7}), device=0)
+
+
+@pytest.mark.parametrize("make", [zeroed, laid_out, simulated])
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("dtypes", [("int16", "int16"), ("int16", "int32"), ("uint8", "uint8")])
+@pytest.mark.parametrize(
+    "spans", [[(0, 100)], [(8, 299_992)], [(2, 10), (10, 8192), (8192, 60_000), (90_000, 90_002)], [(16, 16)]]
+)
+def test_every_span_comes_out_as_it_lies_in_the_file(
+    tmp_path: Path,
+    data: torch.Tensor,
+    spans: list[tuple[int, int]],
+    dtypes: tuple[str, str],
+    cold: bool,
+    make: Callable[[Extent, torch.dtype], TensorRead],
+) -> None:
+    stored, wanted = (getattr(torch, name) for name in dtypes)
+    if cold:
+        drop_from_cache(tmp_path / "f")
+    pieces = []
+    for begin, end in spans:
+        count = (end - begin) // stored.itemsize
+        pieces.append(make(Extent(shard(tmp_path / "f"), begin, dtypes[0], (count,)), wanted))
+    seen: list[int] = []
+    with BulkReader() as reader:
+        reader.read(pieces, seen.append)
+    for (begin, end), piece in zip(spans, pieces, strict=True):
+        assert torch.equal(piece.target, data[begin:end].view(stored).to(wanted))
+    assert sum(seen) == sum(end - begin for begin, end in spans)
+
+
+def test_a_new_piece_of_the_same_dtype_is_laid_out_as_it_lies_in_the_file(tmp_path: Path, data: torch.Tensor) -> None:
+    extent = Extent(shard(tmp_path / "f"), 5002, "int16", (70_000,))
+    piece = laid_out(extent, torch.int16)
+    assert piece.target.data_ptr() % memory.ALIGNMENT == 5002 - memory.ALIGNMENT
+    assert piece.memory is not None
+    assert len(piece.memory) == memory.align_up(extent.end) - memory.ALIGNMENT
+    assert laid_out(extent, torch.int32).memory is None, "one that is cast is filled from a buffer"
+
+
+def test_neighbours_are_read_together_and_what_lies_far_between_is_not(tmp_path: Path, data: torch.Tensor) -> None:
+    spans = [(0, 100), (600, 700), (5000, 5100), (9000, 9100)]
+    pieces = [zeroed(Extent(shard(tmp_path / "f"), a, "uint8", (b - a,)), torch.uint8) for a, b in spans]
+    jobs = [job for job in bulk._jobs(pieces) if isinstance(job, bulk._Block)]
+    assert [[part.begin for part in job.parts] for job in jobs] == [[0, 600], [5000], [9000]]
+
+
+def test_a_file_system_without_direct_reads_works_too(
+    tmp_path: Path, data: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectFile, "_open_direct", lambda self: None)
+    drop_from_cache(tmp_path / "f")
+    piece = TensorRead(Extent(shard(tmp_path / "f"), 3, "uint8", (200_000,)), torch.zeros(200_000, dtype=torch.uint8))
+    with BulkReader() as reader:
+        reader.read([piece], lambda count: None)
+    assert torch.equal(piece.target, data[3:200_003])
+
+
+def test_a_tensor_that_the_file_does_not_hold_whole_is_refused(tmp_path: Path, data: torch.Tensor) -> None:
+    piece = TensorRead(Extent(shard(tmp_path / "f"), 299_000, "uint8", (2000,)), torch.zeros(2000, dtype=torch.uint8))
+    with BulkReader() as reader, pytest.raises(CheckpointError, match="f: ends at byte 300000, inside a tensor"):
+        reader.read([piece], lambda count: None)
+
+
+def test_a_file_that_changed_is_refused(tmp_path: Path, data: torch.Tensor) -> None:
+    file = shard(tmp_path / "f", size=5)
+    piece = TensorRead(Extent(file, 0, "uint8", (5,)), torch.zeros(5, dtype=torch.uint8))
+    with BulkReader() as reader, pytest.raises(CheckpointError, match="the file changed"):
+        reader.read([piece], lambda count: None)
+
+
+def test_the_page_cache_is_asked_and_not_filled(tmp_path: Path, data: torch.Tensor) -> None:
+    path = tmp_path / "f"
+    drop_from_cache(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    if cached_pages(descriptor, data.numel()).any():
+        pytest.skip("this file system keeps the file in memory")
+    piece = TensorRead(Extent(shard(path), 0, "uint8", (300_000,)), torch.zeros(300_000, dtype=torch.uint8))
+    with BulkReader() as reader:
+        reader.read([piece], lambda count: None)
+    assert not cached_pages(descriptor, data.numel())[:70].any()  # the tail, not a whole page, may come through it
+    assert path.read_bytes()
+    assert cached_pages(descriptor, data.numel()).all()
+    os.close(descriptor)
+
+
+def test_more_files_than_are_opened_at_a_time_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "_OPEN_FILES", 2)
+    pieces = []
+    for number in range(5):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 100)
+        extent = Extent(shard(tmp_path / str(number)), 10, "uint8", (50,))
+        pieces.append(TensorRead(extent, torch.zeros(50, dtype=torch.uint8)))
+    with BulkReader() as reader:
+        reader.read(pieces, lambda count: None)
+    assert [piece.target.unique().tolist() for piece in pieces] == [[number] for number in range(5)]

@@ -1,0 +1,52 @@
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.mapped_file import MappedFile
+from stages.checkpoints.shard_files import ShardFile
+
+VALUES = torch.arange(6, dtype=torch.float32)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> ShardFile:
+    path = tmp_path / "shard"
+    path.write_bytes(b"head" + VALUES.numpy().tobytes() + b"x" + VALUES.numpy().tobytes())
+    return ShardFile(path.name, path, path.stat().st_size, path.stat().st_mtime_ns, "")
+
+
+@pytest.mark.parametrize("begin", [4, 4 + 24 + 1], ids=["aligned", "at an odd offset"])
+def test_a_tensor_is_what_lies_in_the_file(file: ShardFile, begin: int) -> None:
+    mapped = MappedFile(file)
+    extent = Extent(file, begin, "float32", (2, 3))
+    mapped.advise([extent], mmap.MADV_WILLNEED)
+    assert torch.equal(mapped.tensor(extent), VALUES.view(2, 3))
+    mapped.close()
+
+
+def test_a_tensor_outlives_the_file_and_what_is_written_into_it_stays_out_of_the_file(file: ShardFile) -> None:
+    before = file.path.read_bytes()
+    mapped = MappedFile(file)
+    tensor = mapped.tensor(Extent(file, 4, "float32", (6,)))
+    mapped.close()
+    tensor.zero_()
+    assert file.path.read_bytes() == before
+
+
+def test_an_empty_tensor_needs_no_byte(file: ShardFile) -> None:
+    mapped = MappedFile(file)
+    assert mapped.tensor(Extent(file, 4, "float32", (0, 3))).shape == (0, 3)
+    mapped.close()
+
+
+def test_a_file_cut_short_is_noticed_before_a_page_of_it_is_touched(file: ShardFile) -> None:
+    mapped = MappedFile(file)
+    os.truncate(file.path, 8)
+    with pytest.raises(CheckpointError, match="the file changed while it was being served"):
+        mapped.check()
+    mapped.close()

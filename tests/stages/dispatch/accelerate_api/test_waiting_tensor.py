@@ -1,0 +1,113 @@
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from stages.dispatch.accelerate_api.waiting_tensor import WaitingSource, WaitingTensor
+from tests.stages.dispatch.models_to_offload import Transformer, seeded
+
+CPU = torch.device("cpu")
+X = torch.randn(2, 4)
+
+
+def wait(tensor: torch.Tensor) -> WaitingTensor:
+    return WaitingTensor(tensor, WaitingSource({"w": tensor.detach()}, "w", CPU))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "use"),
+    [
+        ((4, 4), lambda w: functional.linear(X, w)),
+        ((4, 4), lambda w: functional.linear(X[None], w, w[0])),
+        ((4, 4), lambda w: X @ w.t() + w[1]),
+        ((4, 4), lambda w: X @ w.T),
+        ((4, 4), lambda w: X @ w.data),
+        ((4, 4), lambda w: X @ w.detach()),
+        ((4, 4), lambda w: X @ w.to(torch.float32).reshape(4, 4)),
+        ((4, 4), lambda w: torch.einsum("ab,cb->ac", X, w)),
+        ((9, 4), lambda w: functional.embedding(torch.tensor([1, 8]), w)),
+        ((4,), lambda w: functional.layer_norm(X, (4,), w, w)),
+        ((3, 2, 2), lambda w: functional.conv1d(X[None], w)),
+        ((4, 4), lambda w: torch.cat([w, X])),
+        ((4, 4), lambda w: w.sum()),
+        ((4, 4), lambda w: 2 * w),
+    ],
+)
+def test_operators_get_the_data(shape: tuple[int, ...], use: Any, grad: bool) -> None:
+    weight = nn.Parameter(torch.randn(shape))
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(use(wait(weight)), use(weight))
+
+
+def test_it_is_a_parameter_on_meta_to_whoever_asks() -> None:
+    weight = nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16), requires_grad=False)
+    waiting = wait(weight)
+    assert isinstance(waiting, nn.Parameter)
+    assert not isinstance(wait(weight.data), nn.Parameter)
+    assert (waiting.device.type, waiting.shape, waiting.dtype) == ("meta", weight.shape, torch.bfloat16)
+    assert not waiting.requires_grad
+    assert "WaitingTensor(name='w', shape=(3, 4)" in repr(waiting)
+
+
+def test_a_state_dict_and_a_copy_read_nothing() -> None:
+    class Unreadable(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            raise OSError("read")
+
+    layer = nn.Linear(2, 2)
+    layer.weight = WaitingTensor(layer.weight, WaitingSource(Unreadable(), "w", CPU))
+    assert layer.state_dict()["weight"].is_meta
+    assert copy.deepcopy(layer).weight.is_meta
+    assert layer.weight.to("meta").is_meta
+    with pytest.raises(OSError, match="read"):
+        layer(torch.zeros(1, 2))
+
+
+def test_a_change_that_would_be_lost_is_refused() -> None:
+    weight = wait(nn.Parameter(torch.randn(2, 2)))
+    with torch.no_grad():
+        for change in (lambda: weight.zero_(), lambda: weight.copy_(X[:, :2]), lambda: torch.add(X, X, out=weight)):
+            with pytest.raises(RuntimeError, match="'w' is offloaded, and a change by aten"):
+                change()
+
+
+def test_autocast_sees_the_data() -> None:
+    layer = nn.Linear(4, 4)
+    with torch.autocast("cpu"):
+        expected = layer(X)
+        assert expected.dtype == torch.bfloat16
+        assert torch.equal(functional.linear(X, wait(layer.weight), wait(layer.bias)), expected)
+
+
+def test_a_waiting_tensor_is_copied_once_with_what_it_waits_in() -> None:
+    weight = wait(nn.Parameter(torch.randn(2, 2)))
+    one, other, source = copy.deepcopy([weight, weight, weight.source])
+    assert one is other
+    assert one.source is source
+    assert source.weights["w"] is not weight.source.weights["w"]
+    assert isinstance(one, nn.Parameter)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_encoder_of_torch_works_with_every_weight_waiting(grad: bool) -> None:
+    x = torch.randn(1, 5, 8)
+    with torch.set_grad_enabled(grad):
+        model = seeded(Transformer)
+        expected = model(x)
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module._parameters[name] = wait(parameter)
+        torch.testing.assert_close(model(x), expected)  # without gradients it leaves torch's fused path
+
+
+def test_it_survives_pickle_with_what_it_waits_in() -> None:
+    weight = nn.Parameter(torch.randn(2, 2))
+    twin = pickle.loads(pickle.dumps(wait(weight)))  # noqa: S301
+    assert isinstance(twin, nn.Parameter)
+    assert twin.is_meta
+    assert torch.equal(twin * 1, weight)

@@ -1,0 +1,101 @@
+"""A model on its stage, for tests: placed on simulated or real accelerators, the host and disk, and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.shard_files import ShardFile
+from stages.dispatch.dispatch_plan import DispatchPlan, make_dispatch_plan
+from stages.dispatch.streaming.streamer import Streamer
+from stages.empty_init.describe import describe
+from stages.empty_init.skeleton import Skeleton, parent
+from stages.machine.devices import Devices, Ledger
+from stages.plan.plan import Plan
+from stages.units import DeviceId
+
+X = torch.randn(3, 64)
+ROOM = 10**7
+
+
+class Layer(nn.Sequential):
+    """What computes on one device."""
+
+
+def net(width: int = 64) -> nn.Sequential:
+    torch.manual_seed(0)
+    wide = 3 * width // 2
+    layers = [Layer(nn.Linear(width, wide), nn.ReLU(), nn.LayerNorm(wide), nn.Linear(wide, width)) for _ in range(4)]
+    return nn.Sequential(*layers).eval().requires_grad_(False)
+
+
+LAYOUTS: Mapping[str, Callable[[str], DeviceId]] = {
+    "host": lambda name: "cpu",
+    "disk": lambda name: "disk",
+    "mixed": lambda name: {"0": 0, "1": "cpu", "2": "disk", "3": "cpu" if "weight" in name else "disk"}[name[0]],
+    "torn": lambda name: [0, "cpu", "disk"][sum(map(ord, name)) % 3],
+}
+
+
+def to_disk(model: nn.Module, on_disk: set[str], path: Path) -> dict[str, Extent]:
+    """Write the tensors named to ``path``, leave meta tensors in their places, and return where they lie."""
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    data, begins = b"\0" * 24, {}
+    for name in sorted(on_disk):
+        begins[name] = len(data)
+        data += tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    path.write_bytes(data)
+    file = ShardFile(path.name, path, path.stat().st_size, path.stat().st_mtime_ns, "")
+    for name in on_disk:
+        owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
+        if attribute in owner._parameters:
+            owner._parameters[attribute] = nn.Parameter(tensors[name].to("meta"), requires_grad=False)
+        else:
+            owner._buffers[attribute] = tensors[name].to("meta")
+    shapes = {name: (str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)) for name in on_disk}
+    return {name: Extent(file, begins[name], *shapes[name]) for name in on_disk}
+
+
+def score_for(skeleton: Skeleton, homes: Mapping[str, DeviceId], execution: Mapping[str, DeviceId]) -> DispatchPlan:
+    return make_dispatch_plan(skeleton, Plan("explicit", 0, homes, homes, execution, {}, {}, 0, {}))
+
+
+class Setup:
+    """A model placed by ``homes`` (name → device) and streamed, to the devices given or to two simulated ones."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        homes: Callable[[str], DeviceId],
+        folder: Path,
+        *,
+        devices: Devices | None = None,
+        **options: Any,
+    ) -> None:
+        example, execution = options.pop("example", X), options.pop("execution", lambda module: 0)
+        skeleton = describe(model, call=lambda m: m(example.to("cpu")), no_split={"Layer"})
+        placed = {tensor.name: homes(tensor.name) for tensor in skeleton.tensors}
+        self.model, self.devices = model, devices or Devices({0: ROOM, 1: ROOM})
+        self.score = score_for(skeleton, placed, {parent(name): execution(parent(name)) for name in placed})
+        for name, home in placed.items():
+            if isinstance(home, int):
+                owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
+                there = self.devices.put(owner._parameters[attribute].data, home)
+                owner._parameters[attribute] = nn.Parameter(there, requires_grad=False)
+        self.resident = sum(tensor.bytes for tensor in skeleton.tensors if placed[tensor.name] == 0)
+        extents = to_disk(model, {name for name, home in placed.items() if home == "disk"}, folder / "weights")
+        self.streamer = Streamer(model, self.score, extents=extents, devices=self.devices, **options)
+
+    def ledger(self, device: int) -> Ledger:
+        found = self.devices.ledger(device)
+        assert found is not None
+        return found
+
+    @property
+    def reserve(self) -> int:
+        return self.score.reserves[0]

@@ -1,0 +1,177 @@
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.errors import CheckpointError, StorageError
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.shard_files import ShardFile
+from stages.dispatch.streaming.lookahead import Lookahead
+from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.host_carrier import HostCarrier, place_part
+
+SIZES = [5000, 70_000, 3, 40_000, 0, 9000]
+"""Elements of each part's tensor, in float16."""
+
+
+@pytest.fixture
+def tensors() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(size).half() for size in SIZES]
+
+
+@pytest.fixture
+def extents(tmp_path: Path, tensors: list[torch.Tensor]) -> list[list[Extent]]:
+    """Write the tensors into two files, at offsets that no alignment would choose."""
+    found = []
+    for half, name in ((tensors[:3], "a"), (tensors[3:], "b")):
+        data, places = b"head:-", []
+        for tensor in half:
+            places.append((len(data), tensor))
+            data += tensor.numpy().tobytes() + b"xx"
+        path = tmp_path / name
+        path.write_bytes(data)
+        status = path.stat()
+        file = ShardFile(name, path, status.st_size, status.st_mtime_ns, "")
+        found += [[Extent(file, begin, "float16", tuple(tensor.shape))] for begin, tensor in places]
+    return found
+
+
+def looking_ahead(extents: list[list[Extent]], *, staging_bytes: int, traffic: Traffic | None = None) -> Lookahead[Any]:
+    traffic = traffic or Traffic()
+    return Lookahead(
+        HostCarrier(extents, staging_bytes=staging_bytes, traffic=traffic), list(range(6)), traffic=traffic
+    )
+
+
+@pytest.fixture
+def ahead(extents: list[list[Extent]]) -> Iterator[Lookahead]:
+    lookahead = looking_ahead(extents, staging_bytes=150_000)
+    yield lookahead
+    lookahead.close()
+
+
+def played(ahead: Lookahead, order: list[int], tensors: list[torch.Tensor]) -> None:
+    """Take and let go each part of one pass, and check what came."""
+    ahead.begin_pass()
+    for part in order:
+        (got,) = ahead.take(part)
+        assert torch.equal(got, tensors[part]), part
+        del got
+        ahead.let_go(part)
+    ahead.end_pass()
+
+
+def test_every_pass_brings_the_right_bytes(ahead: Lookahead, tensors: list[torch.Tensor]) -> None:
+    for _ in range(5):
+        played(ahead, [0, 1, 2, 3, 4, 5], tensors)
+    assert ahead._traffic.overflow_bytes == 0
+    assert ahead._traffic.streamed_bytes == 5 * 2 * sum(SIZES)
+
+
+def play_twice(ahead: Lookahead, tensors: list[torch.Tensor]) -> None:
+    for _ in range(2):
+        played(ahead, [0, 1, 2, 3, 4, 5], tensors)
+
+
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [0, 2, 4], [1, 1, 3, 1], [3, 0, 0, 5, 1]])
+def test_an_order_that_nobody_expected_is_right_too(
+    order: list[int], ahead: Lookahead, tensors: list[torch.Tensor]
+) -> None:
+    played(ahead, [0, 1, 2, 3, 4, 5], tensors)
+    for _ in range(3):
+        played(ahead, order, tensors)
+    played(ahead, [0, 1, 2, 3, 4, 5], tensors)
+
+
+def test_parts_held_at_once_beyond_the_staging_memory_get_memory_of_their_own(
+    extents: list[list[Extent]], tensors: list[torch.Tensor]
+) -> None:
+    traffic = Traffic()
+    ahead = looking_ahead(extents, staging_bytes=10_000, traffic=traffic)
+    held = [ahead.take(part)[0] for part in range(6)]
+    assert all(torch.equal(got, expected) for got, expected in zip(held, tensors, strict=True))
+    assert traffic.overflow_bytes >= 2 * (70_000 + 40_000)
+    for part in range(6):
+        ahead.let_go(part)
+    ahead.close()
+
+
+def test_what_is_still_seen_is_never_written_over(ahead: Lookahead, tensors: list[torch.Tensor]) -> None:
+    ahead.begin_pass()
+    (kept,) = ahead.take(1)
+    kept = kept[10:20]
+    ahead.let_go(1)
+    for part in (2, 3, 4, 5, 0, 1, 2, 3):
+        ahead.take(part)
+        ahead.let_go(part)
+    assert torch.equal(kept, tensors[1][10:20])
+
+
+def test_what_fits_whole_is_read_once(extents: list[list[Extent]], tensors: list[torch.Tensor]) -> None:
+    traffic = Traffic()
+    ahead = looking_ahead(extents, staging_bytes=10**6, traffic=traffic)
+    for _ in range(4):
+        played(ahead, list(range(6)), tensors)
+    assert traffic.storage_bytes < 2 * 2 * sum(SIZES)
+    ahead.close()
+
+
+def test_a_file_that_changes_is_noticed_in_the_forward_that_needs_it(
+    ahead: Lookahead, extents: list[list[Extent]], tensors: list[torch.Tensor]
+) -> None:
+    played(ahead, [0, 1, 2, 3, 4, 5], tensors)
+    path = extents[3][0].file.path
+    os.truncate(path, 100)
+    ahead.take(0)
+    ahead.let_go(0)
+    with pytest.raises(CheckpointError, match=r"b: the file changed while it was being served"):
+        play_twice(ahead, tensors)
+    (again,) = ahead.take(0)
+    assert torch.equal(again, tensors[0]), "the other file still serves"
+
+
+def test_a_deleted_file_still_serves(
+    ahead: Lookahead, extents: list[list[Extent]], tensors: list[torch.Tensor]
+) -> None:
+    for extent in extents:
+        extent[0].file.path.unlink(missing_ok=True)
+    played(ahead, [0, 1, 2, 3, 4, 5], tensors)
+
+
+def test_a_read_that_fails_names_file_and_offset_and_can_be_tried_again(
+    ahead: Lookahead, tensors: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def broken(descriptor: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StorageError, match=r"reading at byte \d+ failed: Input/output error"):
+        ahead.take(0)
+    monkeypatch.setattr(os, "preadv", real)
+    for part in list(ahead._deliveries):
+        ahead._drop(part)
+    played(ahead, [0, 1, 2, 3, 4, 5], tensors)
+
+
+def test_closing_leaves_no_file_open(extents: list[list[Extent]], tensors: list[torch.Tensor]) -> None:
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    ahead = looking_ahead(extents, staging_bytes=150_000)
+    played(ahead, list(range(6)), tensors)
+    assert len(list(Path("/proc/self/fd").iterdir())) > before
+    ahead.close()
+    ahead.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_part_needs_a_little_more_than_its_bytes(extents: list[list[Extent]]) -> None:
+    places, size = place_part([extents[0][0], extents[1][0]])
+    assert [place.begin % 4096 for place in places] == [0, 0]
+    assert 2 * 75_000 < size <= 2 * 75_000 + 4 * 4096

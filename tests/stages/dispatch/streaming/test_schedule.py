@@ -1,0 +1,89 @@
+from itertools import islice
+
+from stages.dispatch.streaming.schedule import Schedule
+
+
+def ask(schedule: Schedule, count: int) -> list[int]:
+    """Ask for ``count`` parts, or for all that may be asked for."""
+    return list(islice(schedule.upcoming(), count + 1))[:count]
+
+
+def test_parts_are_asked_for_in_order_and_round_to_the_next_pass() -> None:
+    schedule = Schedule([1, 2, 3])
+    assert list(schedule.upcoming()) == [1, 2, 3]
+    schedule.use(1)
+    assert list(schedule.upcoming()) == [1], "the next token's first part"
+
+
+def test_a_part_that_was_offered_and_not_taken_is_offered_again() -> None:
+    schedule = Schedule([1, 2, 3])
+    for part in schedule.upcoming():
+        if part == 2:
+            break
+    assert next(schedule.upcoming()) == 2
+    assert schedule.wanted(1)
+    assert not schedule.wanted(2)
+
+
+def test_a_part_is_wanted_from_asking_to_playing() -> None:
+    schedule = Schedule([1, 2, 1])
+    list(schedule.upcoming())
+    schedule.use(1)
+    assert schedule.wanted(1), "its second use was asked for too"
+    schedule.use(2)
+    schedule.use(1)
+    assert not schedule.wanted(1)
+
+
+def test_a_part_played_early_skips_what_stood_before_it() -> None:
+    schedule = Schedule([1, 2, 3, 4])
+    list(schedule.upcoming())
+    schedule.use(3)
+    assert not schedule.wanted(1)
+    assert not schedule.wanted(2)
+    assert schedule.wanted(4)
+    assert ask(schedule, 2) == [1, 2]
+
+
+def test_an_unknown_part_moves_nothing() -> None:
+    schedule = Schedule([1, 2])
+    schedule.use(9)
+    assert ask(schedule, 2) == [1, 2]
+
+
+def test_the_order_of_a_whole_pass_is_learned() -> None:
+    schedule = Schedule([1, 2, 3])
+    schedule.begin_pass()
+    for part in (3, 1, 3):
+        schedule.use(part)
+    assert schedule.end_pass()
+    assert schedule.order == [3, 1, 3]
+    assert list(schedule.upcoming()) == [3, 1, 3]
+
+
+def test_a_pass_that_was_broken_off_teaches_nothing() -> None:
+    schedule = Schedule([1, 2, 3])
+    schedule.begin_pass()
+    schedule.use(1)
+    schedule.begin_pass()
+    assert schedule.order == [1, 2, 3]
+    for part in (1, 2, 3):
+        schedule.use(part)
+    assert not schedule.end_pass()
+
+
+def test_a_new_pass_begins_at_the_first_part() -> None:
+    schedule = Schedule([1, 2, 3])
+    schedule.begin_pass()
+    schedule.use(1)
+    schedule.begin_pass()
+    assert ask(schedule, 3) == [1, 2, 3]
+
+
+def test_an_empty_order_asks_for_nothing() -> None:
+    schedule = Schedule([])
+    schedule.begin_pass()
+    schedule.use(1)
+    assert list(schedule.upcoming()) == []
+    assert schedule.end_pass()
+    assert schedule.order == [1]

@@ -1,0 +1,102 @@
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from stages.dispatch.transfer.arena import Arena, HostMemory
+from stages.dispatch.transfer.links import FreshMemory, LedgerMemory
+from stages.machine.aligned_memory import ALIGNMENT
+from stages.machine.devices import Ledger
+
+
+def test_regions_are_aligned_and_apart() -> None:
+    arena = Arena(HostMemory(10 * ALIGNMENT))
+    regions = [arena.take(ALIGNMENT + 1) for _ in range(5)]
+    starts = sorted(region.__array_interface__["data"][0] for region in regions)
+    assert all(start % ALIGNMENT == 0 for start in starts)
+    assert [b - a for a, b in pairwise(starts)] == [2 * ALIGNMENT] * 4
+    assert arena.used == arena.size
+    assert arena.take(1) is None
+
+
+def test_a_region_is_free_when_its_last_view_is_gone() -> None:
+    arena = Arena(HostMemory(ALIGNMENT))
+    region = arena.take(ALIGNMENT)
+    view = torch.frombuffer(region, dtype=torch.float32, count=4, offset=64)[1:]
+    del region
+    assert arena.take(1) is None, "a tensor still sees it"
+    del view
+    assert arena.take(1) is not None
+
+
+def test_regions_are_taken_in_a_ring() -> None:
+    arena = Arena(HostMemory(4 * ALIGNMENT))
+    first, second = arena.take(1), arena.take(1)
+    begin = first.__array_interface__["data"][0]
+    del first
+    third = arena.take(1)
+    assert third.__array_interface__["data"][0] == begin + 2 * ALIGNMENT, "not the gap behind"
+    fourth, fifth = arena.take(1), arena.take(1)
+    assert fifth.__array_interface__["data"][0] == begin
+    assert {id(second), id(fourth)}
+
+
+def test_neighbouring_gaps_are_one() -> None:
+    arena = Arena(HostMemory(4 * ALIGNMENT))
+    held = [arena.take(1) for _ in range(4)]
+    del held[1:3]
+    assert arena.take(2 * ALIGNMENT) is not None
+
+
+def test_at_random_no_two_regions_ever_overlap() -> None:
+    chance, arena, held = random.Random(3), Arena(HostMemory(64 * ALIGNMENT)), []
+    for stamp in range(1, 2000):
+        if held and chance.random() < 0.5:
+            mark, region = held.pop(chance.randrange(len(held)))
+            assert np.all(region == mark), "somebody else wrote into it"
+            del region
+        region = arena.take(chance.randrange(1, 12 * ALIGNMENT))
+        if region is not None:
+            region[:] = stamp % 251
+            held.append((stamp % 251, region))
+        del region
+    assert arena.used == sum(len(region) for _, region in held)
+
+
+def test_what_is_taken_at_the_end_leaves_the_rest_in_one_piece() -> None:
+    arena = Arena(HostMemory(4 * ALIGNMENT))
+    begin = (first := arena.take(1)).__array_interface__["data"][0]
+    del first
+    last, before = arena.take(1, at_end=True), arena.take(1, at_end=True)
+    assert [(region.__array_interface__["data"][0] - begin) // ALIGNMENT for region in (last, before)] == [3, 2]
+    large = arena.take(2 * ALIGNMENT)
+    assert large.__array_interface__["data"][0] == begin
+    assert arena.take(1, at_end=True) is None
+
+
+def test_memory_that_is_no_multiple_of_its_alignment_is_lent_to_the_byte() -> None:
+    ledger = Ledger(0, 1000)
+    arena = Arena(LedgerMemory(ledger, 1000))
+    assert arena.take(1001) is None
+    whole = arena.take(1000)
+    assert whole.nbytes == 1000
+    del whole
+    first, second = arena.take(400), arena.take(488)
+    assert (first.nbytes, second.nbytes) == (512, 488)
+    assert arena.take(1, at_end=True) is None
+    del first, second, arena
+    assert (ledger.held, ledger.peak) == (0, 1000)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_region_of_an_accelerator_is_free_when_its_last_view_is_gone(at_end: bool) -> None:
+    for memory in (LedgerMemory(Ledger(0, 512), 512), FreshMemory(torch.device("cpu"), 512)):
+        arena = Arena(memory)
+        region = arena.take(512, at_end=at_end)
+        view = region[4:12].view(torch.float32)
+        del region
+        assert arena.take(1) is None, "a tensor still sees it"
+        del view
+        assert arena.take(1) is not None

@@ -1,0 +1,248 @@
+"""Who waits for what, on an accelerator on which everything happens late."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.shard_files import ShardFile
+from stages.dispatch.streaming.lookahead import Lookahead
+from stages.dispatch.transfer.carrier import CHUNK_BYTES, Traffic
+from stages.dispatch.transfer.link import pin
+from stages.dispatch.transfer.link_carrier import LinkCarrier
+from stages.dispatch.transfer.trace import Trace
+from stages.machine.aligned_memory import HostBlock
+from tests.stages.dispatch.late_link import LateLink
+
+SIZES = [[70_000, 3], [40_000], [90_000, 17, 5000], [0], [300], [60_000], [80_000, 4097]]
+"""Elements of each part's tensors, in float16."""
+
+STAGING = 2 * 200_000
+"""Room for about two of the larger parts."""
+
+
+def tensors() -> list[list[torch.Tensor]]:
+    torch.manual_seed(0)
+    return [[torch.randn(size).half() for size in part] for part in SIZES]
+
+
+def on_disk(parts: list[list[torch.Tensor]], path: Path) -> list[list[Extent]]:
+    """Write all tensors into one file, at offsets that no alignment would choose."""
+    data, begins = b"head:-", []
+    for tensor in (tensor for part in parts for tensor in part):
+        begins.append(len(data))
+        data += tensor.numpy().tobytes() + b"xx"
+    path.write_bytes(data)
+    file = ShardFile(path.name, path, path.stat().st_size, path.stat().st_mtime_ns, "")
+    places = iter(begins)
+    return [[Extent(file, next(places), "float16", tuple(tensor.shape)) for tensor in part] for part in parts]
+
+
+class Stage:
+    """Parts, where they wait, the link, and a lookahead over it."""
+
+    def __init__(self, folder: Path, where: str, *, staging: int = STAGING, trace: Trace | None = None) -> None:
+        self.parts = tensors()
+        self.link = LateLink()
+        flat = [tensor for part in self.parts for tensor in part]
+        self.block = HostBlock([tensor.nbytes for tensor in flat])
+        host = [[self.block.hold(tensor) for tensor in part] for part in self.parts]
+        disk = on_disk(self.parts, folder / "weights")
+        mixed = [
+            [disk[p][t] if (p + t) % 2 else host[p][t] for t in range(len(part))] for p, part in enumerate(self.parts)
+        ]
+        self.unpin = pin(self.link, self.block.memory)
+        self.traffic = Traffic()
+        sources = {"disk": disk, "host": host, "mixed": mixed}[where]
+        self.carrier = LinkCarrier(sources, self.link, staging_bytes=staging, traffic=self.traffic, trace=trace)
+        self.ahead = Lookahead(self.carrier, list(range(len(SIZES))), traffic=self.traffic, trace=trace)
+
+    def play(self, order: list[int]) -> None:
+        """Compute with each part, one pass; nothing is waited for but reads."""
+        self.ahead.begin_pass()
+        for part in order:
+            for got, expected in zip(self.ahead.take(part), self.parts[part], strict=True):
+                assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+                self.link.launch(got, expected)
+                del got
+            self.ahead.let_go(part)
+        self.ahead.end_pass()
+
+    def check(self) -> None:
+        self.link.close()
+        assert self.link.wrong == []
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    made: list[Stage] = []
+
+    def make(where: str, **options: object) -> Stage:
+        made.append(Stage(tmp_path, where, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.ahead.close()
+        one.link.end()
+
+
+IN_ORDER = list(range(len(SIZES)))
+everywhere = pytest.mark.parametrize("where", ["disk", "host", "mixed"])
+
+
+@everywhere
+def test_computing_waits_for_copies_and_copies_for_computing(where: str, stage: Callable[..., Stage]) -> None:
+    late = stage(where)
+    for _ in range(6):
+        late.play(IN_ORDER)
+    late.check()
+    assert late.traffic.overflow_bytes == 0
+    assert late.traffic.link_bytes >= 6 * sum(2 * size for part in SIZES for size in part)
+
+
+@everywhere
+@pytest.mark.parametrize("order", [[6, 5, 4, 3, 2, 1, 0], [0, 2, 4], [1, 1, 3, 1], [2, 0, 0, 5, 6]])
+def test_an_order_that_nobody_expected_waits_for_the_same(
+    where: str, order: list[int], stage: Callable[..., Stage]
+) -> None:
+    late = stage(where)
+    for one in (IN_ORDER, order, order, IN_ORDER):
+        late.play(one)
+    late.check()
+
+
+def test_the_model_runs_on_while_the_accelerator_has_not_even_begun(stage: Callable[..., Stage]) -> None:
+    late, begin = stage("host"), threading.Event()
+    late.link.computing.add(begin.wait)
+    model = threading.Thread(target=lambda: [late.play(IN_ORDER) for _ in range(3)])
+    model.start()
+    model.join(timeout=20)
+    waits = model.is_alive()
+    begin.set()
+    model.join()
+    assert not waits
+    late.check()
+
+
+@everywhere
+def test_the_first_parts_of_the_next_pass_are_on_their_way_when_one_ends(
+    where: str, stage: Callable[..., Stage]
+) -> None:
+    late = stage(where)
+    late.play(IN_ORDER)
+    assert {0, 1} <= late.ahead._deliveries.keys()
+    late.play(IN_ORDER)
+    late.check()
+
+
+def test_reads_go_on_only_as_far_as_pinned_memory_reaches(stage: Callable[..., Stage]) -> None:
+    late = stage("disk")
+    size = 2 * max(size for part in SIZES for size in part)
+    assert size < late.carrier.pinned_bytes <= STAGING, "no more than the staging that the plan knows of"
+    assert [memory.nbytes for memory in late.link.pinned if memory is not late.block.memory] == [
+        late.carrier.pinned_bytes
+    ], "and exactly that is pinned"
+    for _ in range(3):
+        late.play(IN_ORDER)
+    late.check()
+    assert late.traffic.link_seconds > 0
+
+
+def test_a_part_as_large_as_the_staging_memory_fits_it_to_the_byte(tmp_path: Path) -> None:
+    link, traffic = LateLink(), Traffic()
+    parts = [[torch.ones(5), torch.ones(3, dtype=torch.uint8), torch.ones(7).half()], [torch.ones(9)]]
+    block = HostBlock([tensor.nbytes for part in parts for tensor in part])
+    parts = [[block.hold(tensor) for tensor in part] for part in parts]
+    unpin = pin(link, block.memory)
+    exact = 4 * 5 + 3 + 2 * 7
+    ahead = Lookahead(LinkCarrier(parts, link, staging_bytes=exact, traffic=traffic), [0, 1], traffic=traffic)
+    for part in (0, 1, 0, 1):
+        for got, expected in zip(ahead.take(part), parts[part], strict=True):
+            link.launch(got, expected)
+            del got
+        ahead.let_go(part)
+    ahead.close()
+    link.end()
+    unpin()
+    assert (link.wrong, [memory.size for memory in link.memories], traffic.overflow_bytes) == ([], [exact], 0)
+
+
+def test_tensors_begin_where_an_accelerator_likes_them(stage: Callable[..., Stage]) -> None:
+    late = stage("mixed")
+    base = late.link.memories[0].bytes.ctypes.data
+    for part in IN_ORDER:
+        assert all((tensor.data_ptr() - base) % 512 == 0 for tensor in late.ahead.take(part) if tensor.numel())
+        late.ahead.let_go(part)
+    late.check()
+
+
+def test_a_tensor_of_many_reads_arrives_whole(tmp_path: Path) -> None:
+    link, traffic = LateLink(copy_pause=0), Traffic()
+    parts = [[torch.arange(2 * CHUNK_BYTES + 12_345, dtype=torch.int32).view(torch.float16)] for _ in range(2)]
+    extents = on_disk(parts, tmp_path / "weights")
+    carrier = LinkCarrier(extents, link, staging_bytes=parts[0][0].nbytes, traffic=traffic)
+    ahead = Lookahead(carrier, [0, 1], traffic=traffic)
+    for part in (0, 1, 0):
+        (got,) = ahead.take(part)
+        link.launch(got, parts[part][0])
+        del got
+        ahead.let_go(part)
+    ahead.close()
+    link.end()
+    assert link.wrong == []
+
+
+def test_what_is_still_seen_is_never_copied_over(stage: Callable[..., Stage]) -> None:
+    late = stage("host")
+    late.ahead.begin_pass()
+    kept = late.ahead.take(0)[0][10:20]
+    late.ahead.let_go(0)
+    for part in (1, 2, 3, 4, 5, 6, 0, 1, 2):
+        late.ahead.take(part)
+        late.ahead.let_go(part)
+    late.link.launch(kept, late.parts[0][0][10:20])
+    late.check()
+
+
+def test_parts_held_at_once_beyond_the_staging_memory_get_memory_of_their_own(stage: Callable[..., Stage]) -> None:
+    late = stage("mixed", staging=100)
+    held = [late.ahead.take(part) for part in IN_ORDER]
+    for part, found in zip(late.parts, held, strict=True):
+        for got, expected in zip(found, part, strict=True):
+            late.link.launch(got, expected)
+    late.check()
+    assert late.traffic.overflow_bytes > 0
+
+
+def test_closing_waits_and_leaves_nothing_pinned(stage: Callable[..., Stage]) -> None:
+    late = stage("mixed")
+    late.play(IN_ORDER)
+    late.ahead.close()
+    late.unpin()
+    assert late.link.pinned == []
+    late.ahead.close()
+
+
+def test_memory_that_cannot_be_pinned_is_said_to_be_slow_and_serves_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    block, link = HostBlock([100]), LateLink()
+    link.registers = False
+    pin(link, block.memory)()
+    assert "can't be registered with the accelerator; copies from there will be slower" in caplog.text
+    link.end()
+
+
+def test_copies_stand_on_the_time_line(stage: Callable[..., Stage]) -> None:
+    trace = Trace()
+    late = stage("mixed", trace=trace)
+    late.play(IN_ORDER)
+    late.ahead.close()
+    spans = [event for event in trace._events if event["cat"] == "copy"]
+    assert sum(event["args"]["bytes"] for event in spans) >= sum(2 * size for part in SIZES for size in part)
+    assert all(event["dur"] >= 1000 for event in spans), "until the accelerator has done it: a millisecond at least"
+    assert {event["cat"] for event in trace._events} >= {"read", "copy"}

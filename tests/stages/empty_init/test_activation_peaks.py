@@ -1,0 +1,126 @@
+"""What a forward is said to hold is what a real one holds, at shapes that no probe had."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from stages.empty_init.activation_peaks import scratch_bytes, weigh
+from stages.empty_init.describe import describe
+from tests.stages.empty_init.test_describe import CONFIGS, Branching, on_meta
+
+SHAPES = [(1, 60), (2, 37), (5, 90)]
+
+
+class Counting(TorchDispatchMode):
+    """Counts the bytes of real tensors, each from its birth to its death."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.known:
+                self.meet(leaf.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def meet(self, storage: torch.UntypedStorage, *, counts: bool = True) -> None:
+        key = storage._cdata
+        self.known[key] = storage.nbytes() if counts else 0
+        self.live += self.known[key]
+        weakref.finalize(storage, lambda: setattr(self, "live", self.live - self.known.pop(key)))
+
+
+def held_by_a_real_forward(model: nn.Module, sequences: int, length: int) -> int:
+    """Return the peak of a forward on padded prompts, without the cache that it leaves."""
+    tokens = torch.ones((sequences, length), dtype=torch.long)
+    mask = torch.ones_like(tokens)
+    mask[0, :7] = 0
+    counting = Counting()
+    for tensor in [*model.parameters(), *model.buffers(), tokens, mask]:
+        counting.meet(tensor.untyped_storage(), counts=False)
+    with torch.no_grad(), counting:
+        output = model(input_ids=tokens, attention_mask=mask, logits_to_keep=1)
+    cache = output.past_key_values
+    del output
+    assert cache is not None
+    return counting.peak - counting.live
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["Llama", "OPT", "BLOOM", "GPT-2", "Qwen2", "Mixtral"])
+def test_a_real_forward_holds_what_was_weighed(name: str, dtype: torch.dtype) -> None:
+    config = CONFIGS[name]
+    real = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    moments = weigh(on_meta(config).to(dtype).requires_grad_(False), real._no_split_modules)
+    for shape in SHAPES:
+        weighed = max(moment.at(*shape)[0] for moment in moments)
+        assert weighed == pytest.approx(held_by_a_real_forward(real, *shape), rel=0.05, abs=2000), shape
+
+
+def test_blocks_of_one_kind_are_weighed_once() -> None:
+    config = CONFIGS["Llama"]
+    few = weigh(on_meta(config), ["LlamaDecoderLayer"])
+    config.num_hidden_layers = 9
+    try:
+        many = weigh(on_meta(config), ["LlamaDecoderLayer"])
+    finally:
+        config.num_hidden_layers = 2
+    assert many == few
+
+
+def test_the_model_has_all_its_blocks_afterwards() -> None:
+    config = CONFIGS["Llama"]
+    config.num_hidden_layers = 5
+    try:
+        model = on_meta(config)
+        before = [id(module) for module in model.modules()]
+        weigh(model, ["LlamaDecoderLayer"])
+    finally:
+        config.num_hidden_layers = 2
+    assert [id(module) for module in model.modules()] == before
+
+
+def test_a_model_that_refuses_fake_tensors_has_no_moments() -> None:
+    assert weigh(Branching(), ()) == ()
+    assert describe(Branching()).moments == ()
+
+
+class Picky(nn.Module):
+    """Takes another way for long prompts: no polynomial is right for both."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        wide = tokens.float()[..., None].expand(-1, -1, 8).contiguous()
+        return wide.exp() if tokens.shape[1] > 200 else wide
+
+
+def test_a_model_that_runs_other_operators_at_another_length_has_no_moments() -> None:
+    assert weigh(Picky(), ()) == ()
+
+
+def test_kernels_copy_what_is_neither_contiguous_nor_transposed() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor has no such kernels")
+    bmm = torch.ops.aten.bmm.default
+    weight, states = torch.ones(9, 5, dtype=torch.bfloat16), torch.ones(3, 1, 5, dtype=torch.bfloat16)
+    expanded = weight.t().expand(3, 5, 9)
+    assert scratch_bytes(bmm, (states, expanded), states @ expanded) == 3 * 5 * 9 * 2
+    plain = expanded.contiguous()
+    assert scratch_bytes(bmm, (states, plain), states @ plain) == 0
+
+
+def test_a_product_in_bfloat16_is_summed_in_float32() -> None:
+    mm = torch.ops.aten.mm.default
+    half, single = torch.ones(4, 4, dtype=torch.bfloat16), torch.ones(4, 4)
+    assert scratch_bytes(mm, (half, half), half @ half) == 4 * 4 * 4
+    assert scratch_bytes(mm, (single, single), single @ single) == 0

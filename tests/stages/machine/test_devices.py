@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.errors import BudgetError
+from stages.machine.devices import Devices
+
+
+def tensor(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+def test_a_simulated_device_gets_a_copy_and_the_host_does_not() -> None:
+    devices, source = Devices({0: 10}), tensor(4)
+    assert devices.put(source, 0).data_ptr() != source.data_ptr()
+    assert devices.put(source, "cpu").data_ptr() == source.data_ptr()
+    assert (devices.is_apart(0), devices.is_apart("cpu")) == (True, False)
+    assert devices.torch_device(0) == torch.device("cpu")
+
+
+def test_a_ledger_counts_until_the_last_view_is_gone() -> None:
+    devices = Devices({0: 10, 1: 10})
+    parameter = nn.Parameter(devices.put(tensor(8), 0), requires_grad=False)
+    view = parameter[:2]
+    del parameter
+    with pytest.raises(BudgetError):
+        devices.put(tensor(3), 0)
+    del view
+    again = devices.put(tensor(9), 0)
+    assert devices.peaks == {0: 9, 1: 0}
+    del again
+
+
+def test_a_full_ledger_raises_and_says_how_much_would_do() -> None:
+    devices = Devices({3: 10})
+    held = devices.put(tensor(10), 3)
+    with pytest.raises(BudgetError, match=r"max_memory\.3: the simulated accelerator 3 is full.*give it 11 bytes"):
+        devices.put(tensor(1), 3)
+    assert devices.peaks == {3: held.nbytes}
+
+
+def test_what_was_made_on_a_simulated_device_is_counted_once() -> None:
+    devices = Devices({0: 100})
+    room = devices.room((8,), torch.float32, 0)
+    assert devices.put(room.tensor, 0) is room.tensor
+    assert devices.put(room.tensor[2:], 0).data_ptr() == room.tensor.data_ptr() + 8
+    with pytest.raises(BudgetError, match=r"max_memory\.0: .*give it 132 bytes"):
+        devices.room((25,), torch.float32, 0)
+    del room
+    assert devices.put(tensor(100), 0).nbytes == 100
+    assert devices.peaks == {0: 100}
+
+
+def test_memory_that_is_allocated_counts_until_its_last_view_is_gone() -> None:
+    devices = Devices({0: 10})
+    ledger = devices.ledger(0)
+    assert ledger is not None
+    assert devices.ledger("cpu") is None
+    view = ledger.allocate(8)[2:4]
+    assert ledger.held == 8
+    with pytest.raises(BudgetError, match="give it 11 bytes"):
+        ledger.allocate(3)
+    del view
+    assert (ledger.held, ledger.peak) == (0, 8)
+
+
+def test_a_full_accelerator_is_a_budget_error_and_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with pytest.raises(BudgetError, match=r"max_memory\.1: accelerator 1 is full: 4 B more of weights"):
+        Devices().put(tensor(4), 1)

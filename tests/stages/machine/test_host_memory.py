@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stages.machine.hardware import coarse
+from stages.machine.host_memory import host_memory
+
+GIB = 2**30
+V1 = "32 31 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
+V2 = "32 31 0:29 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    system = {
+        "proc/meminfo": f"MemTotal: {24 * GIB // 1024} kB\nMemAvailable: {20 * GIB // 1024} kB\n",
+        "proc/self/status": f"RssAnon: {GIB // 1024} kB\n",
+    }
+    for name, text in {**system, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_without_a_limit_it_is_what_the_system_has_and_the_process_holds(tmp_path: Path) -> None:
+    host = host_memory(write(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2}))
+    assert (host.available_bytes, host.limit_bytes, host.total_bytes) == (21 * GIB, None, 24 * GIB)
+
+
+def test_the_tightest_of_nested_groups_counts_in_version_2(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup"
+    files = {
+        "proc/self/cgroup": "0::/job/step\n",
+        "proc/self/mountinfo": V2,
+        f"{folder}/job/memory.max": f"{2 * GIB}\n",
+        f"{folder}/job/memory.stat": f"anon {GIB + 100}\nfile {5 * GIB}\n",
+        f"{folder}/job/step/memory.max": "max\n",
+    }
+    host = host_memory(write(tmp_path, files))
+    assert (host.limit_bytes, host.total_bytes) == (2 * GIB, 2 * GIB)
+    assert host.available_bytes == 2 * GIB - 100, "the neighbours' share is gone, the own one is counted as free"
+
+
+def test_the_tightest_of_nested_groups_counts_in_version_1(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/memory"
+    files = {
+        "proc/self/cgroup": "8:pids:/x\n4:memory:/job/step\n0::/\n",
+        "proc/self/mountinfo": V1,
+        f"{folder}/memory.limit_in_bytes": "9223372036854771712\n",
+        f"{folder}/job/memory.limit_in_bytes": f"{3 * GIB}\n",
+        f"{folder}/job/step/memory.limit_in_bytes": f"{2 * GIB}\n",
+        f"{folder}/job/step/memory.stat": f"rss 5\ntotal_rss {GIB}\n",
+    }
+    assert host_memory(write(tmp_path, files)).available_bytes == 2 * GIB
+
+
+def test_a_group_that_is_mounted_as_the_root_is_found(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/docker/abc\n",
+        "proc/self/mountinfo": "32 31 0:29 /docker/abc /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        "sys/fs/cgroup/memory.max": f"{GIB}\n",
+    }
+    assert host_memory(write(tmp_path, files)).limit_bytes == GIB
+
+
+def test_this_machine_answers() -> None:
+    host = host_memory()
+    assert 0 < host.available_bytes <= host.total_bytes
+
+
+@pytest.mark.parametrize("count", [1, 1000, 10**9, 23 * 10**9 + 12345, 2**30])
+def test_the_grid_rounds_down_by_less_than_a_sixteenth_of_an_octave(count: int) -> None:
+    assert count / 2 ** (1 / 16) - 1 <= coarse(count) <= count
+
+
+def test_nothing_is_nothing() -> None:
+    assert coarse(0) == coarse(-5) == 0

@@ -1,0 +1,137 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import StorageError
+from stages.shard_load.offload_store import INDEX_NAME, MARKER_NAME, OffloadStore, StoredTensor, open_store
+
+TENSOR = StoredTensor("float32", (2,), ("source",))
+DATA = memoryview(b"12345678")
+
+
+def fill(store: OffloadStore, *names: str) -> None:
+    for name in names:
+        store.put(name, TENSOR, DATA)
+    store.publish()
+
+
+def test_what_was_put_is_found_by_every_job_that_opens_the_store(tmp_path: Path) -> None:
+    fill(open_store(tmp_path / "s", "k"), "a", "b")
+    found = open_store(tmp_path / "s", "k").find_all(dict.fromkeys("abc", TENSOR))
+    assert found.keys() == {"a", "b"}
+    assert found["a"].path.read_bytes() == DATA
+    assert json.loads((tmp_path / "s" / INDEX_NAME).read_text())["a"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        StoredTensor("bfloat16", (2,), ("source",)),
+        StoredTensor("float32", (1, 2), ("source",)),
+        StoredTensor("float32", (2,), ("another",)),
+    ],
+)
+def test_a_tensor_of_another_dtype_shape_or_source_is_not_taken(tmp_path: Path, wanted: StoredTensor) -> None:
+    store = open_store(tmp_path, "k")
+    fill(store, "a")
+    assert not store.find_all({"a": wanted})
+
+
+def test_a_tensor_that_was_not_published_or_is_cut_short_is_not_taken(tmp_path: Path) -> None:
+    store = open_store(tmp_path, "k")
+    fill(store, "a")
+    store.put("b", TENSOR, DATA)
+    (tmp_path / "a.dat").write_bytes(b"123")
+    assert not open_store(tmp_path, "k").find_all(dict.fromkeys("ab", TENSOR))
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.dat").write_bytes(b"theirs")
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"a": {"dtype": "float32", "shape": [2]}}))
+    store = open_store(tmp_path, "k")
+    assert store.folder == tmp_path / "k"
+    assert not store.find_all({"a": TENSOR})
+    fill(store, "a")
+    assert (tmp_path / "a.dat").read_bytes() == b"theirs"
+    assert open_store(tmp_path, "k").find_all({"a": TENSOR})
+
+
+def test_two_checkpoints_share_a_folder_without_meeting(tmp_path: Path) -> None:
+    fill(open_store(tmp_path, "one"), "a")
+    other = open_store(tmp_path, "two")
+    assert other.folder == tmp_path / "two"
+    assert not other.find_all({"a": TENSOR})
+    assert open_store(tmp_path, "one").folder == tmp_path
+
+
+@pytest.mark.parametrize("mark", [b"", b"{", b"[]", b'{"format": 0, "key": "k"}'])
+def test_a_damaged_mark_is_not_trusted(tmp_path: Path, mark: bytes) -> None:
+    (tmp_path / MARKER_NAME).write_bytes(mark)
+    assert open_store(tmp_path, "k").folder == tmp_path / "k"
+
+
+def test_a_damaged_index_costs_a_rewrite_and_nothing_else(tmp_path: Path) -> None:
+    store = open_store(tmp_path, "k")
+    fill(store, "a")
+    (tmp_path / INDEX_NAME).write_text("{")
+    assert not store.find_all({"a": TENSOR})
+    fill(store, "b")
+    assert store.find_all({"b": TENSOR})
+
+
+def test_more_than_fits_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    store = open_store(tmp_path, "k")
+    with pytest.raises(StorageError) as caught:
+        store.check_space([StoredTensor("float32", (2**60,), ())])
+    assert str(tmp_path) in str(caught.value)
+    assert str(2**62) in str(caught.value)
+    assert "offload_folder" in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=f"{tmp_path / 'file'}"):
+        open_store(tmp_path / "file" / "below", "k")
+
+
+KILLED = """
+import sys, os, pathlib
+from stages.shard_load.offload_store import StoredTensor, open_store
+store = open_store(pathlib.Path(sys.argv[1]), "k")
+for i in range(10**6):
+    store.put(f"t{i % 50}", StoredTensor("float32", (256,), ("s",)), memoryview(bytes([i % 50]) * 1024))
+    if i % 3 == 0:
+        store.publish()
+    if i == 5:
+        print("started", flush=True)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.011, 0.023, 0.037])
+def test_a_kill_leaves_a_store_that_tells_only_of_whole_tensors(tmp_path: Path, delay: float) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(delay)
+        process.kill()
+    tensor = StoredTensor("float32", (256,), ("s",))
+    found = open_store(tmp_path, "k").find_all({f"t{i}": tensor for i in range(50)})
+    assert found
+    for name, file in found.items():
+        assert file.path.read_bytes() == bytes([int(name[1:])]) * 1024
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    tmp_path.chmod(0o555)
+    with pytest.raises(StorageError, match="set offload_folder to a folder that can be written"):
+        open_store(tmp_path / "s", "k")
