@@ -1,23 +1,36 @@
-"""The wheel alone is enough: the command runs from an empty folder, without the repository."""
+"""The wheel alone is enough: command and ``import offstage`` work from an empty folder, without the repository.
+
+An editable install offers the same names, from the repository's own files.
+"""
 
 import json
 import os
 import subprocess
 import sys
+import venv
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import offstage
 import pytest
 
 ROOT = Path(__file__).parents[2]
 STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 WHERE = """
 import importlib.metadata as metadata, json
-import conf, pipeline, stages
-sources = [module.__file__ for module in (conf, pipeline, stages)]
+import conf, offstage, pipeline, stages
+sources = [module.__file__ for module in (conf, offstage, pipeline, stages)]
 print(json.dumps([*sources, str(metadata.distribution("offstage-pipeline").locate_file(""))]))
+"""
+
+AT_THE_TOP = {"stages/python_api/offstage": "offstage"}
+"""Where the build puts a folder of the repository that isn't installed where it lies."""
+SCRIPT = """
+import offstage
+offstage.check_device_map(offstage.init_empty_weights, 1)
+offstage.dispatch_modell
 """
 
 
@@ -57,14 +70,28 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a new environment with an editable install; what it depends on is this environment's."""
+    folder = tmp_path_factory.mktemp("editable")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/python*/site-packages")
+    packages.joinpath("zz_dependencies.pth").write_text("\n".join(path for path in sys.path if "-packages" in path))
+    build = ["install", "--no-deps", "--no-index", "--no-build-isolation", "--editable", ROOT]
+    run([python, "-m", "pip", *build], folder=folder)
+    return python
+
+
 def test_the_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     tops = {name.split("/")[0] for name in names}
     packages = [ROOT / top for top in ("pipeline", "stages", "conf")]
     shipped = [path for package in packages for path in package.rglob("*") if "__pycache__" not in path.parts]
-    expected = {path.relative_to(ROOT).as_posix() for path in shipped if path.is_file()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"pipeline", "stages", "conf"}
+    expected = {installed_as(path.relative_to(ROOT).as_posix()) for path in shipped if path.is_file()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"pipeline", "stages", "conf", "offstage"}
+    assert {"pipeline/py.typed", "stages/py.typed", "offstage/py.typed"} <= names
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert "conf/config.yaml" in names
     assert "conf/checkpoints/tiny/model.safetensors.index.json" in names
@@ -84,6 +111,33 @@ def test_the_installed_command_runs_in_an_empty_folder(installed: Path, tmp_path
     assert all(Path(stage["artifact"]).is_relative_to(tmp_path) for stage in record["stages"])
     assert all(output["token_ids"] for output in record["outputs"])
     assert "Traceback" not in done.stderr
+
+
+def test_an_editable_install_offers_the_same_names_from_the_repository(editable: Path, tmp_path: Path) -> None:
+    found = json.loads(run([editable, "-c", WHERE], folder=tmp_path).stdout)
+    assert [path for path in found[:-1] if not Path(path).is_relative_to(ROOT)] == []
+    names = run([editable, "-c", "import offstage; print(*offstage.__all__)"], folder=tmp_path).stdout.split()
+    assert names == offstage.__all__
+
+
+def test_a_type_checker_sees_the_types_of_an_installed_offstage(editable: Path, tmp_path: Path) -> None:
+    tmp_path.joinpath("script.py").write_text(SCRIPT)
+    tmp_path.joinpath("mypy.ini").write_text("[mypy-torch.*,transformers.*]\nfollow_imports = skip\n")
+    mypy = [sys.executable, "-m", "mypy", "--python-executable", editable, "--cache-dir", os.devnull, "script.py"]
+    done = subprocess.run(mypy, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    faults = [line for line in done.stdout.splitlines() if line.startswith("script.py")]
+    assert [fault.partition(": error: ")[2] for fault in faults] == [
+        'Argument 2 to "check_device_map" has incompatible type "int"; expected "Mapping[str, Any]"  [arg-type]',
+        'Module has no attribute "dispatch_modell"; maybe "dispatch_model"?  [attr-defined]',
+    ]
+
+
+def installed_as(path: str) -> str:
+    """Return where a file of the repository lies in the wheel."""
+    for folder, top in AT_THE_TOP.items():
+        if path.startswith(f"{folder}/"):
+            return top + path.removeprefix(folder)
+    return path
 
 
 def only_record(runs: Path) -> Mapping[str, Any]:

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import torch
-from tests.stages.machine.test_aligned_memory import anonymous_bytes
 from torch import nn
 
 from stages.empty_init.init import init_empty_weights
+from tests.stages.machine.test_aligned_memory import anonymous_bytes
 from tests.stages.shard_load.checkpoints import load, make_context
 
 TENSORS, SHAPE = 12, (4096, 4096)

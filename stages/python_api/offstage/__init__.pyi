@@ -1,0 +1,4 @@
+from stages.dispatch import *
+from stages.empty_init import *
+from stages.plan import *
+from stages.shard_load import *
