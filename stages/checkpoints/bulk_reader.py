@@ -24,7 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from stages.checkpoints.direct_file import DirectFile
-from stages.checkpoints.extents import Extent, byte_view, torch_dtype
+from stages.checkpoints.dtypes import torch_dtype
+from stages.checkpoints.extents import Chunk, Extent, byte_view, cut
 from stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
 from stages.checkpoints.shard_files import ShardFile, read_into
 from stages.machine.aligned_memory import align_down, align_up, private_memory
@@ -74,6 +75,13 @@ class _OpenFile:
         """Return whether the page cache held all bytes from ``begin`` to ``end``."""
         return bool(self.pages[begin // PAGE_BYTES : -(-end // PAGE_BYTES)].all())
 
+    def read(self, target: memoryview, *, offset: int, wanted: int) -> None:
+        """Fill the first ``wanted`` bytes of ``target``, from the page cache if it holds them, else directly."""
+        if self.holds(offset, offset + wanted):
+            read_into(self.file.descriptor, target[:wanted], offset=offset, path=self.path)
+        else:
+            self.file.read(target, offset=offset, wanted=wanted)
+
 
 class _FileRead(Protocol):
     """A part of a file that is read at once."""
@@ -84,20 +92,15 @@ class _FileRead(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _DirectRead:
-    """``wanted`` bytes from the aligned ``offset`` on, read into ``target``, ``skipped`` of them not the tensor's."""
+    """A chunk of a tensor, read into ``target``: the aligned memory around where it stays."""
 
+    chunk: Chunk
     target: memoryview
-    offset: int
-    wanted: int
-    skipped: int
 
     def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
         """Read from the page cache or directly: the bytes land where they stay."""
-        if source.holds(self.offset, self.offset + self.wanted):
-            read_into(source.file.descriptor, self.target[: self.wanted], offset=self.offset, path=source.path)
-        else:
-            source.file.read(self.target, offset=self.offset, wanted=self.wanted)
-        return self.wanted - self.skipped
+        source.read(self.target, offset=self.chunk.offset, wanted=self.chunk.wanted)
+        return self.chunk.end - self.chunk.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +128,16 @@ class _Block:
         else:
             buffer = buffers.get()
             try:
-                self._read_by_way_of(buffer, source, cached=held)
+                self._read_by_way_of(buffer, source)
             finally:
                 buffers.put(buffer)
         return sum(part.end - part.begin for part in self.parts)
 
-    def _read_by_way_of(self, buffer: mmap.mmap, source: _OpenFile, *, cached: bool) -> None:
+    def _read_by_way_of(self, buffer: mmap.mmap, source: _OpenFile) -> None:
         """Fill the parts by way of ``buffer``, which is aligned as direct reads need it."""
         start = align_down(self.parts[0].begin)
-        wanted, view = self.parts[-1].end - start, memoryview(buffer)
-        if cached:
-            read_into(source.file.descriptor, view[:wanted], offset=start, path=source.path)
-        else:
-            source.file.read(view[: align_up(wanted)], offset=start, wanted=wanted)
+        wanted = self.parts[-1].end - start
+        source.read(memoryview(buffer)[: align_up(wanted)], offset=start, wanted=wanted)
         data = torch.frombuffer(buffer, dtype=torch.uint8)
         for part in self.parts:
             _copy(part.target, data[part.begin - start : part.end - start].view(part.dtype))
@@ -194,7 +194,7 @@ def _jobs(pieces: Iterable[TensorRead]) -> list[_FileRead]:
     parts: list[_TensorSlice] = []
     for piece in (piece for piece in pieces if piece.target.numel()):
         if piece.memory is None:
-            parts += _cut(piece)
+            parts += _slices(piece)
         else:
             in_place += _read_in_place(piece.extent, piece.memory)
     return in_place + list(_blocks(parts))
@@ -203,20 +203,16 @@ def _jobs(pieces: Iterable[TensorRead]) -> list[_FileRead]:
 def _read_in_place(extent: Extent, memory: memoryview) -> Iterator[_DirectRead]:
     """Yield the aligned reads that fill ``memory``, which begins at the aligned offset before ``extent``."""
     start = align_down(extent.begin)
-    for offset in range(start, extent.end, BLOCK_BYTES):
-        last = min(offset + BLOCK_BYTES, extent.end)
-        target = memory[offset - start : align_up(last) - start]
-        yield _DirectRead(target, offset, wanted=last - offset, skipped=max(0, extent.begin - offset))
+    for chunk in cut(extent, BLOCK_BYTES):
+        yield _DirectRead(chunk, memory[chunk.offset - start : chunk.offset - start + chunk.length])
 
 
-def _cut(piece: TensorRead) -> Iterator[_TensorSlice]:
+def _slices(piece: TensorRead) -> Iterator[_TensorSlice]:
     """Yield the parts of a tensor, none larger than a buffer."""
     flat, begin, dtype = piece.target.view(-1), piece.extent.begin, torch_dtype(piece.extent.dtype)
-    for number in range(begin // BLOCK_BYTES, -(-piece.extent.end // BLOCK_BYTES)):
-        first = max(begin, number * BLOCK_BYTES)
-        last = min(piece.extent.end, (number + 1) * BLOCK_BYTES)
-        target = flat[(first - begin) // dtype.itemsize : (last - begin) // dtype.itemsize]
-        yield _TensorSlice(first, last, target, dtype)
+    for chunk in cut(piece.extent, BLOCK_BYTES):
+        target = flat[(chunk.begin - begin) // dtype.itemsize : (chunk.end - begin) // dtype.itemsize]
+        yield _TensorSlice(chunk.begin, chunk.end, target, dtype)
 
 
 def _blocks(parts: Iterable[_TensorSlice]) -> Iterator[_Block]:

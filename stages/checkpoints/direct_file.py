@@ -6,8 +6,8 @@ import errno
 import os
 import weakref
 
-from pipeline.errors import CheckpointError, StorageError
-from stages.checkpoints.shard_files import ShardFile, check_regular, read_into
+from pipeline.errors import StorageError
+from stages.checkpoints.shard_files import ShardFile, check_unchanged, open_file, read_into
 from stages.machine.aligned_memory import ALIGNMENT
 
 
@@ -18,12 +18,8 @@ class DirectFile:
     """
 
     def __init__(self, file: ShardFile) -> None:
-        check_regular(file.path)
         self._file = file
-        try:
-            self._cached = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise StorageError(f"{file.path}: can't be opened: {error.strerror}") from error
+        self._cached = open_file(file.path)
         self._direct = self._open_direct()
         opened = [descriptor for descriptor in (self._cached, self._direct) if descriptor is not None]
         self._closing = weakref.finalize(self, _close, opened)  # a model that is let go leaves no file open
@@ -42,9 +38,7 @@ class DirectFile:
 
     def check(self) -> None:
         """Raise a ``CheckpointError`` if the file is not what it was when the checkpoint was opened."""
-        status = os.fstat(self._cached)
-        if status.st_size != self._file.size or self._file.mtime_ns not in (None, status.st_mtime_ns):
-            raise CheckpointError(f"{self._file.path}: the file changed while it was being served; run again")
+        check_unchanged(self._file, self._cached)
 
     def read(self, target: memoryview, *, offset: int, wanted: int) -> int:
         """Fill the first ``wanted`` bytes of ``target`` with what lies at ``offset``; return ``wanted``.

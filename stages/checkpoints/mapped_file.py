@@ -12,9 +12,10 @@ from collections.abc import Iterable
 import torch
 
 from stages.checkpoints.direct_file import DirectFile
-from stages.checkpoints.extents import Extent, torch_dtype
+from stages.checkpoints.dtypes import torch_dtype
+from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import align_down
+from stages.machine.aligned_memory import align_down, tensor_in
 
 
 class MappedFile:
@@ -31,15 +32,7 @@ class MappedFile:
 
     def tensor(self, extent: Extent) -> torch.Tensor:
         """Return the tensor at ``extent`` as a view of the map; a copy where its address isn't aligned."""
-        dtype = torch_dtype(extent.dtype)
-        length = extent.end - extent.begin
-        if not length:
-            return torch.empty(extent.shape, dtype=dtype)
-        if extent.begin % dtype.itemsize:
-            raw = torch.frombuffer(self._memory, dtype=torch.uint8, count=length, offset=extent.begin)
-            return raw.clone().view(dtype).view(extent.shape)
-        count = length // dtype.itemsize
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=extent.begin).view(extent.shape)
+        return tensor_in(self._memory, extent.begin, torch_dtype(extent.dtype), extent.shape)
 
     def advise(self, extents: Iterable[Extent], advice: int) -> None:
         """Tell the system how ``extents`` will be used (``mmap.MADV_RANDOM``, ``mmap.MADV_WILLNEED``)."""

@@ -18,7 +18,8 @@ import torch
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint, check_index
-from stages.checkpoints.extents import Extent, byte_view, read_extent, torch_dtype
+from stages.checkpoints.dtypes import dtype_name, torch_dtype
+from stages.checkpoints.extents import Extent, fill_from, read_extent
 from stages.checkpoints.safetensors_header import Entry, check_name
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
 
@@ -36,6 +37,9 @@ class SourceReader(Protocol):
     @property
     def entries(self) -> Mapping[str, Entry]:
         """Every tensor of the checkpoint."""
+
+    def extent(self, name: str) -> Extent | None:
+        """Return where the tensor lies; null where that can't be told."""
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as the checkpoint has it, to be read only: it may be a view of a mapped file."""
@@ -62,11 +66,14 @@ class SafetensorsReader:
         self._checkpoint = checkpoint
         self.entries = checkpoint.entries
 
+    def extent(self, name: str) -> Extent:
+        """Return where the tensor lies."""
+        entry = self.entries[name]
+        return Extent.of(entry, self._checkpoint.by_name[entry.file])
+
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as the checkpoint has it."""
-        entry = self.entries[name]
-        file = self._checkpoint.by_name[entry.file]
-        return read_extent(Extent(file, entry.begin, entry.dtype, entry.shape))
+        return read_extent(self.extent(name))
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor in ``dtype``."""
@@ -74,13 +81,11 @@ class SafetensorsReader:
 
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Copy the tensor into ``target``: straight from the file where it is contiguous and of the same dtype."""
-        entry = self.entries[name]
-        if not target.is_contiguous() or target.dtype != torch_dtype(entry.dtype) or not target.numel():
-            target.copy_(self.borrow(name))
-            return
-        file = self._checkpoint.by_name[entry.file]
-        with opened_shard(file) as descriptor:
-            read_into(descriptor, byte_view(target), offset=entry.begin, path=file.path)
+        extent = self.extent(name)
+        if target.is_contiguous() and target.dtype == torch_dtype(extent.dtype):
+            fill_from(extent, target)
+        else:
+            target.copy_(read_extent(extent))
 
     def release(self) -> None:
         """Do nothing: no file is held."""
@@ -97,6 +102,9 @@ class PickleReader:
         self._checkpoint = checkpoint
         self._held: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
         self.entries = self._scan()
+
+    def extent(self, name: str) -> None:
+        """Return null: only the loader knows where in a pickle a tensor lies."""
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as a view of its file."""
@@ -127,8 +135,7 @@ class PickleReader:
             for name, tensor in self._shard(file.name).items():
                 if name in entries:
                     raise CheckpointError(f"{file.path}: tensor {name!r} is in {entries[name].file} too")
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                entries[name] = Entry(file.name, dtype, tuple(tensor.shape))
+                entries[name] = Entry(file.name, dtype_name(tensor.dtype), tuple(tensor.shape))
         if self._checkpoint.weight_map is not None:
             check_index(self._checkpoint, entries)
         return entries

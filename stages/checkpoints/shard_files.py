@@ -67,15 +67,20 @@ def check_regular(path: Path) -> os.stat_result:
     return status
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open the regular file ``path`` for reading and lend its descriptor."""
+def open_file(path: Path) -> int:
+    """Open the regular file ``path`` for reading and return its descriptor."""
     check_regular(path)
     try:
         # Without O_NONBLOCK, a FIFO put in the file's place after the check would block here for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise StorageError(f"{path}: can't be opened: {error.strerror}") from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open the regular file ``path`` for reading and lend its descriptor."""
+    descriptor = open_file(path)
     try:
         yield descriptor
     finally:
@@ -86,10 +91,15 @@ def opened(path: Path) -> Iterator[int]:
 def opened_shard(file: ShardFile) -> Iterator[int]:
     """Open ``file`` and lend its descriptor; a ``CheckpointError`` if it changed since it was recorded."""
     with opened(file.path) as descriptor:
-        status = os.fstat(descriptor)
-        if status.st_size != file.size or file.mtime_ns not in (None, status.st_mtime_ns):
-            raise CheckpointError(f"{file.path}: the file changed while it was being served; run again")
+        check_unchanged(file, descriptor)
         yield descriptor
+
+
+def check_unchanged(file: ShardFile, descriptor: int) -> None:
+    """Raise a ``CheckpointError`` if ``file``, open as ``descriptor``, changed since it was recorded."""
+    status = os.fstat(descriptor)
+    if status.st_size != file.size or file.mtime_ns not in (None, status.st_mtime_ns):
+        raise CheckpointError(f"{file.path}: the file changed while it was being served; run again")
 
 
 def read_into(descriptor: int, target: memoryview, *, offset: int, path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from stages.checkpoints.dtypes import dtype_name
 from stages.empty_init.activation_peaks import weigh
 from stages.empty_init.fake_weights import REFUSALS
 from stages.empty_init.rehearsal import Rehearsal, rehearse
@@ -42,11 +43,6 @@ def describe(
         moments=weigh(model, declared or ()) if seen and call is None else (),
         model_class=type(model).__name__,
     )
-
-
-def dtype_name(dtype: object) -> str:
-    """Return torch's name of a dtype without its module: ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _tensors(model: nn.Module) -> Iterable[TensorSpec]:

@@ -15,6 +15,7 @@ from hydra.utils import get_class, instantiate
 from torch import nn
 
 from pipeline.errors import CheckpointError, ConfigError, closest
+from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.hub import checkpoint_folder
 from stages.empty_init.identity import constructor_arguments, read_config, resolve_dtype
 from stages.empty_init.init import init_empty_weights
@@ -47,7 +48,7 @@ def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:
         raise ConfigError(f"model._target_: {target!r} can't be built: {type(cause).__name__}: {cause}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model._target_: {target!r} made a {type(model).__name__}, not a torch.nn.Module")
-    return model if dtype == "auto" else model.to(getattr(torch, dtype))
+    return model if dtype == "auto" else model.to(torch_dtype(dtype))
 
 
 def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
@@ -57,14 +58,14 @@ def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
         model_class = _model_class(node.get("class"), config, folder=folder, remote=remote)
         with init_empty_weights():
-            model = model_class._from_config(config, dtype=getattr(torch, dtype))
+            model = model_class._from_config(config, dtype=torch_dtype(dtype))
     except (ConfigError, CheckpointError):
         raise
     except _BUILD_FAULTS as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{folder / 'config.json'}: no model can be built from it: {first}") from error
     model.tie_weights()
-    _apply_dtype_plan(model, getattr(torch, dtype))
+    _apply_dtype_plan(model, torch_dtype(dtype))
     return model  # type: ignore[no-any-return]
 
 

@@ -61,6 +61,20 @@ def private_bytes(size: int) -> Bytes:
     return np.frombuffer(private_memory(max(size, 1)), np.uint8)
 
 
+def tensor_in(memory: Bytes | mmap.mmap, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor whose bytes lie in ``memory`` from ``begin`` on: a view that keeps the memory alive.
+
+    Its storage is its own, not shared with its neighbours in the memory. A copy where its address isn't aligned.
+    """
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    if begin % dtype.itemsize:
+        raw = torch.frombuffer(memory, dtype=torch.uint8, count=count * dtype.itemsize, offset=begin)
+        return raw.clone().view(dtype).view(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).view(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """A new contiguous cpu tensor and the aligned memory around it, in which it begins ``skipped`` bytes in.
@@ -78,13 +92,11 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> 
 
     ``offset`` is a multiple of the dtype's size. The memory lives as long as the tensor.
     """
-    count = math.prod(shape)
-    length, skipped = count * dtype.itemsize, offset % ALIGNMENT
+    length, skipped = math.prod(shape) * dtype.itemsize, offset % ALIGNMENT
     if length < _SMALL_BYTES:
         return Room(torch.empty(shape, dtype=dtype))
     memory = private_memory(align_up(skipped + length))
-    tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=skipped).view(shape)
-    return Room(tensor, memoryview(memory), skipped)
+    return Room(tensor_in(memory, skipped, dtype, shape), memoryview(memory), skipped)
 
 
 class HostBlock:
@@ -100,12 +112,11 @@ class HostBlock:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor whose place is in the block; beyond its end in memory of the tensor's own."""
-        count = math.prod(shape)
-        begin, end = self._used, self._used + count * dtype.itemsize
-        if not count or end > self.memory.nbytes:
+        begin, end = self._used, self._used + math.prod(shape) * dtype.itemsize
+        if end > self.memory.nbytes:
             return torch.empty(shape, dtype=dtype)
         self._used = _aligned(end)
-        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=begin).view(shape)
+        return tensor_in(self.memory, begin, dtype, shape)
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` if its place is in the block already, else a copy whose place is."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from stages.empty_init.describe import describe, dtype_name
+from stages.checkpoints.dtypes import dtype_name
+from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import TensorSpec
 from stages.machine.hardware import Hardware, local_accelerators
 from stages.machine.host_memory import host_memory

@@ -16,9 +16,10 @@ from torch import nn
 from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import ConfigError
 from stages.checkpoints.checkpoint import identity, open_checkpoint
+from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import open_reader
-from stages.empty_init.describe import describe, dtype_name
+from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 from stages.machine.devices import torch_device
 from stages.shard_load.load import Load, check_twins, prepare
@@ -40,7 +41,7 @@ def load_state_dict(
     reader = open_reader(open_checkpoint(Path(checkpoint_file)))
     found = {}
     for name, entry in reader.entries.items():
-        tensor = reader.read(name, getattr(torch, entry.dtype))
+        tensor = reader.read(name, torch_dtype(entry.dtype))
         found[name] = tensor.to(torch_device(home_of(name, device_map) if device_map else CPU))
     return found
 
@@ -120,7 +121,7 @@ def load_checkpoint_in_model(
 
 def torch_type(dtype: torch.dtype | str) -> torch.dtype:
     """Return ``dtype``, which may be given by its name, with or without ``torch.``."""
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    found = getattr(torch, dtype_name(dtype), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype: {dtype!r} is no dtype of torch; give e.g. 'bfloat16'")
     return found
@@ -148,7 +149,7 @@ def _with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None) -> Skeleton
     name = dtype_name(torch_type(dtype))
 
     def cast(spec: TensorSpec) -> TensorSpec:
-        return replace(spec, dtype=name) if getattr(torch, spec.dtype).is_floating_point and spec.persistent else spec
+        return replace(spec, dtype=name) if torch_dtype(spec.dtype).is_floating_point and spec.persistent else spec
 
     return replace(skeleton, tensors=tuple(cast(spec) for spec in skeleton.tensors))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.checkpoints.extents import torch_dtype
+from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.readers import SourceReader
 from stages.empty_init.skeleton import parent
 from stages.machine.aligned_memory import room_for

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from stages.checkpoints.extents import Extent, byte_view, read_extent
-from stages.checkpoints.shard_files import opened_shard, read_into
+from stages.checkpoints.extents import Extent, read_extent
 
 
 class Offloaded(Mapping[str, torch.Tensor]):
@@ -35,10 +34,3 @@ class Offloaded(Mapping[str, torch.Tensor]):
     def extent(self, name: str) -> Extent:
         """Return where the tensor lies, for a reader that has buffers of its own."""
         return self._extents[name]
-
-    def read_into(self, name: str, tensor: torch.Tensor) -> None:
-        """Read the tensor into the memory of ``tensor``: contiguous, on the cpu, of its dtype and shape."""
-        extent = self._extents[name]
-        if tensor.numel():
-            with opened_shard(extent.file) as descriptor:
-                read_into(descriptor, byte_view(tensor), offset=extent.begin, path=extent.file.path)

@@ -15,7 +15,7 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.extents import torch_dtype
+from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.safetensors_header import Entry
 from stages.empty_init.skeleton import Skeleton, TensorSpec
 from stages.shard_load.names import Step, ignorable, name_tensors

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from stages.checkpoints.bulk_reader import BulkReader, TensorRead, can_be_cut, read_into_new_memory
-from stages.checkpoints.extents import torch_dtype
+from stages.checkpoints.dtypes import torch_dtype
 from stages.machine.devices import Devices
 from stages.shard_load.conversions import build
 from stages.shard_load.load import Load
@@ -113,7 +113,7 @@ def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkRead
     """Fill each view with the tensor beside it: in bulk where the view is contiguous, else one by one."""
     pieces = []
     for name, view in places:
-        extent = load.source_extent(name)
+        extent = load.reader.extent(name)
         if extent is not None and can_be_cut(extent) and view.is_contiguous() and view.shape == extent.shape:
             pieces.append(TensorRead(extent, view))
         else:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.extents import torch_dtype
+from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.safetensors_header import Entry
 
 

@@ -18,7 +18,8 @@ import torch
 
 from pipeline.errors import CheckpointError, StorageError
 from pipeline.files import replace_file
-from stages.checkpoints.extents import Extent, byte_view, read_extent, torch_dtype
+from stages.checkpoints.dtypes import dtype_name, torch_dtype
+from stages.checkpoints.extents import Extent, byte_view, read_extent
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular
 from stages.shard_load.offload_store import INDEX_NAME, read_index
@@ -48,7 +49,7 @@ def offload_weight(
         with suppress(OSError):
             temporary.unlink()
     if index is not None:
-        index[weight_name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
+        index[weight_name] = {"dtype": dtype_name(data.dtype), "shape": list(data.shape)}
     return index
 
 
@@ -128,8 +129,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         name = str(info.get("weight_name", key))
         if name not in entries:
             raise CheckpointError(f"{file.path}: holds no tensor {name!r}, which the offload index says it does")
-        entry = entries[name]
-        tensor = read_extent(Extent(file, entry.begin, entry.dtype, entry.shape))
+        tensor = read_extent(Extent.of(entries[name], file))
         return tensor.to(torch_dtype(str(info["dtype"]))) if "dtype" in info else tensor
 
 

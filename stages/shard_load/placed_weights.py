@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
+from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent, byte_view, read_extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.empty_init.skeleton import parent
@@ -123,7 +124,7 @@ def refuse_infinite(load: Load, name: str, tensor: torch.Tensor) -> None:
         entry = load.reader.entries[step.source_names[0]] if step.sources else None
         where = load.checkpoint.by_name[entry.file].path if entry else load.checkpoint.path
         raise CheckpointError(
-            f"{where}: tensor {name!r} holds NaN or infinity as {str(tensor.dtype).removeprefix('torch.')}; "
+            f"{where}: tensor {name!r} holds NaN or infinity as {dtype_name(tensor.dtype)}; "
             "take another dtype, or set check_finite=false"
         )
 
@@ -145,7 +146,7 @@ def _put(load: Load, tensor: torch.Tensor, home: DeviceId, devices: Devices) -> 
 def _settle_others(load: Load, devices: Devices) -> None:
     """Put the buffers that keep their values on their devices, and take from the model what lies on disk."""
     for spec in load.on_disk:
-        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+        tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
         bind(load.model, load.names_of(spec.name), tensor)
     for spec in load.computed_buffers:
         buffer = load.model.get_buffer(spec.name)

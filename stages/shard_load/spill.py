@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 
 from pipeline.errors import StorageError
+from stages.checkpoints.dtypes import dtype_name
 from stages.checkpoints.extents import Extent, byte_view, read_extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.units import format_bytes
@@ -46,8 +47,8 @@ class Spill:
         except OSError as error:
             needed = f"{format_bytes(tensor.nbytes)} for {name!r}"
             raise StorageError(f"{path.parent}: spilling {needed} failed: {error.strerror}; free some space") from error
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._extents[name] = Extent(ShardFile(path.name, path, tensor.nbytes, None, ""), 0, dtype, tuple(tensor.shape))
+        file = ShardFile(path.name, path, tensor.nbytes, None, "")
+        self._extents[name] = Extent(file, 0, dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def take_back(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor, in the order in which they were put, and remove its file."""

@@ -13,6 +13,7 @@ from tests.stages.machine.test_aligned_memory import anonymous_bytes
 from tests.stages.shard_load.checkpoints import assert_same, empty_model, make_model, save_bin, save_safetensors
 from tests.stages.shard_load.one_load import Stack, make as empty_stack
 from tests.stages.shard_load.test_limits import save
+from tests.stages.shard_load.test_load_memory import anonymous_bytes
 
 pytestmark = [
     pytest.mark.cuda,

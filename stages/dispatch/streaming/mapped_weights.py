@@ -43,8 +43,7 @@ class MappedWeights:
             slot.bind(file.tensor(extent))
             self._stack.callback(slot.unbind)
             files.append(file)
-        spans = [self._extents[slot.name] for slot in slots]
-        self._watch(files, callers, streamed=sum(span.end - span.begin for span in spans) if counted else 0)
+        self._watch(files, callers, streamed=sum(self._extents[slot.name].bytes for slot in slots) if counted else 0)
 
     def _open(self, file: ShardFile) -> MappedFile:
         if file not in self._files:

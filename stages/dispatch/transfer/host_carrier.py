@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from stages.checkpoints.direct_file import DirectFile
-from stages.checkpoints.extents import Extent, torch_dtype
+from stages.checkpoints.dtypes import torch_dtype
+from stages.checkpoints.extents import Chunk, Extent, cut
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.transfer.arena import Arena, HostMemory
 from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.trace import Trace
-from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, private_memory
+from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, private_bytes, tensor_in
 
 SMALL_ARENA_BYTES = 2**20
 ALIGNED_TENSORS = 32
@@ -29,10 +30,9 @@ class _AlignedTensor:
     extent: Extent
     begin: int
 
-    @property
-    def skipped(self) -> int:
-        """Bytes read before the tensor's first, since reads are aligned."""
-        return self.extent.begin - align_down(self.extent.begin)
+    def offset(self, place: int) -> int:
+        """Return where in the region the byte goes that lies at ``place`` in the file."""
+        return self.begin + place - align_down(self.extent.begin)
 
 
 def place_part(extents: Sequence[Extent]) -> tuple[list[_AlignedTensor], int]:
@@ -53,7 +53,7 @@ class HostCarrier:
         placed = [place_part(extents) for extents in parts]
         self._places = [places for places, _ in placed]
         self.sizes = [size for _, size in placed]
-        self.streamed = [sum(extent.end - extent.begin for extent in extents) for extents in parts]
+        self.streamed = [sum(extent.bytes for extent in extents) for extents in parts]
         small = [size for size in self.sizes if size <= SMALL_BYTES]
         large = [size for size in self.sizes if size > SMALL_BYTES]
         slack = 2 * ALIGNMENT * min(sum(map(len, self._places)), ALIGNED_TENSORS)
@@ -70,33 +70,26 @@ class HostCarrier:
 
     def beyond(self, part: int) -> Bytes:
         """Return new memory for ``part``."""
-        return np.frombuffer(private_memory(align_up(max(self.sizes[part], 1))), np.uint8)
+        return private_bytes(align_up(self.sizes[part]))
 
     def bring(self, part: int, delivery: Delivery[Bytes]) -> None:
         """Start the reads that fill the region with ``part``."""
         assert delivery.region is not None
         pool, data = reader_pool(), delivery.region.data
         for place in self._places[part]:
-            first, last = align_down(place.extent.begin), place.extent.end
-            for offset in range(first, last, CHUNK_BYTES):
-                begin = place.begin + offset - first
-                length = min(CHUNK_BYTES, align_up(last) - offset)
-                read: Future[int] = pool.submit(
-                    self._read,
-                    self._files[place.extent.file],
-                    data[begin : begin + length],
-                    offset=offset,
-                    wanted=min(length, last - offset),
-                )
+            for chunk in cut(place.extent, CHUNK_BYTES):
+                begin = place.offset(chunk.offset)
+                read: Future[int] = pool.submit(self._read, chunk, data[begin : begin + chunk.length])
                 delivery.arriving.append(read)
 
-    def _read(self, file: DirectFile, target: memoryview, *, offset: int, wanted: int) -> int:
+    def _read(self, chunk: Chunk, target: memoryview) -> int:
         """Read one chunk; runs in a thread of the pool."""
+        file = self._files[chunk.file]
         file.check()
-        if self._trace is None:
-            return file.read(target, offset=offset, wanted=wanted)
-        with self._trace.span("read", "read", bytes=wanted, offset=offset):
-            return file.read(target, offset=offset, wanted=wanted)
+        with (
+            self._trace.span("read", "read", bytes=chunk.wanted, offset=chunk.offset) if self._trace else nullcontext()
+        ):
+            return file.read(target, offset=chunk.offset, wanted=chunk.wanted)
 
     def wait(self, delivery: Delivery[Bytes]) -> None:
         """Wait for the reads."""
@@ -106,24 +99,14 @@ class HostCarrier:
     def views(self, part: int, delivery: Delivery[Bytes]) -> list[torch.Tensor]:
         """Return the tensors of ``part``, in the order of its extents."""
         assert delivery.region is not None
-        return [_view(delivery.region, place) for place in self._places[part]]
+        region = delivery.region
+        return [
+            tensor_in(region, place.offset(place.extent.begin), torch_dtype(place.extent.dtype), place.extent.shape)
+            for place in self._places[part]
+        ]
 
     def close(self) -> None:
         """Close the files; closing again does nothing."""
         for file in self._files.values():
             file.close()
         self._files = {}
-
-
-def _view(region: Bytes, place: _AlignedTensor) -> torch.Tensor:
-    """Return the tensor at ``place`` as a view of ``region``; a copy where its address isn't aligned."""
-    extent = place.extent
-    dtype = torch_dtype(extent.dtype)
-    count = (extent.end - extent.begin) // dtype.itemsize
-    offset = place.begin + place.skipped
-    if count == 0:
-        return torch.empty(extent.shape, dtype=dtype)
-    if offset % dtype.itemsize:
-        raw = torch.frombuffer(region, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset)
-        return raw.clone().view(dtype).view(extent.shape)
-    return torch.frombuffer(region, dtype=dtype, count=count, offset=offset).view(extent.shape)

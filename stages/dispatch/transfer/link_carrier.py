@@ -18,11 +18,12 @@ from itertools import count
 import torch
 
 from stages.checkpoints.direct_file import DirectFile
+from stages.checkpoints.extents import Chunk
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.transfer.arena import Arena
 from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.link import Event, Link
-from stages.dispatch.transfer.link_layout import Chunk, Source, chunks_of, lay_out
+from stages.dispatch.transfer.link_layout import Source, lay_out
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from stages.dispatch.transfer.trace import Trace
 from stages.plan.predict import PINNED_BYTES
@@ -64,16 +65,16 @@ class LinkCarrier:
         self.streamed = [sum(piece.bytes for piece in layout.pieces) for layout in self._layouts]
         whole = sum(layout.room for layout in self._layouts)
         self._arena: Arena[torch.Tensor] | None = Arena(link.memory(max(1, *self.sizes, min(staging_bytes, whole))))
-        self._chunks = [[chunk for piece in layout.pieces for chunk in chunks_of(piece)] for layout in self._layouts]
+        self._chunks = [[placed for piece in layout.pieces for placed in piece.chunks()] for layout in self._layouts]
         self._buffers = self._pin_buffers(staging_bytes)
         self._order, self._ordering = count(), threading.Lock()
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if trace is not None else None
-        files = {chunk.file for chunks in self._chunks for chunk in chunks}
+        files = {chunk.file for chunks in self._chunks for chunk, _ in chunks}
         self._files: Mapping[ShardFile, DirectFile] = {file: DirectFile(file) for file in files}
 
     def _pin_buffers(self, staging_bytes: int) -> PinnedBuffers | None:
         """Return the buffers for reads, if there are reads: together at most the staging, unless one alone is more."""
-        lengths = [chunk.length for chunks in self._chunks for chunk in chunks]
+        lengths = [chunk.length for chunks in self._chunks for chunk, _ in chunks]
         if not lengths:
             return None
         size = max(lengths)
@@ -103,10 +104,11 @@ class LinkCarrier:
                 arrival.set_result(self._copy(piece.source, delivery, begin=piece.begin, after=after))
                 delivery.arriving.append(arrival)
         pool = reader_pool()
-        delivery.arriving += [pool.submit(self._pass_on, chunk, delivery, after) for chunk in self._chunks[part]]
+        for chunk, begin in self._chunks[part]:
+            delivery.arriving.append(pool.submit(self._pass_on, chunk, delivery, begin=begin, after=after))
 
-    def _pass_on(self, chunk: Chunk, delivery: Delivery[torch.Tensor], after: Event) -> _Arrival:
-        """Read one chunk and have it copied on; runs in a thread of the pool.
+    def _pass_on(self, chunk: Chunk, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
+        """Read one chunk and have it copied on to ``begin`` in the region; runs in a thread of the pool.
 
         The region is not touched before the read is there, so that the traceback of one that fails holds no memory.
         """
@@ -114,7 +116,7 @@ class LinkCarrier:
         with self._buffers.lend() as (buffer, waited):
             self._read(chunk, buffer.memory.data[: chunk.length])
             source = buffer.tensor[chunk.skipped : chunk.wanted]
-            arrival = self._copy(source, delivery, begin=chunk.begin, after=after)
+            arrival = self._copy(source, delivery, begin=begin, after=after)
             buffer.copied = arrival.done
         return _Arrival(arrival.number, arrival.done, arrival.copied_bytes, chunk.wanted, waited)
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.checkpoints.extents import Extent, torch_dtype
-from stages.checkpoints.shard_files import ShardFile
+from stages.checkpoints.dtypes import torch_dtype
+from stages.checkpoints.extents import Chunk, Extent, cut
 from stages.dispatch.transfer.carrier import CHUNK_BYTES
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
-from stages.machine.aligned_memory import align_down, align_up
 
 Source = Extent | torch.Tensor
 """Where a streamed tensor waits: on disk, or on the host."""
@@ -34,6 +33,15 @@ class PlacedTensor:
         """The tensor's size."""
         return _bytes(self.source)
 
+    def chunks(self) -> Iterator[tuple[Chunk, int]]:
+        """Yield the reads that bring the tensor from disk, and where in the region what each brings begins.
+
+        There are none where it waits on the host, or is empty.
+        """
+        if isinstance(self.source, Extent):
+            for chunk in cut(self.source, CHUNK_BYTES):
+                yield chunk, self.begin + chunk.begin - self.source.begin
+
     def view(self, region: torch.Tensor) -> torch.Tensor:
         """Return the tensor, where it lies in ``region``."""
         return region[self.begin : self.begin + self.bytes].view(self.dtype).view(self.source.shape)
@@ -50,20 +58,6 @@ class PartLayout:
     def room(self) -> int:
         """What the region takes of a staging memory."""
         return -(-self.size // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One read: ``length`` bytes at ``offset`` of ``file``, of which ``wanted`` are in it and the first ``skipped``
-    are not the tensor's; the others go to ``begin`` in the part's region.
-    """
-
-    file: ShardFile
-    offset: int
-    length: int
-    wanted: int
-    skipped: int
-    begin: int
 
 
 def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
@@ -83,21 +77,8 @@ def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
     return PartLayout(tuple(PlacedTensor(source, begins[place]) for place, source in enumerate(sources)), size)
 
 
-def chunks_of(piece: PlacedTensor) -> Iterator[Chunk]:
-    """Yield the reads that bring the tensor of ``piece`` from disk; none where it waits on the host, or is empty."""
-    if isinstance(piece.source, torch.Tensor) or not piece.bytes:
-        return
-    extent = piece.source
-    first, last = align_down(extent.begin), extent.end
-    for offset in range(first, last, CHUNK_BYTES):
-        length = min(CHUNK_BYTES, align_up(last) - offset)
-        skipped = max(0, extent.begin - offset)
-        begin = piece.begin + offset + skipped - extent.begin
-        yield Chunk(extent.file, offset, length, min(length, last - offset), skipped, begin)
-
-
 def _bytes(source: Source) -> int:
-    return source.end - source.begin if isinstance(source, Extent) else source.nbytes
+    return source.bytes if isinstance(source, Extent) else source.nbytes
 
 
 def _width(source: Source) -> int:
