@@ -13,11 +13,11 @@ DeviceId = int | str
 CPU: DeviceId = "cpu"
 DISK: DeviceId = "disk"
 
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?B|%)", re.ASCII)
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGTkmgt]?B|[KMGTkmgt][iI][bB]|%)", re.ASCII)
 ACCEPTED_SIZES = (
-    "a whole number of bytes, or a number with KB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (of 2) or %"
+    "a whole number of bytes, or a number with B, kB, MB, GB, TB (powers of 10), KiB, MiB, GiB, TiB (of 2) or %"
 )
 
 DTYPE_BYTES: Mapping[str, float] = {
@@ -31,8 +31,9 @@ DTYPE_BYTES: Mapping[str, float] = {
 def parse_size(value: int | str, *, of: int | None = None) -> int:
     """Return ``value`` in bytes.
 
-    ``value`` is an int, or a string of digits alone (bytes), or a decimal number with a unit; ``"80%"`` is a share of
-    ``of`` bytes. Anything else raises a ``ValueError`` that says what is accepted.
+    ``value`` is an int, or a string of digits alone (bytes), or a decimal number with a unit, as ``format_bytes`` and
+    the field's tools print them; ``"80%"`` is a share of ``of`` bytes. Anything else raises a ``ValueError`` that says
+    what is accepted. ``"10gb"`` is refused: the field takes a small b for bits, and few who write it mean them.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value

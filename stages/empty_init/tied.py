@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+
+_log = logging.getLogger(__name__)
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
@@ -59,3 +62,62 @@ def non_persistent_buffers(module: nn.Module, *, recurse: bool = True) -> set[st
     return {
         f"{prefix}.{name}" if prefix else name for prefix, owner in owners for name in owner._non_persistent_buffers_set
     }
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of the buffers that a state dict of ``module`` leaves out, those of submodules with ``recurse``.
+
+    They are the names in the modules that own them, or with ``fqns`` dotted names from ``module`` on.
+    """
+    names = non_persistent_buffers(module, recurse=recurse)
+    return names if fqns else {name.rpartition(".")[2] for name in names}
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Return what tells the storage of ``tensor`` from every other that is alive: its device, address and bytes.
+
+    Tensors that share memory have one; on the meta device there is no memory, and the address is 0.
+    """
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Return whether the config of a transformers ``model``, or one of its modules, says that parameters are tied.
+
+    It says nothing of whether they are: that is ``find_tied_parameters``. For any other module it is False.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return False
+    words = bool(getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False))
+    halves = model.config.is_encoder_decoder and bool(getattr(model.config, "tie_encoder_decoder", False))
+    by_hand = any(hasattr(module, "_tie_weights") for module in model.modules())
+    return (words and model.get_output_embeddings() is not None) or halves or by_hand
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
+) -> None:
+    """Log a warning for each group of names in ``tied_params`` that ``device_map`` puts on different devices.
+
+    A name goes by its longest prefix in the map. One that has none follows its twins; a group without any is a
+    ``ValueError``.
+    """
+    for group in tied_params:
+        devices = {
+            name: device_map[prefix] for name in group if (prefix := longest_prefix(name, device_map)) is not None
+        }
+        if not devices:
+            raise ValueError(f"device_map: leaves out {group[0]!r}; map it, or '' for all that is not mapped")
+        if len(set(devices.values())) > 1:
+            _log.warning("one tied tensor is mapped to several devices, give its names the same: %s", devices)
+
+
+def longest_prefix(name: str, device_map: Mapping[str, object]) -> str | None:
+    """Return the longest of ``name`` and the modules around it that ``device_map`` has, ``""`` the last; else null."""
+    prefix = name
+    while prefix and prefix not in device_map:
+        prefix = prefix.rpartition(".")[0]
+    return prefix if prefix in device_map else None

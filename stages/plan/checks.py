@@ -11,6 +11,9 @@ from stages.plan.placement import Budgets, Placement, reserves, resident_bytes
 from stages.plan.plan import Plan
 from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
+LISTED = 8
+"""How many names an error lists before it counts the rest."""
+
 
 def require_known_names(outline: Outline, names: Iterable[str], key: str) -> None:
     """Raise ``ConfigError`` where a name is neither a module nor a tensor of the model."""
@@ -46,11 +49,23 @@ def _nearest(tensor: str, top: str, device_map: Mapping[str, DeviceId]) -> str:
 
 
 def require_complete(outline: Outline, homes: Mapping[str, DeviceId], key: str) -> None:
-    """Raise ``ConfigError`` where a tensor has no home."""
+    """Raise ``ConfigError`` where a tensor has no home, naming the modules or tensors that the map must add."""
     missing = [name for name in outline.sizes if name not in homes]
     if missing:
+        tops = list(dict.fromkeys(_highest(outline, name, homes) for name in missing))
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ConfigError(f"{key}: no entry covers {missing[0]!r}{more}; add one, or one for '' (the whole model)")
+        others = f" and {len(tops) - LISTED} more" if len(tops) > LISTED else ""
+        wanted = ", ".join(map(repr, tops[:LISTED])) + others
+        raise ConfigError(
+            f"{key}: no entry covers {missing[0]!r}{more}; add {wanted}, or '' for all that the map doesn't name"
+        )
+
+
+def _highest(outline: Outline, name: str, homes: Mapping[str, DeviceId]) -> str:
+    """Return the outermost module around the tensor ``name`` none of whose tensors has a home, or the tensor itself."""
+    while (above := name.rpartition(".")[0]) and not any(below in homes for below in outline.below(above)):
+        name = above
+    return name
 
 
 def require_ties_together(outline: Outline, homes: Mapping[str, DeviceId], key: str) -> None:

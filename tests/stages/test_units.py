@@ -9,11 +9,17 @@ from stages.units import format_bytes, in_tier_order, parse_device, parse_size, 
     ("text", "count"),
     [
         (12, 12), ("12", 12), (0, 0), ("10GB", 10**10), ("10GiB", 10 * 2**30), ("1.5TB", 1_500_000_000_000),
-        ("500MB", 5 * 10**8), ("64KiB", 65536), (" 2 GB ", 2 * 10**9), ("0.1GB", 10**8),
+        ("500MB", 5 * 10**8), ("64KiB", 65536), (" 2 GB ", 2 * 10**9), ("0.1GB", 10**8), ("100kB", 10**5),
+        ("30GIB", 30 * 2**30), ("200kib", 200 * 2**10), ("12 B", 12), ("1mB", 10**6),
     ],
 )  # fmt: skip
 def test_a_size_is_read_in_bytes(text: int | str, count: int) -> None:
     assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("count", [0, 999, 1240, 2_500_000, 3 * 10**9, 10**13])
+def test_a_size_is_read_as_it_is_printed(count: int) -> None:
+    assert parse_size(format_bytes(count)) == count
 
 
 def test_a_share_is_of_the_device() -> None:
@@ -26,7 +32,25 @@ def test_a_share_is_of_the_device() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["10gb", "10Gb", "1.5", "-1GB", "-5", -5, "nan", "inf", "infGB", "GB", "", None, True, 1.5, "1e3", "\uff11GB"],
+    [
+        "10gb",
+        "10Gb",
+        "10b",
+        "1.5",
+        "-1GB",
+        "-5",
+        -5,
+        "nan",
+        "inf",
+        "infGB",
+        "GB",
+        "",
+        None,
+        True,
+        1.5,
+        "1e3",
+        "\uff11GB",
+    ],
 )
 def test_what_is_no_size_is_refused_with_what_is_accepted(text: object) -> None:
     with pytest.raises(ValueError, match="accepted: a whole number of bytes"):

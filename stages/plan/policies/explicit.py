@@ -13,8 +13,8 @@ from stages.units import CPU, DeviceId
 def explicit(outline: Outline, device_map: Mapping[str, DeviceId], *, key: str = "device_map") -> Placement:
     """Return the placement that ``device_map`` (module or tensor name → device) spells out.
 
-    Where entries are nested the longest name counts. Raises ``ConfigError``, naming the config ``key``, where the map
-    doesn't fit the model (see ``checks``).
+    Where entries are nested the longest name counts; of tied names one suffices. Raises ``ConfigError``, naming the
+    config ``key``, where the map doesn't fit the model (see ``checks``).
     """
     checks.require_known_names(outline, device_map, key)
     checks.require_no_contradiction(outline, device_map, key)
@@ -26,10 +26,17 @@ def explicit(outline: Outline, device_map: Mapping[str, DeviceId], *, key: str =
 
 
 def spread(outline: Outline, device_map: Mapping[str, DeviceId]) -> dict[str, DeviceId]:
-    """Return the device of every tensor that an entry of ``device_map`` covers, the longest name winning."""
+    """Return the device of every tensor that an entry of ``device_map`` covers, the longest name winning.
+
+    A name that no entry covers and that is tied to one that is covered follows its twin.
+    """
     homes: dict[str, DeviceId] = {}
     for name in sorted(device_map, key=lambda name: (name != "", name.count("."))):
         homes |= dict.fromkeys(outline.below(name), device_map[name])
+    for group in outline.skeleton.tied:
+        covered = [name for name in group if name in homes]
+        if covered:
+            homes = {**dict.fromkeys(group, homes[covered[0]]), **homes}
     return homes
 
 

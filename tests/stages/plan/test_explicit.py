@@ -22,8 +22,8 @@ def test_the_longest_name_counts() -> None:
     ("device_map", "words"),
     [
         ({"": 0, "hed": 1}, r"'hed' names nothing in the model \(did you mean 'head'\?\)"),
-        ({"fc": 0}, "no entry covers 'head.weight'"),
-        ({"fc.weight": 0}, "no entry covers 'fc.bias' and 1 more"),
+        ({"fc": 0}, "no entry covers 'head.weight'; add 'head', or '' for all that the map doesn't name"),
+        ({"fc.weight": 0}, "no entry covers 'fc.bias' and 1 more; add 'fc.bias', 'head', or ''"),
         ({"head": 0, "fc": 0, "fc.weight": 0, "fc.bias": "cpu"}, "'fc' is on 0, but 'fc.bias' in it is on 'cpu'"),
         ({"": 0, "fc": "cpu", "head": "cpu"}, "'' is on 0, but"),
     ],
@@ -41,6 +41,14 @@ def test_a_tied_tensor_on_two_devices_is_refused() -> None:
     model = outline(FC, tied=[["fc.weight", "head.weight"]])
     with pytest.raises(ConfigError, match=r"'fc\.weight' \(on 0\) and 'head\.weight' \(on 'cpu'\) are one tied tensor"):
         explicit(model, {"fc": 0, "head": "cpu"})
+
+
+def test_a_name_that_the_map_leaves_out_follows_its_twin() -> None:
+    model = outline(FC, tied=[["fc.weight", "head.weight"]])
+    assert explicit(model, {"fc": 1}).homes == {"fc.weight": 1, "fc.bias": 1}
+    assert explicit(model, {"head": "disk", "fc.bias": 0}).homes == {"fc.weight": "disk", "fc.bias": 0}
+    with pytest.raises(ConfigError, match=r"no entry covers 'fc\.bias'; add 'fc\.bias'"):
+        explicit(model, {"head": "disk"})
 
 
 def test_overrides_change_single_entries_and_the_map_is_folded_again() -> None:

@@ -9,22 +9,10 @@ from torch import nn
 from stages.plan import (
     check_device_map,
     clean_device_map,
-    compute_module_sizes,
     get_balanced_memory,
-    get_max_layer_size,
     get_max_memory,
     infer_auto_device_map,
 )
-
-
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(100, 16)
-        self.feed_forward = nn.Module()
-        sizes = [(16, 64), (64, 64), (64, 64), (64, 16)]
-        self.feed_forward.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
-        self.head = nn.Linear(16, 3)
 
 
 class Three(nn.Module):
@@ -42,39 +30,6 @@ class Tied(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 10, bias=False)
         self.head.weight = self.embed.weight
-
-
-def test_sizes_are_those_of_the_smaller_dtype_and_special_ones_win() -> None:
-    sizes = compute_module_sizes(
-        Classifier().half(), dtype=torch.float32, special_dtypes={"feed_forward.layers.0.weight": torch.float32}
-    )
-    expected = {
-        "": 26246, "embed": 3200, "feed_forward": 22944, "feed_forward.layers.0": 4224,
-        "feed_forward.layers.0.weight": 4096, "feed_forward.layers.0.bias": 128, "feed_forward.layers.1": 8320,
-        "feed_forward.layers.3": 2080, "head": 102,
-    }  # fmt: skip
-    assert {name: sizes[name] for name in expected} == expected
-
-
-def test_integers_keep_their_size_and_a_bool_is_a_byte() -> None:
-    model = nn.BatchNorm1d(4)
-    model.register_buffer("mask", torch.ones(5, dtype=torch.bool))
-    sizes = compute_module_sizes(model, dtype="float16")
-    assert (sizes["num_batches_tracked"], sizes["mask"], sizes["weight"]) == (8, 5, 8)
-    assert compute_module_sizes(model, buffers_only=True)[""] == 8 + 5 + 2 * 16
-
-
-def test_a_tied_tensor_counts_once_in_the_whole_and_in_full_where_it_lies() -> None:
-    sizes = compute_module_sizes(Tied())
-    assert (sizes[""], sizes["embed"], sizes["head"]) == (160 + 32, 160, 160)
-
-
-def test_the_largest_layer_is_what_is_not_split() -> None:
-    model = Classifier()
-    sizes = compute_module_sizes(model)
-    modules = list(model.named_children())
-    assert get_max_layer_size(modules, sizes, []) == (16640, ["feed_forward.layers.1", "feed_forward.layers.2"])
-    assert get_max_layer_size(modules, sizes, ["ModuleList"]) == (41792, ["feed_forward.layers"])
 
 
 @pytest.mark.parametrize(
@@ -131,8 +86,7 @@ def test_a_no_split_class_stays_together() -> None:
 @pytest.mark.parametrize(
     ("device_map", "words"),
     [
-        ({"": 0, "emb": 1}, "did you mean 'embed'"),
-        ({"embed": 0, "head": 0}, "no entry covers 'norm.weight'"),
+        ({"embed": 0, "head": 0}, "no entry covers 'norm.weight' and 1 more; add 'norm', or ''"),
         ({"": 0, "norm": 0, "norm.weight": 0, "norm.bias": "cpu"}, "'norm' is on 0, but 'norm.bias'"),
         ({"": 0, "head": "cpu"}, "one tied tensor"),
         ({"": "gpu"}, "not a device"),
@@ -145,6 +99,12 @@ def test_a_bad_map_is_refused(device_map: dict[str, Any], words: str) -> None:
 
 def test_a_good_map_passes() -> None:
     check_device_map(Tied(), {"embed": torch.device("cpu"), "norm": "disk", "head": "cpu"})
+    check_device_map(Tied(), {"head": 0, "norm": "disk"})  # the embedding is the head's twin
+
+
+def test_names_of_nothing_in_the_model_are_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"'emb' \(did you mean 'embed'\?\), 'other'"):
+        check_device_map(Tied(), {"": 0, "emb": 1, "other": 1})
 
 
 @pytest.mark.parametrize(
