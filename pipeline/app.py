@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.command import FULL_ERROR, INTERRUPTED, heed_signals, shows_all
+from pipeline.command_exit import FULL_ERROR, INTERRUPTED, heed_signals, shows_all
 
 if TYPE_CHECKING:
-    from pipeline.console import Task
+    from pipeline.hydra_task import Task
 
 WIDTH_OF_FILES = 200
 
@@ -52,11 +52,11 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
     """Let Hydra compose the config and run each job; return the exit code: the first job's that failed, else 0."""
     import hydra
 
-    from pipeline.composing import guarded_composing
     from pipeline.config import register
-    from pipeline.console import Task
-    from pipeline.launching import install
-    from pipeline.sweep import exit_code
+    from pipeline.hydra_errors import guarded_composing
+    from pipeline.hydra_task import Task
+    from pipeline.launchers import install
+    from pipeline.sweep_results import exit_code
 
     task = Task(started, show_all)
     install()
@@ -80,7 +80,7 @@ def _close(task: Task) -> None:
     """Show how every job of a sweep ended, whatever ended the sweep."""
     from rich.console import Console
 
-    from pipeline.sweep import show_sweep
+    from pipeline.sweep_results import show_sweep
 
     if task.sweep is not None and task.outcomes:
         width = None if sys.stdout.isatty() else WIDTH_OF_FILES

@@ -17,15 +17,15 @@ from typing import Any, Literal, cast
 
 from rich.console import Console
 
-from pipeline.allocator import return_freed_memory
-from pipeline.caps import KERNEL_BYTES, CapError, MemoryGroup
-from pipeline.command import run_command
+from pipeline.command_exit import run_command
 from pipeline.errors import BudgetError, CheckpointError
-from pipeline.memory import MemoryMonitor
+from pipeline.malloc import return_freed_memory
+from pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
+from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord
 from pipeline.runner import Observer, Runner, check_config
-from pipeline.screen import announce, shorten, show
 from pipeline.stage import Report
+from pipeline.terminal import announce, shorten, show
 
 WIDTH_OF_FILES = 200
 """Characters a line where the output is no terminal, so that nothing is folded that somebody may search for."""

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.atomic_files import create_file, mendable, replace_file
 from pipeline.errors import StorageError
-from pipeline.files import create_file, mendable, replace_file
 from pipeline.stage import Config, Report
 
 RECORD = "run.json"

@@ -16,15 +16,15 @@ from pathlib import Path
 
 from pipeline.cache.manifest import DamagedError, verify
 from pipeline.cache.outline import Change
-from pipeline.command import INTERRUPTED, run_command
+from pipeline.command_exit import INTERRUPTED, run_command
 from pipeline.environment import environment
 from pipeline.errors import KilledError, ReplayError, StorageError
+from pipeline.job_process import supervise
 from pipeline.record import RunRecord
 from pipeline.replay import Comparison, Difference, compare, first_difference
 from pipeline.runner import load_stages
-from pipeline.screen import shorten
 from pipeline.stage import MEASURED, Artifact
-from pipeline.supervise import supervise
+from pipeline.terminal import shorten
 
 NAME = "offstage-replay"
 DIFFERENT = 1

@@ -18,10 +18,10 @@ from pipeline.cache.outline import outline
 from pipeline.cache.store import Store
 from pipeline.config import check
 from pipeline.errors import ConfigError, Fault, raise_faults
-from pipeline.memory import MemoryMonitor
-from pipeline.meter import Meter
+from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord, StageRecord
 from pipeline.stage import Artifact, Config, Report, Stage
+from pipeline.stage_usage import Meter
 
 GROUP = "offstage.stages"
 DEVICE_MAP = "device_map.json"

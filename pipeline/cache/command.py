@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from pipeline.atomic_files import mendable
 from pipeline.cache import housekeeping
 from pipeline.cache.housekeeping import CacheEntry
-from pipeline.command import run_command
+from pipeline.command_exit import run_command
 from pipeline.errors import ConfigError
-from pipeline.files import mendable
 
 NAME = "offstage-cache"
 Work = Callable[[Path, argparse.Namespace], int]

@@ -13,7 +13,7 @@ import stat
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
-from pipeline.files import replace_file, sync_folder
+from pipeline.atomic_files import replace_file, sync_folder
 from pipeline.stage import FileEntry
 
 MANIFEST = "manifest.json"

@@ -27,11 +27,11 @@ from typing import TypeVar
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
+from pipeline.atomic_files import mendable, storage_error, sync_folder
 from pipeline.cache.leases import SHARED, Leases, lease_path
 from pipeline.cache.leftovers import BUILDING, DAMAGED, LOCK, remove_leftovers
 from pipeline.cache.manifest import DamagedError, seal, verify
 from pipeline.errors import OffstageError, StorageError
-from pipeline.files import mendable, storage_error, sync_folder
 from pipeline.stage import Artifact
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.finding import Job
 from pipeline.report.quantities import tell
+from pipeline.report.run_folders import Job
 
 ABSENT = "not given"
 

@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pipeline.report.comparison import RunComparison
-from pipeline.report.drawing import Picture
+from pipeline.report.figures import Picture
 from pipeline.report.plots.memory import memory_picture, timeline_picture
 from pipeline.report.plots.pareto import pareto_picture
 from pipeline.report.plots.placement import placement_picture

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.finding import Job
 from pipeline.report.records import Run
+from pipeline.report.run_folders import Job
 
 PLAN_STAGE = "plan"
 _PLAN, _MAP = "plan.json", "device_map.json"

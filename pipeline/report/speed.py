@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.report.differences import ABSENT, Spread
-from pipeline.report.finding import Job
 from pipeline.report.records import Bytes, Number, Run
+from pipeline.report.run_folders import Job
 
 SECONDS = "decode_seconds_per_token"
 RATE = "decode_tokens_per_second"

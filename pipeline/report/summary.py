@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.report.differences import Spread, answers, config_differences, environments
-from pipeline.report.finding import Found, Job, Problem
 from pipeline.report.placements import Placements, read_placements
 from pipeline.report.quantities import tell
+from pipeline.report.run_folders import Found, Job, Problem
 from pipeline.report.speed import RATE, SECONDS, Front, Series, pareto, speed_series
 from pipeline.report.table import Column, job_table, reason
 

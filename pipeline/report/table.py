@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from pipeline.report.differences import ABSENT, Spread
-from pipeline.report.finding import Job
 from pipeline.report.placements import in_tier_order
 from pipeline.report.quantities import MISSING, Kind, scale_for
 from pipeline.report.records import Bytes, Number, Run
+from pipeline.report.run_folders import Job
 from pipeline.report.speed import DISK, RATE, SECONDS, STALLED, STREAMED, STREAMING
 
 UNLIMITED = "unlimited"

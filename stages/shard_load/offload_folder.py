@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from pipeline.atomic_files import replace_file
 from pipeline.errors import CheckpointError, StorageError
-from pipeline.files import replace_file
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent, byte_view, read_extent
 from stages.checkpoints.safetensors_header import read_header

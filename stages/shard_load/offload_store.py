@@ -26,8 +26,8 @@ from typing import Any
 
 import filelock
 
+from pipeline.atomic_files import create_file, replace_file, sync_folder
 from pipeline.errors import StorageError
-from pipeline.files import create_file, replace_file, sync_folder
 from stages.checkpoints.shard_files import ShardFile
 from stages.units import DTYPE_BYTES, format_bytes
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pipeline.report.drawing import COLOURS, WIDE, dress, in_unit, measure_linear
+from pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
 
 if TYPE_CHECKING:
     from tests.benchmarks.linear import Line, Point

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.memory import MemoryMonitor
+from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord
 from pipeline.runner import Runner, check_config
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.caps import CapError, make_group
+from pipeline.memory_cgroups import CapError, make_group
 from tests.e2e.conftest import Finished, finish, records_in, start
 
 Run = Callable[..., Finished]
@@ -166,7 +166,7 @@ def test_a_run_that_keeps_to_its_plan_completes_under_its_cap(offstage: Run) -> 
 
 
 def test_a_cap_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch, offstage_here: Run, capfd: Any) -> None:
-    import pipeline.supervise as supervise
+    import pipeline.job_process as supervise
 
     def refuse() -> None:
         raise CapError("no memory controller is mounted here")
@@ -188,7 +188,7 @@ def test_an_experiment_is_a_whole_sweep(name: str, offstage: Run) -> None:
 
 
 def test_a_local_job_sees_the_accelerators_that_the_sweep_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.launching import LocalLauncher
+    from pipeline.launchers import LocalLauncher
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     launcher = LocalLauncher(gpus_per_node=None)

@@ -160,7 +160,7 @@ from pathlib import Path
 from pipeline import environment as module
 from pipeline.cache.fingerprint import fingerprint
 from pipeline.cache.store import Store
-from pipeline.memory import MemoryMonitor
+from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord
 module._DRIVERS = ()
 folder = Path({str(tmp_path)!r})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import BudgetError, CheckpointError, ConfigError, Fault
-from pipeline.memory import MemoryMonitor
+from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord
 from pipeline.runner import Runner, check_config, installed_stages, load_stages
 from pipeline.stage import Artifact, Config, Context, Report, Stage

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.drawing import (
+from pipeline.report.figures import (
     COLOURS,
     SERIES,
     Key,
@@ -22,8 +22,8 @@ from pipeline.report.drawing import (
     picture,
     row_height,
 )
-from pipeline.report.finding import Job
 from pipeline.report.placements import device_title
+from pipeline.report.run_folders import Job
 from pipeline.report.speed import known
 from pipeline.report.table import devices
 

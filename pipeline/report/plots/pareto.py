@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.drawing import COLOURS, Key, Picture, Size, dress, in_unit, measure, picture
+from pipeline.report.figures import COLOURS, Key, Picture, Size, dress, in_unit, measure, picture
 from pipeline.report.speed import Front, Point
 
 MOST_NAMES = 12

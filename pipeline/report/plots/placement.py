@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.report.drawing import (
+from pipeline.report.figures import (
     COLOURS,
     Key,
     Picture,

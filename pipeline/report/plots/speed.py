@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.drawing import COLOURS, SERIES, Key, Picture, Size, dress, in_unit, measure, picture
+from pipeline.report.figures import COLOURS, SERIES, Key, Picture, Size, dress, in_unit, measure, picture
 from pipeline.report.speed import OTHERS, Point, Series
 
 _CROWD = 90

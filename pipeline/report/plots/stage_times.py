@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.drawing import (
+from pipeline.report.figures import (
     COLOURS,
     Key,
     Picture,
@@ -18,9 +18,9 @@ from pipeline.report.drawing import (
     picture,
     row_height,
 )
-from pipeline.report.finding import Job
 from pipeline.report.quantities import Scale, scale_for
 from pipeline.report.records import StageTime
+from pipeline.report.run_folders import Job
 
 _FILL = 0.94
 """How much of its column a cell takes."""

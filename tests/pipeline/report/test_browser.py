@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.app import run
+from pipeline.report.command import run
 from tests.pipeline.report.browser import Browser, browser, installed
-from tests.pipeline.report.making import write_sweep
+from tests.pipeline.report.sample_runs import write_sweep
 
 FOUND = installed()
 pytestmark = pytest.mark.skipif(FOUND is None, reason="no chromium here: apt-get install chromium")

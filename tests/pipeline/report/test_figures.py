@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.app import run
-from tests.pipeline.report.making import write_sweep
+from pipeline.report.command import run
+from tests.pipeline.report.sample_runs import write_sweep
 
 PIPELINE = "from pipeline.app import main; main()"
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pipeline.report.differences import config_differences, flatten, spread
-from pipeline.report.finding import Job, find
 from pipeline.report.placements import PlacedLayer, read_placements
 from pipeline.report.quantities import listed, scale_for, tell
 from pipeline.report.records import Run
+from pipeline.report.run_folders import Job, find
 from pipeline.report.speed import BANDWIDTHS, OTHERS, bound_seconds, pareto, speed_series
-from tests.pipeline.report.making import write_run, write_sweep
+from tests.pipeline.report.sample_runs import write_run, write_sweep
 
 
 def test_a_config_is_flattened_and_one_is_not_the_string_one() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.report.finding import find
 from pipeline.report.quantities import MISSING
+from pipeline.report.run_folders import find
 from pipeline.report.table import job_table
-from tests.pipeline.report.making import write_run
+from tests.pipeline.report.sample_runs import write_run
 
 FIGURES: Mapping[str, float | str] = {
     "streamed_bytes_per_second": 1.9e9, "stall_seconds_per_token": 1.25, "bound": "storage",

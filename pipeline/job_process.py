@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from pipeline.caps import CapError, MemoryGroup, make_group
-from pipeline.command import FULL_ERROR, INTERRUPTED
+from pipeline.command_exit import FULL_ERROR, INTERRUPTED
 from pipeline.errors import KilledError
+from pipeline.memory_cgroups import CapError, MemoryGroup, make_group
 from pipeline.record import RunRecord
 
 _ENTRY = "from pipeline.job import main; main()"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import StorageError
-from pipeline.report.finding import find, find_one
-from tests.pipeline.report.making import write_run, write_sweep
+from pipeline.report.run_folders import find, find_one
+from tests.pipeline.report.sample_runs import write_run, write_sweep
 
 
 def test_a_sweeps_jobs_keep_their_numbers_in_order(tmp_path: Path) -> None:

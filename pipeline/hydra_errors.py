@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.command import guarded
+from pipeline.command_exit import guarded
 from pipeline.errors import ConfigError, closest
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)

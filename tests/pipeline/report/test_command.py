@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.command import guarded
-from pipeline.report.app import run
+from pipeline.command_exit import guarded
+from pipeline.report.command import run
 from pipeline.report.comparison import compare_answers
 from pipeline.report.records import Answer
-from tests.pipeline.report.making import write_many, write_run, write_sweep
+from tests.pipeline.report.sample_runs import write_many, write_run, write_sweep
 
 EVIL = "<script>alert(1)</script>&\"'$x_1$ {{ 7*7 }}"
-WITHOUT = "import sys; sys.modules['matplotlib'] = None; from pipeline.report.app import main; main()"
+WITHOUT = "import sys; sys.modules['matplotlib'] = None; from pipeline.report.command import main; main()"
 MEASURE = """
 import resource, sys, time
 began = time.perf_counter()
-from pipeline.report.app import run
+from pipeline.report.command import run
 run(sys.argv[1:])
 print("SECONDS", time.perf_counter() - began, "BYTES", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """

@@ -29,11 +29,11 @@ from hydra_plugins.hydra_submitit_launcher import submitit_launcher as originals
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.composing import COMPOSING_ERRORS, one_line
 from pipeline.config import register
-from pipeline.console import Outcome, Task
 from pipeline.errors import ConfigError
-from pipeline.sweep import show_progress
+from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
+from pipeline.hydra_task import Outcome, Task
+from pipeline.sweep_results import show_progress
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENDING_SECONDS = 15.0

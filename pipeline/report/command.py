@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.command import run_command
+from pipeline.atomic_files import mendable, replace_file
+from pipeline.command_exit import run_command
 from pipeline.errors import ConfigError
-from pipeline.files import mendable, replace_file
 
 _DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv and
 report.json into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above several,
@@ -53,11 +53,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(paths: Sequence[Path], *, output: Path | None) -> None:
     _require_libraries()
-    from pipeline.report.console import console, show_summary
-    from pipeline.report.files import as_csv, as_json
-    from pipeline.report.finding import find
+    from pipeline.report.exports import as_csv, as_json
     from pipeline.report.page import report_page
+    from pipeline.report.run_folders import find
     from pipeline.report.summary import summarise
+    from pipeline.report.terminal import console, show_summary
 
     summary = summarise(find(paths))
     title = ", ".join(str(path) for path in paths)
@@ -72,10 +72,10 @@ def _report(paths: Sequence[Path], *, output: Path | None) -> None:
 def _compare(one: Path, other: Path, *, output: Path | None) -> None:
     _require_libraries()
     from pipeline.report.comparison import compare
-    from pipeline.report.console import console, show_comparison
-    from pipeline.report.files import comparison_json
-    from pipeline.report.finding import find_one
+    from pipeline.report.exports import comparison_json
     from pipeline.report.page import comparison_page
+    from pipeline.report.run_folders import find_one
+    from pipeline.report.terminal import console, show_comparison
 
     comparison = compare(find_one(one), find_one(other))
     folder = _folder(one, output)

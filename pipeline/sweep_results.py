@@ -12,10 +12,10 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.console import Outcome
 from pipeline.errors import KilledError, StorageError
+from pipeline.hydra_task import Outcome
 from pipeline.record import RECORD, RunRecord
-from pipeline.screen import shorten
+from pipeline.terminal import shorten
 
 LOST = "its process was lost before it could say why; see .submitit in the sweep's folder"
 _COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow"}

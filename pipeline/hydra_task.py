@@ -11,14 +11,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from pipeline.composing import COMPOSING_ERRORS, guarded_composing
 from pipeline.config import resolve
 from pipeline.environment import environment
 from pipeline.errors import OffstageError
+from pipeline.hydra_errors import COMPOSING_ERRORS, guarded_composing
 from pipeline.job import perform
+from pipeline.job_process import supervise
 from pipeline.record import RunRecord
-from pipeline.supervise import supervise
-from pipeline.tracking import track
+from pipeline.trackers import track
 
 
 @dataclass(frozen=True, slots=True)

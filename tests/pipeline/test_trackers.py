@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import check
 from pipeline.record import RunRecord, StageRecord
 from pipeline.stage import Report
-from pipeline.tracking import metrics, params, track
+from pipeline.trackers import metrics, params, track
 
 
 def finished(folder: Path, kind: str | None) -> RunRecord:

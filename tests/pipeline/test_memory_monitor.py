@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline import memory
-from pipeline.memory import MemoryMonitor, MemoryPeak
+from pipeline import memory_monitor
+from pipeline.memory_monitor import MemoryMonitor, MemoryPeak
 
 MIB = 2**20
 SLACK = 8 * MIB
@@ -30,8 +30,8 @@ def fill(mebibytes: int) -> mmap.mmap:
 @pytest.fixture(params=["statm", "psutil"])
 def gauge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     if request.param == "psutil":
-        monkeypatch.setattr(memory, "_STATM", tmp_path / "missing")
-    elif not memory._STATM.exists():
+        monkeypatch.setattr(memory_monitor, "_STATM", tmp_path / "missing")
+    elif not memory_monitor._STATM.exists():
         pytest.skip("needs Linux's /proc")
     return str(request.param)
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from pipeline.report.comparison import RunComparison
 from pipeline.report.differences import Spread
-from pipeline.report.finding import Job
 from pipeline.report.placements import in_tier_order
 from pipeline.report.records import Bytes, Run
+from pipeline.report.run_folders import Job
 from pipeline.report.speed import bound_seconds
 from pipeline.report.summary import Summary
 
