@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stages.dispatch.accelerate_api.hooks import ModelHook
-from stages.dispatch.accelerate_api.waiting_tensor import (
+from stages.dispatch.streaming.waiting_tensor import (
     WaitingSource,
     WaitingTensor,
     bring_home,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stages.dispatch.accelerate_api.hooks import ModelHook, add_hook_to_module
-from stages.dispatch.accelerate_api.waiting_tensor import rebuild
+from stages.dispatch.streaming.waiting_tensor import rebuild
 
 
 @dataclass(slots=True)

@@ -1,61 +1,108 @@
-"""The places in a model where streamed tensors are bound for each use, and where they wait between uses."""
+"""The places in a model where streamed tensors are bound for each use, and what stands there between uses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor, bring_home, send_waiting
 from stages.machine.aligned_memory import HostBlock
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slot:
-    """One streamed tensor: the table of its module that it is bound in, its short name, and what waits there."""
+    """One streamed tensor: the table of its module that it is bound in, its short name, and what waits there.
+
+    ``host`` has its data where that waits on the host; null where it waits on disk. ``bound`` is what stands in the
+    place of what waits. A tensor that somebody else puts there is left alone.
+    """
 
     name: str
     table: dict[str, Any]
     attribute: str
     waiting: torch.Tensor
+    host: torch.Tensor | None = None
+    bound: torch.Tensor | None = None
 
     def bind(self, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` in the place of what waits, as a parameter where that is one."""
-        parameter = isinstance(self.waiting, nn.Parameter)
-        self.table[self.attribute] = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+        """Put ``tensor`` in the place of what waits, as a (frozen) parameter where that is one."""
+        if self.table[self.attribute] is self.waiting:
+            parameter = isinstance(self.waiting, nn.Parameter)
+            self.bound = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+            self.table[self.attribute] = self.bound
 
     def unbind(self) -> None:
         """Put what waits back."""
-        self.table[self.attribute] = self.waiting
+        if self.bound is not None and self.table[self.attribute] is self.bound:
+            self.table[self.attribute] = self.waiting
+        self.bound = None
+
+    def wait_as(self, tensor: torch.Tensor) -> None:
+        """Have ``tensor`` be what waits."""
+        self.table[self.attribute] = self.waiting = tensor
+
+    def restore(self) -> None:
+        """Put back what was there before anything was streamed, as far as it was kept; else what waits stays."""
+        waiting = self.waiting
+        if self.table[self.attribute] is waiting and isinstance(waiting, WaitingTensor) and waiting.kept is not None:
+            self.wait_as(bring_home(waiting))
 
 
-def make_slot(model: nn.Module, name: str) -> Slot:
-    """Return the slot of the parameter or buffer ``name`` of ``model``."""
+def make_slot(model: nn.Module, name: str, *, on_disk: bool) -> Slot:
+    """Return the slot of the parameter or buffer ``name`` of ``model``, whose data waits on disk or is in the model."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
-    return Slot(name, table, attribute, table[attribute])
+    waiting = table[attribute]
+    return Slot(name, table, attribute, waiting, None if on_disk else data_of(waiting))
 
 
-def settle(slots: Sequence[Slot], host: HostBlock | None) -> tuple[dict[str, Slot], list[HostBlock]]:
-    """Have everything that waits in ``slots`` on the host wait in blocks of memory.
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the data of one that is in a model: itself, or what a waiting one keeps."""
+    kept = tensor.kept if isinstance(tensor, WaitingTensor) else None
+    return tensor if kept is None else kept
 
-    Return the slots as they are then, by name, and the blocks: ``host``, if anything lies there, and one for what lay
-    elsewhere, which moves. What was one tensor in two slots stays one.
+
+def have_wait(slot: Slot, stored: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Bind a tensor in ``slot`` that reads itself, to ``device``, where code uses it and doesn't call its module.
+
+    ``stored`` has what waits on disk. A tensor that waits already goes on as it does.
     """
-    waiting = {id(slot.waiting): slot.waiting for slot in slots}
-    strays = {key: tensor for key, tensor in waiting.items() if host is None or tensor not in host}
+    if not isinstance(slot.waiting, WaitingTensor):
+        weights = stored if slot.host is None else {slot.name: slot.host}
+        slot.wait_as(send_waiting(slot.waiting, WaitingSource(weights, slot.name, device, told=device), keep=True))
+
+
+def settle(slots: Sequence[Slot], host: HostBlock | None) -> list[HostBlock]:
+    """Have everything that waits in ``slots`` on the host wait in blocks of memory, and return these.
+
+    They are ``host``, if anything lies there, and one for what lay elsewhere, which moves. What was one tensor in two
+    slots stays one.
+    """
+    data = {id(slot.host): slot.host for slot in slots if slot.host is not None}
+    strays = {key: tensor for key, tensor in data.items() if host is None or tensor not in host}
     block = HostBlock([tensor.nbytes for tensor in strays.values()])
     moved = {key: _moved(tensor, block) for key, tensor in strays.items()}
-    settled = {slot.name: replace(slot, waiting=moved.get(id(slot.waiting), slot.waiting)) for slot in slots}
-    for slot in settled.values():
-        slot.unbind()
-    blocks = [host] if host is not None and len(strays) < len(waiting) else []
-    return settled, blocks + ([block] if strays else [])
+    for slot in slots:
+        if id(slot.host) in moved:
+            _move(slot, moved[id(slot.host)])
+    blocks = [host] if host is not None and len(strays) < len(data) else []
+    return blocks + ([block] if strays else [])
+
+
+def _move(slot: Slot, tensor: torch.Tensor) -> None:
+    """Have the data of ``slot`` be ``tensor``, where it was moved to."""
+    slot.host = tensor
+    if isinstance(slot.waiting, WaitingTensor):
+        slot.waiting.keep(tensor)
+    else:
+        slot.wait_as(tensor)
 
 
 def _moved(tensor: torch.Tensor, block: HostBlock) -> torch.Tensor:
     inside = block.hold(tensor.detach())
-    return nn.Parameter(inside, requires_grad=False) if isinstance(tensor, nn.Parameter) else inside
+    return nn.Parameter(inside, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else inside

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from stages.checkpoints.extents import Extent
@@ -21,7 +22,7 @@ from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.mapped_weights import MappedWeights
 from stages.dispatch.streaming.passes import mark_passes
-from stages.dispatch.streaming.slots import Slot, make_slot, settle
+from stages.dispatch.streaming.slots import Slot, have_wait, make_slot, settle
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.host_carrier import HostCarrier
 from stages.dispatch.transfer.link import Link, pin
@@ -30,6 +31,7 @@ from stages.dispatch.transfer.links import open_link
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
+from stages.shard_load.disk_weights import Offloaded
 from stages.units import CPU, DeviceId
 
 Io = Literal["direct", "mmap"]
@@ -40,7 +42,8 @@ OpenLink = Callable[[Devices, DeviceId], Link]
 class _Streamed:
     """The streamed tensors of one module: where they compute (the host, or a device apart), how many calls use them.
 
-    ``lookahead`` delivers them, by the ``number`` that it knows the part by.
+    ``lookahead`` delivers them, by the ``number`` that it knows the part by. Those that are ``resident`` lie where they
+    compute and are only bound there for each call, as the field's functions have it.
     """
 
     name: str
@@ -50,6 +53,13 @@ class _Streamed:
     number: int = 0
     users: int = 0
     began: float = 0.0
+    resident: bool = False
+
+    def take(self) -> list[torch.Tensor]:
+        """Return the tensors of the slots, in their order; waits for them if it must."""
+        if self.lookahead is None:
+            return [slot.host.detach() for slot in self.slots if slot.host is not None]
+        return self.lookahead.take(self.number)
 
 
 class Streamer:
@@ -101,7 +111,11 @@ class Streamer:
                 self._stack.callback(unhook)
         parts = self._bind_in_place(plan)
         self._look_ahead(parts, plan, host)
+        stored = Offloaded(self._extents)
         for part in parts:
+            for slot in part.slots:
+                have_wait(slot, stored, self._devices.torch_device(plan.parts[part.name].execution))
+                self._stack.callback(slot.restore)
             self._stream(part, callers=plan.parts[part.name].callers)
         for unhook in mark_passes(self._model, begin=self._begin, end=self._end, recover=lambda: self._recover(parts)):
             self._stack.callback(unhook)
@@ -112,8 +126,12 @@ class Streamer:
         left = []
         for name, part in plan.parts.items():
             apart = self._devices.is_apart(part.execution)
-            slots = [make_slot(self._model, tensor) for tensor in part.streamed if apart or tensor in self._extents]
             # A buffer that no checkpoint has is where the constructor computed it, whatever the plan says of disk.
+            names = [n for n, home in part.streamed.items() if apart or home == CPU or n in self._extents]
+            slots = [make_slot(self._model, tensor, on_disk=tensor in self._extents) for tensor in names]
+            if not apart and (kept := [slot for slot in slots if slot.host is not None]):
+                left.append(_Streamed(name, kept, CPU, resident=True))
+                slots = [slot for slot in slots if slot.host is None]
             looked_up = isinstance(self._model.get_submodule(name), nn.Embedding)
             if slots and not apart and (self._io == "mmap" or (looked_up and len(part.callers) == 1)):
                 callers = [self._model.get_submodule(caller) for caller in part.callers]
@@ -124,6 +142,7 @@ class Streamer:
 
     def _look_ahead(self, parts: Sequence[_Streamed], plan: DispatchPlan, host: HostBlock | None) -> None:
         """Give each part to the lookahead of the device that computes it."""
+        parts = [part for part in parts if not part.resident]
         devices = list(dict.fromkeys(part.computes for part in parts))
         links = {device: self._open_link(self._devices, device) for device in devices if device != CPU}
         if links:
@@ -143,11 +162,7 @@ class Streamer:
 
     def _pin(self, parts: Sequence[_Streamed], link: Link, host: HostBlock | None) -> None:
         """Have what waits on the host wait in memory that the accelerators copy from by themselves, whichever it is."""
-        waiting = [slot for part in parts for slot in part.slots if slot.name not in self._extents]
-        settled, blocks = settle(waiting, host)
-        for part in parts:
-            part.slots = [settled.get(slot.name, slot) for slot in part.slots]
-        for block in blocks:
+        for block in settle([slot for part in parts for slot in part.slots], host):
             self._stack.callback(pin(link, block.memory))
 
     def _host_carrier(self, parts: Sequence[_Streamed], plan: DispatchPlan) -> HostCarrier:
@@ -155,9 +170,12 @@ class Streamer:
         return HostCarrier(extents, staging_bytes=plan.staging_bytes, traffic=self.traffic, trace=self.trace)
 
     def _link_carrier(self, parts: Sequence[_Streamed], plan: DispatchPlan, link: Link) -> LinkCarrier:
-        sources = [[self._extents.get(slot.name, slot.waiting) for slot in part.slots] for part in parts]
+        sources = [[self._source(slot) for slot in part.slots] for part in parts]
         staging = plan.reserves.get(parts[0].computes, 0)
         return LinkCarrier(sources, link, staging_bytes=staging, traffic=self.traffic, trace=self.trace)
+
+    def _source(self, slot: Slot) -> Extent | torch.Tensor:
+        return self._extents[slot.name] if slot.host is None else slot.host
 
     def _stream(self, part: _Streamed, *, callers: tuple[str, ...]) -> None:
         """Bring ``part`` in before, and let it go after, each call of the modules ``callers``."""
@@ -175,8 +193,7 @@ class Streamer:
 
     def _acquire(self, part: _Streamed) -> None:
         if part.users == 0:
-            assert part.lookahead is not None
-            for slot, tensor in zip(part.slots, part.lookahead.take(part.number), strict=True):
+            for slot, tensor in zip(part.slots, part.take(), strict=True):
                 slot.bind(tensor)
             part.began = time.perf_counter()
         part.users += 1
@@ -187,12 +204,12 @@ class Streamer:
             return
         part.users -= 1
         if part.users == 0:
-            assert part.lookahead is not None
             if self.trace is not None:
                 self.trace.add(part.name, "compute", part.began)
             for slot in part.slots:
                 slot.unbind()
-            part.lookahead.let_go(part.number)
+            if part.lookahead is not None:
+                part.lookahead.let_go(part.number)
 
     def _begin(self) -> None:
         for lookahead in self._lookaheads:

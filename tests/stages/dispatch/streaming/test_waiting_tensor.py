@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stages.dispatch.accelerate_api.waiting_tensor import WaitingSource, WaitingTensor
+from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
 from tests.stages.dispatch.models_to_offload import Transformer, seeded
 
 CPU = torch.device("cpu")

@@ -23,11 +23,16 @@ _TWIN = "_waiting_twin"
 
 @dataclass(slots=True)
 class WaitingSource:
-    """Where a tensor waits: its ``name`` in the mapping ``weights``; ``device`` is where it is needed."""
+    """Where a tensor waits: its ``name`` in the mapping ``weights``; ``device`` is where it is needed.
+
+    Whoever asks a waiting tensor for its device hears ``told``, by default meta. Libraries that add to a model put
+    what they add to where its weights are: there it must be a device that computes.
+    """
 
     weights: Mapping[str, torch.Tensor]
     name: str
     device: torch.device | None
+    told: torch.device | None = None
 
     def read(self) -> torch.Tensor:
         """Return the tensor as it lies in the mapping, which may be anywhere."""
@@ -55,6 +60,16 @@ class WaitingTensor(torch.Tensor):
         waiting.source, waiting.home, waiting.kept, waiting.restored = source, like.device, None, None
         waiting._is_param = isinstance(like, nn.Parameter)
         return waiting
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """What its source tells: meta, or the device that computes with it."""
+        return self.source.told or torch.device("meta")
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Have ``tensor``, of the same values, be what is read and what comes back."""
+        self.kept = tensor
+        self.source = WaitingSource({self.source.name: tensor}, self.source.name, self.source.device, self.source.told)
 
     def now(self, device: torch.device | None) -> torch.Tensor:
         """Return the data on ``device``, in this tensor's dtype; None leaves it where it lies."""
@@ -117,7 +132,12 @@ def send_waiting(tensor: torch.Tensor, source: WaitingSource, *, keep: bool) -> 
 
 
 def bring_home(waiting: WaitingTensor) -> torch.Tensor:
-    """Return the tensor that ``waiting`` stands for, with its data where it was: one for all modules it is tied in."""
+    """Return the tensor that ``waiting`` stands for, with its data where it was: one for all modules it is tied in.
+
+    One that was never in memory goes on waiting: read at each use, it is slow and right.
+    """
+    if waiting.kept is None and waiting.home.type == "meta":
+        return waiting
     found = waiting.restored() if waiting.restored is not None else waiting.kept
     if found is None:
         found = rebuild(waiting, waiting.now(waiting.home))
