@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from stages.empty_init.init import init_empty_weights
-from tests.stages.machine.test_aligned_memory import anonymous_bytes
 from tests.stages.shard_load.checkpoints import load, make_context
 from tests.stages.shard_load.test_load_memory import anonymous_bytes
 
