@@ -20,6 +20,9 @@ _NO_LEAVE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _IN_THE_WAY = frozenset({errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
+TEMPORARY = ".tmp-"
+"""How the name begins of what isn't whole yet: what was left by a process that was killed is found by it."""
+
 
 def storage_error(folder: Path, error: OSError) -> StorageError:
     """Return ``error`` as one that names ``folder`` and the next step."""
@@ -59,7 +62,13 @@ def sync_folder(folder: Path) -> None:
 
 def replace_file(path: Path, text: str) -> None:
     """Write ``text`` to ``path``, over what was there: a reader sees the old file or the new one, whole."""
-    _write_beside(path, text, lambda written: os.replace(written, path))  # noqa: PTH105
+    write_whole(path, text.encode())
+    sync_folder(path.parent)
+
+
+def write_whole(path: Path, data: bytes | memoryview) -> None:
+    """Write ``data`` to ``path`` as ``replace_file`` does; its name survives a power cut after ``sync_folder``."""
+    _write_beside(path, data, lambda written: os.replace(written, path))  # noqa: PTH105
 
 
 def create_file(path: Path, text: str) -> None:
@@ -68,20 +77,20 @@ def create_file(path: Path, text: str) -> None:
     Raises:
         FileExistsError: something of that name is there already; it is left as it is.
     """
-    _write_beside(path, text, lambda written: _link(written, path))
+    _write_beside(path, text.encode(), lambda written: _link(written, path))
+    sync_folder(path.parent)
 
 
-def _write_beside(path: Path, text: str, publish: Callable[[Path], None]) -> None:
-    written = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+def _write_beside(path: Path, data: bytes | memoryview, publish: Callable[[Path], None]) -> None:
+    written = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
     try:
-        with written.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with written.open("xb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         publish(written)
     finally:
         written.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def _link(written: Path, path: Path) -> None:

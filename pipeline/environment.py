@@ -23,7 +23,7 @@ _DISTRIBUTIONS = {
     "numpy": "numpy",
     "safetensors": "safetensors",
 }
-_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+_DRIVERS = ("dev/nvidiactl", "dev/kfd")
 _SOURCE = Path(__file__).parents[1]
 
 
@@ -36,9 +36,14 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu(Path("/proc/cpuinfo")),
         "memory_bytes": psutil.virtual_memory().total,
-        "accelerators": _accelerators() if any(driver.exists() for driver in _DRIVERS) else [],
+        "accelerators": _accelerators() if has_accelerator_driver() else [],
         "git_commit": git_commit(_SOURCE),
     }
+
+
+def has_accelerator_driver(root: Path = Path("/")) -> bool:
+    """Return whether a driver's device file is there: without one there is no need to import torch to ask it."""
+    return any(root.joinpath(driver).exists() for driver in _DRIVERS)
 
 
 def git_commit(source: Path) -> str | None:

@@ -1,6 +1,5 @@
 """Memory caps: a group of processes that the kernel ends when it holds more than the plan allows.
 
-Linux has two interfaces for such groups (kernel documentation, ``cgroup-v1/memory`` and ``admin-guide/cgroup-v2``).
 A job's process is started inside its group, so that all it ever holds counts; the limit is set when its plan is known.
 Page cache counts too, but the kernel takes it back before it ends anything. Swap is not allowed to help.
 """
@@ -13,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+
+from pipeline.cgroup_files import INTERFACES, Version, memory_groups, read_lines
 
 KERNEL_BYTES = 32 * 2**20
 """What the kernel charges to a group beside its processes' own pages: page tables, stacks, file handles."""
@@ -30,26 +30,23 @@ class MemoryGroup:
     """One group, by its folder in the interface of ``version``."""
 
     folder: Path
-    version: Literal[1, 2]
+    version: Version
 
     def limit(self, count: int) -> None:
         """Allow ``count`` bytes from now on; a ``CapError`` where the group holds more already or it isn't granted."""
-        limits = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-        name, swap = limits if self.version == 1 else ("memory.max", "memory.swap.max")
+        interface = INTERFACES[self.version]
+        path = self.folder / interface.limit
         try:
-            self.folder.joinpath(name).write_text(str(count))
+            path.write_text(str(count))
         except OSError as error:
-            raise CapError(f"{self.folder / name}: {error.strerror}") from error
+            raise CapError(f"{path}: {error.strerror}") from error
         with suppress(OSError):  # a kernel without swap accounting has no such file
-            self.folder.joinpath(swap).write_text(str(count if self.version == 1 else 0))
+            swap = count if self.version == 1 else 0  # version 1 counts memory and swap together
+            self.folder.joinpath(interface.swap).write_text(str(swap))
 
     def kills(self) -> int:
         """Return how many processes the kernel has ended because the group was full."""
-        name = "memory.oom_control" if self.version == 1 else "memory.events"
-        try:
-            words = [line.split() for line in self.folder.joinpath(name).read_text().splitlines()]
-        except OSError:
-            return 0
+        words = [line.split() for line in read_lines(self.folder / INTERFACES[self.version].events)]
         return next((int(count) for word, count in words if word == "oom_kill"), 0)
 
     def remove(self) -> None:
@@ -77,7 +74,7 @@ def make_group(root: Path = Path("/")) -> MemoryGroup:
     raise CapError(f"no memory group can be made ({why})")
 
 
-def _make(parent: Path, version: Literal[1, 2]) -> MemoryGroup:
+def _make(parent: Path, version: Version) -> MemoryGroup:
     if version == 2 and "memory" not in parent.joinpath("cgroup.subtree_control").read_text().split():
         parent.joinpath("cgroup.subtree_control").write_text("+memory")
     folder = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -85,34 +82,16 @@ def _make(parent: Path, version: Literal[1, 2]) -> MemoryGroup:
     return MemoryGroup(folder, version)
 
 
-def _parents(root: Path) -> Iterator[tuple[Literal[1, 2], Path]]:
+def _parents(root: Path) -> Iterator[tuple[Version, Path]]:
     """Yield where a group may be made: below this process's group; in version 2 beside it too.
 
     There a group that holds processes passes no controller on to groups below it, unless it is the root.
     """
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            yield from ((1, folder) for folder in _folders(root, path, "cgroup", "memory"))
-        elif not controllers:
-            inside = list(_folders(root, path, "cgroup2", ""))
-            yield from ((2, folder) for each in inside for folder in (each, each.parent))
-
-
-def _folders(root: Path, path: str, system: str, option: str) -> Iterator[Path]:
-    """Yield the folder of the group ``path`` in each hierarchy of that kind that is mounted."""
-    for line in root.joinpath("proc/self/mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        group, mount = before.split()[3:5]
-        kind, _, options = after.split(maxsplit=2)
-        if kind != system or (option and option not in options.split(",")):
+    for group in memory_groups(root):
+        folder = group.folder
+        if folder is None or not folder.is_dir():
             continue
-        base = root / mount.lstrip("/")
-        inside = base / os.path.relpath(path, group)
-        offers_memory = option or "memory" in _read(inside / "cgroup.controllers").split()
-        if Path(path).is_relative_to(group) and inside.is_dir() and offers_memory:
-            yield inside
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+        if group.interface.version == 1:
+            yield 1, folder
+        elif any("memory" in line.split() for line in read_lines(folder / "cgroup.controllers")):
+            yield from ((2, folder), (2, folder.parent))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
-BUILDING = ".tmp-"
+from pipeline.atomic_files import TEMPORARY
+
+BUILDING = TEMPORARY
 """An artifact that is being built or removed, or was when its process was killed."""
 DAMAGED = ".damaged-"
 """An artifact that was set aside."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.environment import has_accelerator_driver
 from stages.machine.host_memory import Host, host_memory
 from stages.units import DeviceId, parse_size
 
-_DRIVERS = ("dev/nvidiactl", "dev/kfd")
 _STEPS_AN_OCTAVE = 16
 
 
@@ -67,25 +67,25 @@ def _simulated(device: Mapping[str, Any]) -> Accelerator:
 
 def ledgers(machine: Hardware, budgets: Mapping[DeviceId, int | None]) -> dict[DeviceId, int]:
     """Return the bytes of weights that each simulated accelerator takes: its budget, as far as it has the memory."""
-    found: dict[DeviceId, int] = {}
+    capacities: dict[DeviceId, int] = {}
     for index, device in enumerate(machine.accelerators):
         room = min(budgets.get(index, 0) or 0, device.total_bytes)
         if device.simulated:
-            found[index] = room if device.ledger_bytes is None else device.ledger_bytes
-    return found
+            capacities[index] = room if device.ledger_bytes is None else device.ledger_bytes
+    return capacities
 
 
 def local_accelerators(root: Path = Path("/")) -> tuple[Accelerator, ...]:
     """Return this machine's accelerators. Torch is asked, and imported, only where a driver's device file is there."""
-    if not any(root.joinpath(driver).exists() for driver in _DRIVERS):
+    if not has_accelerator_driver(root):
         return ()
     import torch
 
-    found = []
+    accelerators = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        found.append(Accelerator(torch.cuda.get_device_name(index), total, free))
-    return tuple(found)
+        accelerators.append(Accelerator(torch.cuda.get_device_name(index), total, free))
+    return tuple(accelerators)
 
 
 def coarse(count: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from pipeline.atomic_files import replace_file
 from stages.machine import probes
 from stages.units import parse_size
 
@@ -70,7 +70,7 @@ def _measured(path: Path, wanted: Mapping[str, Callable[[], int | None]]) -> dic
         fresh = {key: _measure(probe) for key, probe in wanted.items() if key not in kept}
         found = kept | {key: speed for key, speed in fresh.items() if speed}
         if found != kept:
-            _keep(path, found)
+            replace_file(path, json.dumps(found) + "\n")
     return found
 
 
@@ -93,10 +93,3 @@ def _measure(probe: Callable[[], int | None]) -> int | None:
 def coarse_rate(speed: int) -> int:
     """Return the nearest of 8 steps an octave: what is measured twice is nearly the same, and a plan's key exactly."""
     return round(2 ** (round(math.log2(speed) * _STEPS_AN_OCTAVE) / _STEPS_AN_OCTAVE))
-
-
-def _keep(path: Path, measured: Mapping[str, int]) -> None:
-    """Write ``measured`` to ``path`` at once, whole."""
-    draft = path.with_name(f".{path.name}-{os.getpid()}")
-    draft.write_text(json.dumps(measured) + "\n")
-    draft.replace(path)

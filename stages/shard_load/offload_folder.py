@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pipeline.atomic_files import replace_file
+from pipeline.atomic_files import replace_file, write_whole
 from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent, byte_view, read_extent
@@ -37,17 +35,12 @@ def offload_weight(
     Returns ``index``. A folder that can't be written is a ``StorageError`` that names it and the bytes needed.
     """
     folder, data = Path(offload_folder), weight.detach().cpu().contiguous()
-    temporary = folder / f".tmp-{os.getpid()}-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(byte_view(data) if data.numel() else b"")
-        temporary.replace(folder / f"{weight_name}.dat")
+        write_whole(folder / f"{weight_name}.dat", byte_view(data))
     except OSError as error:
         needed = f"{weight_name!r} ({format_bytes(data.nbytes)})"
         raise StorageError(f"{folder}: writing {needed} failed: {error.strerror}; set another folder") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
     if index is not None:
         index[weight_name] = {"dtype": dtype_name(data.dtype), "shape": list(data.shape)}
     return index

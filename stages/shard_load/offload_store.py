@@ -17,7 +17,6 @@ import math
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any
 
 import filelock
 
-from pipeline.atomic_files import create_file, replace_file, sync_folder
+from pipeline.atomic_files import TEMPORARY, create_file, replace_file, sync_folder, write_whole
 from pipeline.errors import StorageError
 from stages.checkpoints.shard_files import ShardFile
 from stages.units import DTYPE_BYTES, format_bytes
@@ -36,7 +35,6 @@ INDEX_NAME = "index.json"
 FORMAT_VERSION = 1
 _PUBLISH_BYTES = 256 * 2**20
 _STALE_SECONDS = 24 * 3600
-_TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +75,10 @@ class OffloadStore:
 
     def put(self, name: str, tensor: StoredTensor, data: memoryview) -> None:
         """Write the bytes of one tensor to its file, on disk before it takes its name."""
-        file = self._file(name)
-        temporary = self.folder / f"{_TEMPORARY}{os.getpid()}-{uuid.uuid4().hex}"
         try:
-            _write(temporary, data)
-            temporary.replace(file.path)
+            write_whole(self._file(name).path, data)
         except OSError as error:
             raise self._error(f"writing {name!r} ({format_bytes(len(data))})", error) from error
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
         self._pending[name] = _as_json(tensor)
         self._pending_bytes += len(data)
         if self._pending_bytes >= _PUBLISH_BYTES:
@@ -137,7 +129,7 @@ class OffloadStore:
 
     def _sweep(self) -> None:
         """Remove the temporary files of runs that were killed long ago."""
-        for leftover in self.folder.glob(f"{_TEMPORARY}*"):
+        for leftover in self.folder.glob(f"{TEMPORARY}*"):
             with suppress(OSError):
                 if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
                     leftover.unlink()
@@ -216,14 +208,3 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return -1
-
-
-def _write(path: Path, data: memoryview) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        done = 0
-        while done < len(data):
-            done += os.write(descriptor, data[done:])
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

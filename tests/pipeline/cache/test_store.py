@@ -54,21 +54,27 @@ def test_every_file_reaches_the_disk_before_the_manifest_and_the_manifest_before
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync, replace, rename = os.fsync, os.replace, Path.rename
 
     def seen_fsync(descriptor: int) -> None:
         steps.append(Path(f"/proc/self/fd/{descriptor}").readlink().name.partition(".json")[0])
         fsync(descriptor)
+
+    def seen_replace(path: Path, target: Path) -> None:
+        assert steps.pop() == path.name
+        steps.append(target.name)
+        replace(path, target)
 
     def seen_rename(path: Path, target: Path) -> Path:
         steps.append("rename")
         return rename(path, target)
 
     monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "replace", seen_replace)
     monkeypatch.setattr(Path, "rename", seen_rename)
     Store(root).obtain("plan", KEY, write)
     folder = next(step for step in steps if step.startswith(".tmp-"))
-    assert steps == ["answer", "shards", "0.bin", ".manifest", folder, "rename", "plan"]
+    assert steps == ["answer", "shards", "0.bin", "manifest.json", folder, "rename", "plan"]
 
 
 @pytest.mark.parametrize("part", ["", "../x", "a/b", ".hidden"])

@@ -1,0 +1,38 @@
+"""Files that are whole or not there."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.atomic_files import create_file, replace_file, write_whole
+
+
+def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    replace_file(tmp_path / "a.json", "old")
+    write_whole(tmp_path / "a.json", memoryview(b"new, in bytes"))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a.json": b"new, in bytes"}
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_file(tmp_path / "a.json", "old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        write_whole(tmp_path / "a.json", b"new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.json": "old"}
+
+
+def test_a_file_is_created_once(tmp_path: Path) -> None:
+    create_file(tmp_path / "a.json", "first")
+    with pytest.raises(FileExistsError):
+        create_file(tmp_path / "a.json", "second")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.json": "first"}
+
+
+def test_a_name_as_long_as_the_file_system_takes_can_be_written(tmp_path: Path) -> None:
+    write_whole(tmp_path / ("a" * 255), b"data")
