@@ -16,22 +16,28 @@ from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves
 from stages.plan.plan import Plan
 from stages.plan.predict import staging_bytes
-from stages.units import CPU, DISK, DeviceId, parse_device
+from stages.plan.serving import Serving, is_streamed
+from stages.units import DeviceId, parse_device
 
 FILE_NAME = "dispatch.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ModulePlan:
-    """One module that holds tensors directly: where it computes and what is streamed for it.
+    """One module that holds tensors directly: where it computes and how its tensors get there.
 
-    ``streamed`` maps the names of the tensors that are brought in for each use to where they wait; ``callers`` are
-    the modules whose calls bring them in: the module itself, and those that read its tensors without calling it.
+    ``serving`` is the plan's, by tensor; what isn't in it is resident. ``callers`` are the modules whose calls bring in
+    what is streamed: the module itself, and those that read its tensors without calling it.
     """
 
     execution: DeviceId
-    streamed: Mapping[str, DeviceId]
+    serving: Mapping[str, Serving]
     callers: tuple[str, ...]
+
+    @property
+    def streamed(self) -> tuple[str, ...]:
+        """The tensors that are brought in for each use."""
+        return tuple(name for name, serving in self.serving.items() if is_streamed(serving))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +77,8 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         owned.setdefault(parent(tensor.name), []).append(tensor.name)
     parts = {}
     for module, names in owned.items():
-        execution = plan.execution[module]
-        streamed = {name: plan.homes[name] for name in names if _is_streamed(plan.homes[name], execution)}
-        parts[module] = ModulePlan(execution, streamed, (module, *skeleton.borrowers.get(module, ())))
+        serving = {name: plan.serving[name] for name in names if name in plan.serving}
+        parts[module] = ModulePlan(plan.execution[module], serving, (module, *skeleton.borrowers.get(module, ())))
     return DispatchPlan(
         main_device=plan.main_device,
         parts=parts,
@@ -87,11 +92,7 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
 
 def _reserves(skeleton: Skeleton, plan: Plan) -> dict[DeviceId, int]:
     leaders = {skeleton.leader(name): home for name, home in plan.homes.items()}
-    return reserves(Outline(skeleton, gathers=True), Placement(leaders, plan.main_device))
-
-
-def _is_streamed(home: DeviceId, execution: DeviceId) -> bool:
-    return home in (CPU, DISK) and home != execution
+    return reserves(Outline(skeleton), Placement(leaders, plan.main_device))
 
 
 def _entries(skeleton: Skeleton, plan: Plan) -> dict[str, DeviceId]:

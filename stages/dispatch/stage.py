@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from pipeline.errors import Fault, closest
+from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report
-from stages.dispatch.dispatch_plan import FILE_NAME, DispatchPlan, from_json, make_dispatch_plan
+from stages.dispatch.dispatch_plan import FILE_NAME, from_json, make_dispatch_plan
 from stages.empty_init import skeleton as skeletons
-from stages.machine.host_memory import host_memory
 from stages.plan import plan as plans
-from stages.plan.stage import SHARE_OF_FREE_MEMORY
 from stages.units import format_bytes
 
 if TYPE_CHECKING:
@@ -24,27 +20,6 @@ if TYPE_CHECKING:
 
     from stages.dispatch.streaming.streamer import Streamer
     from stages.machine.devices import Devices
-
-
-IO_CHOICES = ("auto", "direct", "mmap")
-
-
-def choose_io(asked: str, plan: DispatchPlan) -> Literal["direct", "mmap"]:
-    """Return how streamed weights are read: as asked, or for ``auto`` mapped where their pages can stay in memory.
-
-    Page cache isn't the process's own memory, so it stands beside the budget; but pages that don't fit would be read
-    again for every token, and through the cache that is slower than directly.
-    """
-    if asked != "auto":
-        return "mmap" if asked == "mmap" else "direct"
-    free = free_host_bytes() - plan.staging_bytes
-    return "mmap" if plan.streamed_bytes <= SHARE_OF_FREE_MEMORY * free else "direct"
-
-
-def free_host_bytes() -> int:
-    """Return the host memory that is free for anything now, in bytes."""
-    own = psutil.Process().memory_info()
-    return host_memory().available_bytes - (own.rss - getattr(own, "shared", 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +40,13 @@ class DispatchStage:
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
     name = "dispatch"
-    version = 2
+    version = 3
     needs: tuple[str, ...] = ("shard_load",)
 
     def check(self, config: Config) -> Iterable[Fault]:
-        """Yield a fault if ``storage.io`` or ``trace`` is not what it may be."""
-        io, trace = config["storage"].get("io"), config["trace"]
-        if io not in IO_CHOICES:
-            yield Fault(
-                "storage.io", f"{io!r} is no way to read{closest(str(io), IO_CHOICES)}; give auto, direct or mmap"
-            )
-        if not isinstance(trace, bool):
-            yield Fault("trace", f"{trace!r} is neither true nor false")
+        """Yield a fault if ``trace`` is not what it may be."""
+        if not isinstance(config["trace"], bool):
+            yield Fault("trace", f"{config['trace']!r} is neither true nor false")
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield nothing: no model code is needed to check the stage's keys."""
@@ -109,7 +79,6 @@ class DispatchStage:
             extents={name: placed.offloaded.extent(name) for name in placed.offloaded},
             devices=placed.devices,
             host=placed.host,
-            io=choose_io(context.config["storage"]["io"], plan),
             trace=Trace() if context.config["trace"] else None,
         )
         main = placed.devices.torch_device(plan.main_device)

@@ -33,7 +33,10 @@ def describe(
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     return Skeleton(
         tensors=tuple(_tensors(model)),
-        modules=tuple(ModuleSpec(n, type(m).__name__) for n, m in model.named_modules(remove_duplicate=False)),
+        modules=tuple(
+            ModuleSpec(name, type(module).__name__, isinstance(module, nn.Embedding))
+            for name, module in model.named_modules(remove_duplicate=False)
+        ),
         tied=tuple(tuple(group) for group in tied),
         no_split=tuple(sorted(declared or ())),
         order=tuple(seen.order) if seen else tuple(names),

@@ -37,10 +37,14 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """One module: its dotted ``name`` (``""`` is the model) and the name of its class."""
+    """One module: its dotted ``name`` (``""`` is the model) and the name of its class.
+
+    ``looks_up`` says that it is an embedding: a call reads a few rows of its weight.
+    """
 
     name: str
     class_name: str
+    looks_up: bool = False
 
 
 def monomials(sequences: int, length: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ class EmptyInitStage:
     """Builds the model on the meta device and leaves ``skeleton.json``; its live half is that model."""
 
     name = "empty_init"
-    version = 2
+    version = 3
     needs: tuple[str, ...] = ()
 
     def check(self, config: Config) -> Iterable[Fault]:

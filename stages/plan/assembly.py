@@ -9,26 +9,28 @@ from stages.plan.checks import require_fit
 from stages.plan.outline import Layer, Outline
 from stages.plan.placement import Placement, execution_devices, fold, reserves, resident_bytes
 from stages.plan.plan import Plan
+from stages.plan.serving import Io, serve
 from stages.units import DISK, DeviceId, format_bytes, in_tier_order
 
 
-def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, policy: str) -> Plan:
+def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, policy: str, io: Io) -> Plan:
     """Return the plan of ``placement``. Raises ``BudgetError`` where it is more than the budgets can hold."""
     require_fit(outline, placement, allowance.budgets)
     skeleton = outline.skeleton
     computing = execution_devices(outline, placement)
     held = resident_bytes(outline, placement.homes)
     devices = in_tier_order([*allowance.budgets, *held])
+    homes = {name: placement.homes[skeleton.leader(name)] for name in outline.sizes}
+    execution = {
+        module: computing[outline.layer_of[tensors[0]].name] for module, tensors in outline.direct.items() if tensors
+    }
     return Plan(
         policy=policy,
         main_device=placement.main,
         device_map=fold(outline, placement.homes),
-        homes={name: placement.homes[skeleton.leader(name)] for name in outline.sizes},
-        execution={
-            module: computing[outline.layer_of[tensors[0]].name]
-            for module, tensors in outline.direct.items()
-            if tensors
-        },
+        homes=homes,
+        execution=execution,
+        serving=serve(outline, homes, execution, io=io),
         budgets={device: allowance.budgets.get(device) for device in devices},
         resident_bytes={device: held.get(device, 0) for device in devices},
         reserve_bytes=reserves(outline, placement).get(placement.main, 0),

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.errors import Fault, closest
 from stages.machine.rates import Rates
 from stages.plan.policies import POLICIES
+from stages.plan.serving import IO_CHOICES
 from stages.units import DeviceId, parse_device, parse_size
 
 OFFLOAD = "cpu_offload_gb"
@@ -43,6 +44,9 @@ def faults(config: Mapping[str, Any]) -> Iterator[Fault]:
         yield from _fault(f"device_map_overrides.{name}", lambda device=device: parse_device(device))
 
     yield from _hardware_faults(config.get("hardware") or {})
+    io = (config.get("storage") or {}).get("io", "auto")
+    if io not in IO_CHOICES:
+        yield Fault("storage.io", f"{io!r} is no way to read{closest(str(io), IO_CHOICES)}; give auto, direct or mmap")
 
 
 def _hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:

@@ -35,11 +35,11 @@ class Outline:
     """The tree of a skeleton's modules and its layers; everything is worked out once, on first use.
 
     ``gathers`` says that an embedding on disk is served row by row where the host computes: it is a lookup, and neither
-    streamed nor given room for.
+    streamed nor given room for. Without it the layers are those that the field's own functions see.
     """
 
     skeleton: Skeleton
-    gathers: bool = False
+    gathers: bool = True
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -113,8 +113,13 @@ class Outline:
     @cached_property
     def lookups(self) -> frozenset[str]:
         """The tensors that are only ever looked up row by row."""
-        tables = {m.name for m in self.skeleton.modules if m.class_name == "Embedding"} if self.gathers else set()
+        tables = {module.name for module in self.skeleton.modules if module.looks_up} if self.gathers else set()
         return frozenset(name for name in self.sizes if parent(name) in tables - self.skeleton.borrowers.keys())
+
+    @cached_property
+    def computed(self) -> frozenset[str]:
+        """The buffers that no checkpoint has: the constructor computes them."""
+        return frozenset(tensor.name for tensor in self.skeleton.tensors if not tensor.persistent)
 
     def _module(self, name: str) -> str:
         return parent(name) if name in self.sizes else name

@@ -1,7 +1,7 @@
 """Where every tensor lies, and what follows from it: where modules compute, what is streamed, and the reserve.
 
-A streamed tensor is one whose home is not the device that computes it. Each device that computes streamed tensors needs
-room for the largest layer of them: the reserve. Whole layers are the measure and not single tensors, because a no-split
+What is streamed, ``serving`` says. Each device that computes streamed tensors needs room for the largest layer of them:
+the reserve. Whole layers are the measure and not single tensors, because a no-split
 module's tensors may all be wanted at once.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stages.plan.outline import Layer, Outline
-from stages.units import CPU, DISK, DeviceId, in_tier_order
+from stages.plan.serving import Serving, is_streamed, serving_of, waits_on
+from stages.units import CPU, DeviceId, in_tier_order
 
 Budgets = Mapping[DeviceId, int | None]
 """Bytes of weights that each device may hold; None is unlimited, a device that isn't listed holds nothing."""
@@ -58,18 +59,17 @@ def reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
     found: dict[DeviceId, int] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
-        leaders = {
-            outline.skeleton.leader(name) for name in layer.tensors if is_streamed(outline, name, placement, device)
-        }
+        leaders = {outline.skeleton.leader(name) for name in _streamed(outline, layer, placement, device)}
         if streamed := sum(outline.sizes[leader] for leader in leaders):
             found[device] = max(found.get(device, 0), streamed)
     return found
 
 
-def is_streamed(outline: Outline, name: str, placement: Placement, device: DeviceId) -> bool:
-    """Return whether the tensor ``name`` is brought to ``device`` for each use, and not there or looked up on disk."""
-    home = placement.homes[outline.skeleton.leader(name)]
-    return home != device and not (name in outline.lookups and home == DISK and device == CPU)
+def _streamed(outline: Outline, layer: Layer, placement: Placement, device: DeviceId) -> dict[str, Serving]:
+    """Return how each tensor of ``layer`` is served that is streamed to ``device``."""
+    homes, leader = placement.homes, outline.skeleton.leader
+    served = {name: serving_of(outline, name, home=homes[leader(name)], computes=device) for name in layer.tensors}
+    return {name: serving for name, serving in served.items() if serving is not None and is_streamed(serving)}
 
 
 def streamed_bytes(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
@@ -77,10 +77,8 @@ def streamed_bytes(outline: Outline, placement: Placement) -> dict[DeviceId, int
     found: dict[DeviceId, int] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
-        for name in layer.tensors:
-            if is_streamed(outline, name, placement, device):
-                home = placement.homes[outline.skeleton.leader(name)]
-                found[home] = found.get(home, 0) + outline.sizes[name]
+        for name, serving in _streamed(outline, layer, placement, device).items():
+            found[waits_on(serving)] = found.get(waits_on(serving), 0) + outline.sizes[name]
     return found
 
 

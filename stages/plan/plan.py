@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stages.plan.serving import Serving
 from stages.units import DeviceId, in_tier_order, parse_device
 
 FILE_NAME = "plan.json"
@@ -20,10 +21,11 @@ class Plan:
     """Where every tensor lies and where every module computes.
 
     ``device_map`` is the folded map (module or tensor name → device id); ``homes`` has an entry for every tensor,
-    tied names included; ``execution`` one for every module that holds tensors directly. ``budgets`` are bytes of
-    weights (null: unlimited). ``resident_bytes`` counts tied tensors once; on disk it is what lies there.
-    ``reserve_bytes`` is kept free on ``main_device`` for streamed weights. ``reasons`` says why each layer lies
-    where it does. ``notes`` are remarks in words; ``budget_terms`` lists what automatic budgets are the sum of.
+    tied names included; ``execution`` one for every module that holds tensors directly; ``serving`` one for every
+    tensor that isn't resident where it computes: how it gets there. ``budgets`` are bytes of weights (null: unlimited).
+    ``resident_bytes`` counts tied tensors once; on disk it is what lies there. ``reserve_bytes`` is kept free on
+    ``main_device`` for streamed weights. ``reasons`` says why each layer lies where it does. ``notes`` are remarks in
+    words; ``budget_terms`` lists what automatic budgets are the sum of.
     ``ledgers`` has, for each simulated accelerator, the bytes of weights that it takes before it is full.
     ``predicted`` are the bytes of each device at its peak, by what they are for; ``forecast`` the bytes streamed and
     the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
@@ -34,6 +36,7 @@ class Plan:
     device_map: Mapping[str, DeviceId]
     homes: Mapping[str, DeviceId]
     execution: Mapping[str, DeviceId]
+    serving: Mapping[str, Serving]
     budgets: Mapping[DeviceId, int | None]
     resident_bytes: Mapping[DeviceId, int]
     reserve_bytes: int

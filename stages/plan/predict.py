@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from stages.machine.rates import Rates
 from stages.plan.geometry import Geometry, Request
 from stages.plan.outline import Outline
-from stages.plan.placement import Placement, streamed_bytes
 from stages.plan.plan import Plan
+from stages.plan.serving import is_streamed, waits_on
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
 PINNED_BYTES = 16 * 2**20
@@ -81,22 +81,19 @@ def compute_dtype(outline: Outline) -> str:
     return max(count, key=lambda dtype: count[dtype], default="float32")
 
 
-def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, mapped: bool = False) -> Plan:
-    """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token.
-
-    ``mapped`` says that weights which the host computes are used where a map of their file has them.
-    """
-    placement = Placement(
-        {tensor.name: plan.homes[tensor.name] for tensor in outline.skeleton.unique}, plan.main_device
-    )
-    streamed = streamed_bytes(outline, placement)
+def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates) -> Plan:
+    """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token."""
+    streamed: Counter[DeviceId] = Counter()
+    for name, serving in plan.serving.items():
+        if is_streamed(serving):
+            streamed[waits_on(serving)] += outline.sizes[name]
     seconds = token_seconds(streamed, plan.resident_bytes, main=plan.main_device, rates=rates)
     bound = max(seconds, key=lambda name: seconds[name])
     forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": sum(streamed.values())}
     forecast |= {"seconds_per_token": seconds[bound], "bound": bound}
     if streamed.get(DISK):
         forecast["storage_bandwidth_bytes_per_second"] = rates.storage
-    through = 0 if mapped and plan.main_device == CPU else streamed.get(DISK, 0)
+    through = sum(outline.sizes[name] for name, serving in plan.serving.items() if serving == "direct")
     peaks = _peaks(outline, plan, needs, through=through)
     return replace(plan, predicted=peaks, forecast=forecast, rates=asdict(rates))
 

@@ -25,18 +25,17 @@ from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
 from stages.plan.policies.optimal import optimal
 from stages.plan.predict import PROCESS_BYTES, Work, predict, work
+from stages.plan.serving import Io, choose_io
 from stages.units import CPU, format_bytes
 
 SIZES_NAME = "sizes.json"
-SHARE_OF_FREE_MEMORY = 0.8
-"""The most of the free memory that mapped weights may fill with their pages, before direct reads are the better way."""
 
 
 class PlanStage:
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 3
+    version = 4
     needs: tuple[str, ...] = ()
 
     def check(self, config: Config) -> Iterable[Fault]:
@@ -70,7 +69,7 @@ class PlanStage:
             "notes": list(allowance.notes),
             "accelerators": [accelerator.simulated for accelerator in machine.accelerators],
             "ledgers": [accelerator.ledger_bytes for accelerator in machine.accelerators],
-            "mapped": _maps(config, machine, outline, allowance),
+            "io": _io(config, machine, outline, allowance, needs),
             "tight": _tight(machine, outline, allowance, needs),
             "work": asdict(needs),
             "rates": asdict(_rates(context, machine)),
@@ -110,9 +109,10 @@ def make_plan(outline: Outline, config: Config, *, rates: Rates | None = None) -
     placement = _place(outline, choice, allowance, rates)
     placement = override(outline, placement, options.read_overrides(config))
     allowance = budgets.with_idle_noted(allowance, placement.homes)
-    plan = assemble(outline, placement, allowance, policy=choice.policy)
+    io = _io(config, machine, outline, allowance, needs)
+    plan = assemble(outline, placement, allowance, policy=choice.policy, io=io)
     plan = replace(plan, ledgers=ledgers(machine, plan.budgets))
-    plan = predict(outline, plan, needs, rates, mapped=_maps(config, machine, outline, allowance))
+    plan = predict(outline, plan, needs, rates)
     require_room(plan, machine)
     return plan
 
@@ -123,12 +123,18 @@ def _needed(machine: Hardware, needs: Work) -> int:
     return needs.cache_bytes + needs.activation_bytes + scratch
 
 
-def _maps(config: Config, machine: Hardware, outline: Outline, allowance: budgets.Allowance) -> bool:
-    """Return whether streamed weights will be mapped: as asked, or where their pages fit beside all that is held."""
-    io = (config.get("storage") or {}).get("io")
-    held = min(allowance.budgets.get(CPU) or 0, outline.skeleton.bytes)
-    free = coarse(machine.host.available_bytes) - held - PROCESS_BYTES
-    return io == "mmap" or (io == "auto" and outline.skeleton.bytes - held <= SHARE_OF_FREE_MEMORY * free)
+def _io(config: Config, machine: Hardware, outline: Outline, allowance: budgets.Allowance, needs: Work) -> Io:
+    """Return how the host reads what it streams, by the most that it may hold and the least that is then streamed.
+
+    It is decided before the placement is known, so that a key can hold it: a plan that was made when memory was free
+    isn't found again where it isn't.
+    """
+    asked = (config.get("storage") or {}).get("io", "direct")
+    whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
+    held = whole if most is None else min(most, whole)
+    beside = needs.cache_bytes + needs.activation_bytes + needs.scratch_bytes + PROCESS_BYTES
+    free = coarse(machine.host.available_bytes) - held - beside
+    return choose_io(asked, streamed_bytes=whole - held, free_bytes=free)
 
 
 def _tight(machine: Hardware, outline: Outline, allowance: budgets.Allowance, needs: Work) -> int | None:
@@ -152,7 +158,7 @@ def _place(outline: Outline, choice: options.Choice, allowance: budgets.Allowanc
 
 
 def _outline(context: Context) -> Outline:
-    return Outline(skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME)), gathers=True)
+    return Outline(skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME)))
 
 
 def _work(outline: Outline, config: Config) -> Work:

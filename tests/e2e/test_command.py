@@ -24,6 +24,9 @@ def test_the_main_job_runs_and_a_second_run_is_served_from_the_cache(offstage: R
     assert first.cached == dict.fromkeys(STAGES, False)
     assert all(name in first.out for name in STAGES)
     assert re.search(r"cpu [\d.]+ MB.*disk [\d.]+ MB", first.out), "the summary says what lies where"
+    assert "22 of 76 modules streamed: 1.77 MB a pass" in first.out, "an embedding on disk is looked up by rows"
+    for name in ("predicted_streamed_bytes_per_token", "streamed_bytes_per_token"):
+        assert first.record["metrics"][name] == 9 * 196_608
     assert "The weights wait offstage" in first.out
     assert "outputs/runs/" in first.out
     assert "\x1b" not in first.out, "no colour codes where nobody looks"

@@ -30,11 +30,13 @@ class MappedWeights:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def bind(self, slots: Sequence[Slot], callers: Iterable[nn.Module], *, looked_up: bool, counted: bool) -> None:
+    def bind(self, slots: Sequence[Slot], callers: Iterable[nn.Module], *, looked_up: bool) -> None:
         """Bind ``slots`` to the maps of their shards, checked before each call of a module of ``callers``.
 
-        ``looked_up`` says that a call touches a few rows, anywhere; ``counted`` that a call streams all bytes.
+        ``looked_up`` says that a call touches a few rows, anywhere; without it, that it streams all bytes.
         """
+        if not slots:
+            return
         files = []
         for slot in slots:
             extent = self._extents[slot.name]
@@ -43,7 +45,8 @@ class MappedWeights:
             slot.bind(file.tensor(extent))
             self._stack.callback(slot.unbind)
             files.append(file)
-        self._watch(files, callers, streamed=sum(self._extents[slot.name].bytes for slot in slots) if counted else 0)
+        streamed = 0 if looked_up else sum(self._extents[slot.name].bytes for slot in slots)
+        self._watch(files, callers, streamed=streamed)
 
     def _open(self, file: ShardFile) -> MappedFile:
         if file not in self._files:

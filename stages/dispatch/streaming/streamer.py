@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +31,10 @@ from stages.dispatch.transfer.links import open_link
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
+from stages.plan.serving import Serving
 from stages.shard_load.disk_weights import Offloaded
 from stages.units import CPU, DeviceId
 
-Io = Literal["direct", "mmap"]
 OpenLink = Callable[[Devices, DeviceId], Link]
 
 
@@ -66,8 +66,7 @@ class Streamer:
     """The hooks of one dispatched model, and the lookaheads behind them: one for each device that computes.
 
     ``extents`` says where each tensor that waits on disk lies; what waits on the host is in the model, best in the
-    block ``host``. ``devices`` are those behind the device ids. With ``io`` "mmap" weights that compute on the cpu are
-    used where a map of their shard has them; embeddings always are.
+    block ``host``. ``devices`` are those behind the device ids. How each tensor is served, the plan says.
     """
 
     def __init__(
@@ -78,12 +77,11 @@ class Streamer:
         extents: Mapping[str, Extent],
         devices: Devices,
         host: HostBlock | None = None,
-        io: Io = "direct",
         trace: Trace | None = None,
         open_link: OpenLink = open_link,
     ) -> None:
         self.traffic, self.trace = Traffic(), trace
-        self._model, self._extents, self._io = model, extents, io
+        self._model, self._extents = model, extents
         self._devices, self._open_link = devices, open_link
         self._lookaheads: list[Lookahead[Any]] = []
         self._stack = ExitStack()
@@ -102,8 +100,8 @@ class Streamer:
 
     def _hook(self, plan: DispatchPlan, host: HostBlock | None) -> None:
         main = self._devices.torch_device(plan.main_device)
-        streamed = tuple(name for part in plan.parts.values() for name in part.streamed)
-        guard(self._model, main, streamed=streamed)
+        offloaded = tuple(name for part in plan.parts.values() for name in part.serving)
+        guard(self._model, main, streamed=offloaded)
         self._stack.callback(unguard, self._model)
         if main.type != "cpu":
             entries = {name: self._devices.torch_device(device) for name, device in plan.entries.items()}
@@ -121,23 +119,24 @@ class Streamer:
             self._stack.callback(unhook)
 
     def _bind_in_place(self, plan: DispatchPlan) -> list[_Streamed]:
-        """Bind the parts that are served from maps of their shards; return those that are streamed."""
+        """Bind what is served from maps of its shards; return the parts that are bound for each use."""
         in_place = self._stack.enter_context(MappedWeights(self._extents, self.traffic))
         left = []
         for name, part in plan.parts.items():
             apart = self._devices.is_apart(part.execution)
-            # A buffer that no checkpoint has is where the constructor computed it, whatever the plan says of disk.
-            names = [n for n, home in part.streamed.items() if apart or home == CPU or n in self._extents]
-            slots = [make_slot(self._model, tensor, on_disk=tensor in self._extents) for tensor in names]
-            if not apart and (kept := [slot for slot in slots if slot.host is not None]):
-                left.append(_Streamed(name, kept, CPU, resident=True))
-                slots = [slot for slot in slots if slot.host is None]
-            looked_up = isinstance(self._model.get_submodule(name), nn.Embedding)
-            if slots and not apart and (self._io == "mmap" or (looked_up and len(part.callers) == 1)):
-                callers = [self._model.get_submodule(caller) for caller in part.callers]
-                in_place.bind(slots, callers, looked_up=looked_up and self._io != "mmap", counted=not looked_up)
-            elif slots:
-                left.append(_Streamed(name, slots, part.execution if apart else CPU))
+            slots: dict[Serving, list[Slot]] = {"copy": [], "direct": [], "map": [], "rows": []}
+            for tensor, serving in part.serving.items():
+                # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
+                if apart or serving == "copy" or tensor in self._extents:
+                    slots[serving].append(make_slot(self._model, tensor, on_disk=tensor in self._extents))
+            callers = [self._model.get_submodule(caller) for caller in part.callers]
+            in_place.bind(slots["rows"], callers, looked_up=True)
+            in_place.bind(slots["map"], callers, looked_up=False)
+            if apart and (brought := slots["copy"] + slots["direct"]):
+                left.append(_Streamed(name, brought, part.execution))
+            elif not apart:
+                left += [_Streamed(name, slots["copy"], CPU, resident=True)] if slots["copy"] else []
+                left += [_Streamed(name, slots["direct"], CPU)] if slots["direct"] else []
         return left
 
     def _look_ahead(self, parts: Sequence[_Streamed], plan: DispatchPlan, host: HostBlock | None) -> None:

@@ -16,7 +16,9 @@ from stages.dispatch.streaming.streamer import Streamer
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import Skeleton, parent
 from stages.machine.devices import Devices, Ledger
+from stages.plan.outline import Outline
 from stages.plan.plan import Plan
+from stages.plan.serving import serve
 from stages.units import DeviceId
 
 X = torch.randn(3, 64)
@@ -62,7 +64,8 @@ def to_disk(model: nn.Module, on_disk: set[str], path: Path) -> dict[str, Extent
 
 
 def score_for(skeleton: Skeleton, homes: Mapping[str, DeviceId], execution: Mapping[str, DeviceId]) -> DispatchPlan:
-    return make_dispatch_plan(skeleton, Plan("explicit", 0, homes, homes, execution, {}, {}, 0, {}))
+    serving = serve(Outline(skeleton), homes, execution, io="direct")
+    return make_dispatch_plan(skeleton, Plan("explicit", 0, homes, homes, execution, serving, {}, {}, 0, {}))
 
 
 class Setup:

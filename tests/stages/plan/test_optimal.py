@@ -40,8 +40,8 @@ def test_less_is_streamed_than_with_whole_layers(host: int) -> None:
 def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:
     budgets: dict[DeviceId, int | None] = {CPU: 10**9, DISK: None}
     skeleton = llama().skeleton
-    table = replace(skeleton.modules[1], class_name="Embedding")
-    model = Outline(replace(skeleton, modules=(skeleton.modules[0], table, *skeleton.modules[2:])), gathers=True)
+    table = replace(skeleton.modules[1], looks_up=True)
+    model = Outline(replace(skeleton, modules=(skeleton.modules[0], table, *skeleton.modules[2:])))
     ours, theirs = optimal(model, budgets), sequential(model, budgets)
     assert fits(model, ours, budgets)
     assert ours.homes["embed.weight"] == DISK

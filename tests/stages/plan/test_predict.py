@@ -122,7 +122,8 @@ def test_what_is_staged_on_the_host_is_predicted_unless_it_is_mapped() -> None:
     plan = planned(model, cpu="35")
     assert plan.resident_bytes["cpu"] == 20
     assert predict(model, plan, Work(0, 0), Rates()).predicted["cpu"]["reserve"] == 15
-    assert predict(model, plan, Work(0, 0), Rates(), mapped=True).predicted["cpu"]["reserve"] == 0
+    mapped = replace(plan, serving=dict.fromkeys(plan.serving, "map"))
+    assert predict(model, mapped, Work(0, 0), Rates()).predicted["cpu"]["reserve"] == 0
     through = predict(model, planned(model, _0="30", cpu="5"), Work(0, 0), Rates()).predicted
     assert (through[0]["reserve"], through["cpu"]["staging"]) == (10, 10)
 

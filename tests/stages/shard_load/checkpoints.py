@@ -87,6 +87,7 @@ def make_plan(skeleton: Skeleton, where: Callable[[str], DeviceId]) -> Plan:
         device_map=homes,
         homes=homes,
         execution={},
+        serving={},
         budgets={"cpu": None, "disk": None},
         resident_bytes={},
         reserve_bytes=0,

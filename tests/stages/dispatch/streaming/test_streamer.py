@@ -9,17 +9,20 @@ from pipeline.errors import CheckpointError
 from stages.dispatch.dispatch_plan import DispatchPlan, from_json, make_dispatch_plan
 from stages.dispatch.streaming.streamer import Streamer
 from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import parent
+from stages.empty_init.skeleton import Skeleton, parent
 from stages.machine.devices import Devices
+from stages.plan.outline import Outline
 from stages.plan.plan import Plan
+from stages.plan.serving import Io, serve
+from stages.units import DeviceId
 from tests.stages.dispatch.placed_models import to_disk
 
 
-def plan_with(model: nn.Module, on_disk: set[str]) -> Plan:
-    names = [t.name for t in describe(model, rehearsed=False).tensors]
-    homes = {name: "disk" if name in on_disk else "cpu" for name in names}
-    execution = {parent(name): "cpu" for name in names}
-    return Plan("explicit", "cpu", homes, homes, execution, {}, {}, 0, {})
+def plan_with(skeleton: Skeleton, on_disk: set[str], io: Io) -> Plan:
+    homes: dict[str, DeviceId] = {t.name: "disk" if t.name in on_disk else "cpu" for t in skeleton.tensors}
+    execution: dict[str, DeviceId] = {parent(name): "cpu" for name in homes}
+    serving = serve(Outline(skeleton), homes, execution, io=io)
+    return Plan("explicit", "cpu", homes, homes, execution, serving, {}, {}, 0, {})
 
 
 Result = tuple[Streamer, DispatchPlan]
@@ -31,12 +34,11 @@ def dispatch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Dispatc
     """Return a function that puts tensors of a model on disk and hooks it; runs with direct and with mapped reads."""
     streamers = []
 
-    def run(model: nn.Module, on_disk: set[str], example: torch.Tensor, **options: object) -> Result:
+    def run(model: nn.Module, on_disk: set[str], example: torch.Tensor, *, io: Io = request.param) -> Result:
         skeleton = describe(model, call=lambda m: m(example.to("cpu")))
-        plan = make_dispatch_plan(skeleton, plan_with(model, on_disk))
+        plan = make_dispatch_plan(skeleton, plan_with(skeleton, on_disk, io))
         extents = to_disk(model, on_disk, tmp_path / f"weights{len(streamers)}")
-        options = {"io": request.param, **options}
-        streamer = Streamer(model, plan, extents=extents, devices=Devices(), **options)
+        streamer = Streamer(model, plan, extents=extents, devices=Devices())
         streamers.append(streamer)
         return streamer, plan
 

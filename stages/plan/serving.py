@@ -1,0 +1,81 @@
+"""How each tensor that doesn't lie where it computes is served there: decided here, once, for all that comes later.
+
+A tensor is **resident** where it computes, and not served at all; **streamed**, brought in for each use; or **looked
+up**, which brings a few of its rows. Which it is follows from where it lies, where its module computes, and what kind
+of module that is. Nothing but ``storage.io`` is left to choose: whether the host reads what lies on disk into staging
+memory, or uses it where a map of its file has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from stages.plan.outline import Outline
+from stages.units import CPU, DISK, DeviceId
+
+Serving = Literal["direct", "map", "rows", "copy"]
+"""``direct``: read from disk past the page cache, for each use. ``map``: used where a map of its file has it. ``rows``:
+looked up in such a map. ``copy``: it waits in memory, and is copied over a link for each use."""
+
+Io = Literal["direct", "mmap"]
+
+IO_CHOICES = ("auto", "direct", "mmap")
+
+SHARE_OF_FREE_MEMORY = 0.8
+"""The most of the free memory that mapped weights may fill with their pages, before direct reads are the better way."""
+
+
+def choose_io(asked: str, *, streamed_bytes: int, free_bytes: int) -> Io:
+    """Return how the host reads what is streamed: as asked, or for ``auto`` mapped where the pages can stay in memory.
+
+    Page cache isn't the process's own memory, so it stands beside the budget; but pages that don't fit would be read
+    again for every token, and through the cache that is slower than directly.
+    """
+    if asked != "auto":
+        return "mmap" if asked == "mmap" else "direct"
+    return "mmap" if streamed_bytes <= SHARE_OF_FREE_MEMORY * free_bytes else "direct"
+
+
+def serve(
+    outline: Outline, homes: Mapping[str, DeviceId], execution: Mapping[str, DeviceId], *, io: Io
+) -> dict[str, Serving]:
+    """Return how each tensor is served that isn't resident where it computes.
+
+    ``homes`` has every tensor's device, tied names included; ``execution`` that of every module that holds tensors.
+    """
+    placed = (
+        (name, serving_of(outline, name, home=homes[name], computes=execution[module], io=io))
+        for module, names in outline.direct.items()
+        for name in names
+    )
+    return {name: serving for name, serving in placed if serving is not None}
+
+
+def serving_of(outline: Outline, name: str, *, home: DeviceId, computes: DeviceId, io: Io = "direct") -> Serving | None:
+    """Return how the tensor ``name`` gets from ``home`` to where it ``computes``; null where it is resident.
+
+    A buffer that no checkpoint has (it isn't persistent) can't lie on disk: it waits on the host, where the constructor
+    computed it.
+    """
+    if home == DISK and name in outline.computed:
+        home = CPU
+    if home == computes:
+        return None
+    if home != DISK:
+        return "copy"
+    if computes != CPU:
+        return "direct"
+    if name in outline.lookups:
+        return "rows"
+    return "map" if io == "mmap" else "direct"
+
+
+def is_streamed(serving: Serving | None) -> bool:
+    """Return whether all of the tensor is brought in for each use."""
+    return serving is not None and serving != "rows"
+
+
+def waits_on(serving: Serving) -> DeviceId:
+    """Return where a tensor waits between its uses, as far as it matters to what brings it: on disk, or in memory."""
+    return CPU if serving == "copy" else DISK
