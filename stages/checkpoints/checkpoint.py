@@ -7,31 +7,21 @@ is the one that it knows.
 from __future__ import annotations
 
 import hashlib
-import json
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.safetensors_header import Entry, check_name, read_header, unique_pairs
+from stages.checkpoints.safetensors_header import Entry, read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
+from stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read_weight_map
 
-Format = Literal["safetensors", "bin"]
 Depth = Literal["index", "headers"]
 """How much of a checkpoint is looked at: which files there are, or their headers too."""
 
-_LAYOUTS: tuple[tuple[str, Format], ...] = (
-    ("model.safetensors", "safetensors"),
-    ("model.safetensors.index.json", "safetensors"),
-    ("pytorch_model.bin", "bin"),
-    ("pytorch_model.bin.index.json", "bin"),
-)
-"""The files that say what a folder holds, in the order in which they count."""
-
-_SUFFIXES: Mapping[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin", ".pth": "bin"}
 _EDGE_BYTES = 64 * 1024
 
 
@@ -76,13 +66,13 @@ def open_checkpoint(path: Path, *, allow_links: bool = False, depth: Depth = "he
     if not path.exists():
         raise CheckpointError(f"{path}: no such checkpoint; give a checkpoint's folder or file as model.path")
     if path.is_dir():
-        name, kind = _find_layout(path)
+        name, kind = find_weights(path)
         return _open_named(path, name, kind, allow_links=allow_links, depth=depth)
     if path.suffix == ".json":
         return _open_named(path.parent, path.name, None, allow_links=allow_links, depth=depth)
-    if path.suffix not in _SUFFIXES:
-        raise CheckpointError(f"{path}: not a weights file; known suffixes: {', '.join(_SUFFIXES)}")
-    return _read_files(path, _SUFFIXES[path.suffix], [path], depth=depth)
+    if path.suffix not in SUFFIXES:
+        raise CheckpointError(f"{path}: not a weights file; known suffixes: {', '.join(SUFFIXES)}")
+    return _read_files(path, SUFFIXES[path.suffix], [path], depth=depth)
 
 
 def fingerprint_of(path: Path, *, allow_links: bool = False) -> Mapping[str, object]:
@@ -105,31 +95,17 @@ def identity(checkpoint: Checkpoint) -> Mapping[str, object]:
     }
 
 
-def _find_layout(folder: Path) -> tuple[str, Format | None]:
-    """Return the file that says what ``folder`` holds: one of a known name, else its one index or safetensors file."""
-    for name, kind in _LAYOUTS:
-        if folder.joinpath(name).exists() or folder.joinpath(name).is_symlink():
-            return name, kind
-    for pattern in ("*.index.json", "*.safetensors"):
-        found = [path.name for path in folder.glob(pattern)]
-        if len(found) == 1:
-            return found[0], None
-    names = ", ".join(name for name, _ in _LAYOUTS)
-    raise CheckpointError(f"{folder}: no weights here (looked for {names}); give the folder or file that holds them")
-
-
 def _open_named(folder: Path, name: str, kind: Format | None, *, allow_links: bool, depth: Depth) -> Checkpoint:
     """Open the file or index ``name`` in ``folder``, in the format ``kind``; null: that of its shards' names."""
     path = locate(folder, name, allow_links=allow_links)
     if not name.endswith(".json"):
-        return _read_files(folder, kind or _SUFFIXES[path.suffix], [path], depth=depth)
-    weight_map = _read_index(path)
+        return _read_files(folder, kind or SUFFIXES[path.suffix], [path], depth=depth)
+    weight_map = read_weight_map(path)
     shards = [locate(folder, shard, allow_links=allow_links) for shard in dict.fromkeys(sorted(weight_map.values()))]
     kind = kind or ("safetensors" if all(shard.suffix == ".safetensors" for shard in shards) else "bin")
-    found = _read_files(folder, kind, shards, depth=depth)
-    checkpoint = Checkpoint(folder, kind, found.files, found.entries, weight_map, name)
+    checkpoint = replace(_read_files(folder, kind, shards, depth=depth), weight_map=weight_map, index_name=name)
     if kind == "safetensors" and depth == "headers":
-        check_index(checkpoint, found.entries)
+        check_index(checkpoint, checkpoint.entries)
     return checkpoint
 
 
@@ -150,35 +126,12 @@ def _read_files(path: Path, kind: Format, shards: Iterable[Path], *, depth: Dept
     files: list[ShardFile] = []
     entries: dict[str, Entry] = {}
     for shard in shards:
-        file, found = read_header(shard) if kind == "safetensors" else (_read_bin(shard), {})
-        for name in found.keys() & entries.keys():
+        file, header = read_header(shard) if kind == "safetensors" else (_read_bin(shard), {})
+        for name in header.keys() & entries.keys():
             raise CheckpointError(f"{shard}: tensor {name!r} is in {entries[name].file} too; one of them must go")
         files.append(file)
-        entries |= found
+        entries |= header
     return Checkpoint(path, kind, tuple(files), entries)
-
-
-def _read_index(path: Path) -> Mapping[str, str]:
-    """Return tensor name → shard of the index ``path``, written with a ``weight_map`` or flat."""
-    try:
-        data = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_pairs)
-    except (ValueError, RecursionError) as error:
-        reason = f"{error} (a tensor in two shards?)" if "duplicate" in str(error) else f"not valid JSON: {error}"
-        raise CheckpointError(f"{path}: {reason}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
-    weight_map = data.get("weight_map", data) if isinstance(data, dict) else data
-    return _checked_map(path, weight_map)
-
-
-def _checked_map(path: Path, weight_map: Any) -> Mapping[str, str]:
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: not a mapping of tensor names to shards")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str):
-            raise CheckpointError(f"{path}: tensor {name!r}: the name of a shard belongs here, not {str(shard)[:40]!r}")
-        check_name(path, name)
-    return weight_map
 
 
 def _survey(path: Path) -> ShardFile:

@@ -9,22 +9,17 @@ A resolved config has every folder as an absolute path, so ``org/name`` there is
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
+from stages.checkpoints.weight_files import LAYOUTS, WeightNames, shard_names
 
 DEFAULT_REVISION = "main"
 _CONFIG = "config.json"
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
-_LAYOUTS = (
-    ("model.safetensors.index.json", "model.safetensors"),
-    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
-)
-"""The index and the single file of each format, in the order in which the formats count."""
 
 
 def is_hub_id(path: object) -> bool:
@@ -84,11 +79,10 @@ def _texts(key: str, repo: str, revision: str) -> Path:
 def _weights(repo: str, folder: Path) -> Path:
     """Fetch the weights into the snapshot ``folder``, from the very commit that the config was taken from."""
     commit = folder.name
-    for index, single in _LAYOUTS:
+    for layout in LAYOUTS:
         if _is_complete(folder):
             break
-        names = _shards(folder / index) or [single]
-        _fetch("model.path", repo, commit, [_literal(name) for name in names])
+        _fetch("model.path", repo, commit, [_literal(name) for name in _names(folder, layout)])
     return folder
 
 
@@ -131,24 +125,15 @@ def _refusal(repo: str, revision: str, reason: str) -> str:
 
 def _is_complete(folder: Path) -> bool:
     """Return whether the weights of one format are all there."""
-    found = ((_shards(folder / index), folder / single) for index, single in _LAYOUTS)
     return any(
-        single.is_file() or (shards and all((folder / shard).is_file() for shard in shards)) for shards, single in found
+        (folder / layout.single).is_file() or all((folder / name).is_file() for name in _names(folder, layout))
+        for layout in LAYOUTS
     )
 
 
-def _shards(index: Path) -> list[str]:
-    """Return the files that an index names; none without an index, or with one that the loader will refuse."""
-    try:
-        parsed = json.loads(index.read_bytes())
-    except (OSError, ValueError):
-        return []
-    names = parsed.get("weight_map", parsed) if isinstance(parsed, dict) else {}
-    return _plain(names.values()) if isinstance(names, dict) else []
-
-
-def _plain(names: Iterable[object]) -> list[str]:
-    return sorted({name for name in names if isinstance(name, str)})
+def _names(folder: Path, layout: WeightNames) -> list[str]:
+    """Return the files of that format: those that its index names if it is in ``folder``, else the single one."""
+    return shard_names(folder / layout.index) or [layout.single]
 
 
 def _literal(name: str) -> str:

@@ -17,9 +17,14 @@ from typing import Any
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.hub import checkpoint_folder, weights_path
+from stages.checkpoints.safetensors_header import read_header
+from stages.checkpoints.weight_files import weight_files
 
 OWN_KEYS = ("kind", "path", "revision", "no_split", "tokenizer", "trust_remote_code", "allow_links")
 """The keys of ``model`` that are ours; for ``model=module`` all others are arguments of its constructor."""
+
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+"""What a model may be in; a checkpoint's first tensor of one of them tells which."""
 
 WHERE_CODE_IS_FOUND = "give PACKAGE.MODULE.CLASS, with the package installed, on PYTHONPATH or in the current folder"
 
@@ -93,17 +98,14 @@ def _declared_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _stored_dtype(model: Mapping[str, Any]) -> str | None:
-    folder = weights_path(model)
-    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-    for file in sorted(folder.glob("*.safetensors"))[:1]:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = stream.read(min(length, 10**8))
+    for file in weight_files(weights_path(model))[:1]:
+        if file.suffix != ".safetensors":
+            return None
         try:
-            entries = json.loads(header).values()
-        except ValueError:
+            _, entries = read_header(file)
+        except CheckpointError:
             return None  # shard_load refuses the file by name
-        return next((names[entry["dtype"]] for entry in entries if entry.get("dtype") in names), None)
+        return next((entry.dtype for entry in entries.values() if entry.dtype in _DTYPES), None)
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import MEASURED, Artifact, Config, Context, Report
 from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.weight_files import weight_files
 from stages.empty_init import skeleton as skeletons
 from stages.machine.hardware import Hardware, coarse, hardware, ledgers
 from stages.machine.rates import Rates, local_rates, read_rates
@@ -171,8 +172,7 @@ def _rates(context: Context, machine: Hardware) -> Rates:
     described = context.config.get("hardware") or {}
     if described.get("rates") or described.get("devices") is not None:
         return read_rates(described)
-    folder = checkpoint_folder(context.config["model"])
-    files = [path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin")] if folder.is_dir() else []
+    files = weight_files(checkpoint_folder(context.config["model"]))
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     return local_rates(context.cache / MEASURED, sample, [accelerator.name for accelerator in machine.accelerators])
 
