@@ -144,3 +144,11 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
 def parent(name: str) -> str:
     """Return the dotted name of the module that holds ``name``."""
     return name.rpartition(".")[0]
+
+
+def longest_prefix(name: str, device_map: Mapping[str, object]) -> str | None:
+    """Return the longest of ``name`` and the modules around it that ``device_map`` has, ``""`` the last; else null."""
+    prefix = name
+    while prefix and prefix not in device_map:
+        prefix = parent(prefix)
+    return prefix if prefix in device_map else None

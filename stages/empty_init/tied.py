@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from stages.empty_init.skeleton import longest_prefix
+
 _log = logging.getLogger(__name__)
 
 
@@ -113,11 +115,3 @@ def check_tied_parameters_on_same_device(
             raise ValueError(f"device_map: leaves out {group[0]!r}; map it, or '' for all that is not mapped")
         if len(set(devices.values())) > 1:
             _log.warning("one tied tensor is mapped to several devices, give its names the same: %s", devices)
-
-
-def longest_prefix(name: str, device_map: Mapping[str, object]) -> str | None:
-    """Return the longest of ``name`` and the modules around it that ``device_map`` has, ``""`` the last; else null."""
-    prefix = name
-    while prefix and prefix not in device_map:
-        prefix = prefix.rpartition(".")[0]
-    return prefix if prefix in device_map else None

@@ -1,14 +1,18 @@
 from .checkpoint_in_model import (
     load_checkpoint_in_model as load_checkpoint_in_model,
     load_state_dict as load_state_dict,
-    set_module_tensor_to_device as set_module_tensor_to_device,
 )
 from .offload_folder import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,
     PrefixedDataset as PrefixedDataset,
+    extract_submodules_state_dict as extract_submodules_state_dict,
     load_offloaded_weight as load_offloaded_weight,
     offload_state_dict as offload_state_dict,
     offload_weight as offload_weight,
     save_offload_index as save_offload_index,
 )
 from .placed_weights import Placed as Placed
+from .tensor_in_module import (
+    load_offloaded_weights as load_offloaded_weights,
+    set_module_tensor_to_device as set_module_tensor_to_device,
+)

@@ -1,4 +1,4 @@
-"""The field's functions for weights in a model: one tensor, one file, a whole checkpoint.
+"""The field's functions for a checkpoint in a model: one file of it, or all.
 
 Names and signatures are those that scripts written against accelerate know.
 """
@@ -6,7 +6,7 @@ Names and signatures are those that scripts written against accelerate know.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,15 +20,21 @@ from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
+from stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
+from stages.empty_init.tied import check_tied_parameters_on_same_device
 from stages.machine.devices import torch_device
 from stages.shard_load.load import Load, check_twins, prepare
 from stages.shard_load.offload_store import OffloadStore, claim
 from stages.shard_load.placed_weights import fill_store, place
+from stages.shard_load.tensor_in_module import torch_type
 from stages.units import CPU, DISK, DeviceId, parse_device
 
 PathLike = str | os.PathLike[str]
 AnyDevice = torch.device | str | int
+_UNSUPPORTED = {
+    "offload_8bit_bnb": "weights are not quantized here",
+    "broadcast_from_rank0": "every process loads what it needs itself",
+}
 
 
 def load_state_dict(
@@ -36,56 +42,18 @@ def load_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of one weights file by name, each on the device that ``device_map`` gives it.
 
-    A name goes by its longest prefix in the map; without a map, or with ``disk``, it is on the cpu.
+    A name goes by its longest prefix in the map; one that the map leaves out, or puts on ``disk``, is on the cpu.
     """
     reader = open_reader(open_checkpoint(Path(checkpoint_file)))
     found = {}
     for name, entry in reader.entries.items():
         tensor = reader.read(name, torch_dtype(entry.dtype))
-        found[name] = tensor.to(torch_device(home_of(name, device_map) if device_map else CPU))
+        mapped = device_map is not None and longest_prefix(name, device_map) is not None
+        found[name] = tensor.to(torch_device(home_of(name, device_map or {}) if mapped else CPU))
     return found
 
 
-def set_module_tensor_to_device(
-    module: nn.Module,
-    tensor_name: str,
-    device: AnyDevice,
-    value: torch.Tensor | None = None,
-    dtype: torch.dtype | str | None = None,
-    *,
-    tied_params_map: dict[int, dict[AnyDevice, torch.Tensor]] | None = None,
-    non_blocking: bool = False,
-) -> None:
-    """Put one parameter or buffer of ``module`` on ``device``, with ``value`` as its new value if that is given.
-
-    A new value is cast to ``dtype``, by default to the dtype that the tensor has. ``tied_params_map`` (address of the
-    data → device → tensor) makes tensors that share their data share it on the new device as well. A tensor on meta
-    that gets no value, and a value of another shape, are a ``ValueError``.
-    """
-    owner, attribute = module.get_submodule(parent(tensor_name)), tensor_name.rpartition(".")[2]
-    old = owner._parameters.get(attribute, owner._buffers.get(attribute))
-    if old is None:
-        raise ValueError(f"{tensor_name!r} is no parameter or buffer of {type(module).__name__}")
-    target = torch.device(device)
-    if value is None and old.is_meta and target.type != "meta":
-        raise ValueError(f"{tensor_name!r} is on the meta device and has no data to move to {target}; give a value")
-    if value is not None and value.shape != old.shape:
-        raise ValueError(f"{tensor_name!r} has shape {list(old.shape)}, and the value {list(value.shape)}")
-    source = old.data if value is None else value
-    shared = (tied_params_map or {}).get(source.data_ptr(), {})
-    kind = torch_type(dtype) if dtype is not None else source.dtype if value is None else _cast(value, old)
-    moved = shared.get(device)
-    if moved is None:
-        moved = source.to(target, kind, non_blocking=non_blocking)
-        if tied_params_map is not None and source.data_ptr() in tied_params_map:
-            tied_params_map[source.data_ptr()][device] = moved
-    if attribute in owner._parameters:
-        owner._parameters[attribute] = nn.Parameter(moved, requires_grad=old.requires_grad)
-    else:
-        owner._buffers[attribute] = moved
-
-
-def load_checkpoint_in_model(
+def load_checkpoint_in_model(  # the field's signature
     model: nn.Module,
     checkpoint: PathLike,
     device_map: Mapping[str, AnyDevice] | None = None,
@@ -93,19 +61,31 @@ def load_checkpoint_in_model(
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,
     offload_buffers: bool = False,
-    strict: bool = True,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
 ) -> None:
     """Load ``checkpoint`` (a folder, a weights file or an index) into ``model``, each tensor where the map says.
 
-    Without a map all goes to the cpu. Tensors mapped to ``disk`` become meta tensors in the model; ``offload_folder``
-    gets an ``index.json`` that says where each can be read (``OffloadedWeightsLoader`` does), and the data of those
-    that the checkpoint doesn't hold as they are. Buffers go to disk only with ``offload_buffers``. With
-    ``offload_state_dict`` host weights of ``.bin`` files wait on disk while the files are read. Without ``strict``,
-    tensors that the model has no place for are passed over.
+    Without a map all goes to the cpu; a name that the map leaves out follows one that it is tied to. Tensors mapped to
+    ``disk`` become meta tensors in the model; ``offload_folder`` gets an ``index.json`` that says where each can be
+    read (``OffloadedWeightsLoader`` does), and the data of those that the checkpoint doesn't hold as they are. Buffers
+    go to disk only with ``offload_buffers``. With ``offload_state_dict`` host weights of ``.bin`` files wait on disk
+    while the files are read. Parameters require gradients as they did before.
+
+    Floats come in ``dtype``, by default in the model's own; in float16 the modules ``keep_in_fp32_modules`` stay in
+    float32. Without ``strict``, tensors that the model has no place for, and those that the checkpoint lacks, are
+    warnings in the log that list them; the latter keep their values, or stay on meta if they are there. A ``dtype`` or
+    a kind of number that doesn't fit is a ``CheckpointError`` always. ``full_state_dict`` changes nothing: every
+    process loads for itself. So ``broadcast_from_rank0`` is refused, and so is ``offload_8bit_bnb``.
     """
-    skeleton = _with_dtype(describe(model, rehearsed=False), dtype)
+    _refuse_unsupported(offload_8bit_bnb=offload_8bit_bnb, broadcast_from_rank0=broadcast_from_rank0)
+    skeleton = _with_dtype(describe(model, rehearsed=False), dtype, keep_in_fp32_modules or ())
     homes = dict(_homes(skeleton, device_map, offload_buffers=offload_buffers))
-    load = prepare(model, skeleton, homes=homes, checkpoint=open_checkpoint(Path(checkpoint)), strict=strict)
+    source = open_checkpoint(Path(checkpoint))
+    load = prepare(model, skeleton, homes=homes, checkpoint=source, strict=strict, partial=not strict)
     check_twins(load)
     if load.on_disk and offload_folder is None:
         raise ConfigError("offload_folder: tensors are mapped to disk, and no folder is given to keep their index in")
@@ -119,37 +99,33 @@ def load_checkpoint_in_model(
     place(load, files, spill_folder=(folder or Path.cwd()) if spills else None)
 
 
-def torch_type(dtype: torch.dtype | str) -> torch.dtype:
-    """Return ``dtype``, which may be given by its name, with or without ``torch.``."""
-    found = getattr(torch, dtype_name(dtype), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype: {dtype!r} is no dtype of torch; give e.g. 'bfloat16'")
-    return found
-
-
 def home_of(name: str, device_map: Mapping[str, AnyDevice]) -> DeviceId:
     """Return the device id of the tensor ``name``: that of its longest prefix in ``device_map``."""
-    prefix = name
-    while prefix and prefix not in device_map:
-        prefix = parent(prefix)
-    if prefix not in device_map:
+    prefix = longest_prefix(name, device_map)
+    if prefix is None:
         raise ConfigError(f"device_map: leaves out {name!r}; map it, or '' for all that is not mapped")
     device = device_map[prefix]
     return parse_device(str(device) if isinstance(device, torch.device) else device)
 
 
-def _cast(value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
-    """Return the dtype for a new value: floats become what the tensor was, whole numbers stay as they are."""
-    return old.dtype if value.is_floating_point() else value.dtype
+def _refuse_unsupported(**options: bool) -> None:
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"{name}: {value!r} is not supported: {_UNSUPPORTED[name]}; leave it out")
 
 
-def _with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None) -> Skeleton:
+def _with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None, kept: Sequence[str]) -> Skeleton:
+    """Return ``skeleton`` with its floats in ``dtype``, and in float32 those of the modules ``kept`` from float16."""
     if dtype is None:
         return skeleton
-    name = dtype_name(torch_type(dtype))
+    wanted = dtype_name(torch_type(dtype))
+    wide = kept if wanted == "float16" else ()
 
     def cast(spec: TensorSpec) -> TensorSpec:
-        return replace(spec, dtype=name) if torch_dtype(spec.dtype).is_floating_point and spec.persistent else spec
+        if not (torch_dtype(spec.dtype).is_floating_point and spec.persistent):
+            return spec
+        stays = any(f"{module}." in spec.name or module == spec.name for module in wide)
+        return replace(spec, dtype="float32" if stays else wanted)
 
     return replace(skeleton, tensors=tuple(cast(spec) for spec in skeleton.tensors))
 
@@ -157,10 +133,19 @@ def _with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None) -> Skeleton
 def _homes(
     skeleton: Skeleton, device_map: Mapping[str, AnyDevice] | None, *, offload_buffers: bool
 ) -> Iterator[tuple[str, DeviceId]]:
+    """Yield each tensor's name and device; a buffer that no checkpoint holds need not be on the map."""
+    twins = {name: group for group in skeleton.tied for name in group}
+    if device_map:
+        check_tied_parameters_on_same_device(skeleton.tied, device_map)
     for spec in skeleton.tensors:
-        home = home_of(skeleton.leader(spec.name), device_map) if device_map else CPU
-        kept = spec.kind == "buffer" and home == DISK and not offload_buffers
-        yield spec.name, CPU if kept else home
+        names = twins.get(spec.name, (spec.name,))
+        mapped = [name for name in names if device_map and longest_prefix(name, device_map) is not None]
+        if device_map and (mapped or spec.persistent):
+            home = home_of([*mapped, spec.name][0], device_map)
+            kept = spec.kind == "buffer" and home == DISK and not offload_buffers
+            yield spec.name, CPU if kept else home
+        else:
+            yield spec.name, CPU
 
 
 def _claimed(folder: Path, load: Load) -> OffloadStore:

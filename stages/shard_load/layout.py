@@ -17,7 +17,7 @@ from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.safetensors_header import Entry
-from stages.empty_init.skeleton import Skeleton, TensorSpec
+from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 from stages.shard_load.names import Step, ignorable, name_tensors
 
 _log = logging.getLogger(__name__)
@@ -67,12 +67,14 @@ def lay_out(
     checkpoint: Checkpoint,
     entries: Mapping[str, Entry],
     strict: bool = True,
+    partial: bool = False,
 ) -> Layout:
     """Return what makes each tensor of ``skeleton``, or raise one ``CheckpointError`` that names all that
     is wrong.
 
     Tied names are resolved first: one of a group suffices. What the model class declares ignorable is
-    passed over.
+    passed over. Without ``strict``, tensors that the model has no place for are a warning; with ``partial``,
+    so are those that the checkpoint lacks, which nothing then makes.
     """
     naming = name_tensors(model, entries)
     may_miss, may_exceed = ignorable(model)
@@ -91,9 +93,14 @@ def lay_out(
             misfits.missing.append(spec.name)
         if not present and optional and spec.kind == "parameter":
             origins[spec.name] = (Step({spec.name: spec.shape}, ()), spec.name)
-    if misfits.unexpected and not strict:
-        _log.warning("%s: passed over, the model has no place for them: %s", checkpoint.path, _told(misfits.unexpected))
-        misfits.unexpected.clear()
+    if not strict:
+        _warn(checkpoint, "were not used when loading, the model has no place for them", misfits.unexpected)
+    if partial:
+        on_meta = [name for name in misfits.missing if _is_meta(model, name)]
+        kept = [name for name in misfits.missing if name not in on_meta]
+        _warn(checkpoint, "are not in the checkpoint, the model keeps what it has", kept)
+        _warn(checkpoint, "are not in the checkpoint and stay on the meta device, give them values", on_meta)
+        misfits.missing.clear()
     _raise_misfits(checkpoint, skeleton, misfits)
     return Layout(_by_place(origins, entries), tuple(twins))
 
@@ -127,6 +134,18 @@ def _kind(dtype: str) -> str:
     if kind.is_floating_point or kind.is_complex:
         return "complex" if kind.is_complex else "float"
     return "bool" if kind is torch.bool else "integer"
+
+
+def _warn(checkpoint: Checkpoint, what: str, names: list[str]) -> None:
+    """Say ``what`` of the tensors ``names``, if there are any, and forget them."""
+    if names:
+        _log.warning("%s: tensors %s: %s", checkpoint.path, what, _told(names))
+        names.clear()
+
+
+def _is_meta(model: nn.Module, name: str) -> bool:
+    tensor: torch.Tensor = getattr(model.get_submodule(parent(name)), name.rpartition(".")[2])
+    return tensor.is_meta
 
 
 def _told(names: list[str]) -> str:

@@ -106,14 +106,15 @@ def prepare(
     homes: Mapping[str, DeviceId],
     checkpoint: Checkpoint,
     strict: bool = True,
+    partial: bool = False,
 ) -> Load:
     """Return the load of ``checkpoint`` into ``model``, checked against its ``skeleton`` from headers alone.
 
-    ``homes`` says where each of the skeleton's tensors goes. Without ``strict`` the tensors that the model has no
-    place for are a warning in the log.
+    ``homes`` says where each of the skeleton's tensors goes. ``strict`` and ``partial`` say which of the two may
+    lack tensors of the other; see ``lay_out``.
     """
     reader = open_reader(checkpoint)
-    layout = lay_out(model, skeleton, checkpoint=checkpoint, entries=reader.entries, strict=strict)
+    layout = lay_out(model, skeleton, checkpoint=checkpoint, entries=reader.entries, strict=strict, partial=partial)
     return Load(model, skeleton, homes, checkpoint, reader, layout)
 
 

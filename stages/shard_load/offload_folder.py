@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from pipeline.atomic_files import replace_file, write_whole
 from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent, byte_view, read_extent
-from stages.checkpoints.safetensors_header import read_header
+from stages.checkpoints.safetensors_header import Entry, read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular
 from stages.shard_load.offload_store import INDEX_NAME, read_index
 from stages.units import DTYPE_BYTES, format_bytes
@@ -84,7 +84,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     ``state_dict`` counts where both have a name. ``index`` is by default that of ``save_folder``; an entry with
     ``safetensors_file`` (and ``weight_name`` where it differs) is read from there. Those on disk are read at each
-    access, to ``device`` if one is given.
+    access, to ``device`` if one is given; the header of a safetensors file is read once, and again if the file changes.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index = (read_index(Path(save_folder)) if save_folder is not None else {}) if index is None else index
         self.device = device
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self._headers: dict[Path, tuple[ShardFile, dict[str, Entry]]] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -118,12 +119,19 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def _read(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
         if info.get("safetensors_file") is None:
             return load_offloaded_weight(Path(self.save_folder or ".") / str(info.get("file", f"{key}.dat")), info)
-        file, entries = read_header(Path(info["safetensors_file"]))
+        file, entries = self._header(Path(info["safetensors_file"]))
         name = str(info.get("weight_name", key))
         if name not in entries:
             raise CheckpointError(f"{file.path}: holds no tensor {name!r}, which the offload index says it does")
         tensor = read_extent(Extent.of(entries[name], file))
         return tensor.to(torch_dtype(str(info["dtype"]))) if "dtype" in info else tensor
+
+    def _header(self, path: Path) -> tuple[ShardFile, dict[str, Entry]]:
+        """Return the file ``path`` and its tensors, as they were read before if it is still that file."""
+        status, known = check_regular(path), self._headers.get(path)
+        if known is None or (known[0].size, known[0].mtime_ns) != (status.st_size, status.st_mtime_ns):
+            known = self._headers[path] = read_header(path)
+        return known
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
@@ -141,3 +149,11 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return those entries of ``state_dict`` that lie in one of the modules ``submodule_names``, or are one of them."""
+    wanted = dict.fromkeys(submodule_names)
+    return {key: value for name in wanted for key, value in state_dict.items() if f"{key}.".startswith(f"{name}.")}

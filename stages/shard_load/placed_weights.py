@@ -107,13 +107,16 @@ def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
 
 
 def bind(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
-    """Put ``tensor`` into ``model`` under all ``names``: one parameter, or one buffer, that they share."""
+    """Put ``tensor`` into ``model`` under all ``names``: one parameter, or one buffer, that they share.
+
+    A parameter requires gradients if the one in its place did.
+    """
     value: torch.Tensor | None = None
     for name in names:
         module, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
         if value is None:
-            is_parameter = attribute in module._parameters
-            value = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            before = module._parameters.get(attribute)
+            value = tensor if before is None else nn.Parameter(tensor, requires_grad=before.requires_grad)
         setattr(module, attribute, value)
 
 

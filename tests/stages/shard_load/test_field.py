@@ -10,15 +10,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pipeline.errors import CheckpointError, ConfigError, StorageError
+from stages.checkpoints.safetensors_header import read_header
 from stages.shard_load import (
     OffloadedWeightsLoader,
     PrefixedDataset,
+    extract_submodules_state_dict,
     load_checkpoint_in_model,
     load_offloaded_weight,
     load_state_dict,
+    offload_folder,
     offload_state_dict,
     offload_weight,
-    set_module_tensor_to_device,
 )
 from tests.stages.shard_load.checkpoints import assert_same, empty_model, make_model, save_bin, save_safetensors
 
@@ -89,45 +91,6 @@ def test_a_prefixed_dataset_looks_up_below_its_prefix() -> None:
     assert len(dataset) == 2
 
 
-def test_a_tensor_is_set_cast_and_kept_trainable() -> None:
-    module = nn.Sequential(nn.Linear(2, 2, device="meta"))
-    set_module_tensor_to_device(module, "0.weight", "cpu", value=torch.ones(2, 2, dtype=torch.float16))
-    assert module[0].weight.dtype == torch.float32
-    assert module[0].weight.requires_grad
-    set_module_tensor_to_device(module, "0.weight", "cpu", dtype=torch.bfloat16)
-    assert module[0].weight.dtype == torch.bfloat16
-    set_module_tensor_to_device(module, "0.weight", "meta")
-    assert module[0].weight.is_meta
-
-
-def test_a_buffer_of_integers_keeps_its_dtype() -> None:
-    module = nn.BatchNorm1d(2)
-    set_module_tensor_to_device(module, "num_batches_tracked", "cpu", value=torch.tensor(3))
-    assert module.num_batches_tracked.dtype == torch.int64
-
-
-def test_tied_values_share_their_memory_where_a_map_is_given() -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    value = torch.ones(2, 2)
-    tied: dict = {value.data_ptr(): {}}
-    for module in (first, second):
-        set_module_tensor_to_device(module, "weight", "cpu", value=value, dtype=torch.float16, tied_params_map=tied)
-    assert first.weight.data_ptr() == second.weight.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("nothing", None, "no parameter or buffer"),
-        ("weight", None, "has no data to move"),
-        ("weight", torch.ones(3), r"has shape \[2, 2\], and the value \[3\]"),
-    ],
-)
-def test_a_tensor_that_cannot_be_set_is_refused(name: str, value: torch.Tensor | None, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        set_module_tensor_to_device(nn.Linear(2, 2, device="meta"), name, "cpu", value=value)
-
-
 @pytest.mark.parametrize("save", [save_safetensors, save_bin])
 @pytest.mark.parametrize("kind", ["llama", "opt", "mixtral"])
 def test_a_checkpoint_is_loaded_by_a_map_and_its_disk_part_read_through_the_loader(
@@ -171,15 +134,87 @@ def test_a_load_that_cannot_be_carried_out_is_refused(
         )
 
 
-def test_without_strict_unexpected_tensors_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module = nn.Linear(2, 2)
-    save_file({**module.state_dict(), "more": torch.ones(1)}, tmp_path / "m.safetensors")
-    with pytest.raises(CheckpointError, match="1 unexpected: 'more'"):
-        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "m.safetensors")
-    loaded = nn.Linear(2, 2)
-    load_checkpoint_in_model(loaded, tmp_path / "m.safetensors", strict=False)
-    assert_same(loaded.state_dict(), module.state_dict())
-    assert "'more'" in caplog.text
+class Grown(nn.Module):
+    """A model whose checkpoint has a ``body`` and no ``head``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 1)
+
+
+def test_unexpected_and_missing_tensors_are_warnings_that_list_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = nn.Linear(2, 2)
+    save_file({"body.weight": body.weight, "body.bias": body.bias, "more": torch.ones(1)}, tmp_path / "m.safetensors")
+    model = Grown()
+    head = model.head.weight
+    load_checkpoint_in_model(model, tmp_path / "m.safetensors")
+    assert_same(model.body.state_dict(), body.state_dict())
+    assert model.head.weight is head
+    assert "were not used when loading, the model has no place for them: 'more'" in caplog.text
+    assert "the model keeps what it has: 'head.weight', 'head.bias'" in caplog.text
+    with pytest.raises(CheckpointError, match=r"2 missing: 'head\.weight', 'head\.bias'; 1 unexpected: 'more'"):
+        load_checkpoint_in_model(Grown(), tmp_path / "m.safetensors", strict=True)
+
+
+def test_a_missing_parameter_that_stays_on_meta_is_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_file({"body.weight": torch.ones(2, 2), "body.bias": torch.ones(2)}, tmp_path / "m.safetensors")
+    model = Grown().to("meta")
+    load_checkpoint_in_model(model, tmp_path / "m.safetensors", {"": "cpu"})
+    assert model.head.weight.is_meta
+    assert "stay on the meta device, give them values: 'head.weight', 'head.bias'" in caplog.text
+    assert "the model keeps" not in caplog.text
+
+
+def test_parameters_require_gradients_as_they_did(tmp_path: Path) -> None:
+    save_file({"body.weight": torch.ones(2, 2), "body.bias": torch.ones(2)}, tmp_path / "m.safetensors")
+    model = Grown()
+    model.body.bias.requires_grad_(False)
+    load_checkpoint_in_model(model, tmp_path / "m.safetensors", {"body.weight": "cpu", "": "disk"}, tmp_path / "o")
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["body.bias"]
+    assert model.body.bias.is_meta
+
+
+def test_named_modules_stay_in_float32_when_the_rest_is_float16(tmp_path: Path) -> None:
+    save_file(Grown().state_dict(), tmp_path / "m.safetensors")
+    model, other = Grown(), Grown()
+    load_checkpoint_in_model(model, tmp_path / "m.safetensors", dtype="float16", keep_in_fp32_modules=["head"])
+    assert {name: t.dtype for name, t in model.named_parameters() if name.endswith("weight")} == {
+        "body.weight": torch.float16,
+        "head.weight": torch.float32,
+    }
+    load_checkpoint_in_model(other, tmp_path / "m.safetensors", dtype="bfloat16", keep_in_fp32_modules=["head"])
+    assert other.head.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("option", ["offload_8bit_bnb", "broadcast_from_rank0"])
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, option: str) -> None:
+    save_file(Grown().state_dict(), tmp_path / "m.safetensors")
+    with pytest.raises(ConfigError, match=f"{option}: True is not supported: .*; leave it out"):
+        load_checkpoint_in_model(Grown(), tmp_path / "m.safetensors", **{option: True})
+    load_checkpoint_in_model(Grown(), tmp_path / "m.safetensors", full_state_dict=False)
+
+
+@pytest.mark.parametrize("named", ["embed", "head"])
+def test_a_name_that_the_map_leaves_out_follows_its_twin(
+    tmp_path: Path, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    save_file({"embed.weight": model["embed"].weight.detach()}, tmp_path / "m.safetensors")
+    load_checkpoint_in_model(model, tmp_path / "m.safetensors", {named: "disk"}, tmp_path / "o")
+    assert model["head"].weight is model["embed"].weight
+    assert model["head"].weight.is_meta
+    load_checkpoint_in_model(model, tmp_path / "m.safetensors", {"embed": "cpu", "head": "disk"}, tmp_path / "o")
+    assert "one tied tensor is mapped to several devices" in caplog.text
+
+
+def test_a_buffer_that_no_checkpoint_holds_need_not_be_on_the_map(tmp_path: Path) -> None:
+    model = make_model("llama")
+    names = [name for name, _ in model.model.named_children() if name != "rotary_emb"]
+    device_map = {**{f"model.{name}": "cpu" for name in names}, "lm_head": "cpu"}
+    load_checkpoint_in_model(model, save_safetensors(make_model("llama"), tmp_path / "c"), device_map)
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
@@ -189,3 +224,24 @@ def test_a_file_is_loaded_as_a_state_dict(tmp_path: Path, suffix: str) -> None:
     save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
     assert_same(load_state_dict(path), state)
     assert_same(load_state_dict(str(path), device_map={"a": "cpu", "": "disk"}), state)
+    assert_same(load_state_dict(str(path), device_map={"a": "cpu"}), state)
+
+
+def test_entries_of_submodules_are_taken_out_of_a_state_dict() -> None:
+    state = {name: torch.ones(1) for name in ["h.1.w", "h.1.b", "h.10.w", "h.1", "head"]}
+    assert list(extract_submodules_state_dict(state, ["h.1", "none"])) == ["h.1.w", "h.1.b", "h.1"]
+
+
+def test_a_shards_header_is_read_once_and_again_where_the_file_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, headers = tmp_path / "x.safetensors", []
+    monkeypatch.setattr(offload_folder, "read_header", lambda p: headers.append(p) or read_header(p))
+    save_file({"a": torch.ones(2), "b": torch.zeros(3)}, path)
+    entries = {name: {"safetensors_file": str(path), "weight_name": name} for name in "ab"}
+    loader = OffloadedWeightsLoader(index=entries)
+    assert [loader[name].shape for name in "abab"] == [(2,), (3,), (2,), (3,)]
+    assert len(headers) == 1
+    save_file({"b": torch.full((5,), 7.0), "a": torch.ones(2)}, path)
+    assert torch.equal(loader["b"], torch.full((5,), 7.0))
+    assert len(headers) == 2
