@@ -55,11 +55,11 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
     from pipeline.config import register
     from pipeline.hydra_errors import guarded_composing
     from pipeline.hydra_task import Task
-    from pipeline.launchers import install
+    from pipeline.launchers import register_launchers
     from pipeline.sweep_results import exit_code
 
     task = Task(started, show_all)
-    install()
+    register_launchers()
     register()
 
     def compose() -> int:

@@ -2,8 +2,8 @@
 
 As they come, the first job that leaves no result ends the sweep, after 15 seconds of waiting for it; the result of a
 job that takes no time is waited for a second; a local job sees no accelerator unless ``gpus_per_node`` is set, and is
-ended after an hour. Here a lost job is one outcome among others, and the sweep goes on. They take the places of the
-originals in Hydra's list of plugins, so that ``hydra/launcher=submitit_slurm`` needs nothing else.
+ended after an hour. Here a lost job is one outcome among others, and the sweep goes on. Hydra finds them by themselves
+(``pipeline/plugins``), and in this command ``hydra/launcher=submitit_local`` and ``submitit_slurm`` name them.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher as originals
-from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
+from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQueueConf, SlurmQueueConf
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.config import register
 from pipeline.errors import ConfigError
 from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
-from pipeline.hydra_task import Outcome, Task
-from pipeline.sweep_results import show_progress
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENDING_SECONDS = 15.0
 """How long jobs have to end after they were told to."""
 
 
-def install() -> None:
-    """Put these launchers in the places of the originals; calling it again changes nothing."""
-    for original, launcher in ((originals.LocalLauncher, LocalLauncher), (originals.SlurmLauncher, SlurmLauncher)):
-        Plugins.instance().class_name_to_class[f"{original.__module__}.{original.__name__}"] = launcher
+def register_launchers() -> None:
+    """Have ``submitit_local`` and ``submitit_slurm`` name these launchers; calling it again changes nothing."""
+    Plugins.instance()  # looking for plugins is what stores the originals' configs: from here on, these stand
+    for name, config in (("Local", LocalQueueConf), ("Slurm", SlurmQueueConf)):
+        node = config(_target_=f"hydra_plugins.offstage_launchers.{name}Launcher")
+        ConfigStore.instance().store(group="hydra/launcher", name=f"submitit_{name.lower()}", node=node)
 
 
 class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
@@ -52,6 +53,8 @@ class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
     _poll_seconds = 1.0
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from pipeline.hydra_task import Task
+
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._visible = os.environ.get(_VISIBLE)
         if isinstance(task_function, Task):
@@ -119,6 +122,9 @@ class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
     def _collect(self, job: Any, number: int, specs: Sequence[Any]) -> JobReturn:
         """Return the result of a job that has ended, and note its outcome."""
         import submitit
+
+        from pipeline.hydra_task import Outcome, Task
+        from pipeline.sweep_results import show_progress
 
         code: int | None = None
         overrides = next(spec[0] for spec in specs if spec[2] == number)

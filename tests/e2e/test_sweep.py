@@ -188,7 +188,7 @@ def test_an_experiment_is_a_whole_sweep(name: str, offstage: Run) -> None:
 
 
 def test_a_local_job_sees_the_accelerators_that_the_sweep_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipeline.launchers import LocalLauncher
+    from hydra_plugins.offstage_launchers import LocalLauncher
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     launcher = LocalLauncher(gpus_per_node=None)

@@ -20,12 +20,13 @@ ROOT = Path(__file__).parents[2]
 STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 WHERE = """
 import importlib.metadata as metadata, json
-import conf, offstage, pipeline, stages
-sources = [module.__file__ for module in (conf, offstage, pipeline, stages)]
+import conf, hydra_plugins.offstage_launchers as launchers, offstage, pipeline, stages
+sources = [module.__file__ for module in (conf, launchers, offstage, pipeline, stages)]
 print(json.dumps([*sources, str(metadata.distribution("offstage-pipeline").locate_file(""))]))
 """
 
-AT_THE_TOP = {"stages/python_api/offstage": "offstage"}
+AT_THE_TOP = {"stages/python_api/offstage": "offstage", "pipeline/plugins/hydra_plugins": "hydra_plugins"}
+TOPS = {"pipeline", "stages", "conf", *AT_THE_TOP.values()}
 """Where the build puts a folder of the repository that isn't installed where it lies."""
 SCRIPT = """
 import offstage
@@ -90,7 +91,7 @@ def test_the_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
     packages = [ROOT / top for top in ("pipeline", "stages", "conf")]
     shipped = [path for package in packages for path in package.rglob("*") if "__pycache__" not in path.parts]
     expected = {installed_as(path.relative_to(ROOT).as_posix()) for path in shipped if path.is_file()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"pipeline", "stages", "conf", "offstage"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == TOPS
     assert {"pipeline/py.typed", "stages/py.typed", "offstage/py.typed"} <= names
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert "conf/config.yaml" in names
