@@ -121,8 +121,8 @@ class _Block:
 
     def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
         """Read straight from the page cache where nothing is cast, else by way of a buffer."""
-        held = source.holds(self.parts[0].begin, self.parts[-1].end)
-        if held and all(part.target.dtype == part.dtype and part.target.is_cpu for part in self.parts):
+        cached = source.holds(self.parts[0].begin, self.parts[-1].end)
+        if cached and all(part.target.dtype == part.dtype and part.target.is_cpu for part in self.parts):
             for part in self.parts:
                 read_into(source.file.descriptor, byte_view(part.target), offset=part.begin, path=source.path)
         else:

@@ -22,11 +22,11 @@ def hash_files(checkpoint: Checkpoint) -> dict[str, str]:
 
 def check_hashes(checkpoint: Checkpoint, known: Mapping[str, str]) -> None:
     """Raise a ``CheckpointError`` that names the first file whose bytes are not those of ``known``."""
-    for name, found in hash_files(checkpoint).items():
-        if known.get(name, found) != found:
+    for name, digest in hash_files(checkpoint).items():
+        if known.get(name, digest) != digest:
             raise CheckpointError(
                 f"{checkpoint.by_name[name].path}: its bytes are not those that were verified before "
-                f"(SHA-256 {found[:16]}… instead of {known[name][:16]}…); get the file again"
+                f"(SHA-256 {digest[:16]}… instead of {known[name][:16]}…); get the file again"
             )
 
 

@@ -92,12 +92,12 @@ def _cached(repo: str, revision: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             repo, revision=revision, allow_patterns=list(_TEXTS), ignore_patterns=["*/*"], local_files_only=True
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
-    return Path(found) if Path(found, _CONFIG).is_file() else None
+    return Path(snapshot) if Path(snapshot, _CONFIG).is_file() else None
 
 
 def _fetch(key: str, repo: str, revision: str, patterns: Sequence[str]) -> Path:
@@ -109,11 +109,11 @@ def _fetch(key: str, repo: str, revision: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 
     try:
-        found = snapshot_download(repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
+        snapshot = snapshot_download(repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
     except (HTTPError, OSError, ValueError) as error:
         first = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{key}: {_refusal(repo, revision, first)}") from error
-    return Path(found)
+    return Path(snapshot)
 
 
 def _refusal(repo: str, revision: str, reason: str) -> str:

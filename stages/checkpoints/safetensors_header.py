@@ -83,11 +83,11 @@ def check_name(path: Path, name: str) -> None:
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return ``pairs`` of a JSON object as a dict; a ``ValueError`` names a key that stands there twice."""
-    found: dict[str, Any] = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"duplicate name {counts.most_common(1)[0][0]!r}")
-    return found
+    return members
 
 
 def _header_bytes(descriptor: int, path: Path, size: int) -> bytearray:

@@ -35,9 +35,9 @@ def align_down(offset: int) -> int:
     return offset // ALIGNMENT * ALIGNMENT
 
 
-def align_up(offset: int) -> int:
-    """Return the first aligned offset that isn't before ``offset``."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
+def align_up(offset: int, alignment: int = ALIGNMENT) -> int:
+    """Return the first multiple of ``alignment`` that isn't before ``offset``."""
+    return -(-offset // alignment) * alignment
 
 
 def private_memory(size: int) -> mmap.mmap:
@@ -107,7 +107,7 @@ class HostBlock:
     """
 
     def __init__(self, tensor_bytes: list[int]) -> None:
-        self.memory = private_bytes(align_up(sum(map(_aligned, tensor_bytes))))
+        self.memory = private_bytes(align_up(sum(align_up(size, TENSOR_ALIGNMENT) for size in tensor_bytes)))
         self._used = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -115,7 +115,7 @@ class HostBlock:
         begin, end = self._used, self._used + math.prod(shape) * dtype.itemsize
         if end > self.memory.nbytes:
             return torch.empty(shape, dtype=dtype)
-        self._used = _aligned(end)
+        self._used = align_up(end, TENSOR_ALIGNMENT)
         return tensor_in(self.memory, begin, dtype, shape)
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,3 @@ class HostBlock:
     def __contains__(self, tensor: object) -> bool:
         begin = self.memory.ctypes.data
         return isinstance(tensor, torch.Tensor) and begin <= tensor.data_ptr() < begin + self.memory.nbytes
-
-
-def _aligned(size: int) -> int:
-    return -(-size // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT

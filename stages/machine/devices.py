@@ -26,15 +26,15 @@ class Ledger:
 
     def __init__(self, device: DeviceId, capacity: int) -> None:
         self.device, self.capacity, self.peak = device, capacity, 0
-        self._there: dict[int, int] = {}  # address → bytes
+        self._bytes: dict[int, int] = {}  # address → bytes
         self._held = 0
-        self._gone: deque[int] = deque()  # storages may die in any thread, and in the middle of any statement
+        self._freed: deque[int] = deque()  # storages may die in any thread, and in the middle of any statement
 
     @property
     def held(self) -> int:
         """The bytes held now."""
-        while self._gone:
-            self._held -= self._there.pop(self._gone.popleft())
+        while self._freed:
+            self._held -= self._bytes.pop(self._freed.popleft())
         return self._held
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Ledger:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies on the device."""
-        return self.held > 0 and tensor.untyped_storage().data_ptr() in self._there
+        return self.held > 0 and tensor.untyped_storage().data_ptr() in self._bytes
 
     def allocate(self, size: int) -> Bytes:
         """Return ``size`` bytes of the device's memory; a ``BudgetError`` where there is no room for them."""
@@ -72,10 +72,10 @@ class Ledger:
         """Count ``count`` bytes at ``address`` for as long as ``owner`` lives."""
         if not count:
             return
-        self._there[address] = count
+        self._bytes[address] = count
         self._held += count
         self.peak = max(self.peak, self._held)
-        weakref.finalize(owner, self._gone.append, address).atexit = False
+        weakref.finalize(owner, self._freed.append, address).atexit = False
 
 
 class Devices:
@@ -108,13 +108,13 @@ class Devices:
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype, device: DeviceId, *, offset: int = 0) -> Room:
         """Return memory on ``device`` for a tensor that lies at ``offset`` in its file; see ``room_for``."""
-        ledger, there = self._ledgers.get(device), self.torch_device(device)
+        ledger, target = self._ledgers.get(device), self.torch_device(device)
         if ledger is not None:
             return ledger.room(shape, dtype, offset=offset)
-        if there.type == "cpu":
+        if target.type == "cpu":
             return room_for(shape, dtype, offset=offset)
         try:
-            return Room(torch.empty(shape, dtype=dtype, device=there))
+            return Room(torch.empty(shape, dtype=dtype, device=target))
         except torch.OutOfMemoryError as error:
             raise full(device, math.prod(shape) * dtype.itemsize) from error
 
@@ -132,11 +132,11 @@ def full(device: DeviceId | None, count: int) -> BudgetError:
     )
 
 
-def torch_device(home: DeviceId) -> torch.device:
+def torch_device(device: DeviceId) -> torch.device:
     """Return the torch device behind a device id; without such an accelerator the cpu."""
-    if home == CPU or not torch.accelerator.is_available():
+    if device == CPU or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
-    if isinstance(home, int) and accelerator is not None and home < torch.accelerator.device_count():
-        return torch.device(accelerator.type, home)
+    if isinstance(device, int) and accelerator is not None and device < torch.accelerator.device_count():
+        return torch.device(accelerator.type, device)
     return torch.device("cpu")

@@ -61,8 +61,8 @@ def simulated(devices: Sequence[Mapping[str, Any]]) -> tuple[Accelerator, ...]:
 
 def _simulated(device: Mapping[str, Any]) -> Accelerator:
     size, ledger = parse_size(device["memory"]), device.get("ledger")
-    held = None if ledger is None else parse_size(ledger)
-    return Accelerator(str(device.get("name", "simulated")), size, size, simulated=True, ledger_bytes=held)
+    capacity = None if ledger is None else parse_size(ledger)
+    return Accelerator(str(device.get("name", "simulated")), size, size, simulated=True, ledger_bytes=capacity)
 
 
 def ledgers(machine: Hardware, budgets: Mapping[DeviceId, int | None]) -> dict[DeviceId, int]:

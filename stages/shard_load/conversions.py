@@ -76,7 +76,7 @@ def _as_piece(step: Step, reader: SourceReader) -> _Target | None:
         state[pattern].append(_leaf(name, reader.entries[name].shape))
     for operation in getattr(step.converter, "operations", [None]):
         state = _apply(operation, {pattern: pieces for pattern, pieces in state.items() if pieces})
-    pieces = [piece for found in state.values() for piece in found]
+    pieces = [piece for same_pattern in state.values() for piece in same_pattern]
     return pieces[0] if len(pieces) == 1 and pieces[0].shape == next(iter(step.targets.values())) else None
 
 

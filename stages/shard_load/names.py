@@ -134,8 +134,8 @@ class _Renamer:
 
     def index(self, pattern: str | None) -> int:
         """Return the place of the converter that ``pattern`` belongs to, -1 for none."""
-        found = (i for i, converter in enumerate(self.converters) if pattern in converter.source_patterns)
-        return next(found, -1)
+        matching = (i for i, converter in enumerate(self.converters) if pattern in converter.source_patterns)
+        return next(matching, -1)
 
 
 def _step(

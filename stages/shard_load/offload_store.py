@@ -66,12 +66,12 @@ class OffloadStore:
     def find_all(self, wanted: Mapping[str, StoredTensor]) -> dict[str, ShardFile]:
         """Return the files of those of the tensors ``wanted`` that are there, whole, made just as it says."""
         index = read_index(self.folder)
-        found = {}
+        whole = {}
         for name, tensor in wanted.items():
             file = self._file(name)
             if index.get(name) == _as_json(tensor) and _size(file.path) == tensor.bytes:
-                found[name] = ShardFile(file.name, file.path, tensor.bytes, None, "")
-        return found
+                whole[name] = ShardFile(file.name, file.path, tensor.bytes, None, "")
+        return whole
 
     def put(self, name: str, tensor: StoredTensor, data: memoryview) -> None:
         """Write the bytes of one tensor to its file, on disk before it takes its name."""

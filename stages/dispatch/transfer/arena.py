@@ -80,7 +80,7 @@ class Arena(Generic[Region]):
         next: what is small and stays long leaves the others their room in one piece there.
         """
         self._collect()
-        length = self._rounded(max(size, 1))
+        length = align_up(max(size, 1), self._memory.alignment)
         begin = self._find_last(max(size, 1)) if at_end else self._find(max(size, 1))
         if begin is None:
             return None
@@ -119,9 +119,6 @@ class Arena(Generic[Region]):
             gaps.append((begin, span.begin))
             begin = span.end
         return gaps
-
-    def _rounded(self, size: int) -> int:
-        return -(-size // self._memory.alignment) * self._memory.alignment
 
     def _collect(self) -> None:
         while self._gone:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 import torch
 
+from stages.checkpoints.direct_file import DirectFile
+from stages.checkpoints.extents import Chunk
+from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.transfer.arena import Region
+from stages.dispatch.transfer.trace import Trace
 
 READERS = 4
-
-
 CHUNK_BYTES = 2 * 2**20
-
-
 SMALL_BYTES = 64 * 2**10
 """A norm's few KB are kept out of the way of large parts: between two of their regions they would cost room for one."""
 
@@ -26,6 +27,30 @@ SMALL_BYTES = 64 * 2**10
 def reader_pool() -> ThreadPoolExecutor:
     """Return the process's pool of reading threads; it is started by the first read and ends with the process."""
     return ThreadPoolExecutor(READERS, thread_name_prefix="offstage-read")
+
+
+class ChunkReader:
+    """The ``files`` of some parts, held open to be read chunk by chunk, in any thread."""
+
+    def __init__(self, files: Iterable[ShardFile], trace: Trace | None) -> None:
+        self._files = {file: DirectFile(file) for file in files}
+        self._trace = trace
+
+    def read(self, chunk: Chunk, target: memoryview) -> int:
+        """Read ``chunk`` into ``target`` (aligned, ``chunk.length`` bytes), if its file is what it was; return how many
+        bytes were wanted.
+        """
+        file = self._files[chunk.file]
+        file.check()
+        with (
+            self._trace.span("read", "read", bytes=chunk.wanted, offset=chunk.offset) if self._trace else nullcontext()
+        ):
+            return file.read(target, offset=chunk.offset, wanted=chunk.wanted)
+
+    def close(self) -> None:
+        """Close the files; closing again does nothing."""
+        for file in self._files.values():
+            file.close()
 
 
 @dataclass(slots=True)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
-from stages.checkpoints.direct_file import DirectFile
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Chunk, Extent, cut
-from stages.checkpoints.shard_files import ShardFile
+from stages.checkpoints.extents import Extent, cut
 from stages.dispatch.transfer.arena import Arena, HostMemory
-from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, Delivery, Traffic, reader_pool
+from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, private_bytes, tensor_in
 
@@ -59,9 +56,8 @@ class HostCarrier:
         slack = 2 * ALIGNMENT * min(sum(map(len, self._places)), ALIGNED_TENSORS)
         self._arena = Arena(HostMemory(min(staging_bytes + slack, sum(large))))
         self._small = Arena(HostMemory(min(SMALL_ARENA_BYTES, sum(small))))
-        self._traffic, self._trace = traffic, trace
-        files = {extent.file for extents in parts for extent in extents}
-        self._files: Mapping[ShardFile, DirectFile] = {file: DirectFile(file) for file in files}
+        self._traffic = traffic
+        self._reader = ChunkReader({extent.file for extents in parts for extent in extents}, trace)
 
     def take(self, part: int) -> Bytes | None:
         """Return memory for ``part``, or null if there is none free; small parts have an arena of their own."""
@@ -79,17 +75,8 @@ class HostCarrier:
         for place in self._places[part]:
             for chunk in cut(place.extent, CHUNK_BYTES):
                 begin = place.offset(chunk.offset)
-                read: Future[int] = pool.submit(self._read, chunk, data[begin : begin + chunk.length])
+                read: Future[int] = pool.submit(self._reader.read, chunk, data[begin : begin + chunk.length])
                 delivery.arriving.append(read)
-
-    def _read(self, chunk: Chunk, target: memoryview) -> int:
-        """Read one chunk; runs in a thread of the pool."""
-        file = self._files[chunk.file]
-        file.check()
-        with (
-            self._trace.span("read", "read", bytes=chunk.wanted, offset=chunk.offset) if self._trace else nullcontext()
-        ):
-            return file.read(target, offset=chunk.offset, wanted=chunk.wanted)
 
     def wait(self, delivery: Delivery[Bytes]) -> None:
         """Wait for the reads."""
@@ -107,6 +94,4 @@ class HostCarrier:
 
     def close(self) -> None:
         """Close the files; closing again does nothing."""
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+        self._reader.close()

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 
 import torch
 
-from stages.checkpoints.direct_file import DirectFile
 from stages.checkpoints.extents import Chunk
-from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.transfer.arena import Arena
-from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, Delivery, Traffic, reader_pool
+from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.link import Event, Link
 from stages.dispatch.transfer.link_layout import Source, lay_out
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
@@ -69,8 +67,7 @@ class LinkCarrier:
         self._buffers = self._pin_buffers(staging_bytes)
         self._order, self._ordering = count(), threading.Lock()
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if trace is not None else None
-        files = {chunk.file for chunks in self._chunks for chunk, _ in chunks}
-        self._files: Mapping[ShardFile, DirectFile] = {file: DirectFile(file) for file in files}
+        self._reader = ChunkReader({chunk.file for chunks in self._chunks for chunk, _ in chunks}, trace)
 
     def _pin_buffers(self, staging_bytes: int) -> PinnedBuffers | None:
         """Return the buffers for reads, if there are reads: together at most the staging, unless one alone is more."""
@@ -114,19 +111,11 @@ class LinkCarrier:
         """
         assert self._buffers is not None
         with self._buffers.lend() as (buffer, waited):
-            self._read(chunk, buffer.memory.data[: chunk.length])
+            self._reader.read(chunk, buffer.memory.data[: chunk.length])
             source = buffer.tensor[chunk.skipped : chunk.wanted]
             arrival = self._copy(source, delivery, begin=begin, after=after)
             buffer.copied = arrival.done
         return _Arrival(arrival.number, arrival.done, arrival.copied_bytes, chunk.wanted, waited)
-
-    def _read(self, chunk: Chunk, target: memoryview) -> None:
-        file = self._files[chunk.file]
-        file.check()
-        began = time.perf_counter()
-        file.read(target, offset=chunk.offset, wanted=chunk.wanted)
-        if self._trace is not None:
-            self._trace.add("read", "read", began, bytes=chunk.wanted, offset=chunk.offset)
 
     def _copy(self, source: torch.Tensor, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
         """Ask for one copy. The lock makes the order of the numbers that of the copies."""
@@ -169,6 +158,4 @@ class LinkCarrier:
             self._watcher.shutdown()
         if self._buffers is not None:
             self._buffers.close()
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+        self._reader.close()

@@ -11,6 +11,7 @@ from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Chunk, Extent, cut
 from stages.dispatch.transfer.carrier import CHUNK_BYTES
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
+from stages.machine.aligned_memory import align_up
 
 Source = Extent | torch.Tensor
 """Where a streamed tensor waits: on disk, or on the host."""
@@ -57,7 +58,7 @@ class PartLayout:
     @property
     def room(self) -> int:
         """What the region takes of a staging memory."""
-        return -(-self.size // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT
+        return align_up(self.size, DEVICE_ALIGNMENT)
 
 
 def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
@@ -70,7 +71,7 @@ def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
         order = sorted(range(len(sources)), key=lambda i: (_bytes(sources[i]) % alignment != 0, -_width(sources[i])))
         begins, size = {}, 0
         for place in order:
-            begins[place] = -(-size // alignment) * alignment
+            begins[place] = align_up(size, alignment)
             size = begins[place] + _bytes(sources[place])
         if size <= link_room:
             break
