@@ -20,7 +20,7 @@ from pipeline.config import check
 from pipeline.errors import ConfigError, Fault, raise_faults
 from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord, StageRecord
-from pipeline.stage import Artifact, Config, Report, Stage
+from pipeline.stage import Artifact, Config, Report, Stage, keyed
 from pipeline.stage_usage import Meter
 
 GROUP = "offstage.stages"
@@ -45,7 +45,7 @@ def installed_stages() -> dict[str, Any]:
     return {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
-def load_stages(config: Config) -> list[Stage]:
+def load_stages(config: Config) -> list[Stage[Any]]:
     """Return the stages that ``config`` lists, up to ``stop_after``, one new instance each."""
     installed, names = installed_stages(), list(config["stages"])
     if config["stop_after"] is not None:
@@ -53,7 +53,7 @@ def load_stages(config: Config) -> list[Stage]:
     return [installed[name].load()() for name in names]
 
 
-def check_config(config: Config) -> list[Stage]:
+def check_config(config: Config) -> list[Stage[Any]]:
     """Return the stages to run, or raise every fault of ``config`` that can be seen, as one error.
 
     What needs model code to be seen is looked at here only where the config is faulty anyway: a sound config may be
@@ -75,7 +75,7 @@ class Runner:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[Stage[Any]],
         config: Config,
         *,
         record: RunRecord,
@@ -93,7 +93,9 @@ class Runner:
         self._store = Store(self.cache)
         self._artifacts: dict[str, Artifact] = {}
         self._cached: dict[str, bool] = {}
-        self._inputs: dict[str, object] = {}
+        self._inputs: dict[str, Any] = {}
+        self._keys: dict[str, str] = {}
+        self._outlines: dict[str, object] = {}
         self._live: dict[str, Any] = {}
         self._reports: dict[str, Report] = {}
         self.at_work: str | None = None
@@ -125,7 +127,7 @@ class Runner:
         if stage not in self._live:
             self.artifact(stage)
             with self._meter.charge(stage):
-                self._live[stage] = self._stages[stage].revive(self)
+                self._live[stage] = self._stages[stage].revive(self._inputs[stage], self)
         return self._live[stage]
 
     def run(self) -> Mapping[str, Report]:
@@ -169,17 +171,21 @@ class Runner:
             self._artifacts[name], self._cached[name] = found, True
 
     def _key(self, name: str) -> str:
-        """Return the key of ``name``, and keep what it stands for."""
-        stage = self._stages[name]
-        inputs = dict(stage.key(self))
-        key = fingerprint({"stage": name, "version": stage.version, "inputs": inputs})
-        self._inputs[name] = outline({"version": stage.version, **inputs})
-        self._observer.keyed(name, self._inputs[name])
-        return key
+        """Return the key of ``name``. Its inputs are gathered the first time, and kept for the work."""
+        if name not in self._keys:
+            stage = self._stages[name]
+            self._inputs[name] = stage.gather(self)
+            parts = keyed(self._inputs[name])
+            self._keys[name] = fingerprint({"stage": name, "version": stage.version, "inputs": parts})
+            self._outlines[name] = outline({"version": stage.version, **parts})
+            self._observer.keyed(name, self._outlines[name])
+        return self._keys[name]
 
     def _obtain(self, name: str) -> None:
-        stage = self._stages[name]
-        artifact, live, cached = self._store.obtain(name, self._key(name), lambda folder: stage.build(self, folder))
+        stage, key = self._stages[name], self._key(name)
+        artifact, live, cached = self._store.obtain(
+            name, key, lambda folder: stage.build(self._inputs[name], self, folder)
+        )
         self._artifacts[name], self._cached[name] = artifact, cached
         if live is not None:
             self._live[name] = live
@@ -207,7 +213,7 @@ class Runner:
                     artifact=str(artifact.folder),
                     peak_host_bytes=usage.peak_host_bytes,
                     peak_device_bytes={str(device): count for device, count in usage.peak_device_bytes.items()},
-                    inputs=self._inputs[name],
+                    inputs=self._outlines[name],
                 )
             )
             if name not in self._reports:

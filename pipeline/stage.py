@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from pipeline.errors import Fault
 
 Config = Mapping[str, Any]
 """A resolved config: plain dicts, lists and scalars. ``max_memory`` has str keys ("0", "cpu") and str values."""
+
+Inputs = TypeVar("Inputs")
+"""What a stage depends on: a frozen dataclass of its own."""
 
 MEASURED = "hardware"
 """The folder of the cache where stages keep what they measured of the machine; a replay goes by the same figures."""
@@ -93,8 +96,12 @@ class Context(Protocol):
 
 
 @runtime_checkable
-class Stage(Protocol):
-    """One stage of the pipeline. Instances hold no state: the runner makes one a run."""
+class Stage(Protocol[Inputs]):
+    """One stage of the pipeline. Instances hold no state: the runner makes one a run.
+
+    What a stage depends on is gathered once a run, as a value. The key is made from that value and the work is done
+    from it, so that what lies under a key is what the key says, whatever the machine would answer by then.
+    """
 
     name: str
     version: int
@@ -111,14 +118,23 @@ class Stage(Protocol):
         Asked, before any work, only of a stage whose artifact isn't known to be cached: what is cached was examined.
         """
 
-    def key(self, context: Context) -> Mapping[str, object]:
-        """Return all that the artifact depends on, as a value that ``fingerprint`` takes."""
+    def gather(self, context: Context) -> Inputs:
+        """Return all that the artifact depends on: config, files, earlier artifacts, what the machine says."""
 
-    def build(self, context: Context, folder: Path) -> Any:
+    def build(self, inputs: Inputs, context: Context, folder: Path) -> Any:
         """Write the stored half into ``folder``. Returns the live half if it was made on the way, else None."""
 
-    def revive(self, context: Context) -> Any:
+    def revive(self, inputs: Inputs, context: Context) -> Any:
         """Return the live half, made from the stored half of this stage and those before it."""
 
     def report(self, artifact: Artifact) -> Report:
         """Return what the artifact adds to the run record."""
+
+
+def keyed(inputs: Any) -> dict[str, object]:
+    """Return the fields of a stage's inputs that its key is made of, each a value that ``fingerprint`` takes.
+
+    They are those that two inputs are compared by. A field with ``compare=False`` is there for the work alone: what
+    follows from the others (a file that one is the hash of, read already), or changes nothing of the stored half.
+    """
+    return {entry.name: getattr(inputs, entry.name) for entry in fields(inputs) if entry.compare}

@@ -39,6 +39,8 @@ def outline(value: object) -> object:
         return str(value.name)
     if isinstance(value, Mapping):
         return {str(key): outline(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {entry.name: outline(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
     if isinstance(value, list | tuple) and len(value) <= _LONGEST_LIST:
         return [outline(item) for item in value]
     return _hash(value)

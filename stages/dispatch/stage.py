@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,19 @@ class Dispatched:
     devices: Devices
 
 
+@dataclass(frozen=True, slots=True)
+class DispatchInputs:
+    """The dispatch plan depends on the skeleton and the plan, by their hashes; which weights they are, a key says.
+
+    ``traces`` says whether what is done with the model is to be traced.
+    """
+
+    skeleton: str
+    plan: str
+    weights: str
+    traces: bool = field(compare=False)
+
+
 class DispatchStage:
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
@@ -52,21 +65,22 @@ class DispatchStage:
         """Yield nothing: no model code is needed to check the stage's keys."""
         return ()
 
-    def key(self, context: Context) -> Mapping[str, object]:
-        """The dispatch plan depends on the skeleton and the plan; which weights they are, shard_load's key says."""
-        return {
-            "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
-            "plan": context.artifact("plan").digest(plans.FILE_NAME),
-            "weights": context.artifact("shard_load").key,
-        }
+    def gather(self, context: Context) -> DispatchInputs:
+        """Return the earlier artifacts that the dispatch plan is made of."""
+        return DispatchInputs(
+            skeleton=context.artifact("empty_init").digest(skeletons.FILE_NAME),
+            plan=context.artifact("plan").digest(plans.FILE_NAME),
+            weights=context.artifact("shard_load").key,
+            traces=context.config["trace"],
+        )
 
-    def build(self, context: Context, folder: Path) -> Any:
+    def build(self, inputs: DispatchInputs, context: Context, folder: Path) -> Any:
         """Write ``dispatch.json``; no weight is touched."""
         skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
         plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
         make_dispatch_plan(skeleton, plan).save(folder)
 
-    def revive(self, context: Context) -> Dispatched:
+    def revive(self, inputs: DispatchInputs, context: Context) -> Dispatched:
         """Return the placed model with its hooks attached."""
         from stages.dispatch.streaming.streamer import Streamer
         from stages.dispatch.transfer.trace import Trace
@@ -79,7 +93,7 @@ class DispatchStage:
             extents={name: placed.offloaded.extent(name) for name in placed.offloaded},
             devices=placed.devices,
             host=placed.host,
-            trace=Trace() if context.config["trace"] else None,
+            trace=Trace() if inputs.traces else None,
         )
         main = placed.devices.torch_device(plan.main_device)
         return Dispatched(placed.model, streamer, main, placed.load_seconds, placed.read_bytes, placed.devices)

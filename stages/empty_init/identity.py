@@ -45,6 +45,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         "kind": "pretrained",
         "config": read_config_bytes(folder),
         "class": model.get("class"),
+        "no_split": model.get("no_split"),
         "transformers": metadata.version("transformers"),
         "code": {file.name: file.read_bytes() for file in trusted},
     }

@@ -17,7 +17,7 @@ from torch import nn
 from pipeline.errors import CheckpointError, ConfigError, closest
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.hub import checkpoint_folder
-from stages.empty_init.identity import constructor_arguments, read_config, resolve_dtype
+from stages.empty_init.identity import constructor_arguments, read_config
 from stages.empty_init.init import init_empty_weights
 
 _BUILD_FAULTS = (
@@ -25,13 +25,13 @@ _BUILD_FAULTS = (
 )  # fmt: skip
 
 
-def build_model(config: Mapping[str, Any]) -> nn.Module:
-    """Return the model that ``config`` declares, in eval mode, with parameters on meta and buffers computed.
+def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
+    """Return the model that the config's ``node`` declares, in eval mode, with parameters on meta and buffers computed.
 
-    Parameters have the dtype that they will be loaded in. Nothing of the checkpoint but its ``config.json`` is read.
+    Parameters have the ``dtype`` that they will be loaded in; ``auto`` is what a module's constructor makes. Nothing of
+    the checkpoint but its ``config.json`` is read.
     """
     transformers.logging.set_verbosity_error()
-    node, dtype = config["model"], resolve_dtype(config)
     model = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
     return model.eval().requires_grad_(False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,20 @@ from stages.empty_init.skeleton import FILE_NAME, from_json
 from stages.units import format_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class EmptyInitInputs:
+    """The skeleton depends on the model's identity and the dtype; ``node`` is the config's ``model``."""
+
+    model: Mapping[str, object]
+    dtype: str
+    node: Mapping[str, Any] = field(compare=False)
+
+
 class EmptyInitStage:
     """Builds the model on the meta device and leaves ``skeleton.json``; its live half is that model."""
 
     name = "empty_init"
-    version = 3
+    version = 4
     needs: tuple[str, ...] = ()
 
     def check(self, config: Config) -> Iterable[Fault]:
@@ -35,24 +45,25 @@ class EmptyInitStage:
         """Yield nothing: what needs the model's code is said as the model is built, the first work of a run."""
         return ()
 
-    def key(self, context: Context) -> Mapping[str, object]:
-        """The skeleton depends on the model's identity and the dtype."""
-        return {"model": identity(context.config["model"]), "dtype": resolve_dtype(context.config)}
+    def gather(self, context: Context) -> EmptyInitInputs:
+        """Return what the model is, as far as it can be told without its code."""
+        model = context.config["model"]
+        return EmptyInitInputs(identity(model), resolve_dtype(context.config), model)
 
-    def build(self, context: Context, folder: Path) -> Any:
+    def build(self, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
         """Write ``skeleton.json`` and return the model on meta."""
         from stages.empty_init.describe import describe
         from stages.empty_init.model import build_model
 
-        model = build_model(context.config)
-        describe(model, no_split=context.config["model"].get("no_split")).save(folder)
+        model = build_model(inputs.node, inputs.dtype)
+        describe(model, no_split=inputs.node.get("no_split")).save(folder)
         return model
 
-    def revive(self, context: Context) -> Any:
+    def revive(self, inputs: EmptyInitInputs, context: Context) -> Any:
         """Return the model on meta."""
         from stages.empty_init.model import build_model
 
-        return build_model(context.config)
+        return build_model(inputs.node, inputs.dtype)
 
     def report(self, artifact: Artifact) -> Report:
         """Say how large the model is, and whether its order is that of a rehearsal."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.generate import decode, options, prompts
+from stages.generate.inputs import GenerateInputs
 from stages.generate.metrics import Cost, Metrics, as_it_stands
 
 WORDS_UNKNOWN = 2**63
@@ -42,16 +43,14 @@ class Generation:
             self.trace.save(file.with_name(TRACE_NAME))
 
 
-def perform(context: Context) -> Generation:
-    """Generate what ``context.config`` asks for, on the live model of the stage dispatch."""
-    config = context.config
-    tokenizer = prompts.load_tokenizer(config["model"])
-    asked = prompts.read_prompts(config["generate"])
+def perform(inputs: GenerateInputs, context: Context) -> Generation:
+    """Generate what ``inputs`` ask for, on the live model of the stage dispatch."""
+    tokenizer, asked = prompts.load_tokenizer(inputs.model), inputs.prompts
     encoded = prompts.encode(asked, tokenizer)
     dispatched: Dispatched = context.live("dispatch")
     _check_words(dispatched.model, encoded)
-    decoding = _Decoding(dispatched, config, tokenizer)
-    torch.manual_seed(config["seed"])
+    decoding = _Decoding(dispatched, inputs, tokenizer)
+    torch.manual_seed(inputs.seed)
     rows = decoding.run(encoded)
     copies = max(len(rows) // len(asked), 1)
     outputs = [
@@ -65,12 +64,12 @@ def perform(context: Context) -> Generation:
 class _Decoding:
     """Runs the batches of one generation and sums up what they cost."""
 
-    def __init__(self, dispatched: Dispatched, config: Mapping[str, Any], tokenizer: Any) -> None:
+    def __init__(self, dispatched: Dispatched, inputs: GenerateInputs, tokenizer: Any) -> None:
         self._dispatched = dispatched
-        self._generate = config["generate"]
+        self._batch_size = inputs.options.get("batch_size")
         self._cost = Cost()
-        self._options = options.given_options(self._generate)
-        self._defaults = options.checkpoint_defaults(checkpoint_folder(config["model"]))
+        self._options = options.given_options(inputs.options)
+        self._defaults = options.checkpoint_defaults(checkpoint_folder(inputs.model))
         self._uses_transformers = decode.has_generate(dispatched.model)
         if self._uses_transformers and self._defaults is not None:
             dispatched.model.generation_config = self._defaults
@@ -96,7 +95,7 @@ class _Decoding:
 
     def _batches(self, encoded: Sequence[Sequence[int]]) -> list[prompts.Batch]:
         """Cut ``encoded`` into batches. The plain loop knows no masks, so there prompts of one length go together."""
-        size = self._generate.get("batch_size") or len(encoded)
+        size = self._batch_size or len(encoded)
         groups: list[list[Sequence[int]]] = []
         for ids in encoded:
             full = not groups or len(groups[-1]) == size

@@ -13,6 +13,7 @@ from pipeline.stage import Artifact, Config, Context, Report
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from stages.empty_init import skeleton as skeletons
+from stages.generate.inputs import GenerateInputs
 from stages.generate.prompts import TOKENIZER_FILES, check_prompts, read_prompts
 
 FILE_NAME = "generation.json"
@@ -22,7 +23,7 @@ class GenerateStage:
     """Leaves ``generation.json``: prompts, texts, token ids, metrics. It has no live half."""
 
     name = "generate"
-    version = 2
+    version = 3
     needs: tuple[str, ...] = ("dispatch",)
 
     def check(self, config: Config) -> Iterable[Fault]:
@@ -35,30 +36,29 @@ class GenerateStage:
 
         return check_options(config["generate"])
 
-    def key(self, context: Context) -> Mapping[str, object]:
-        """The tokens depend on the model, the prompts and every option; the metrics on the placement too."""
+    def gather(self, context: Context) -> GenerateInputs:
+        """Return the model's identity and placement, the prompts and every option."""
         config = context.config
-        options = {key: value for key, value in config["generate"].items() if key not in ("prompts", "prompts_file")}
-        return {
-            "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
-            "weights": context.artifact("shard_load").key,
-            "placement": context.artifact("dispatch").digest(DISPATCH_PLAN),
-            "prompts": read_prompts(config["generate"]),
-            "options": options,
-            "seed": config["seed"],
-            "storage": config["storage"],
-            "trace": config["trace"],
-            "text": _text_files(config["model"]),
-            "libraries": {name: metadata.version(name) for name in ("torch", "transformers")},
-        }
+        return GenerateInputs(
+            skeleton=context.artifact("empty_init").digest(skeletons.FILE_NAME),
+            weights=context.artifact("shard_load").key,
+            placement=context.artifact("dispatch").digest(DISPATCH_PLAN),
+            prompts=read_prompts(config["generate"]),
+            options={key: value for key, value in config["generate"].items() if key not in ("prompts", "prompts_file")},
+            seed=config["seed"],
+            trace=config["trace"],
+            text=_text_files(config["model"]),
+            libraries={name: metadata.version(name) for name in ("torch", "transformers")},
+            model=config["model"],
+        )
 
-    def build(self, context: Context, folder: Path) -> Any:
+    def build(self, inputs: GenerateInputs, context: Context, folder: Path) -> Any:
         """Generate, and write ``generation.json``."""
         from stages.generate.generation import perform
 
-        perform(context).save(folder / FILE_NAME)
+        perform(inputs, context).save(folder / FILE_NAME)
 
-    def revive(self, context: Context) -> Any:
+    def revive(self, inputs: GenerateInputs, context: Context) -> Any:
         """Return None: nothing comes after the text."""
 
     def report(self, artifact: Artifact) -> Report:

@@ -37,6 +37,11 @@ class Work:
     activation_bytes: int
     scratch_bytes: int = 0
 
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.cache_bytes + self.activation_bytes + self.scratch_bytes
+
 
 def work(outline: Outline, geometry: Geometry, request: Request) -> Work:
     """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.stage import MEASURED, Artifact, Config, Context, Report
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.weight_files import weight_files
+from pipeline.stage import Artifact, Config, Context, Report
 from stages.empty_init import skeleton as skeletons
-from stages.machine.hardware import Hardware, coarse, hardware, ledgers
-from stages.machine.rates import Rates, local_rates, read_rates
+from stages.machine.hardware import Hardware, hardware, ledgers
+from stages.machine.rates import Rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble
 from stages.plan.checks import require_room
-from stages.plan.geometry import read_geometry, read_request
+from stages.plan.inputs import PlanInputs, gather_inputs, machine_rates
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement
 from stages.plan.policies import POLICIES
 from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
 from stages.plan.policies.optimal import optimal
-from stages.plan.predict import PROCESS_BYTES, Work, predict, work
-from stages.plan.serving import Io, choose_io
-from stages.units import CPU, format_bytes
+from stages.plan.predict import predict
+from stages.units import DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"
 
@@ -36,7 +33,7 @@ class PlanStage:
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 4
+    version = 5
     needs: tuple[str, ...] = ()
 
     def check(self, config: Config) -> Iterable[Fault]:
@@ -48,43 +45,28 @@ class PlanStage:
         if list(options.faults(config)):
             return
         try:
-            _require_devices(config, hardware(config))
+            choice, overrides = options.read_choice(config["device_map"]), options.read_overrides(config)
+            _require_devices(choice, overrides, hardware(config))
         except ConfigError as error:
             key, _, message = str(error).partition(": ")
             yield Fault(key, message)
 
-    def key(self, context: Context) -> Mapping[str, object]:
-        """The plan depends on the skeleton, the resolved budgets, the content of the map, and the request's size."""
-        config, outline = context.config, _outline(context)
-        machine, needs = hardware(config), _work(outline, config)
-        allowance = budgets.allow(config["max_memory"], machine, needed=_needed(machine, needs))
-        choice = options.read_choice(config["device_map"])
-        return {
-            "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
-            "policy": choice.policy,
-            "entries": [[name, str(device)] for name, device in choice.entries.items()],
-            "gigabytes": choice.gigabytes,
-            "overrides": [[name, str(device)] for name, device in options.read_overrides(config).items()],
-            "budgets": [[str(device), budget] for device, budget in allowance.budgets.items()],
-            "terms": {device: dict(terms) for device, terms in allowance.terms.items()},
-            "notes": list(allowance.notes),
-            "accelerators": [accelerator.simulated for accelerator in machine.accelerators],
-            "ledgers": [accelerator.ledger_bytes for accelerator in machine.accelerators],
-            "io": _io(config, machine, outline, allowance, needs),
-            "tight": _tight(machine, outline, allowance, needs),
-            "work": asdict(needs),
-            "rates": asdict(_rates(context, machine)),
-        }
+    def gather(self, context: Context) -> PlanInputs:
+        """Return the model, the resolved budgets, the content of the map, the request's work, the machine's rates."""
+        config, stored = context.config, context.artifact("empty_init")
+        outline, machine = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME))), hardware(config)
+        rates = machine_rates(config, machine, context.cache)
+        digest = stored.digest(skeletons.FILE_NAME)
+        return gather_inputs(outline, config, machine=machine, rates=rates, skeleton=digest)
 
-    def build(self, context: Context, folder: Path) -> Any:
+    def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
         """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""
-        outline = _outline(context)
-        plan = make_plan(outline, context.config, rates=_rates(context, hardware(context.config)))
+        plan, sizes = plan_from(inputs), inputs.outline.sizes
         plan.save(folder)
-        folder.joinpath(picture.FILE_NAME).write_text(picture.draw(plan, outline.sizes))
-        folder.joinpath(SIZES_NAME).write_text(json.dumps(outline.sizes, indent=1) + "\n")
+        folder.joinpath(picture.FILE_NAME).write_text(picture.draw(plan, sizes))
+        folder.joinpath(SIZES_NAME).write_text(json.dumps(sizes, indent=1) + "\n")
 
-    def revive(self, context: Context) -> Any:
+    def revive(self, inputs: PlanInputs, context: Context) -> Any:
         """Return None: a plan is data, and later stages read the artifact."""
 
     def report(self, artifact: Artifact) -> Report:
@@ -97,89 +79,45 @@ class PlanStage:
 
 
 def make_plan(outline: Outline, config: Config, *, rates: Rates | None = None) -> plans.Plan:
-    """Return the plan of the model under ``config``, with what is predicted of it.
+    """Return the plan of the model under ``config`` on the machine that it describes; see ``plan_from``.
 
-    Raises ``ConfigError`` where the map doesn't fit the model or the machine, ``BudgetError`` where the budgets can't
-    hold the plan. ``rates`` are those of the machine; by default what the config gives, or nominal ones.
+    ``rates`` are those of the machine; by default what the config gives, or nominal ones.
     """
     rates = rates or read_rates(config.get("hardware") or {})
-    machine, needs = hardware(config), _work(outline, config)
-    allowance = budgets.allow(config["max_memory"], machine, needed=_needed(machine, needs))
-    choice = options.read_choice(config["device_map"])
-    _require_devices(config, machine)
-    placement = _place(outline, choice, allowance, rates)
-    placement = override(outline, placement, options.read_overrides(config))
-    allowance = budgets.with_idle_noted(allowance, placement.homes)
-    io = _io(config, machine, outline, allowance, needs)
-    plan = assemble(outline, placement, allowance, policy=choice.policy, io=io)
-    plan = replace(plan, ledgers=ledgers(machine, plan.budgets))
-    plan = predict(outline, plan, needs, rates)
-    require_room(plan, machine)
+    return plan_from(gather_inputs(outline, config, machine=hardware(config), rates=rates))
+
+
+def plan_from(inputs: PlanInputs) -> plans.Plan:
+    """Return the plan of these inputs, with what is predicted of it.
+
+    Raises ``ConfigError`` where the map doesn't fit the model or the machine, ``BudgetError`` where the budgets can't
+    hold the plan.
+    """
+    outline, choice = inputs.outline, inputs.choice
+    _require_devices(choice, inputs.overrides, inputs.machine)
+    placement = override(outline, _place(inputs), inputs.overrides)
+    allowance = budgets.with_idle_noted(inputs.allowance, placement.homes)
+    plan = assemble(outline, placement, allowance, policy=choice.policy, io=inputs.io)
+    plan = replace(plan, ledgers=ledgers(inputs.machine, plan.budgets))
+    plan = predict(outline, plan, inputs.work, inputs.rates)
+    require_room(plan, inputs.machine)
     return plan
 
 
-def _needed(machine: Hardware, needs: Work) -> int:
-    """Return what the request takes beside weights where it computes; the host computes where nothing else does."""
-    scratch = 0 if machine.accelerators else needs.scratch_bytes
-    return needs.cache_bytes + needs.activation_bytes + scratch
-
-
-def _io(config: Config, machine: Hardware, outline: Outline, allowance: budgets.Allowance, needs: Work) -> Io:
-    """Return how the host reads what it streams, by the most that it may hold and the least that is then streamed.
-
-    It is decided before the placement is known, so that a key can hold it: a plan that was made when memory was free
-    isn't found again where it isn't.
-    """
-    asked = (config.get("storage") or {}).get("io", "direct")
-    whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
-    held = whole if most is None else min(most, whole)
-    beside = needs.cache_bytes + needs.activation_bytes + needs.scratch_bytes + PROCESS_BYTES
-    free = coarse(machine.host.available_bytes) - held - beside
-    return choose_io(asked, streamed_bytes=whole - held, free_bytes=free)
-
-
-def _tight(machine: Hardware, outline: Outline, allowance: budgets.Allowance, needs: Work) -> int | None:
-    """Return the memory that is free where it may be too little, else null: then it changes nothing of the plan."""
-    most = allowance.budgets.get(CPU)
-    weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
-    largest = max(outline.sizes.values(), default=0)
-    needed = weights + largest + needs.cache_bytes + needs.activation_bytes + needs.scratch_bytes + PROCESS_BYTES
-    free = machine.host.available_bytes
-    return None if needed <= free else coarse(free)
-
-
-def _place(outline: Outline, choice: options.Choice, allowance: budgets.Allowance, rates: Rates) -> Placement:
+def _place(inputs: PlanInputs) -> Placement:
+    outline, choice, allowed = inputs.outline, inputs.choice, inputs.allowance.budgets
     if choice.policy == "optimal":
-        return optimal(outline, allowance.budgets, rates)
+        return optimal(outline, allowed, inputs.rates)
     if choice.policy in POLICIES:
-        return POLICIES[choice.policy](outline, allowance.budgets)
+        return POLICIES[choice.policy](outline, allowed)
     if choice.policy == options.OFFLOAD:
-        return cpu_offload_gb(outline, allowance.budgets, choice.gigabytes)
+        return cpu_offload_gb(outline, allowed, choice.gigabytes)
     return explicit(outline, choice.entries)
 
 
-def _outline(context: Context) -> Outline:
-    return Outline(skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME)))
-
-
-def _work(outline: Outline, config: Config) -> Work:
-    model = config.get("model") or {}
-    return work(outline, read_geometry(model), read_request(config.get("generate") or {}, model))
-
-
-def _rates(context: Context, machine: Hardware) -> Rates:
-    """Return the rates that the config gives, or this machine's, measured on the checkpoint's largest file."""
-    described = context.config.get("hardware") or {}
-    if described.get("rates") or described.get("devices") is not None:
-        return read_rates(described)
-    files = weight_files(checkpoint_folder(context.config["model"]))
-    sample = max(files, key=lambda path: path.stat().st_size, default=None)
-    return local_rates(context.cache / MEASURED, sample, [accelerator.name for accelerator in machine.accelerators])
-
-
-def _require_devices(config: Config, machine: Hardware) -> None:
-    budgets.require_present(options.read_choice(config["device_map"]).entries, machine, "device_map")
-    budgets.require_present(options.read_overrides(config), machine, "device_map_overrides")
+def _require_devices(choice: options.Choice, overrides: Mapping[str, DeviceId], machine: Hardware) -> None:
+    budgets.require_present(choice.entries, machine, "device_map")
+    budgets.require_present(overrides, machine, "device_map_overrides")
 
 
 def _summary(plan: plans.Plan) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,14 @@ from stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, wei
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
 from stages.shard_load.offload_store import OffloadStore, open_store
-from stages.units import CPU, format_bytes
+from stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
     from stages.checkpoints.shard_files import ShardFile
     from stages.shard_load.load import Load
     from stages.shard_load.placed_weights import Placed
 
-CHECKS: Mapping[str, object] = {"strict": True, "check_finite": False, "verify": "headers"}
+CHECKS: Mapping[str, Any] = {"strict": True, "check_finite": False, "verify": "headers"}
 """The config keys that say how much is checked, and their defaults."""
 
 VERIFY = ("index", "headers", "full")
@@ -31,11 +31,34 @@ INDEX_NAME = "offload_index.json"
 REPORT_NAME = "load_report.json"
 
 
+@dataclass(frozen=True, slots=True)
+class ShardLoadInputs:
+    """The weights depend on the checkpoint, on what the model is, where each tensor goes, and what fits there.
+
+    ``skeleton`` and ``device_map`` are the hashes of those files, ``ledgers`` the plan's. ``spills`` says whether
+    weights bound for the host wait on disk; ``model`` is the config's node of that name; ``opened`` is the
+    checkpoint as deep as ``verify`` says, which ``checkpoint`` identifies.
+    """
+
+    checkpoint: Mapping[str, object]
+    skeleton: str
+    device_map: str
+    ledgers: Mapping[DeviceId, int]
+    offload_folder: str | None
+    strict: bool
+    check_finite: bool
+    verify: str
+    spills: bool = field(compare=False)
+    model: Mapping[str, Any] = field(compare=False)
+    opened: Checkpoint = field(compare=False)
+    plan: plans.Plan = field(compare=False)
+
+
 class ShardLoadStage:
     """Leaves where each offloaded tensor is read from; its live half is the model with its weights in place."""
 
     name = "shard_load"
-    version = 1
+    version = 2
     needs: tuple[str, ...] = ("empty_init",)
 
     def check(self, config: Config) -> Iterable[Fault]:
@@ -53,34 +76,41 @@ class ShardLoadStage:
         """Yield nothing: the names of the checkpoint are held against the model as it is loaded."""
         return ()
 
-    def key(self, context: Context) -> Mapping[str, object]:
-        """The weights depend on the checkpoint, on what the model is, where each tensor goes, and what fits there."""
-        return {
-            "checkpoint": identity(_open(context.config, depth=_depth(context.config))),
-            "skeleton": context.artifact("empty_init").digest(skeletons.FILE_NAME),
-            "device_map": context.artifact("plan").digest(plans.MAP_NAME),
-            "ledgers": context.artifact("plan").json(plans.FILE_NAME).get("ledgers"),
-            "offload_folder": context.config["offload_folder"],
-            "checks": {name: context.config.get(name, default) for name, default in CHECKS.items()},
-        }
+    def gather(self, context: Context) -> ShardLoadInputs:
+        """Return which checkpoint it is, what the model is, where each tensor goes, and what is checked."""
+        config, skeleton, plan = context.config, context.artifact("empty_init"), context.artifact("plan")
+        found = plans.from_json(plan.json(plans.FILE_NAME))
+        opened = _open(config["model"], depth=_depth(config))
+        return ShardLoadInputs(
+            checkpoint=identity(opened),
+            skeleton=skeleton.digest(skeletons.FILE_NAME),
+            device_map=plan.digest(plans.MAP_NAME),
+            ledgers=found.ledgers,
+            offload_folder=config["offload_folder"],
+            **{name: config.get(name, default) for name, default in CHECKS.items()},
+            spills=config["offload_state_dict"],
+            model=config["model"],
+            opened=opened,
+            plan=found,
+        )
 
-    def build(self, context: Context, folder: Path) -> Any:
+    def build(self, inputs: ShardLoadInputs, context: Context, folder: Path) -> Any:
         """Fill the offload store; write ``offload_index.json`` and ``load_report.json``."""
         from stages.checkpoints.hashes import hash_files
         from stages.shard_load.load import check_twins
         from stages.shard_load.placed_weights import refuse_infinite_served
 
-        load = _prepare(context)
-        hashes = hash_files(load.checkpoint) if context.config.get("verify") == "full" else {}
+        load = _prepare(inputs, context)
+        hashes = hash_files(load.checkpoint) if inputs.verify == "full" else {}
         check_twins(load)
-        if context.config.get("check_finite"):
+        if inputs.check_finite:
             refuse_infinite_served(load)
-        files = _fill_store(context, load)
+        files = _fill_store(inputs, context, load)
         folder.joinpath(INDEX_NAME).write_text(json.dumps(_index(load, files), indent=1) + "\n")
         report = {**_load_report(load), "sha256": hashes}
         folder.joinpath(REPORT_NAME).write_text(json.dumps(report, indent=1) + "\n")
 
-    def revive(self, context: Context) -> Placed:
+    def revive(self, inputs: ShardLoadInputs, context: Context) -> Placed:
         """Return the model with its resident weights in place; what the offload store lacks by now is made again.
 
         With ``verify=full`` the files must still have the bytes that they had when the artifact was made.
@@ -89,19 +119,21 @@ class ShardLoadStage:
         from stages.machine.devices import Devices
         from stages.shard_load.placed_weights import place
 
-        load, config = _prepare(context), context.config
-        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
-        devices = Devices(plan.ledgers)
-        if plan.main_device != CPU:  # what lies on the host is streamed from there
+        load = _prepare(inputs, context)
+        if inputs.plan.main_device != CPU:  # what lies on the host is streamed from there
             load = replace(load, host=load.host_block())
-        if config.get("verify") == "full":
+        if inputs.verify == "full":
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
-        files = _fill_store(context, load)
+        files = _fill_store(inputs, context, load)
         # Only a pickle's file is held while its tensors are placed: spilling for safetensors would lower no peak.
-        spills = config["offload_state_dict"] and load.checkpoint.format == "bin"
-        spill_folder = Path(config["offload_folder"] or context.cache / "offload") if spills else None
-        finite = bool(config.get("check_finite"))
-        return place(load, files, devices=devices, spill_folder=spill_folder, check_finite=finite)
+        spills = inputs.spills and load.checkpoint.format == "bin"
+        return place(
+            load,
+            files,
+            devices=Devices(inputs.ledgers),
+            spill_folder=Path(inputs.offload_folder or context.cache / "offload") if spills else None,
+            check_finite=inputs.check_finite,
+        )
 
     def report(self, artifact: Artifact) -> Report:
         """Say how many files there are, and how much is served from them and from the store."""
@@ -111,9 +143,8 @@ class ShardLoadStage:
         return Report(f"{files}, {served} read in place, {stored} stored")
 
 
-def _open(config: Config, *, depth: Depth = "headers") -> Checkpoint:
+def _open(model: Mapping[str, Any], *, depth: Depth = "headers") -> Checkpoint:
     """Open the checkpoint: to tell which it is as deep as ``verify`` says, to load it with all its headers."""
-    model = config["model"]
     return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")), depth=depth)
 
 
@@ -121,32 +152,39 @@ def _depth(config: Config) -> Depth:
     return "index" if config.get("verify") == "index" else "headers"
 
 
-def _prepare(context: Context) -> Load:
+def _opened(inputs: ShardLoadInputs) -> Checkpoint:
+    """Return the checkpoint of the inputs with its headers; one whose files have changed since is refused."""
+    if inputs.verify != "index":
+        return inputs.opened
+    deeper = _open(inputs.model)
+    for then, now in zip(inputs.opened.files, deeper.files, strict=False):
+        if (then.name, then.size, then.mtime_ns) != (now.name, now.size, now.mtime_ns):
+            raise CheckpointError(f"{now.path}: changed since the run began; run again when it is complete")
+    return deeper
+
+
+def _prepare(inputs: ShardLoadInputs, context: Context) -> Load:
     from stages.shard_load.load import prepare
 
-    strict = bool(context.config.get("strict", CHECKS["strict"]))
     skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
-    plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
-    return prepare(
-        context.live("empty_init"), skeleton, homes=plan.homes, checkpoint=_open(context.config), strict=strict
-    )
+    model, checkpoint = context.live("empty_init"), _opened(inputs)
+    return prepare(model, skeleton, homes=inputs.plan.homes, checkpoint=checkpoint, strict=inputs.strict)
 
 
-def _store(context: Context, load: Load) -> OffloadStore:
+def _store(inputs: ShardLoadInputs, context: Context, load: Load) -> OffloadStore:
     """Return the offload store of this checkpoint in this dtype."""
     key = fingerprint({"checkpoint": identity(load.checkpoint), "dtype": load.main_dtype})
-    given = context.config["offload_folder"]
     needed = sum(tensor.bytes for tensor in load.stored.values())
-    return open_store(Path(given) if given else context.cache / "offload" / key, key, needed_bytes=needed)
+    return open_store(Path(inputs.offload_folder or context.cache / "offload" / key), key, needed_bytes=needed)
 
 
-def _fill_store(context: Context, load: Load) -> dict[str, ShardFile]:
+def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[str, ShardFile]:
     """Return the files of what must be in the offload store; none is opened where nothing must."""
     from stages.shard_load.placed_weights import fill_store
 
     if not load.stored:
         return {}
-    return fill_store(load, _store(context, load), check_finite=bool(context.config.get("check_finite")))
+    return fill_store(load, _store(inputs, context, load), check_finite=inputs.check_finite)
 
 
 def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:

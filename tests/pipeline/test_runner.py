@@ -1,7 +1,10 @@
 """The runner with stages of its own, that note what was asked of them."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,15 @@ from pipeline.runner import Runner, check_config, installed_stages, load_stages
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 
 
+@dataclass(frozen=True)
+class NoteInputs:
+    """What a note depends on; ``number`` counts how often it was gathered, and is no part of the key."""
+
+    value: Any
+    before: Mapping[str, str]
+    number: int = field(compare=False)
+
+
 class Note:
     """A stage that depends on one option and on the content of the stages before it."""
 
@@ -22,6 +34,7 @@ class Note:
     def __init__(self, log: list[str], name: str, option: str, after: tuple[str, ...] = (), live: bool = True) -> None:
         self.log, self.name, self.option, self.after, self.makes_live = log, name, option, after, live
         self.needs = after
+        self.gathered: list[str] = []
 
     def check(self, config: Config) -> Iterable[Fault]:
         return ()
@@ -31,20 +44,22 @@ class Note:
         if config[self.option] == "unheard of":
             yield Fault(self.option, "unheard of")
 
-    def key(self, context: Context) -> Mapping[str, object]:
+    def gather(self, context: Context) -> NoteInputs:
+        self.gathered.append(self.name)
         before = {name: context.artifact(name).digest("note.json") for name in self.after}
-        return {"value": context.config[self.option], "before": before}
+        return NoteInputs(context.config[self.option], before, len(self.gathered))
 
-    def build(self, context: Context, folder: Path) -> Any:
+    def build(self, inputs: NoteInputs, context: Context, folder: Path) -> Any:
         self.log.append(f"build {self.name}")
-        if context.config[self.option] == "too much":
+        if inputs.value == "too much":
             raise BudgetError("too much")
-        folder.joinpath("note.json").write_text(json.dumps(context.config[self.option]))
+        folder.joinpath("note.json").write_text(json.dumps(inputs.value))
         for name in self.after:
             context.live(name)
         return self.name if self.makes_live else None
 
-    def revive(self, context: Context) -> Any:
+    def revive(self, inputs: NoteInputs, context: Context) -> Any:
+        assert inputs.number == len(self.gathered) == 1, "the same value that the key was made from"
         self.log.append(f"revive {self.name}")
         return self.name
 
@@ -60,7 +75,7 @@ class Lab:
         self.record: dict[str, Any] = {}
         self.held: list[set[str]] = []
 
-    def stages(self, log: list[str]) -> list[Stage]:
+    def stages(self, log: list[str]) -> list[Note]:
         specs = [("a", ()), ("b", ("a",)), ("c", ("b",))]
         return [Note(log, name, name, after, self.live) for name, after in specs]
 
@@ -72,8 +87,10 @@ class Lab:
         record = RunRecord.start(folder, overrides=[], config=config, environment={})
         try:
             with MemoryMonitor() as monitor:
-                runner = Runner(self.stages(log)[:keep], config, record=record, monitor=monitor)
+                stages = self.stages(log)[:keep]
+                runner = Runner(stages, config, record=record, monitor=monitor)
                 runner.run()
+                assert [stage.gathered for stage in stages] == [[stage.name] for stage in stages], "once a run"
                 self.held.append(set(runner._live))
         finally:
             self.record = json.loads(record.path.read_text())
@@ -152,6 +169,11 @@ def test_a_stage_that_needs_one_that_is_not_listed_says_so(tmp_path: Path) -> No
         Runner([Note([], "b", "b", ("a",))], config, record=record, monitor=monitor).run()
 
 
+def test_a_record_outlines_what_a_key_is_made_of_and_not_what_is_for_the_work_alone(lab: Lab) -> None:
+    lab.run()
+    assert lab.record["stages"][0]["inputs"] == {"version": 1, "value": 1, "before": {}}
+
+
 def test_the_record_says_what_ran_and_what_it_took(lab: Lab) -> None:
     lab.run()
     names = [stage["name"] for stage in lab.record["stages"]]
@@ -167,16 +189,16 @@ def test_the_record_says_what_ran_and_what_it_took(lab: Lab) -> None:
 class Slow(Note):
     """Takes its time, and memory, to come alive."""
 
-    def revive(self, context: Context) -> Any:
+    def revive(self, inputs: NoteInputs, context: Context) -> Any:
         import time
 
         time.sleep(0.2)
-        return super().revive(context)
+        return super().revive(inputs, context)
 
 
 def test_what_a_live_half_costs_is_charged_to_its_own_stage(tmp_path: Path) -> None:
     log: list[str] = []
-    stages: list[Stage] = [Slow(log, "a", "a", live=False), Note(log, "b", "b", ("a",))]
+    stages: list[Stage[NoteInputs]] = [Slow(log, "a", "a", live=False), Note(log, "b", "b", ("a",))]
     record = RunRecord.start(tmp_path / "run", overrides=[], config={}, environment={})
     with MemoryMonitor() as monitor:
         Runner(stages, {"a": 1, "b": 1, "outputs": str(tmp_path)}, record=record, monitor=monitor).run()

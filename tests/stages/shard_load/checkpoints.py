@@ -166,11 +166,17 @@ def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[st
 
 
 def load(context: FakeContext, out: Path) -> Any:
-    """Run the stage as the runner does: check, key, build, revive."""
+    """Run the stage as the runner does: check, gather, build, revive."""
     stage = ShardLoadStage()
     raise_faults(list(stage.check(context.config)))
-    stage.key(context)
+    inputs = stage.gather(context)
     out.mkdir(exist_ok=True)
-    stage.build(context, out)
+    stage.build(inputs, context, out)
     context.artifacts["shard_load"] = artifact_of("shard_load", out)
-    return stage.revive(context)
+    return stage.revive(inputs, context)
+
+
+def revive(context: FakeContext) -> Any:
+    """Return the live half of the stage, in a run whose artifact is there already."""
+    stage = ShardLoadStage()
+    return stage.revive(stage.gather(context), context)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError, ConfigError, StorageError
-from pipeline.stage import Stage
+from pipeline.stage import Stage, keyed
 from stages.shard_load.stage import ShardLoadStage
 from tests.stages.shard_load.checkpoints import (
     FakeContext,
@@ -22,6 +23,7 @@ from tests.stages.shard_load.checkpoints import (
     load,
     make_context,
     make_model,
+    revive,
     save_bin,
     save_safetensors,
     state_of,
@@ -68,7 +70,7 @@ def test_what_the_store_lost_is_made_again(tmp_path: Path, checkpoint: Path) -> 
     context = context_for(tmp_path, checkpoint)
     before = state_of(load(context, tmp_path / "out"))
     shutil.rmtree(tmp_path / "cache" / "offload")
-    assert_same(state_of(ShardLoadStage().revive(context)), before)
+    assert_same(state_of(revive(context)), before)
 
 
 def test_a_given_folder_is_used_and_one_of_another_checkpoint_is_not_read(tmp_path: Path, checkpoint: Path) -> None:
@@ -115,13 +117,26 @@ def test_a_config_that_cannot_be_carried_out_is_refused(
 
 def test_the_key_changes_with_the_checkpoint_and_the_folder_alone(tmp_path: Path) -> None:
     folder = save_safetensors(make_model("llama", BFLOAT16), tmp_path / "checkpoint")
-    context = context_for(tmp_path, folder)
-    key = ShardLoadStage().key(context)
-    assert ShardLoadStage().key(context_for(tmp_path / "b", folder)) == key
-    assert ShardLoadStage().key(context_for(tmp_path / "c", folder, offload_folder="x")) != key
+
+    def key(name: str, **config: object) -> str:
+        return fingerprint(keyed(ShardLoadStage().gather(context_for(tmp_path / name, folder, **config))))
+
+    first = key("a")
+    assert key("b") == first
+    assert key("c", offload_folder="x") != first
+    assert key("d", offload_state_dict=True) == first, "that changes how it is loaded, and nothing of what is kept"
     shutil.copyfile(folder / "config.json", tmp_path / "config.json")
     folder.joinpath("config.json").write_text("{}")
-    assert ShardLoadStage().key(context) != key
+    assert key("e") != first
+
+
+def test_a_checkpoint_that_changes_after_its_key_was_made_is_not_loaded(tmp_path: Path) -> None:
+    folder = save_safetensors(make_model("llama", BFLOAT16), tmp_path / "checkpoint")
+    context = context_for(tmp_path, folder, verify="index")
+    inputs = ShardLoadStage().gather(context)
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    with pytest.raises(CheckpointError, match="changed since the run began"):
+        ShardLoadStage().build(inputs, context, tmp_path)
 
 
 def test_verify_full_keeps_hashes_and_holds_a_later_load_to_them(tmp_path: Path) -> None:
@@ -131,14 +146,14 @@ def test_verify_full_keeps_hashes_and_holds_a_later_load_to_them(tmp_path: Path)
     hashes = context.artifact("shard_load").json("load_report.json")["sha256"]
     shards = sorted(folder.glob("*.safetensors"))
     assert hashes == {shard.name: hashlib.sha256(shard.read_bytes()).hexdigest() for shard in shards}
-    ShardLoadStage().revive(context)
+    revive(context)
     before = shards[0].stat()
     content = bytearray(shards[0].read_bytes())
     content[-1] ^= 1
     shards[0].write_bytes(content)
     os.utime(shards[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(CheckpointError, match=f"{shards[0].name}: its bytes are not those that were verified"):
-        ShardLoadStage().revive(context)
+        revive(context)
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])

@@ -1,0 +1,106 @@
+"""What a plan depends on, gathered once: model and request, and what config and machine say of the devices.
+
+Nothing here decides where a tensor lies, and nothing after it asks the machine: a plan made from these inputs is the
+plan of their key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.stage import MEASURED, Config
+from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.weight_files import weight_files
+from stages.machine.hardware import Accelerator, Hardware, coarse
+from stages.machine.rates import Rates, local_rates, read_rates
+from stages.plan import options
+from stages.plan.budgets import Allowance, allow
+from stages.plan.geometry import read_geometry, read_request
+from stages.plan.outline import Outline
+from stages.plan.predict import PROCESS_BYTES, Work, work
+from stages.plan.serving import Io, choose_io
+from stages.units import CPU, DeviceId
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """The model by the hash of its ``skeleton``, the map that was asked for, the resolved budgets, the request's work.
+
+    ``io`` and ``tight`` are all that free memory changes of a plan: how the host reads, and the memory that is free
+    where it may be too little, else null. ``simulated`` has the accelerators that the config lists; those that are
+    here stand in ``machine``, since their free memory is in the budgets already.
+    """
+
+    skeleton: str
+    choice: options.Choice
+    overrides: Mapping[str, DeviceId]
+    allowance: Allowance
+    simulated: tuple[Accelerator | None, ...]
+    work: Work
+    rates: Rates
+    io: Io
+    tight: int | None
+    outline: Outline = field(compare=False)
+    machine: Hardware = field(compare=False)
+
+
+def gather_inputs(
+    outline: Outline, config: Config, *, machine: Hardware, rates: Rates, skeleton: str = ""
+) -> PlanInputs:
+    """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is the hash of its file."""
+    model = config.get("model") or {}
+    needs = work(outline, read_geometry(model), read_request(config.get("generate") or {}, model))
+    allowance = allow(config["max_memory"], machine, needed=_needed(machine, needs))
+    return PlanInputs(
+        skeleton=skeleton,
+        choice=options.read_choice(config["device_map"]),
+        overrides=options.read_overrides(config),
+        allowance=allowance,
+        simulated=tuple(device if device.simulated else None for device in machine.accelerators),
+        work=needs,
+        rates=rates,
+        io=_io(config, machine, outline, allowance, needs),
+        tight=_tight(machine, outline, allowance, needs),
+        outline=outline,
+        machine=machine,
+    )
+
+
+def machine_rates(config: Config, machine: Hardware, cache: Path) -> Rates:
+    """Return the rates that the config gives, or this machine's, measured on the checkpoint's largest file."""
+    described = config.get("hardware") or {}
+    if described.get("rates") or described.get("devices") is not None:
+        return read_rates(described)
+    files = weight_files(checkpoint_folder(config["model"]))
+    sample = max(files, key=lambda path: path.stat().st_size, default=None)
+    return local_rates(cache / MEASURED, sample, [accelerator.name for accelerator in machine.accelerators])
+
+
+def _needed(machine: Hardware, needs: Work) -> int:
+    """Return what the request takes beside weights where it computes; the host computes where nothing else does."""
+    scratch = 0 if machine.accelerators else needs.scratch_bytes
+    return needs.cache_bytes + needs.activation_bytes + scratch
+
+
+def _io(config: Config, machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> Io:
+    """Return how the host reads what it streams, by the most that it may hold and the least that is then streamed.
+
+    It is decided before the placement is known, so that a key can hold it: a plan that was made when memory was free
+    isn't found again where it isn't.
+    """
+    asked = (config.get("storage") or {}).get("io", "direct")
+    whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
+    held = whole if most is None else min(most, whole)
+    free = coarse(machine.host.available_bytes) - held - needs.bytes - PROCESS_BYTES
+    return choose_io(asked, streamed_bytes=whole - held, free_bytes=free)
+
+
+def _tight(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> int | None:
+    """Return the memory that is free where it may be too little, else null: then it changes nothing of the plan."""
+    most = allowance.budgets.get(CPU)
+    weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
+    needed = weights + max(outline.sizes.values(), default=0) + needs.bytes + PROCESS_BYTES
+    free = machine.host.available_bytes
+    return None if needed <= free else coarse(free)
