@@ -163,7 +163,7 @@ def _references(load: Load) -> dict[str, dict[str, object]]:
     for spec in load.on_disk:
         known = {"dtype": spec.dtype, "shape": list(spec.shape)}
         extent: Extent | None = load.served.get(spec.name)
-        (source, *_) = [*load.layout.origins[spec.name][0].source_names, ""]
+        (source, *_) = [*load.match.origins[spec.name][0].source_names, ""]
         where = {"file": f"{spec.name}.dat"}
         if extent is not None:
             where = {"safetensors_file": str(extent.file.path.absolute()), "weight_name": source}

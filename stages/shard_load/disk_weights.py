@@ -9,7 +9,7 @@ import torch
 from stages.checkpoints.extents import Extent, read_extent
 
 
-class Offloaded(Mapping[str, torch.Tensor]):
+class DiskWeights(Mapping[str, torch.Tensor]):
     """Every tensor of a model that lies on disk, by its name, tied names included.
 
     ``offloaded[name]`` reads the tensor now, on the cpu, in new memory. A file that changed since it was

@@ -16,7 +16,7 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import SourceReader, open_reader
 from stages.empty_init.skeleton import Skeleton, TensorSpec
 from stages.machine.aligned_memory import HostBlock
-from stages.shard_load.layout import Layout, lay_out
+from stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
 from stages.shard_load.names import Step
 from stages.shard_load.offload_store import StoredTensor
 from stages.units import CPU, DISK, DeviceId
@@ -34,30 +34,30 @@ class Load:
     homes: Mapping[str, DeviceId]
     checkpoint: Checkpoint
     reader: SourceReader
-    layout: Layout
+    match: CheckpointMatch
     host: HostBlock | None = None
 
     @cached_property
     def on_disk(self) -> tuple[TensorSpec, ...]:
         """The tensors that lie on disk, tied ones once."""
-        return tuple(self.skeleton.by_name[name] for name in self.layout.origins if self.homes[name] == DISK)
+        return tuple(self.skeleton.by_name[name] for name in self.match.origins if self.homes[name] == DISK)
 
     @cached_property
     def resident(self) -> tuple[TensorSpec, ...]:
         """The tensors of the checkpoint that lie on a device, tied ones once."""
-        return tuple(self.skeleton.by_name[name] for name in self.layout.origins if self.homes[name] != DISK)
+        return tuple(self.skeleton.by_name[name] for name in self.match.origins if self.homes[name] != DISK)
 
     @cached_property
     def served(self) -> Mapping[str, Extent]:
         """Where those tensors lie that can be served from the checkpoint as they are."""
-        found = ((spec, self._in_place(spec)) for spec in self.on_disk)
-        return {spec.name: extent for spec, extent in found if extent is not None}
+        extents = ((spec.name, self._in_place(spec)) for spec in self.on_disk)
+        return {name: extent for name, extent in extents if extent is not None}
 
     @cached_property
     def stored(self) -> Mapping[str, StoredTensor]:
         """The tensors that must be in the offload store."""
         return {
-            spec.name: StoredTensor(spec.dtype, spec.shape, tuple(self.layout.origins[spec.name][0].source_names))
+            spec.name: StoredTensor(spec.dtype, spec.shape, tuple(self.match.origins[spec.name][0].source_names))
             for spec in self.on_disk
             if spec.name not in self.served
         }
@@ -66,7 +66,7 @@ class Load:
     def computed_buffers(self) -> tuple[TensorSpec, ...]:
         """The buffers that no checkpoint has: the model's constructor has computed them."""
         return tuple(
-            spec for spec in self.skeleton.tensors if spec.kind == "buffer" and spec.name not in self.layout.origins
+            spec for spec in self.skeleton.tensors if spec.kind == "buffer" and spec.name not in self.match.origins
         )
 
     def host_block(self) -> HostBlock:
@@ -81,10 +81,10 @@ class Load:
     @property
     def main_dtype(self) -> str:
         """The dtype of most of the model's bytes: what ``auto`` comes to."""
-        held: Counter[str] = Counter()
+        bytes_by_dtype: Counter[str] = Counter()
         for spec in self.skeleton.unique:
-            held[spec.dtype] += spec.bytes
-        return held.most_common(1)[0][0]
+            bytes_by_dtype[spec.dtype] += spec.bytes
+        return bytes_by_dtype.most_common(1)[0][0]
 
     def source_bytes(self, step: Step) -> int:
         """Return the bytes of the tensors in the checkpoint that ``step`` reads."""
@@ -95,7 +95,7 @@ class Load:
         return None if step.converter or not step.sources else self.reader.extent(step.source_names[0])
 
     def _in_place(self, spec: TensorSpec) -> Extent | None:
-        extent = self.extent_of(self.layout.origins[spec.name][0])
+        extent = self.extent_of(self.match.origins[spec.name][0])
         return extent if extent is not None and extent.dtype == spec.dtype else None
 
 
@@ -111,16 +111,18 @@ def prepare(
     """Return the load of ``checkpoint`` into ``model``, checked against its ``skeleton`` from headers alone.
 
     ``homes`` says where each of the skeleton's tensors goes. ``strict`` and ``partial`` say which of the two may
-    lack tensors of the other; see ``lay_out``.
+    lack tensors of the other; see ``match_checkpoint``.
     """
     reader = open_reader(checkpoint)
-    layout = lay_out(model, skeleton, checkpoint=checkpoint, entries=reader.entries, strict=strict, partial=partial)
-    return Load(model, skeleton, homes, checkpoint, reader, layout)
+    match = match_checkpoint(
+        model, skeleton, checkpoint=checkpoint, entries=reader.entries, strict=strict, partial=partial
+    )
+    return Load(model, skeleton, homes, checkpoint, reader, match)
 
 
 def check_twins(load: Load) -> None:
     """Refuse a checkpoint that has different values for two names that are one tensor in the model."""
-    for name, other in load.layout.twins:
+    for name, other in load.match.twins:
         first, second = load.reader.borrow(name), load.reader.borrow(other)
         if first.shape != second.shape or not torch.equal(first, second):
             raise CheckpointError(

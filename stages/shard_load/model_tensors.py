@@ -61,12 +61,12 @@ def _batches(load: Load, names: set[str]) -> Iterator[list[Step]]:
 
 
 def _steps(load: Load, names: set[str]) -> list[Step]:
-    return [step for step in load.layout.steps if names.intersection(load.layout.leaders[id(step)].values())]
+    return [step for step in load.match.steps if names.intersection(load.match.leaders[id(step)].values())]
 
 
 def _passing_bytes(load: Load, step: Step) -> int:
     """Return the bytes that a plain step puts into memory for a while only: none if they stay on a device."""
-    (name,) = load.layout.leaders[id(step)].values()
+    (name,) = load.match.leaders[id(step)].values()
     return load.skeleton.by_name[name].bytes if load.homes[name] == DISK else 0
 
 
@@ -79,7 +79,7 @@ def _pieces(load: Load, steps: Iterable[Step], devices: Devices) -> dict[str, Te
     """Return the pieces that read the tensors of plain steps into the places where they are to stay."""
     pieces: dict[str, TensorRead] = {}
     for step in steps:
-        (leader,) = load.layout.leaders[id(step)].values()
+        (leader,) = load.match.leaders[id(step)].values()
         spec, extent, home = load.skeleton.by_name[leader], load.extent_of(step), load.homes[leader]
         assert extent is not None
         dtype = torch_dtype(spec.dtype)
@@ -98,7 +98,7 @@ def _let_go(pieces: dict[str, TensorRead]) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _build(load: Load, step: Step, names: set[str], bulk: BulkReader) -> Iterator[tuple[str, torch.Tensor]]:
-    leaders = {target: name for target, name in load.layout.leaders[id(step)].items() if name in names}
+    leaders = {target: name for target, name in load.match.leaders[id(step)].items() if name in names}
     dtypes = {target: load.skeleton.by_name[name].dtype for target, name in leaders.items()}
 
     def fill(places: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -21,7 +21,7 @@ from stages.checkpoints.shard_files import ShardFile
 from stages.empty_init.skeleton import parent
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
-from stages.shard_load.disk_weights import Offloaded
+from stages.shard_load.disk_weights import DiskWeights
 from stages.shard_load.load import Load
 from stages.shard_load.model_tensors import make_tensors
 from stages.shard_load.offload_store import OffloadStore
@@ -39,7 +39,7 @@ class Placed:
     """
 
     model: nn.Module
-    offloaded: Offloaded
+    offloaded: DiskWeights
     load_seconds: float
     read_bytes: int
     devices: Devices
@@ -49,8 +49,8 @@ class Placed:
 def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -> dict[str, ShardFile]:
     """Return the files of all tensors that must be in the ``store``, after adding those that are not there."""
     with store.locked():
-        found = store.find_all(load.stored)
-        absent = {name: tensor for name, tensor in load.stored.items() if name not in found}
+        stored = store.find_all(load.stored)
+        absent = {name: tensor for name, tensor in load.stored.items() if name not in stored}
         store.check_space(list(absent.values()))
         for name, tensor in make_tensors(load, absent, "offloading", devices=Devices()):
             if check_finite:
@@ -58,7 +58,7 @@ def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -
             store.put(name, absent[name], byte_view(tensor))
             del tensor  # or it would be held while the next one is made
         store.publish()
-    return found | store.find_all(absent)
+    return stored | store.find_all(absent)
 
 
 def place(
@@ -91,19 +91,19 @@ def place(
                 _bind_home(load, name, tensor, devices)
                 del tensor
     _settle_others(load, devices)
-    steps = {id(step): step for step, _ in (load.layout.origins[name] for name in names)}
+    steps = {id(step): step for step, _ in (load.match.origins[name] for name in names)}
     read_bytes = sum(load.source_bytes(step) for step in steps.values())
-    offloaded, seconds = Offloaded(extents(load, files)), time.perf_counter() - began
+    offloaded, seconds = DiskWeights(extents(load, files)), time.perf_counter() - began
     return Placed(load.model, offloaded, seconds, read_bytes, devices, load.host)
 
 
 def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
     """Return where every tensor that lies on disk is, tied names included."""
-    found: dict[str, Extent] = {}
+    by_name: dict[str, Extent] = {}
     for spec in load.on_disk:
         extent = load.served.get(spec.name) or Extent(files[spec.name], 0, spec.dtype, spec.shape)
-        found |= dict.fromkeys(load.names_of(spec.name), extent)
-    return found
+        by_name |= dict.fromkeys(load.names_of(spec.name), extent)
+    return by_name
 
 
 def bind(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
@@ -123,7 +123,7 @@ def bind(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
 def refuse_infinite(load: Load, name: str, tensor: torch.Tensor) -> None:
     """Raise a ``CheckpointError`` if ``tensor`` holds a NaN or an infinity."""
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        step, _ = load.layout.origins[name]
+        step, _ = load.match.origins[name]
         entry = load.reader.entries[step.source_names[0]] if step.sources else None
         where = load.checkpoint.by_name[entry.file].path if entry else load.checkpoint.path
         raise CheckpointError(

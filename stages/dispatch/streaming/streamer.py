@@ -32,7 +32,7 @@ from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.plan.serving import Serving
-from stages.shard_load.disk_weights import Offloaded
+from stages.shard_load.disk_weights import DiskWeights
 from stages.units import CPU, DeviceId
 
 OpenLink = Callable[[Devices, DeviceId], Link]
@@ -109,7 +109,7 @@ class Streamer:
                 self._stack.callback(unhook)
         parts = self._bind_in_place(plan)
         self._look_ahead(parts, plan, host)
-        stored = Offloaded(self._extents)
+        stored = DiskWeights(self._extents)
         for part in parts:
             for slot in part.slots:
                 have_wait(slot, stored, self._devices.torch_device(plan.parts[part.name].execution))

@@ -27,7 +27,7 @@ LISTED = 20
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointMatch:
     """What makes each tensor of the model.
 
     ``origins`` maps the name that stands for a tensor (the leader of its tied group) to its step and to the
@@ -46,10 +46,10 @@ class Layout:
     @cached_property
     def leaders(self) -> Mapping[int, Mapping[str, str]]:
         """For each step (by ``id``), the leaders of the targets that are used of it."""
-        found: dict[int, dict[str, str]] = {}
+        leaders: dict[int, dict[str, str]] = {}
         for leader, (step, target) in self.origins.items():
-            found.setdefault(id(step), {})[target] = leader
-        return found
+            leaders.setdefault(id(step), {})[target] = leader
+        return leaders
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Misfits:
     miscast: list[str] = field(default_factory=list)
 
 
-def lay_out(
+def match_checkpoint(
     model: nn.Module,
     skeleton: Skeleton,
     *,
@@ -68,7 +68,7 @@ def lay_out(
     entries: Mapping[str, Entry],
     strict: bool = True,
     partial: bool = False,
-) -> Layout:
+) -> CheckpointMatch:
     """Return what makes each tensor of ``skeleton``, or raise one ``CheckpointError`` that names all that
     is wrong.
 
@@ -102,7 +102,7 @@ def lay_out(
         _warn(checkpoint, "are not in the checkpoint and stay on the meta device, give them values", on_meta)
         misfits.missing.clear()
     _raise_misfits(checkpoint, skeleton, misfits)
-    return Layout(_by_place(origins, entries), tuple(twins))
+    return CheckpointMatch(_by_place(origins, entries), tuple(twins))
 
 
 def _loaded(skeleton: Skeleton) -> Iterable[tuple[tuple[str, ...], TensorSpec]]:
@@ -160,14 +160,14 @@ def _raise_misfits(checkpoint: Checkpoint, skeleton: Skeleton, misfits: _Misfits
         "of another shape": misfits.misshapen,
         "of another kind of number": misfits.miscast,
     }
-    total = sum(len(found) for found in kinds.values())
+    total = sum(map(len, kinds.values()))
     if not total:
         return
     told, room = [], LISTED
-    for kind, found in kinds.items():
-        if found:
-            told.append(f"{len(found)} {kind}" + (f": {', '.join(found[:room])}" if room else ""))
-        room = max(0, room - len(found))
+    for kind, tensors in kinds.items():
+        if tensors:
+            told.append(f"{len(tensors)} {kind}" + (f": {', '.join(tensors[:room])}" if room else ""))
+        room = max(0, room - len(tensors))
     more = f" (and {total - LISTED} more)" if total > LISTED else ""
     raise CheckpointError(
         f"{checkpoint.path}: the checkpoint is not that of {skeleton.model_class or 'the model'}: "
