@@ -22,7 +22,17 @@ from .accelerate_api.hooks import (
     remove_hook_from_module as remove_hook_from_module,
     remove_hook_from_submodules as remove_hook_from_submodules,
 )
+from .accelerate_api.layerwise_casting import (
+    LayerwiseCastingHook as LayerwiseCastingHook,
+    attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
+)
 from .accelerate_api.offload_budget import OffloadBudget as OffloadBudget, maybe_offload_to_cpu as maybe_offload_to_cpu
+from .accelerate_api.offloaded_params import (
+    align_module_device as align_module_device,
+    get_state_dict_from_offload as get_state_dict_from_offload,
+    get_state_dict_offloaded_model as get_state_dict_offloaded_model,
+    has_offloaded_params as has_offloaded_params,
+)
 from .dispatch_plan import DispatchPlan as DispatchPlan, make_dispatch_plan as make_dispatch_plan
 from .streaming.streamer import Streamer as Streamer
 from .transfer.values import send_to_device as send_to_device

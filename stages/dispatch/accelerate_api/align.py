@@ -103,6 +103,11 @@ class AlignDevicesHook(ModelHook):
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
+    @property
+    def offloaded(self) -> dict[str, WaitingTensor]:
+        """The tensors that are there during a call only, by their names in the module."""
+        return {place.name: place.waiting for place in self._places if place.waiting is not None}
+
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Send the weights of ``module`` to where they wait, or to the execution device."""
         places = list(_places(module, recurse=self.place_submodules))

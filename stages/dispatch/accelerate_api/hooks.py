@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from stages.dispatch.streaming.guard import unguard
+
+_GUARDED_BY_ACCELERATE = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
 class ModelHook:
@@ -74,7 +77,7 @@ class SequentialHook(ModelHook):
     def forward_failed(self, module: nn.Module) -> None:
         """Tell every hook."""
         for hook in self.hooks:
-            hook.forward_failed(module)
+            _tell_failed(hook, module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Take every hook off, the last one first."""
@@ -102,7 +105,10 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Remove the hook of ``module``, if it has one, and with ``recurse`` those of its submodules; return the module."""
+    """Remove the hook of ``module``, if it has one, and with ``recurse`` those of its submodules; return the module.
+
+    A hook that accelerate attached, whose functions share these names, is removed as well.
+    """
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         _detach(module)
@@ -119,12 +125,38 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
+def hooks_of(module: nn.Module) -> Iterator[ModelHook]:
+    """Yield the hooks of ``module``, those of a ``SequentialHook`` one by one."""
+    waiting = [getattr(module, "_hf_hook", None)]
+    while waiting:
+        hook = waiting.pop()
+        if isinstance(hook, SequentialHook):
+            waiting += reversed(hook.hooks)
+        elif hook is not None:
+            yield hook
+
+
 def _detach(module: nn.Module) -> None:
-    """Take from ``module`` what ``add_hook_to_module`` gave it."""
-    attached: Any = module._attached_hook
-    attached.remove()
-    for name in ("_hf_hook", "_old_forward", "_attached_hook"):
-        delattr(module, name)
+    """Take from ``module`` what ``add_hook_to_module`` gave it, ours or the one of the same name in accelerate.
+
+    That one puts a forward of its own on the module (of a traced graph, on its class), and methods that guard moves.
+    """
+    attached: Any = vars(module).pop("_attached_hook", None)
+    old_forward = vars(module).pop("_old_forward", None)
+    if attached is not None:
+        attached.remove()
+    elif old_forward is not None:
+        (module if "forward" in vars(module) else type(module)).forward = old_forward
+        for name in _GUARDED_BY_ACCELERATE:
+            vars(module).pop(name, None)
+    del module._hf_hook
+
+
+def _tell_failed(hook: ModelHook, module: nn.Module) -> None:
+    """Have ``hook`` undo its ``pre_forward``; a hook of another library can't."""
+    failed = getattr(hook, "forward_failed", None)
+    if failed is not None:
+        failed(module)
 
 
 class _Attached:
@@ -167,7 +199,7 @@ class _Attached:
                 done = True
         finally:
             if not done:
-                self._hook.forward_failed(module)
+                _tell_failed(self._hook, module)
         return output
 
 
@@ -179,8 +211,10 @@ class _OldForward:
 
     @property
     def __wrapped__(self) -> Any:
-        """The forward itself, for those who ask for its signature."""
-        return getattr(self._module(), "forward", None)
+        """The forward itself, for those who ask for its signature: that of the class where this stands in its place."""
+        module: Any = self._module()
+        forward = getattr(module, "forward", None)
+        return forward if forward is not self else type(module).forward.__get__(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)

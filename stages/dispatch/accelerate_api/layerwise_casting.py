@@ -1,0 +1,116 @@
+"""Weights that rest in a small dtype and are cast for each call of their layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.dispatch.accelerate_api.hooks import ModelHook, add_hook_to_module
+from stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
+
+CASTABLE = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+"""The layers that hold most of a model's weights and lose little by the cast."""
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Keeps the floats of a module in ``storage_dtype``, and casts them to ``compute_dtype`` for each call.
+
+    The cast copies are let go after the call, so that nothing is cast back. Weights that are offloaded rest in their
+    own dtype: what they take lies elsewhere. Storage of fewer bits than the weights had changes what is computed.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+        self._casts: list[_Cast] = []
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Cast the floats of ``module`` to the storage dtype: the same tensors, with other data."""
+        for table, name in _floats(module):
+            if not isinstance(table[name], WaitingTensor):
+                table[name].data = table[name].data.to(self.storage_dtype, non_blocking=self.non_blocking)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bind copies in the compute dtype, through which gradients reach the tensors that want them."""
+        for table, name in _floats(module):
+            stored = table[name]
+            copied = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
+            table[name] = copied if copied.requires_grad else rebuild(stored, copied)
+            self._casts.append(_Cast(table, name, stored, table[name]))
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Bind the stored tensors again."""
+        self.forward_failed(module)
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Bind the stored tensors again."""
+        for cast in self._casts:
+            if cast.table.get(cast.name) is cast.copied:
+                cast.table[cast.name] = cast.stored
+        self._casts.clear()
+
+
+def attach_layerwise_casting_hooks(  # the field's signature
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Iterable[str] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keep the weights of linear and convolution layers in ``module`` in ``storage_dtype``; they compute in another.
+
+    Modules whose dotted name a pattern (a regular expression, searched for) is found in, those of the classes
+    ``skip_modules_classes``, and all that is inside them are left as they are.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    >>> attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32)
+    >>> model[0].weight.dtype, model(torch.ones(1, 4)).dtype
+    (torch.float8_e4m3fn, torch.float32)
+    """
+    given = skip_modules_pattern
+    patterns = [given] if isinstance(given, str) else list(given or ())
+    for layer in _layers(module, "", patterns=patterns, classes=skip_modules_classes or ()):
+        add_hook_to_module(layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+
+
+@dataclass(slots=True)
+class _Cast:
+    """The ``copied`` tensor that stands in the place of the ``stored`` one."""
+
+    table: dict[str, Any]
+    name: str
+    stored: torch.Tensor
+    copied: torch.Tensor
+
+
+def _layers(
+    module: nn.Module, name: str, *, patterns: list[str], classes: tuple[type[nn.Module], ...]
+) -> Iterator[nn.Module]:
+    if isinstance(module, classes) or any(re.search(pattern, name) for pattern in patterns):
+        return
+    if isinstance(module, CASTABLE):
+        yield module
+        return
+    for child_name, child in module.named_children():
+        inner = f"{name}.{child_name}" if name else child_name
+        yield from _layers(child, inner, patterns=patterns, classes=classes)
+
+
+def _floats(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    for owner in module.modules():
+        tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
+        for table, name in [(entries, name) for entries in tables for name in entries]:
+            if table[name] is not None and table[name].is_floating_point():
+                yield table, name

@@ -1,0 +1,134 @@
+"""The field's functions for modules whose weights are offloaded: asking, bringing them in by hand, saving them.
+
+What all of them rest on is ``offloaded_tensors``: what waits in a module, whoever sent it away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.dispatch.accelerate_api.align import AlignDevicesHook, AnyDevice, resolve_device
+from stages.dispatch.accelerate_api.hooks import hooks_of
+from stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
+from stages.empty_init.skeleton import parent
+
+_log = logging.getLogger(__name__)
+
+
+def offloaded_tensors(module: nn.Module) -> dict[str, WaitingTensor]:
+    """Return the tensors of ``module`` itself that are there for its calls only, by their names in it.
+
+    Where a hook brings the module in as a whole, those of its submodules are among them.
+    """
+    bound = [*module._parameters.items(), *module._buffers.items()]
+    found = {name: tensor for name, tensor in bound if isinstance(tensor, WaitingTensor)}
+    for hook in hooks_of(module):
+        if isinstance(hook, AlignDevicesHook):
+            found |= hook.offloaded
+    return found
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether tensors of ``module`` itself, not of its submodules, are there for its calls only."""
+    return bool(offloaded_tensors(module))
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: AnyDevice | None = None) -> Iterator[None]:
+    """Have the tensors of ``module`` itself, not of its submodules, on ``execution_device`` inside this context.
+
+    Offloaded ones are brought in, by default to where the module computes, and wait again afterwards: what is written
+    to them inside is kept only where they are not a copy. The module's other parameters move there and back, with what
+    was written to them; without a device they stay where they are.
+    """
+    device = resolve_device(execution_device)
+    offloaded = offloaded_tensors(module)
+    stays = {} if device is None else dict(module.named_parameters(recurse=False))
+    aligned: list[_Aligned] = []
+    try:
+        for name, waiting in offloaded.items():
+            aligned.append(_bind(module, name, waiting.now(device or waiting.source.device)))
+        for name, parameter in stays.items():
+            if name not in offloaded and device is not None and parameter.device != device:
+                aligned.append(_bind(module, name, parameter.detach().to(device)))
+        yield
+    finally:
+        for one in reversed(aligned):
+            one.restore()
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of ``model`` on the host, offloaded tensors read from where they wait, tied ones once.
+
+    The host must have room for it. Tensors that are on meta and wait nowhere are left out, with a warning that lists
+    them.
+    """
+    read: dict[int, torch.Tensor] = {}
+    state = {name: _on_host(value, read) for name, value in model.state_dict().items()}
+    absent = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if absent:
+        _log.warning("left out of the state dict, they are on the meta device: %s", ", ".join(map(repr, absent)))
+    return {name: value for name, value in state.items() if name not in absent}
+
+
+def _on_host(value: Any, read: dict[int, torch.Tensor]) -> Any:
+    """Return an entry of a state dict on the host, or as it is if it has no data; ``read`` has what was read before."""
+    if not isinstance(value, WaitingTensor):
+        return value.to("cpu") if isinstance(value, torch.Tensor) and not value.is_meta else value
+    key = id(value.source)
+    if key not in read:
+        read[key] = value.now(torch.device("cpu"))
+    return read[key]
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: AnyDevice = "cpu",
+) -> dict[str, Any]:
+    """Replace the entries of ``state_dict`` that belong to ``module`` by its tensors, and return ``state_dict``.
+
+    ``module_name`` is the full name of one of its tensors. Offloaded tensors are read to ``device_to_put_offload``;
+    others are taken where they are.
+    """
+    prefix = parent(module_name)
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        for key, value in module.state_dict().items():
+            name = f"{prefix}.{key}" if prefix else key
+            if name in state_dict:
+                state_dict[name] = value
+    return state_dict
+
+
+@dataclass(slots=True)
+class _Aligned:
+    """A tensor that stands in the place of another for a while."""
+
+    table: dict[str, Any]
+    attribute: str
+    before: torch.Tensor
+    tensor: torch.Tensor
+
+    def restore(self) -> None:
+        """Put the other one back, with what was written to this one; what somebody bound meanwhile stays."""
+        if self.table[self.attribute] is not self.tensor:
+            return
+        if not (isinstance(self.before, WaitingTensor) or self.before.is_meta or self.tensor.is_meta):
+            self.before.data.copy_(self.tensor.detach())
+        self.table[self.attribute] = self.before
+
+
+def _bind(module: nn.Module, name: str, data: torch.Tensor) -> _Aligned:
+    owner, attribute = module.get_submodule(parent(name)), name.rpartition(".")[2]
+    table: dict[str, Any] = owner._parameters if attribute in owner._parameters else owner._buffers
+    before = table[attribute]
+    table[attribute] = rebuild(before, data)
+    return _Aligned(table, attribute, before, table[attribute])
