@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from stages.checkpoints.chunks import Chunk, cut
 from stages.checkpoints.direct_file import DirectFile
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Chunk, Extent, byte_view, cut
+from stages.checkpoints.extents import Extent
 from stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
 from stages.checkpoints.shard_files import ShardFile, read_into
-from stages.machine.aligned_memory import align_down, align_up, private_memory
+from stages.machine.aligned_memory import align_down, align_up, byte_view, private_memory
 from stages.machine.devices import Devices
 from stages.units import DeviceId
 

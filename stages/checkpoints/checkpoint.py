@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.safetensors_header import Entry, read_header
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
 from stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read_weight_map
 
@@ -37,7 +38,7 @@ class Checkpoint:
     path: Path
     format: Format
     files: tuple[ShardFile, ...]
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, Extent]
     weight_map: Mapping[str, str] | None = None
     index_name: str | None = None
 
@@ -109,26 +110,26 @@ def _open_named(folder: Path, name: str, kind: Format | None, *, allow_links: bo
     return checkpoint
 
 
-def check_index(checkpoint: Checkpoint, entries: Mapping[str, Entry]) -> None:
+def check_index(checkpoint: Checkpoint, entries: Mapping[str, Extent]) -> None:
     """Refuse an index that names a tensor its shard doesn't hold, or leaves out one that a shard holds."""
     index = checkpoint.folder / str(checkpoint.index_name)
     for name, file in (checkpoint.weight_map or {}).items():
-        if name not in entries or entries[name].file != file:
+        if name not in entries or entries[name].file.name != file:
             raise CheckpointError(f"{index}: tensor {name!r} is said to lie in {file}, which doesn't hold it")
     for name, entry in entries.items():
         if name not in (checkpoint.weight_map or {}):
-            raise CheckpointError(f"{index}: leaves out tensor {name!r}, which {entry.file} holds")
+            raise CheckpointError(f"{index}: leaves out tensor {name!r}, which {entry.file.name} holds")
 
 
 def _read_files(path: Path, kind: Format, shards: Iterable[Path], *, depth: Depth) -> Checkpoint:
     if depth == "index":
         return Checkpoint(path, kind, tuple(map(_survey, shards)), {})
     files: list[ShardFile] = []
-    entries: dict[str, Entry] = {}
+    entries: dict[str, Extent] = {}
     for shard in shards:
         file, header = read_header(shard) if kind == "safetensors" else (_read_bin(shard), {})
         for name in header.keys() & entries.keys():
-            raise CheckpointError(f"{shard}: tensor {name!r} is in {entries[name].file} too; one of them must go")
+            raise CheckpointError(f"{shard}: tensor {name!r} is in {entries[name].file.name} too; one of them must go")
         files.append(file)
         entries |= header
     return Checkpoint(path, kind, tuple(files), entries)

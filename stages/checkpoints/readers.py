@@ -19,9 +19,10 @@ import torch
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint, check_index
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent, fill_from, read_extent
-from stages.checkpoints.safetensors_header import Entry, check_name
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.safetensors_header import check_name
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+from stages.machine.aligned_memory import byte_view
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _LOAD_FAILURES = (
@@ -35,7 +36,7 @@ class SourceReader(Protocol):
     """Reads a checkpoint's tensors by the checkpoint's own names."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, Extent]:
         """Every tensor of the checkpoint."""
 
     def extent(self, name: str) -> Extent | None:
@@ -68,8 +69,7 @@ class SafetensorsReader:
 
     def extent(self, name: str) -> Extent:
         """Return where the tensor lies."""
-        entry = self.entries[name]
-        return Extent.of(entry, self._checkpoint.by_name[entry.file])
+        return self.entries[name]
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as the checkpoint has it."""
@@ -100,7 +100,7 @@ class PickleReader:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._held: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
+        self._held: tuple[ShardFile | None, Mapping[str, torch.Tensor]] = (None, {})
         self.entries = self._scan()
 
     def extent(self, name: str) -> None:
@@ -108,8 +108,7 @@ class PickleReader:
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as a view of its file."""
-        entry = self.entries[name]
-        return self._shard(entry.file)[name]
+        return self._shard(self.entries[name].file)[name]
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor in ``dtype``, contiguous, in memory of its own."""
@@ -121,24 +120,38 @@ class PickleReader:
 
     def release(self) -> None:
         """Let go of the file that was read last."""
-        self._held = ("", {})
+        self._held = (None, {})
 
-    def _shard(self, file: str) -> Mapping[str, torch.Tensor]:
+    def _shard(self, file: ShardFile) -> Mapping[str, torch.Tensor]:
         if self._held[0] != file:
             self.release()  # the old file goes before the new one comes
-            self._held = (file, load_pickle(self._checkpoint.by_name[file]))
+            self._held = (file, load_pickle(file))
         return self._held[1]
 
-    def _scan(self) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
+    def _scan(self) -> dict[str, Extent]:
+        entries: dict[str, Extent] = {}
         for file in self._checkpoint.files:
-            for name, tensor in self._shard(file.name).items():
+            for name, tensor in self._shard(file).items():
                 if name in entries:
-                    raise CheckpointError(f"{file.path}: tensor {name!r} is in {entries[name].file} too")
-                entries[name] = Entry(file.name, dtype_name(tensor.dtype), tuple(tensor.shape))
+                    raise CheckpointError(f"{file.path}: tensor {name!r} is in {entries[name].file.name} too")
+                entries[name] = Extent(file, 0, dtype_name(tensor.dtype), tuple(tensor.shape))
         if self._checkpoint.weight_map is not None:
             check_index(self._checkpoint, entries)
         return entries
+
+
+def read_extent(extent: Extent) -> torch.Tensor:
+    """Return the tensor that lies at ``extent``, on the cpu, in new memory."""
+    tensor = torch.empty(extent.shape, dtype=torch_dtype(extent.dtype))
+    fill_from(extent, tensor)
+    return tensor
+
+
+def fill_from(extent: Extent, tensor: torch.Tensor) -> None:
+    """Read what lies at ``extent`` into ``tensor``: contiguous, on the cpu, of its dtype and shape."""
+    if tensor.numel():
+        with opened_shard(extent.file) as descriptor:
+            read_into(descriptor, byte_view(tensor), offset=extent.begin, path=extent.file.path)
 
 
 def load_pickle(file: ShardFile) -> dict[str, torch.Tensor]:

@@ -14,13 +14,12 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.shard_files import ShardFile, opened, read_into
-from stages.units import DTYPE_BYTES
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.shard_files import ShardFile, is_plain_name, opened, read_into
 
 DTYPES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
@@ -38,44 +37,20 @@ PADDING_BYTES = 4096
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a checkpoint: the ``file`` it lies in, its dtype as torch names it, its shape in
-    elements.
-
-    ``begin`` is the offset of its first byte in the file; a ``.bin`` tells none, and there it is 0.
-    """
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int = 0
-
-    @property
-    def bytes(self) -> int:
-        """The size of the tensor's data in bytes."""
-        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
-
-    @property
-    def end(self) -> int:
-        """The offset of the first byte after the tensor's data."""
-        return self.begin + self.bytes
-
-
-def read_header(path: Path) -> tuple[ShardFile, dict[str, Entry]]:
+def read_header(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
     """Return the safetensors file ``path`` and its tensors by name; a ``CheckpointError`` says what is wrong."""
     with opened(path) as descriptor:
         status = os.fstat(descriptor)
         raw = _header_bytes(descriptor, path, status.st_size)
-    entries = _entries(path, _parse(path, raw), start=8 + len(raw))
-    _check_layout(path, entries, start=8 + len(raw), size=status.st_size)
-    digest = hashlib.sha256(raw).hexdigest()
-    return ShardFile(path.name, path, status.st_size, status.st_mtime_ns, digest), entries
+    file = ShardFile(path.name, path, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
+    extents = _extents(file, _parse(path, raw), start=8 + len(raw))
+    _check_layout(file, extents, start=8 + len(raw))
+    return file, extents
 
 
 def check_name(path: Path, name: str) -> None:
     """Refuse a tensor name that is empty, can't be a file's name, or isn't text."""
-    if not name or name in (".", "..") or any(mark in name for mark in ("/", "\\", "\0")):
+    if not is_plain_name(name):
         raise CheckpointError(f"{path}: tensor {name!r}: an empty name, or one with NUL or a path in it, is refused")
     if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
         raise CheckpointError(f"{path}: tensor {name!r}: the name is not text (lone surrogates)")
@@ -132,15 +107,15 @@ def _check_metadata(path: Path, metadata: object) -> None:
         raise CheckpointError(f"{path}: __metadata__ must map strings to strings")
 
 
-def _entries(path: Path, header: Mapping[str, Any], *, start: int) -> dict[str, Entry]:
+def _extents(file: ShardFile, header: Mapping[str, Any], *, start: int) -> dict[str, Extent]:
     if not header:
-        raise CheckpointError(f"{path}: holds no tensors")
-    return {name: _entry(path, name, fields, start=start) for name, fields in header.items()}
+        raise CheckpointError(f"{file.path}: holds no tensors")
+    return {name: _extent(file, name, fields, start=start) for name, fields in header.items()}
 
 
-def _entry(path: Path, name: str, fields: Any, *, start: int) -> Entry:
-    check_name(path, name)
-    where = f"{path}: tensor {name!r}"
+def _extent(file: ShardFile, name: str, fields: Any, *, start: int) -> Extent:
+    check_name(file.path, name)
+    where = f"{file.path}: tensor {name!r}"
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise CheckpointError(f"{where}: an entry has dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -155,21 +130,22 @@ def _entry(path: Path, name: str, fields: Any, *, start: int) -> Entry:
     begin, end = offsets
     if begin > end:
         raise CheckpointError(f"{where}: reversed offsets {begin}, {end}")
-    entry = Entry(path.name, DTYPES[dtype], tuple(shape), start + begin)
-    if entry.bytes != end - begin:
+    extent = Extent(file, start + begin, DTYPES[dtype], tuple(shape))
+    if extent.bytes != end - begin:
         raise CheckpointError(
-            f"{where}: shape {shape} of {dtype} is {entry.bytes} bytes, its offsets span {end - begin}"
+            f"{where}: shape {shape} of {dtype} is {extent.bytes} bytes, its offsets span {end - begin}"
         )
-    return entry
+    return extent
 
 
 def _are_counts(values: object) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_ELEMENTS for value in values)
 
 
-def _check_layout(path: Path, entries: Mapping[str, Entry], *, start: int, size: int) -> None:
+def _check_layout(file: ShardFile, extents: Mapping[str, Extent], *, start: int) -> None:
     """Refuse overlaps, gaps, and data that ends before or after the file does."""
-    spans = sorted((entry.begin, entry.end, name) for name, entry in entries.items())
+    path, size = file.path, file.size
+    spans = sorted((extent.begin, extent.end, name) for name, extent in extents.items())
     header = (start, start, "the header")
     for (_, end, before), (begin, _, name) in itertools.pairwise([header, *spans]):
         if begin < end:

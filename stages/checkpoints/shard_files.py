@@ -33,6 +33,11 @@ class ShardFile:
     digest: str
 
 
+def is_plain_name(name: str) -> bool:
+    """Return whether ``name`` can be a file's in a folder, and leads nowhere else."""
+    return name not in ("", ".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
+
+
 def locate(folder: Path, name: str, *, allow_links: bool = False) -> Path:
     """Return where the file ``name`` of the checkpoint ``folder`` lies, or raise a ``CheckpointError``.
 
@@ -40,7 +45,7 @@ def locate(folder: Path, name: str, *, allow_links: bool = False) -> Path:
     leaves the folder is refused unless ``allow_links`` says otherwise or it is a Hub cache's own, from a
     snapshot to its blobs.
     """
-    if not name or name in (".", "..") or any(mark in name for mark in ("/", "\\", "\0")):
+    if not is_plain_name(name):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name; shards lie in the checkpoint's own folder")
     path = folder / name
     check_regular(path)

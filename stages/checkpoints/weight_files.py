@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.safetensors_header import check_name, unique_pairs
+from stages.checkpoints.shard_files import is_plain_name
 
 Format = Literal["safetensors", "bin"]
 
@@ -91,4 +92,4 @@ def weight_files(path: Path) -> list[Path]:
         except CheckpointError:
             return []
     names = shard_names(path) if path.suffix == ".json" else [path.name]
-    return [path.parent / name for name in names if Path(name).name == name and path.parent.joinpath(name).is_file()]
+    return [path.parent / name for name in names if is_plain_name(name) and path.parent.joinpath(name).is_file()]

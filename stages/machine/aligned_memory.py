@@ -75,6 +75,12 @@ def tensor_in(memory: Bytes | mmap.mmap, begin: int, dtype: torch.dtype, shape: 
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).view(shape)
 
 
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous cpu ``tensor`` as writable bytes."""
+    flat = tensor.detach().view(-1) if tensor.dim() else tensor.detach().reshape(1)
+    return flat.view(torch.uint8).numpy().data
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """A new contiguous cpu tensor and the aligned memory around it, in which it begins ``skipped`` bytes in.

@@ -16,7 +16,7 @@ from torch import nn
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.safetensors_header import Entry
+from stages.checkpoints.extents import Extent
 from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 from stages.shard_load.names import Step, ignorable, name_tensors
 
@@ -65,7 +65,7 @@ def match_checkpoint(
     skeleton: Skeleton,
     *,
     checkpoint: Checkpoint,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, Extent],
     strict: bool = True,
     partial: bool = False,
 ) -> CheckpointMatch:
@@ -119,7 +119,7 @@ def _twins(made: Mapping[str, Step], present: list[str]) -> list[tuple[str, str]
     return [(sources[0], other) for other in sources[1:]]
 
 
-def _check_fit(misfits: _Misfits, spec: TensorSpec, *, step: Step, target: str, entries: Mapping[str, Entry]) -> None:
+def _check_fit(misfits: _Misfits, spec: TensorSpec, *, step: Step, target: str, entries: Mapping[str, Extent]) -> None:
     shape = step.targets[target]
     if shape != spec.shape:
         misfits.misshapen.append(f"{spec.name!r} is {list(shape)} instead of {list(spec.shape)}")
@@ -175,11 +175,11 @@ def _raise_misfits(checkpoint: Checkpoint, skeleton: Skeleton, misfits: _Misfits
     )
 
 
-def _by_place(origins: Mapping[str, tuple[Step, str]], entries: Mapping[str, Entry]) -> dict[str, tuple[Step, str]]:
+def _by_place(origins: Mapping[str, tuple[Step, str]], entries: Mapping[str, Extent]) -> dict[str, tuple[Step, str]]:
     """Return ``origins`` in the order in which the first sources lie in the files, so that reads run forward."""
 
     def place(item: tuple[str, tuple[Step, str]]) -> tuple[str, int]:
         sources = item[1][0].source_names
-        return (entries[sources[0]].file, entries[sources[0]].begin) if sources else ("", 0)
+        return (entries[sources[0]].file.name, entries[sources[0]].begin) if sources else ("", 0)
 
     return dict(sorted(origins.items(), key=place))

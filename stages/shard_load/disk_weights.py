@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from stages.checkpoints.extents import Extent, read_extent
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.readers import read_extent
 
 
 class DiskWeights(Mapping[str, torch.Tensor]):

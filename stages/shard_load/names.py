@@ -19,7 +19,7 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.safetensors_header import Entry
+from stages.checkpoints.extents import Extent
 
 
 class Converter(Protocol):
@@ -59,7 +59,7 @@ class Naming:
     unexpected: tuple[str, ...]
 
 
-def name_tensors(model: nn.Module, entries: Mapping[str, Entry]) -> Naming:
+def name_tensors(model: nn.Module, entries: Mapping[str, Extent]) -> Naming:
     """Return how the tensors of ``model`` are made from the checkpoint's ``entries``."""
     from transformers import PreTrainedModel
 
@@ -90,7 +90,7 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile(joined) if joined else None
 
 
-def _converted(model: Any, entries: Mapping[str, Entry]) -> Naming:
+def _converted(model: Any, entries: Mapping[str, Extent]) -> Naming:
     """Return the naming of a transformers model, renamed and grouped as its own loader does it."""
     from transformers.core_model_loading import dot_natural_key
 
@@ -139,7 +139,7 @@ class _Renamer:
 
 
 def _step(
-    rename: _Renamer, target: str, index: int, sources: list[tuple[str, str]], entries: Mapping[str, Entry]
+    rename: _Renamer, target: str, index: int, sources: list[tuple[str, str]], entries: Mapping[str, Extent]
 ) -> Step:
     if index < 0:
         if len(sources) > 1:
@@ -155,7 +155,7 @@ def _step(
     return Step(shapes, tuple(sources), converter)
 
 
-def _without_data(entry: Entry) -> torch.Tensor:
+def _without_data(entry: Extent) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
 
 

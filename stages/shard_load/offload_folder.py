@@ -17,9 +17,11 @@ import torch
 from pipeline.atomic_files import replace_file, write_whole
 from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent, byte_view, read_extent
-from stages.checkpoints.safetensors_header import Entry, read_header
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.readers import read_extent
+from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular
+from stages.machine.aligned_memory import byte_view
 from stages.shard_load.offload_store import INDEX_NAME, read_index
 from stages.units import DTYPE_BYTES, format_bytes
 
@@ -101,7 +103,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index = (read_index(Path(save_folder)) if save_folder is not None else {}) if index is None else index
         self.device = device
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
-        self._headers: dict[Path, tuple[ShardFile, dict[str, Entry]]] = {}
+        self._headers: dict[Path, tuple[ShardFile, dict[str, Extent]]] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -123,10 +125,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         name = str(info.get("weight_name", key))
         if name not in entries:
             raise CheckpointError(f"{file.path}: holds no tensor {name!r}, which the offload index says it does")
-        tensor = read_extent(Extent.of(entries[name], file))
+        tensor = read_extent(entries[name])
         return tensor.to(torch_dtype(str(info["dtype"]))) if "dtype" in info else tensor
 
-    def _header(self, path: Path) -> tuple[ShardFile, dict[str, Entry]]:
+    def _header(self, path: Path) -> tuple[ShardFile, dict[str, Extent]]:
         """Return the file ``path`` and its tensors, as they were read before if it is still that file."""
         status, known = check_regular(path), self._headers.get(path)
         if known is None or (known[0].size, known[0].mtime_ns) != (status.st_size, status.st_mtime_ns):

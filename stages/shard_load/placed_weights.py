@@ -16,10 +16,11 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent, byte_view, read_extent
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.readers import read_extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.empty_init.skeleton import parent
-from stages.machine.aligned_memory import HostBlock
+from stages.machine.aligned_memory import HostBlock, byte_view
 from stages.machine.devices import Devices
 from stages.shard_load.disk_weights import DiskWeights
 from stages.shard_load.load import Load
@@ -125,7 +126,7 @@ def refuse_infinite(load: Load, name: str, tensor: torch.Tensor) -> None:
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         step, _ = load.match.origins[name]
         entry = load.reader.entries[step.source_names[0]] if step.sources else None
-        where = load.checkpoint.by_name[entry.file].path if entry else load.checkpoint.path
+        where = entry.file.path if entry else load.checkpoint.path
         raise CheckpointError(
             f"{where}: tensor {name!r} holds NaN or infinity as {dtype_name(tensor.dtype)}; "
             "take another dtype, or set check_finite=false"

@@ -16,8 +16,10 @@ import torch
 
 from pipeline.errors import StorageError
 from stages.checkpoints.dtypes import dtype_name
-from stages.checkpoints.extents import Extent, byte_view, read_extent
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.readers import read_extent
 from stages.checkpoints.shard_files import ShardFile
+from stages.machine.aligned_memory import byte_view
 from stages.units import format_bytes
 
 

@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol
 
 import torch
 
+from stages.checkpoints.chunks import Chunk
 from stages.checkpoints.direct_file import DirectFile
-from stages.checkpoints.extents import Chunk
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.transfer.arena import Region
 from stages.dispatch.transfer.trace import Trace

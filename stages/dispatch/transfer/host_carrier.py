@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from stages.checkpoints.chunks import cut
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent, cut
+from stages.checkpoints.extents import Extent
 from stages.dispatch.transfer.arena import Arena, HostMemory
 from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.trace import Trace

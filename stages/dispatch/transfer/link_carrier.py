@@ -17,7 +17,7 @@ from itertools import count
 
 import torch
 
-from stages.checkpoints.extents import Chunk
+from stages.checkpoints.chunks import Chunk
 from stages.dispatch.transfer.arena import Arena
 from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.link import Event, Link

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from stages.checkpoints.chunks import Chunk, cut
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Chunk, Extent, cut
+from stages.checkpoints.extents import Extent
 from stages.dispatch.transfer.carrier import CHUNK_BYTES
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
 from stages.machine.aligned_memory import align_up

@@ -1,4 +1,5 @@
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from stages.checkpoints.safetensors_header import Entry
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.shard_files import ShardFile
 from stages.shard_load import conversions
 from stages.shard_load.conversions import build
 from stages.shard_load.names import Step
+
+FILE = ShardFile("f", Path("f"), 0, None, "")
 
 
 class MemoryReader:
@@ -21,7 +25,7 @@ class MemoryReader:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors, self.whole = tensors, 0
-        self.entries = {name: Entry("f", str(t.dtype)[6:], tuple(t.shape)) for name, t in tensors.items()}
+        self.entries = {name: Extent(FILE, 0, str(t.dtype)[6:], tuple(t.shape)) for name, t in tensors.items()}
 
     def fill(self, places: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, target in places:
