@@ -7,6 +7,7 @@ read by the other. Writing is whole or not at all, and an index may refer to ten
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -50,16 +51,19 @@ def offload_weight(
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
     """Return the tensor in ``weight_file``, whose index entry ``weight_info`` gives ``dtype`` and ``shape``."""
-    path, dtype = Path(weight_file), str(weight_info["dtype"])
+    return read_extent(weight_extent(Path(weight_file), weight_info))
+
+
+def weight_extent(path: Path, weight_info: Mapping[str, Any]) -> Extent:
+    """Return where the tensor lies that is alone in the file ``path``; its index entry is ``weight_info``."""
+    dtype, shape = str(weight_info["dtype"]), tuple(weight_info["shape"])
     if dtype not in DTYPE_BYTES:
         raise CheckpointError(f"{path}: unknown dtype {dtype!r} in its index; known: {', '.join(DTYPE_BYTES)}")
-    tensor = torch.empty(tuple(weight_info["shape"]), dtype=torch_dtype(dtype))
-    if not tensor.numel():
-        return tensor
-    size = check_regular(path).st_size
-    if size != tensor.nbytes:
-        raise CheckpointError(f"{path}: {size} bytes instead of the {tensor.nbytes} that its index tells")
-    return read_extent(Extent(ShardFile(path.name, path, size, None, ""), 0, dtype, tuple(tensor.shape)))
+    count = int(math.prod(shape) * DTYPE_BYTES[dtype])
+    size = check_regular(path).st_size if count else 0
+    if size != count:
+        raise CheckpointError(f"{path}: {size} bytes instead of the {count} that its index tells")
+    return Extent(ShardFile(path.name, path, size, None, ""), 0, dtype, shape)
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -118,14 +122,19 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.all_keys)
 
-    def _read(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
+    def extent(self, key: str) -> Extent:
+        """Return where the tensor ``key`` lies on disk, as it lies there, for a reader that has buffers of its own."""
+        info = self.index[key]
         if info.get("safetensors_file") is None:
-            return load_offloaded_weight(Path(self.save_folder or ".") / str(info.get("file", f"{key}.dat")), info)
+            return weight_extent(Path(self.save_folder or ".") / str(info.get("file", f"{key}.dat")), info)
         file, entries = self._header(Path(info["safetensors_file"]))
         name = str(info.get("weight_name", key))
         if name not in entries:
             raise CheckpointError(f"{file.path}: holds no tensor {name!r}, which the offload index says it does")
-        tensor = read_extent(entries[name])
+        return entries[name]
+
+    def _read(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
+        tensor = read_extent(self.extent(key))
         return tensor.to(torch_dtype(str(info["dtype"]))) if "dtype" in info else tensor
 
     def _header(self, path: Path) -> tuple[ShardFile, dict[str, Extent]]:

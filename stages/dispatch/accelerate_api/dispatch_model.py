@@ -1,8 +1,14 @@
 """Whole models whose weights lie on several devices, by one call.
 
-Names, signatures and behaviour are those that scripts written against accelerate know. They differ where today's
-behaviour hurts: a device map may name single tensors, the main device is the first accelerator in the map's order, tied
-weights stay one tensor, and files in an offload folder are compared with weights that are in memory.
+Names and signatures are those that scripts written against accelerate know; the engine is the pipeline's own. They
+differ where today's behaviour hurts: a device map may name single tensors, the main device is the first accelerator in
+the map's order, tied weights stay one tensor, files in an offload folder are compared with weights that are in memory,
+and what lies in safetensors files is streamed from there, with no second copy.
+
+Gradients pass through streamed weights; their own are lost with them, so freeze what is streamed. On the host the
+staging memory that they are brought into is what ``max_memory`` leaves, else room for the largest streamed layer twice;
+on an accelerator it is room for the largest streamed layer. A layer is a module that the model declares as not to be
+split, or one without children.
 """
 
 from __future__ import annotations
@@ -16,15 +22,16 @@ import torch
 from torch import nn
 
 from pipeline.errors import ConfigError
-from stages.dispatch.accelerate_api.align import AlignDevicesHook, AnyDevice, SkipKeys, resolve_device
-from stages.dispatch.accelerate_api.attach import attach_align_device_hook
-from stages.dispatch.accelerate_api.by_device_map import Dispatch, dispatch
-from stages.dispatch.accelerate_api.hooks import add_hook_to_module
-from stages.dispatch.accelerate_api.offload_dir import store_weights
-from stages.dispatch.streaming.guard import guard
+from stages.dispatch.accelerate_api.align import AnyDevice, SkipKeys, resolve_device
+from stages.dispatch.accelerate_api.homes import device_id, homes_of, warn_of_strangers
+from stages.dispatch.accelerate_api.hooks import remove_hook_from_submodules
+from stages.dispatch.accelerate_api.offload_dir import locate_weights
+from stages.dispatch.accelerate_api.streamed_model import Sources, Wanted, stream
+from stages.dispatch.streaming.guard import is_guarded
+from stages.empty_init.describe import describe
 from stages.plan import get_balanced_memory, infer_auto_device_map
-from stages.shard_load import OffloadedWeightsLoader, load_checkpoint_in_model
-from stages.units import CPU, DISK
+from stages.shard_load import load_checkpoint_in_model
+from stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]
 _POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -44,31 +51,39 @@ def dispatch_model(  # the field's signature
 ) -> nn.Module:
     """Place the weights of ``model`` as ``device_map`` says (module or tensor name → device) and return the model.
 
-    Weights on ``cpu`` (where the main device is an accelerator) and on ``disk`` come to ``main_device`` for each call
-    of their module; it is by default the first accelerator of the map, or the cpu. ``state_dict`` has those of the
-    host if not the model itself; those of the disk are in ``offload_dir`` or where ``offload_index`` says, and are
-    written to ``offload_dir`` if it lacks them. ``preload_module_classes`` names modules that are brought in as a
-    whole. A map of one device moves the model there, without hooks unless ``force_hooks``. By default the
+    Weights on ``cpu`` (where the main device is an accelerator) and on ``disk`` are streamed to ``main_device``, ahead
+    of the calls of their modules; it is by default the first accelerator of the map, or the cpu. ``state_dict`` has
+    those of the host if not the model itself; those of the disk are in ``offload_dir`` or where ``offload_index`` says,
+    and are written to ``offload_dir`` if it lacks them. ``preload_module_classes`` names modules that are brought in as
+    a whole. A map of one device moves the model there, without hooks unless ``force_hooks``. By default the
     ``skip_keys`` are those that a transformers model declares. The map is kept as ``model.hf_device_map``; a model
     with offloaded weights refuses to be moved.
 
     Raises ``ConfigError`` where the map leaves out a tensor, or there is nowhere to offload to.
     """
-    declared: SkipKeys = getattr(model, "_skip_keys_device_placement", None)
-    wanted = Dispatch(
-        device_map=dict(device_map),
-        main_device=main_device,
-        state_dict=state_dict,
-        folder=None if offload_dir is None else Path(offload_dir),
-        index=offload_index,
-        offload_buffers=offload_buffers,
-        skip_keys=declared if skip_keys is None else skip_keys,
-        preload=preload_module_classes,
-    )
     devices = {str(device) for device in device_map.values()}
-    if len(devices) > 1 or DISK in devices or force_hooks:
-        return dispatch(model, wanted)
-    model.to(resolve_device(wanted.main))
+    main = next((device for device in device_map.values() if str(device) not in (CPU, DISK)), CPU)
+    main = main if main_device is None else main_device
+    if len(devices) == 1 and DISK not in devices and not force_hooks:
+        model.to(resolve_device(main))
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
+    if is_guarded(model):
+        remove_hook_from_submodules(model)
+    skeleton = describe(model, rehearsed=False)
+    declared: SkipKeys = getattr(model, "_skip_keys_device_placement", None)
+    wanted = Wanted(
+        homes_of(skeleton, device_map, otherwise=device_id(main)),
+        device_id(main),
+        offload_buffers=offload_buffers,
+        preload=preload_module_classes or (),
+        skip_keys=declared if skip_keys is None else skip_keys,
+    )
+    warn_of_strangers(skeleton, device_map)
+    on_disk = [spec for spec in skeleton.tensors if wanted.homes[spec.name] == DISK and wanted.may_leave(spec)]
+    folder = None if offload_dir is None else Path(offload_dir)
+    extents = locate_weights(model, skeleton, on_disk, folder=folder, index=offload_index)
+    stream(model, skeleton, wanted, Sources(extents, state_dict or {}))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -137,9 +152,13 @@ def cpu_offload(
 
     The device is by default where the first parameter is. ``state_dict`` has the weights if not the model itself.
     """
-    weights = {n: t.detach().to(CPU) for n, t in model.state_dict().items()} if state_dict is None else state_dict
     return _offload_all(
-        model, weights, device=execution_device, buffers=offload_buffers, preload=preload_module_classes
+        model,
+        CPU,
+        device=execution_device,
+        buffers=offload_buffers,
+        preload=preload_module_classes,
+        weights=state_dict or {},
     )
 
 
@@ -154,33 +173,42 @@ def disk_offload(
 
     Weights that the folder already has are not written again; those of the model are, where they differ.
     """
-    store_weights(model.state_dict(), Path(offload_dir))
-    weights = OffloadedWeightsLoader(save_folder=offload_dir)
     return _offload_all(
-        model, weights, device=execution_device, buffers=offload_buffers, preload=preload_module_classes
+        model,
+        DISK,
+        device=execution_device,
+        buffers=offload_buffers,
+        preload=preload_module_classes,
+        folder=Path(offload_dir),
     )
 
 
 def _offload_all(
     model: nn.Module,
-    weights: Mapping[str, torch.Tensor],
+    home: DeviceId,
     *,
     device: AnyDevice | None,
     buffers: bool,
     preload: list[str] | None,
+    folder: Path | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> nn.Module:
+    """Have every weight of ``model`` wait on ``home``."""
+    if is_guarded(model):
+        remove_hook_from_submodules(model)
     first = next(model.parameters(), None)
-    target = resolve_device(device) or (first.device if first is not None else torch.device(CPU))
-    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=target,
-        offload=True,
+    here = torch.device(CPU) if first is None else first.device
+    skeleton = describe(model, rehearsed=False)
+    wanted = Wanted(
+        {spec.name: home for spec in skeleton.tensors},
+        device_id(here if device is None else device),
+        kept_apart=True,
         offload_buffers=buffers,
-        weights_map=weights,
-        preload_module_classes=preload,
+        preload=preload or (),
     )
-    guard(model, target)
+    on_disk = [spec for spec in skeleton.tensors if home == DISK and wanted.may_leave(spec)]
+    extents = locate_weights(model, skeleton, on_disk, folder=folder)
+    stream(model, skeleton, wanted, Sources(extents, weights or {}))
     return model
 
 

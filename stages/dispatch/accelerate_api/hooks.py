@@ -24,10 +24,12 @@ _GUARDED_BY_ACCELERATE = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 class ModelHook:
     """What a hook does at the four moments that it is told of; this one does nothing.
 
-    With ``no_grad`` the forward runs without recording gradients; ``pre_forward`` and ``post_forward`` do not.
+    With ``no_grad`` the forward runs without recording gradients; ``pre_forward`` and ``post_forward`` do not. A
+    ``permanent`` hook isn't replaced by the next one that is added: it stays, and runs first.
     """
 
     no_grad: bool = False
+    permanent: bool = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Prepare ``module``, to which the hook is being added, and return it."""
@@ -55,6 +57,7 @@ class SequentialHook(ModelHook):
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
         self.no_grad = any(hook.no_grad for hook in hooks)
+        self.permanent = any(hook.permanent for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Prepare ``module`` with every hook in turn."""
@@ -92,6 +95,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     A module has one hook: the one before is removed, or with ``append`` runs first, both in a ``SequentialHook``.
     """
     before = getattr(module, "_hf_hook", None)
+    append = append or getattr(before, "permanent", False)
     if before is not None and not append:
         remove_hook_from_module(module)
     module = hook.init_hook(module)

@@ -1,16 +1,66 @@
-"""The folder that offloaded weights are in, made sure to hold what the model holds."""
+"""The folder that offloaded weights are in: made sure to hold what the model holds, and where each tensor lies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
+from stages.checkpoints.dtypes import torch_dtype
+from stages.checkpoints.extents import Extent
+from stages.empty_init.skeleton import Skeleton, TensorSpec
 from stages.shard_load import OffloadedWeightsLoader, offload_state_dict
 from stages.shard_load.offload_store import read_index
+
+
+def locate_weights(
+    model: nn.Module,
+    skeleton: Skeleton,
+    wanted: Sequence[TensorSpec],
+    *,
+    folder: Path | None,
+    index: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Extent]:
+    """Return where each of the tensors ``wanted`` can be read, as the model holds it, tied names included.
+
+    ``index`` says where they are; without one they are in ``folder``, after those that it lacks are written there. So
+    is a tensor that lies somewhere in another dtype than the model's: what is streamed is never cast.
+    """
+    if not wanted:
+        return {}
+    if index is None and folder is None:
+        raise ConfigError("offload_dir: tensors are mapped to disk, and no folder is given to offload them to")
+    if index is None and folder is not None:
+        leaders = {spec.name for spec in wanted if skeleton.leader(spec.name) == spec.name}
+        state = model.state_dict()
+        store_weights({name: state[name] for name in state if name in leaders}, folder)
+    stored = OffloadedWeightsLoader(save_folder=folder, index=index)
+    return {spec.name: _extent(stored, _known_name(spec.name, skeleton, stored), spec, folder) for spec in wanted}
+
+
+def _known_name(name: str, skeleton: Skeleton, stored: OffloadedWeightsLoader) -> str:
+    """Return the name that the folder has ``name`` by: its own, or that of a twin."""
+    names = next((group for group in skeleton.tied if name in group), (name,))
+    return next((known for known in (name, *names) if known in stored.index), name)
+
+
+def _extent(stored: OffloadedWeightsLoader, name: str, spec: TensorSpec, folder: Path | None) -> Extent:
+    if name not in stored.index:
+        raise CheckpointError(f"offload_index: has no tensor {name!r}; give an index or a folder that has all of them")
+    extent = stored.extent(name)
+    if (extent.dtype, tuple(extent.shape)) == (spec.dtype, spec.shape):
+        return extent
+    if extent.shape != spec.shape or folder is None:
+        raise CheckpointError(
+            f"{extent.file.path}: tensor {name!r} is {extent.dtype} {list(extent.shape)} and the model's "
+            f"{spec.dtype} {list(spec.shape)}; give offload_dir, a folder for what must be cast"
+        )
+    offload_state_dict(folder, {spec.name: stored[name].to(torch_dtype(spec.dtype))})
+    return OffloadedWeightsLoader(save_folder=folder).extent(spec.name)
 
 
 def store_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:

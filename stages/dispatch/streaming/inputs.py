@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,15 @@ from torch import nn
 from stages.dispatch.transfer.values import first_device, send_to_device
 
 
-def move_inputs(model: nn.Module, entries: Mapping[str, torch.device]) -> Iterator[Callable[[], None]]:
-    """Hook ``model`` so that inputs go to the device of each entry (module name → device); yield what unhooks it."""
-    skip = set(getattr(model, "_skip_keys_device_placement", None) or ())
+def move_inputs(
+    model: nn.Module, entries: Mapping[str, torch.device], *, skip_keys: Collection[str] | None = None
+) -> Iterator[Callable[[], None]]:
+    """Hook ``model`` so that inputs go to the device of each entry (module name → device); yield what unhooks it.
+
+    ``skip_keys`` are keyword arguments that aren't moved; by default those that a transformers model declares.
+    """
+    declared = getattr(model, "_skip_keys_device_placement", None) or ()
+    skip = set(declared if skip_keys is None else skip_keys)
 
     def align(device: torch.device) -> Callable[..., tuple[Any, Any]]:
         return lambda _module, args, kwargs: (

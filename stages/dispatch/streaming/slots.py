@@ -29,10 +29,10 @@ class Slot:
     bound: torch.Tensor | None = None
 
     def bind(self, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` in the place of what waits, as a (frozen) parameter where that is one."""
+        """Put ``tensor`` in the place of what waits, as a parameter like it where that is one."""
         if self.table[self.attribute] is self.waiting:
             parameter = isinstance(self.waiting, nn.Parameter)
-            self.bound = nn.Parameter(tensor, requires_grad=False) if parameter else tensor
+            self.bound = nn.Parameter(tensor, requires_grad=self.waiting.requires_grad) if parameter else tensor
             self.table[self.attribute] = self.bound
 
     def unbind(self) -> None:

@@ -7,7 +7,7 @@ was. A release hook is called even when the forward raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.mapped_file import MappedFile
 from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.streaming.guard import guard, unguard
 from stages.dispatch.streaming.inputs import move_inputs
@@ -42,24 +43,29 @@ OpenLink = Callable[[Devices, DeviceId], Link]
 class _Streamed:
     """The streamed tensors of one module: where they compute (the host, or a device apart), how many calls use them.
 
-    ``lookahead`` delivers them, by the ``number`` that it knows the part by. Those that are ``resident`` lie where they
-    compute and are only bound there for each call, as the field's functions have it.
+    ``lookahead`` delivers them, by the ``number`` that it knows the part by. Those that aren't ``brought`` lie where
+    they compute, in memory or in the maps of ``files``, and are only bound there for each use, which counts as
+    ``streamed_bytes``.
     """
 
     name: str
     slots: list[Slot]
     computes: DeviceId
+    brought: bool = True
+    files: Sequence[MappedFile] = ()
+    streamed_bytes: int = 0
     lookahead: Lookahead[Any] | None = None
     number: int = 0
     users: int = 0
     began: float = 0.0
-    resident: bool = False
 
     def take(self) -> list[torch.Tensor]:
         """Return the tensors of the slots, in their order; waits for them if it must."""
-        if self.lookahead is None:
-            return [slot.host.detach() for slot in self.slots if slot.host is not None]
-        return self.lookahead.take(self.number)
+        if self.lookahead is not None:
+            return self.lookahead.take(self.number)
+        for file in self.files:
+            file.check()
+        return [slot.host.detach() for slot in self.slots if slot.host is not None]
 
 
 class Streamer:
@@ -67,6 +73,7 @@ class Streamer:
 
     ``extents`` says where each tensor that waits on disk lies; what waits on the host is in the model, best in the
     block ``host``. ``devices`` are those behind the device ids. How each tensor is served, the plan says.
+    ``skip_keys`` are arguments that stay where they are, by default those that the model declares.
     """
 
     def __init__(
@@ -79,10 +86,11 @@ class Streamer:
         host: HostBlock | None = None,
         trace: Trace | None = None,
         open_link: OpenLink = open_link,
+        skip_keys: Collection[str] | None = None,
     ) -> None:
         self.traffic, self.trace = Traffic(), trace
         self._model, self._extents = model, extents
-        self._devices, self._open_link = devices, open_link
+        self._devices, self._open_link, self._skip_keys = devices, open_link, skip_keys
         self._lookaheads: list[Lookahead[Any]] = []
         self._stack = ExitStack()
         with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
@@ -105,10 +113,10 @@ class Streamer:
         self._stack.callback(unguard, self._model)
         if main.type != "cpu":
             entries = {name: self._devices.torch_device(device) for name, device in plan.entries.items()}
-            for unhook in move_inputs(self._model, entries):
+            for unhook in move_inputs(self._model, entries, skip_keys=self._skip_keys):
                 self._stack.callback(unhook)
-        parts = self._bind_in_place(plan)
-        self._look_ahead(parts, plan, host)
+        parts = list(self._parts(plan))
+        self._look_ahead([part for part in parts if part.brought], plan, host)
         stored = DiskWeights(self._extents)
         for part in parts:
             for slot in part.slots:
@@ -118,10 +126,9 @@ class Streamer:
         for unhook in mark_passes(self._model, begin=self._begin, end=self._end, recover=lambda: self._recover(parts)):
             self._stack.callback(unhook)
 
-    def _bind_in_place(self, plan: DispatchPlan) -> list[_Streamed]:
-        """Bind what is served from maps of its shards; return the parts that are bound for each use."""
-        in_place = self._stack.enter_context(MappedWeights(self._extents, self.traffic))
-        left = []
+    def _parts(self, plan: DispatchPlan) -> Iterator[_Streamed]:
+        """Yield the parts that are bound for each use, those that are used in maps of their shards mapped."""
+        maps = self._stack.enter_context(MappedWeights(self._extents))
         for name, part in plan.parts.items():
             apart = self._devices.is_apart(part.execution)
             slots: dict[Serving, list[Slot]] = {"copy": [], "direct": [], "map": [], "rows": []}
@@ -129,19 +136,23 @@ class Streamer:
                 # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
                 if apart or serving == "copy" or tensor in self._extents:
                     slots[serving].append(make_slot(self._model, tensor, on_disk=tensor in self._extents))
-            callers = [self._model.get_submodule(caller) for caller in part.callers]
-            in_place.bind(slots["rows"], callers, looked_up=True)
-            in_place.bind(slots["map"], callers, looked_up=False)
             if apart and (brought := slots["copy"] + slots["direct"]):
-                left.append(_Streamed(name, brought, part.execution))
-            elif not apart:
-                left += [_Streamed(name, slots["copy"], CPU, resident=True)] if slots["copy"] else []
-                left += [_Streamed(name, slots["direct"], CPU)] if slots["direct"] else []
-        return left
+                yield _Streamed(name, brought, part.execution)
+            if not apart and slots["direct"]:
+                yield _Streamed(name, slots["direct"], CPU)
+            if not apart and slots["copy"]:
+                yield _Streamed(name, slots["copy"], CPU, brought=False)
+            for serving in ("map", "rows"):
+                if mapped := slots[serving]:
+                    yield self._mapped(name, mapped, maps, looked_up=serving == "rows")
+
+    def _mapped(self, name: str, slots: list[Slot], maps: MappedWeights, *, looked_up: bool) -> _Streamed:
+        files = maps.use(slots, looked_up=looked_up)
+        streamed = 0 if looked_up else sum(self._extents[slot.name].bytes for slot in slots)
+        return _Streamed(name, slots, CPU, brought=False, files=files, streamed_bytes=streamed)
 
     def _look_ahead(self, parts: Sequence[_Streamed], plan: DispatchPlan, host: HostBlock | None) -> None:
         """Give each part to the lookahead of the device that computes it."""
-        parts = [part for part in parts if not part.resident]
         devices = list(dict.fromkeys(part.computes for part in parts))
         links = {device: self._open_link(self._devices, device) for device in devices if device != CPU}
         if links:
@@ -194,6 +205,7 @@ class Streamer:
         if part.users == 0:
             for slot, tensor in zip(part.slots, part.take(), strict=True):
                 slot.bind(tensor)
+            self.traffic.streamed_bytes += part.streamed_bytes
             part.began = time.perf_counter()
         part.users += 1
 

@@ -139,7 +139,7 @@ def bring_home(waiting: WaitingTensor) -> torch.Tensor:
     if waiting.kept is None and waiting.home.type == "meta":
         return waiting
     found = waiting.restored() if waiting.restored is not None else waiting.kept
-    if found is None:
+    if found is None or (waiting.home.type != "meta" and found.device != waiting.home):
         found = rebuild(waiting, waiting.now(waiting.home))
         waiting.restored = weakref.ref(found)
     vars(found).pop(_TWIN, None)

@@ -94,7 +94,7 @@ def a_map_with_weights_offloaded_before(api: Any, folder: Path) -> Any:
 
 def a_forced_hook(api: Any, _: Path) -> Any:
     model = api.dispatch_model(seeded(Net), {"": "cpu"}, force_hooks=True)
-    return model(X), type(model._hf_hook).__name__, model._hf_hook.io_same_device
+    return model(X), isinstance(model._hf_hook, api.AlignDevicesHook), model._hf_hook.io_same_device
 
 
 def tied(api: Any, folder: Path) -> Any:

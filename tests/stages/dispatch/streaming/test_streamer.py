@@ -84,12 +84,15 @@ def test_weights_are_let_go_after_each_use(dispatch: Dispatch) -> None:
     assert streamer.traffic.overflow_bytes == 0
 
 
-def test_mapped_weights_stay_bound_and_copy_nothing(dispatch: Dispatch) -> None:
-    model = net()
+def test_mapped_weights_are_used_where_they_lie_and_nothing_is_copied(dispatch: Dispatch) -> None:
+    model, places = net(), []
     streamer, _ = dispatch(model, DISK, X, io="mmap")
+    model[0].register_forward_pre_hook(lambda module, _a: places.append(module.weight.data_ptr()))
     model(X)
-    assert waiting(model) == set()
+    assert waiting(model) == DISK
     assert (streamer.traffic.streamed_bytes, streamer.traffic.storage_bytes) == (BYTES_ON_DISK, 0)
+    model(X)
+    assert places[0] == places[1] != 0
     streamer.remove()
     assert waiting(model) == DISK
 
@@ -169,10 +172,10 @@ def test_an_embedding_is_gathered_where_it_lies(dispatch: Dispatch) -> None:
     model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 50)).requires_grad_(False)
     tokens = torch.tensor([[3, 49, 0]])
     expected = model(tokens)
-    streamer, _ = dispatch(model, {"0.weight", "1.weight"}, tokens)
+    streamer, plan = dispatch(model, {"0.weight", "1.weight"}, tokens)
+    assert plan.parts["0"].serving == {"0.weight": "rows"}
     assert torch.equal(model(tokens), expected)
     assert streamer.traffic.streamed_bytes == 4 * 50 * 4, "the head's bytes alone"
-    assert "0.weight" not in waiting(model)
 
 
 def test_a_module_that_hands_out_a_view_of_its_weight_is_never_written_over(dispatch: Dispatch) -> None:

@@ -1,0 +1,201 @@
+"""A model that is in memory already, its weights placed where a caller says and streamed by the engine.
+
+What the field's functions have in common: each decides where the tensors lie, and this makes the dispatch plan for it,
+has what is away wait where it can be read, and attaches the streamer. The model's own code isn't run: the order of its
+modules is that of registration until the first pass has shown the real one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stages.checkpoints.extents import Extent
+from stages.dispatch.accelerate_api.align import SkipKeys
+from stages.dispatch.accelerate_api.engine_hook import EngineHook
+from stages.dispatch.accelerate_api.hooks import add_hook_to_module
+from stages.dispatch.dispatch_plan import ModulePlan, make_dispatch_plan
+from stages.dispatch.streaming.streamer import Streamer
+from stages.dispatch.streaming.waiting_tensor import WaitingSource, rebuild, send_waiting
+from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
+from stages.machine.devices import Devices
+from stages.machine.host_memory import host_memory
+from stages.plan.outline import Outline
+from stages.plan.placement import Placement, reserves, resident_bytes
+from stages.plan.plan import Plan
+from stages.plan.serving import choose_io, serve
+from stages.shard_load.disk_weights import DiskWeights
+from stages.units import CPU, DISK, DeviceId
+
+STAGED_LAYERS = 2
+"""How many of the largest streamed layers the staging memory on the host holds where no budget says more: one of them
+computes while the next is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Where a model's weights are to lie and compute.
+
+    ``homes`` has the device of every tensor, tied names included; ``main`` computes what is streamed. Weights on the
+    host are bound for each call also where the host computes if they are ``kept_apart``, as the field has it. Buffers
+    stay where they are used unless ``offload_buffers``. Modules of the classes ``preload`` are brought in as a whole.
+    ``host_budget`` is what weights and staging may take of the host together, in bytes; null: see ``STAGED_LAYERS``.
+    """
+
+    homes: Mapping[str, DeviceId]
+    main: DeviceId
+    kept_apart: bool = False
+    offload_buffers: bool = False
+    preload: Collection[str] = ()
+    skip_keys: SkipKeys = None
+    host_budget: int | None = None
+
+    def may_leave(self, spec: TensorSpec) -> bool:
+        """Return whether the tensor may be elsewhere than where it is used."""
+        return spec.kind == "parameter" or (self.offload_buffers and spec.persistent)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the data of what is away is: ``extents`` on disk, ``weights`` on the host, by name; else in the model."""
+
+    extents: Mapping[str, Extent]
+    weights: Mapping[str, torch.Tensor]
+
+
+def stream(model: nn.Module, skeleton: Skeleton, wanted: Wanted, sources: Sources) -> None:
+    """Place the weights of ``model`` as ``wanted`` says and attach the engine; where that fails it is as it was."""
+    plan = make_dispatch_plan(_with_preloaded(skeleton, wanted.preload), plan_for(skeleton, wanted))
+    devices = Devices()
+    hook = EngineHook(devices.torch_device(wanted.main), skip_keys=wanted.skip_keys)
+    with ExitStack() as undo:
+        undo.callback(hook.detach_hook, model)
+        placer = _Placer(model, hook, sources, devices)
+        for name, part in plan.parts.items():
+            placer.place(name, part)
+        hook.streamer = Streamer(
+            model, plan, extents=sources.extents, devices=devices, skip_keys=_as_keys(wanted.skip_keys)
+        )
+        undo.pop_all()
+    add_hook_to_module(model, hook, append=True)
+
+
+def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
+    """Return the plan that ``wanted`` spells out."""
+    execution = {module: _computes(skeleton, module, wanted) for module in _by_module(skeleton)}
+    homes = {spec.name: _lies_on(spec, execution[parent(spec.name)], wanted) for spec in skeleton.tensors}
+    leaders = {skeleton.leader(name): home for name, home in homes.items()}
+    outline, placement = Outline(skeleton), Placement(leaders, wanted.main)
+    held, reserve = resident_bytes(outline, leaders), reserves(outline, placement).get(wanted.main, 0)
+    budget = wanted.host_budget or held.get(CPU, 0) + STAGED_LAYERS * reserve
+    free = host_memory().free_bytes - max(0, budget - held.get(CPU, 0))
+    served = serve(outline, homes, execution, io=choose_io("auto", streamed_bytes=held.get(DISK, 0), free_bytes=free))
+    if wanted.kept_apart:
+        apart = [spec.name for spec in skeleton.tensors if wanted.may_leave(spec) and homes[spec.name] == CPU]
+        served = {**dict.fromkeys(apart, "copy"), **served}
+    return Plan(
+        policy="explicit",
+        main_device=wanted.main,
+        device_map=homes,
+        homes=homes,
+        execution=execution,
+        serving=served,
+        budgets={CPU: budget},
+        resident_bytes=held,
+        reserve_bytes=reserve,
+        reasons={},
+    )
+
+
+def _by_module(skeleton: Skeleton) -> dict[str, list[TensorSpec]]:
+    found: dict[str, list[TensorSpec]] = {}
+    for spec in skeleton.tensors:
+        found.setdefault(parent(spec.name), []).append(spec)
+    return found
+
+
+def _computes(skeleton: Skeleton, module: str, wanted: Wanted) -> DeviceId:
+    """Return where ``module`` computes: on the accelerator that holds most of it, or where what is streamed does."""
+    held: Counter[DeviceId] = Counter()
+    for spec in skeleton.tensors:
+        if parent(spec.name) == module and isinstance(wanted.homes[spec.name], int):
+            held[wanted.homes[spec.name]] += max(1, spec.bytes)
+    return max(held, key=lambda device: held[device], default=wanted.main)
+
+
+def _lies_on(spec: TensorSpec, execution: DeviceId, wanted: Wanted) -> DeviceId:
+    home = wanted.homes[spec.name]
+    return execution if isinstance(home, int) or not wanted.may_leave(spec) else home
+
+
+def _with_preloaded(skeleton: Skeleton, classes: Collection[str]) -> Skeleton:
+    """Return ``skeleton`` with the modules of ``classes`` as users of all tensors below them."""
+    whole = [module.name for module in skeleton.modules if module.class_name in classes]
+    users = {
+        name: [above for above in whole if not above or name.startswith(f"{above}.")] for name in _by_module(skeleton)
+    }
+    borrowers = {
+        name: tuple(dict.fromkeys([*skeleton.borrowers.get(name, ()), *users.get(name, ())]))
+        for name in {*skeleton.borrowers, *users}
+    }
+    return replace(skeleton, borrowers={name: found for name, found in borrowers.items() if found})
+
+
+@dataclass(slots=True)
+class _Placer:
+    """Has each tensor of a model lie where it computes, or wait; what was one tensor under two names stays one."""
+
+    model: nn.Module
+    hook: EngineHook
+    sources: Sources
+    devices: Devices
+    moved: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=WeakIdKeyDictionary)
+
+    def place(self, name: str, part: ModulePlan) -> None:
+        """Place what the module ``name`` holds directly."""
+        module, device = self.model.get_submodule(name), self.devices.torch_device(part.execution)
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        places = [(table, attribute) for table in tables for attribute, value in table.items() if value is not None]
+        for table, attribute in places:
+            tensor, full_name = table[attribute], f"{name}.{attribute}" if name else attribute
+            if full_name in part.serving:
+                self.hook.send_away(table, attribute, self._waiting(tensor, full_name, device))
+            elif tensor.device != device:
+                here = self._resident(tensor, full_name, part)
+                self.hook.settle(table, attribute, here, returns=bool(part.serving))
+
+    def _waiting(self, tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+        """Return what stands for ``tensor`` while it is away: read from disk, or from the host's memory."""
+        extents = self.sources.extents
+        if name in extents:
+            return send_waiting(tensor, WaitingSource(DiskWeights(extents), name, device), keep=False)
+        value = self._value(tensor, name)
+        host = value.detach().to(device=CPU, dtype=tensor.dtype if value.is_floating_point() else value.dtype)
+        waiting = send_waiting(tensor, WaitingSource({name: host}, name, device), keep=False)
+        if waiting.kept is None:
+            waiting.kept = tensor if host.data_ptr() == tensor.data_ptr() else rebuild(tensor, host)
+        return waiting
+
+    def _resident(self, tensor: torch.Tensor, name: str, part: ModulePlan) -> torch.Tensor:
+        """Return ``tensor`` on the device that computes with it."""
+        if tensor not in self.moved:
+            value = self._value(tensor, name)
+            self.moved[tensor] = rebuild(tensor, self.devices.put(value.detach(), part.execution))
+        return self.moved[tensor]
+
+    def _value(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        value = self.sources.weights.get(name, tensor)
+        if value.is_meta:
+            raise ValueError(f"{name!r} is on the meta device and has no data; load it, or give it in state_dict")
+        return value
+
+
+def _as_keys(skip_keys: SkipKeys) -> list[str] | None:
+    return [skip_keys] if isinstance(skip_keys, str) else skip_keys
