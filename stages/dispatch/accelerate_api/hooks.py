@@ -57,7 +57,7 @@ class SequentialHook(ModelHook):
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
         self.no_grad = any(hook.no_grad for hook in hooks)
-        self.permanent = any(hook.permanent for hook in hooks)
+        self.permanent = any(getattr(hook, "permanent", False) for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Prepare ``module`` with every hook in turn."""
