@@ -163,7 +163,7 @@ class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
         job.cancel(check=False)
 
 
-class LocalLauncher(_Launcher, originals.LocalLauncher):  # type: ignore[misc]
+class LocalJobLauncher(_Launcher, originals.LocalLauncher):  # type: ignore[misc]
     """Jobs on this machine. submitit's process of a job ends when the job has."""
 
     _poll_seconds = 0.05
@@ -182,7 +182,7 @@ class LocalLauncher(_Launcher, originals.LocalLauncher):  # type: ignore[misc]
             os.kill(int(job.job_id), signal.SIGTERM)
 
 
-class SlurmLauncher(_Launcher, originals.SlurmLauncher):  # type: ignore[misc]
+class SlurmJobLauncher(_Launcher, originals.SlurmLauncher):  # type: ignore[misc]
     """Jobs of a cluster. Where Slurm keeps no accounts, ``squeue`` says whether a job is still there."""
 
     _absent_after_seconds = 30.0

@@ -7,9 +7,9 @@ this one imports is little: no submitit, nothing of a run. The build puts this f
 from pipeline import launchers
 
 
-class LocalLauncher(launchers.LocalLauncher):
+class LocalLauncher(launchers.LocalJobLauncher):
     """Jobs on this machine, under the name that ``hydra.launcher`` gives."""
 
 
-class SlurmLauncher(launchers.SlurmLauncher):
+class SlurmLauncher(launchers.SlurmJobLauncher):
     """Jobs of a cluster, under the name that ``hydra.launcher`` gives."""
