@@ -5,15 +5,15 @@ Storage is read past the page cache where the system allows it: a second look at
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_CHUNK = 2 * 2**20
-_IN_FLIGHT = 4
+CHUNK_BYTES = 2 * 2**20
+READERS = 4
+"""How streaming reads: chunks of that size, that many in flight. So storage is measured."""
 _STORAGE_BYTES = 256 * 2**20
 _HOST_BYTES = 16 * 2**20
 _TARGET_BYTES = 2**18
@@ -22,26 +22,25 @@ _ROUNDS = 4
 
 
 def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
-    """Return the bytes a second at which ``path`` is read past the page cache; null where it is too small.
+    """Return the bytes a second at which ``path`` is read past the page cache; null where it is too small."""
+    from stages.machine.aligned_memory import private_memory
 
-    Read as streaming reads: chunks of 2 MiB, four of them in flight.
-    """
-    offsets = range(0, min(limit, path.stat().st_size - _CHUNK), _CHUNK)
-    if len(offsets) < _IN_FLIGHT or not hasattr(os, "O_DIRECT"):
+    offsets = range(0, min(limit, path.stat().st_size - CHUNK_BYTES), CHUNK_BYTES)
+    if len(offsets) < READERS or not hasattr(os, "O_DIRECT"):
         return None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return None
-    buffers = [mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(_IN_FLIGHT)]
+    buffers = [private_memory(CHUNK_BYTES) for _ in range(READERS)]
 
     def read(number: int) -> int:
-        return sum(os.preadv(descriptor, [buffers[number]], offset) for offset in offsets[number::_IN_FLIGHT])
+        return sum(os.preadv(descriptor, [buffers[number]], offset) for offset in offsets[number::READERS])
 
     try:
         start = time.perf_counter()
-        with ThreadPoolExecutor(_IN_FLIGHT) as pool:
-            done = sum(pool.map(read, range(_IN_FLIGHT)))
+        with ThreadPoolExecutor(READERS) as pool:
+            done = sum(pool.map(read, range(READERS)))
         return round(done / (time.perf_counter() - start))
     except OSError:
         return None

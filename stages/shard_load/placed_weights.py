@@ -31,7 +31,7 @@ from stages.units import CPU, DeviceId
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedWeights:
     """A model whose resident weights are in place.
 
     Tensors that lie on disk are meta tensors in ``model`` and entries of ``offloaded``, tied names included, which
@@ -69,7 +69,7 @@ def place(
     devices: Devices | None = None,
     spill_folder: Path | None = None,
     check_finite: bool = False,
-) -> Placed:
+) -> PlacedWeights:
     """Fill the model with its resident weights; ``files`` are those of the offload store.
 
     The memory held is that of the resident weights and, where one must be cast or built, that of its sources. With a
@@ -95,7 +95,7 @@ def place(
     steps = {id(step): step for step, _ in (load.match.origins[name] for name in names)}
     read_bytes = sum(load.source_bytes(step) for step in steps.values())
     offloaded, seconds = DiskWeights(extents(load, files)), time.perf_counter() - began
-    return Placed(load.model, offloaded, seconds, read_bytes, devices, load.host)
+    return PlacedWeights(load.model, offloaded, seconds, read_bytes, devices, load.host)
 
 
 def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:

@@ -21,7 +21,7 @@ from stages.units import CPU, DeviceId, format_bytes
 if TYPE_CHECKING:
     from stages.checkpoints.shard_files import ShardFile
     from stages.shard_load.load import Load
-    from stages.shard_load.placed_weights import Placed
+    from stages.shard_load.placed_weights import PlacedWeights
 
 CHECKS: Mapping[str, Any] = {"strict": True, "check_finite": False, "verify": "headers"}
 """The config keys that say how much is checked, and their defaults."""
@@ -110,7 +110,7 @@ class ShardLoadStage:
         report = {**_load_report(load), "sha256": hashes}
         folder.joinpath(REPORT_NAME).write_text(json.dumps(report, indent=1) + "\n")
 
-    def revive(self, inputs: ShardLoadInputs, context: Context) -> Placed:
+    def revive(self, inputs: ShardLoadInputs, context: Context) -> PlacedWeights:
         """Return the model with its resident weights in place; what the offload store lacks by now is made again.
 
         With ``verify=full`` the files must still have the bytes that they had when the artifact was made.

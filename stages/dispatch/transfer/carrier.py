@@ -16,9 +16,8 @@ from stages.checkpoints.direct_file import DirectFile
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.transfer.arena import Region
 from stages.dispatch.transfer.trace import Trace
+from stages.machine.probes import READERS
 
-READERS = 4
-CHUNK_BYTES = 2 * 2**20
 SMALL_BYTES = 64 * 2**10
 """A norm's few KB are kept out of the way of large parts: between two of their regions they would cost room for one."""
 

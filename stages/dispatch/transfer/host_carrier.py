@@ -12,9 +12,10 @@ from stages.checkpoints.chunks import cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.dispatch.transfer.arena import Arena, HostMemory
-from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
+from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, private_bytes, tensor_in
+from stages.machine.probes import CHUNK_BYTES
 
 SMALL_ARENA_BYTES = 2**20
 ALIGNED_TENSORS = 32

@@ -19,11 +19,12 @@ import torch
 
 from stages.checkpoints.chunks import Chunk
 from stages.dispatch.transfer.arena import Arena
-from stages.dispatch.transfer.carrier import CHUNK_BYTES, SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
+from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.link import Event, Link
 from stages.dispatch.transfer.link_layout import Source, lay_out
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from stages.dispatch.transfer.trace import Trace
+from stages.machine.probes import CHUNK_BYTES
 from stages.plan.predict import PINNED_BYTES
 
 BUFFERS = PINNED_BYTES // CHUNK_BYTES

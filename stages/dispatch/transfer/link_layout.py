@@ -10,9 +10,9 @@ import torch
 from stages.checkpoints.chunks import Chunk, cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
-from stages.dispatch.transfer.carrier import CHUNK_BYTES
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
 from stages.machine.aligned_memory import align_up
+from stages.machine.probes import CHUNK_BYTES
 
 Source = Extent | torch.Tensor
 """Where a streamed tensor waits: on disk, or on the host."""

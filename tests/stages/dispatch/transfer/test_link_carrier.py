@@ -10,11 +10,12 @@ import torch
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.streaming.lookahead import Lookahead
-from stages.dispatch.transfer.carrier import CHUNK_BYTES, Traffic
+from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.link import pin
 from stages.dispatch.transfer.link_carrier import LinkCarrier
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import HostBlock
+from stages.machine.probes import CHUNK_BYTES
 from tests.stages.dispatch.late_link import LateLink
 
 SIZES = [[70_000, 3], [40_000], [90_000, 17, 5000], [0], [300], [60_000], [80_000, 4097]]
