@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stages.checkpoints.chunks import Chunk, cut
-from stages.checkpoints.direct_file import DirectFile
+from stages.checkpoints.direct_file import Chunk, DirectFile, cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.page_cache import PAGE_BYTES, cached_pages

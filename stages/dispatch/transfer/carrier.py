@@ -11,8 +11,7 @@ from typing import Any, Generic, Protocol
 
 import torch
 
-from stages.checkpoints.chunks import Chunk
-from stages.checkpoints.direct_file import DirectFile
+from stages.checkpoints.direct_file import Chunk, DirectFile
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.transfer.arena import Region
 from stages.dispatch.transfer.trace import Trace

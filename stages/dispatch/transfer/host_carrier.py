@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
-from stages.checkpoints.chunks import cut
+from stages.checkpoints.direct_file import cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.dispatch.transfer.arena import Arena, HostMemory
@@ -51,6 +50,10 @@ class HostCarrier:
     ) -> None:
         placed = [place_part(extents) for extents in parts]
         self._places = [places for places, _ in placed]
+        self._chunks = [
+            [(chunk, place.offset(chunk.offset)) for place in places for chunk in cut(place.extent, CHUNK_BYTES)]
+            for places in self._places
+        ]
         self.sizes = [size for _, size in placed]
         self.streamed = [sum(extent.bytes for extent in extents) for extents in parts]
         small = [size for size in self.sizes if size <= SMALL_BYTES]
@@ -74,11 +77,8 @@ class HostCarrier:
         """Start the reads that fill the region with ``part``."""
         assert delivery.region is not None
         pool, data = reader_pool(), delivery.region.data
-        for place in self._places[part]:
-            for chunk in cut(place.extent, CHUNK_BYTES):
-                begin = place.offset(chunk.offset)
-                read: Future[int] = pool.submit(self._reader.read, chunk, data[begin : begin + chunk.length])
-                delivery.arriving.append(read)
+        for chunk, begin in self._chunks[part]:
+            delivery.arriving.append(pool.submit(self._reader.read, chunk, data[begin : begin + chunk.length]))
 
     def wait(self, delivery: Delivery[Bytes]) -> None:
         """Wait for the reads."""

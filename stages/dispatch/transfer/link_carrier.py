@@ -17,7 +17,7 @@ from itertools import count
 
 import torch
 
-from stages.checkpoints.chunks import Chunk
+from stages.checkpoints.direct_file import Chunk
 from stages.dispatch.transfer.arena import Arena
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.link import Event, Link

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.checkpoints.chunks import Chunk, cut
+from stages.checkpoints.direct_file import Chunk, cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.chunks import cut
+from stages.checkpoints.direct_file import cut
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import fill_from, read_extent
