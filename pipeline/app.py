@@ -52,7 +52,7 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
     """Let Hydra compose the config and run each job; return the exit code: the first job's that failed, else 0."""
     import hydra
 
-    from pipeline.config import register
+    from pipeline.config import choose_stages, register
     from pipeline.hydra_errors import guarded_composing
     from pipeline.hydra_task import Task
     from pipeline.launchers import register_launchers
@@ -60,9 +60,10 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
 
     task = Task(started, show_all)
     register_launchers()
-    register()
 
     def compose() -> int:
+        register()
+        sys.argv[1:] = [choose_stages(argument) for argument in sys.argv[1:]]
         hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(task)()
         return 0
 

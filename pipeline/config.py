@@ -1,4 +1,4 @@
-"""The typed schema of the config, and its checks.
+"""The root config: the keys of the runner and those that the installed stages bring, and their checks.
 
 Every fault of a config is found before any work and all are reported together, so value checks are made here and by
 the stages, not by the first line of code that trips over a value.
@@ -9,69 +9,90 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
+from functools import partial
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Dict, List, Optional  # noqa: UP035 - OmegaConf reads these annotations
+from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf knows only these
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.errors import ConfigError, Fault, closest
+from pipeline.installed_stages import stage_configs
+from pipeline.typed_config import KEYS, defaults, key_names, type_faults, unknown_keys
 
-Device = Enum("Device", {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk": "disk"})  # type: ignore[misc]
-"""The keys of ``max_memory``. OmegaConf finds a member by name from a string and by value from an int, so that YAML's
-``0`` and the command line's ``max_memory.0`` meet in one key."""
-
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 TRACKERS = ("mlflow", "trackio")
-_MODEL_KEYS = ("kind", "path", "revision", "class", "tokenizer", "no_split", "trust_remote_code", "allow_links")
-_OPEN_NODES = ("model", "max_memory", "device_map_overrides", "hardware", "generate", "tracker")
 _HUB_PATHS = ("model.path", "model.tokenizer")
 _PATHS = ("outputs", "offload_folder", "model.path", "model.tokenizer", "generate.prompts_file", "tracker.folder")
+_STAGE_LIST = re.compile(r"stages=\[([\w\s,]*)\]")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
-@dataclass
-class Schema:
-    """The root of the config; ``conf/config.yaml`` says what each key means.
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """The keys that are no stage's; ``conf/config.yaml`` says what each means."""
 
-    Scalars are checked by ``check`` and not by OmegaConf, which would report one fault at a time.
-    """
+    stages: list[str] = field(default_factory=list)
+    stop_after: str | None = None
+    outputs: str = "outputs"
+    enforce_memory: bool = False
+    tracker: Mapping[str, Any] = field(default_factory=dict)
 
-    model: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    dtype: Any = "auto"
-    max_memory: Optional[Dict[Device, str]] = field(default_factory=dict)  # noqa: UP006, UP045
-    device_map: Any = "optimal"
-    device_map_overrides: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    offload_folder: Any = None
-    offload_state_dict: Any = False
-    strict: Any = True
-    check_finite: Any = False
-    verify: Any = "headers"
-    storage: Dict[str, Any] = field(default_factory=lambda: {"io": "auto"})  # noqa: UP006
-    trace: Any = False
-    hardware: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    generate: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    stages: List[str] = field(default_factory=list)  # noqa: UP006
-    stop_after: Any = None
-    seed: Any = 0
-    outputs: Any = "outputs"
-    enforce_memory: Any = False
-    tracker: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
+
+def config_classes() -> list[type[Any]]:
+    """Return the typed configs that the root is made of: the runner's, and each installed stage's."""
+    return [RunConfig, *stage_configs().values()]
+
+
+def default_config() -> dict[str, Any]:
+    """Return every key of the root with its default; the config's files and the command line come on top."""
+    return {name: value for kind in config_classes() for name, value in defaults(kind).items()}
 
 
 def register() -> None:
     """Make the schema and the resolvers known to Hydra; calling it again changes nothing."""
-    node = OmegaConf.structured(Schema)
-    for name in _OPEN_NODES:  # a dotted override may add a key there: max_memory.1=3GB, generate.num_beams=2
-        OmegaConf.set_struct(node[name], False)
+    node = OmegaConf.structured(_schema())
+    for kind in config_classes():  # a dotted override may add a key to a mapping: max_memory.1=3GB, generate.top_k=2
+        for entry, value in defaults(kind).items():
+            if value == {}:
+                OmegaConf.set_struct(node[entry], False)
     ConfigStore.instance().store("schema", node)
     OmegaConf.register_new_resolver("offstage.pid", os.getpid, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("offstage.batch", _batch, replace=True)
     OmegaConf.register_new_resolver("offstage.embedded", _embedded, replace=True)
+
+
+def choose_stages(argument: str) -> str:
+    """Return an argument of the command line, with a list of stages made a choice of the group of that name.
+
+    ``stages`` is a group of the config, and where a group is Hydra takes names of its files and no list.
+    """
+    found = _STAGE_LIST.fullmatch(argument)
+    if found is None:
+        return argument
+    names = [name.strip() for name in found[1].split(",") if name.strip()]
+    choice = "-".join(names) or "none"
+    ConfigStore.instance().store(choice, {"stages": names}, group="stages", package="_global_")
+    return f"stages={choice}"
+
+
+def _schema() -> type[Any]:
+    """Return the class of the root that OmegaConf merges into. It knows mappings by their keys, and takes all else."""
+    found: list[tuple[str, Any, Any]] = []
+    for kind in config_classes():
+        plain = defaults(kind)
+        for entry in fields(kind):
+            hint = _mapping_of(entry.metadata.get(KEYS)) if plain[entry.name] == {} else Any
+            found.append((entry.name, hint, field(default_factory=partial(deepcopy, plain[entry.name]))))
+    return make_dataclass("Schema", found)
+
+
+def _mapping_of(keys: type[Enum] | None) -> Any:
+    return Dict[str, Any] if keys is None else Optional[Dict[keys, str]]  # type: ignore[valid-type]  # noqa: UP006, UP045
 
 
 def _embedded(name: str) -> str:
@@ -117,41 +138,23 @@ def _names_hub(path: Any) -> bool:
 
 
 def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:
-    """Yield what is wrong with the keys that belong to no single stage."""
-    yield from _unknown_keys(config)
-    if config["dtype"] not in DTYPES:
-        near = closest(str(config["dtype"]), DTYPES)
-        yield Fault("dtype", f"{config['dtype']!r} is no dtype{near}; give one of {', '.join(DTYPES)}")
-    yield from _check_scalars(config)
-    yield from _check_stages(config, known_stages)
-    yield from _check_tracker(config.get("tracker") or {})
+    """Yield what is wrong with the types of keys, whosever they are, and with the keys that belong to no stage."""
+    kinds = config_classes()
+    yield from unknown_keys(config, key_names(kinds))
+    wrong = [fault for kind in kinds for fault in type_faults(kind, config)]
+    yield from wrong
+    if config.get("outputs") == "":
+        yield Fault("outputs", "'' is no path of a folder")
+    if not any(fault.key in ("stages", "stop_after") for fault in wrong):
+        yield from _check_stages(config, known_stages)
+    if not any(fault.key == "tracker" for fault in wrong):
+        yield from _check_tracker(config.get("tracker") or {})
 
 
-def _unknown_keys(config: Mapping[str, Any]) -> Iterable[Fault]:
-    known = [entry.name for entry in fields(Schema)]
-    for key in config.keys() - set(known):
-        yield Fault(key, f"unknown key{closest(key, known)}; offstage --cfg job shows every key")
-    model = config["model"]
-    if model.get("kind") not in ("pretrained", "module"):
-        yield Fault("model.kind", f"{model.get('kind')!r} is no kind of model; give model=pretrained or model=module")
-    elif model["kind"] == "pretrained":
-        for key in model.keys() - set(_MODEL_KEYS):
-            yield Fault(f"model.{key}", f"unknown key{closest(key, _MODEL_KEYS)}")
-
-
-def _check_scalars(config: Mapping[str, Any]) -> Iterable[Fault]:
-    seed = config["seed"]
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        yield Fault("seed", f"{seed!r} is no seed; give a whole number from 0 to 2**63 - 1")
-    flags = {key: config.get(key, False) for key in ("offload_state_dict", "enforce_memory")}
-    flags["model.trust_remote_code"] = config["model"].get("trust_remote_code", False)
-    for key, value in flags.items():
-        if not isinstance(value, bool):
-            yield Fault(key, f"{value!r} is neither true nor false")
-    for key in ("outputs", "offload_folder"):
-        value = config[key]
-        if (not isinstance(value, str) or not value) and not (key == "offload_folder" and value is None):
-            yield Fault(key, f"{value!r} is no path of a folder")
+def made_sound(config: Mapping[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:
+    """Return ``config`` with the default of every key that is missing or faulty: then its other keys can be checked."""
+    faulty = {fault.key.partition(".")[0] for fault in faults}
+    return default_config() | {key: value for key, value in config.items() if key not in faulty}
 
 
 def _check_tracker(tracker: Mapping[str, Any]) -> Iterable[Fault]:

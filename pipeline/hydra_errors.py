@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -46,15 +47,23 @@ def _comes_from_an_override(error: Exception) -> bool:
 
 def one_line(error: Exception) -> str:
     """Return Hydra's message and its cause's in one line, with the closest key where one was misspelt."""
-    from dataclasses import fields
-
-    from pipeline.config import Schema
-
     texts = [str(error)] + ([str(error.__cause__)] if error.__cause__ else [])
     lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
     unknown = lines[0].partition("Could not override '")[2].partition("'")[0]
     if unknown:
-        return f"{unknown}: unknown key{closest(unknown, [f.name for f in fields(Schema)])}; --cfg job shows every key"
+        return f"{unknown}: unknown key{closest_key(unknown)}; --cfg job shows every key"
     noise = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
     kept = [line for line in lines if not line.startswith(noise)]
     return "; ".join(dict.fromkeys(kept))
+
+
+def closest_key(dotted: str) -> str:
+    """Return `` (did you mean 'x'?)`` for the first part of a key that is unknown, among those beside it."""
+    from pipeline.config import default_config
+
+    beside: Any = default_config()
+    for part in dotted.split("."):
+        if not isinstance(beside, dict) or part not in beside:
+            break
+        beside = beside[part]
+    return closest(part, beside if isinstance(beside, dict) else ())

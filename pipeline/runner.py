@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from pipeline.cache.fingerprint import fingerprint
 from pipeline.cache.outline import outline
 from pipeline.cache.store import Store
-from pipeline.config import check
+from pipeline.config import check, made_sound
 from pipeline.errors import ConfigError, Fault, raise_faults
+from pipeline.installed_stages import installed_stages, stage_class
 from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord, StageRecord
 from pipeline.stage import Artifact, Config, Report, Stage, keyed
 from pipeline.stage_usage import Meter
 
-GROUP = "offstage.stages"
 DEVICE_MAP = "device_map.json"
 """The file of an artifact that says which module goes where; the record keeps what it holds."""
 
@@ -40,17 +39,12 @@ class Observer:
         """The stage begins its work; what the stages before it report is in the record."""
 
 
-def installed_stages() -> dict[str, Any]:
-    """Return the entry points of the installed stages by name; none is imported."""
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
-
-
 def load_stages(config: Config) -> list[Stage[Any]]:
     """Return the stages that ``config`` lists, up to ``stop_after``, one new instance each."""
-    installed, names = installed_stages(), list(config["stages"])
+    names = list(config["stages"])
     if config["stop_after"] is not None:
         names = names[: names.index(config["stop_after"]) + 1]
-    return [installed[name].load()() for name in names]
+    return [stage_class(name)() for name in names]
 
 
 def check_config(config: Config) -> list[Stage[Any]]:
@@ -60,12 +54,12 @@ def check_config(config: Config) -> list[Stage[Any]]:
     served from the cache, without any.
     """
     faults = list(check(config, list(installed_stages())))
-    if any(fault.key in ("stages", "stop_after", "model.kind") for fault in faults):
+    if any(fault.key in ("stages", "stop_after") for fault in faults):
         raise_faults(faults)
-    stages = load_stages(config)
-    faults += [fault for stage in stages for fault in stage.check(config)]
+    stages, sound = load_stages(config), made_sound(config, faults)
+    faults += [fault for stage in stages for fault in stage.check(sound)]
     if faults:
-        faults += [fault for stage in stages for fault in stage.examine(config)]
+        faults += [fault for stage in stages for fault in stage.examine(sound)]
     raise_faults(list({fault.key: fault for fault in reversed(faults)}.values())[::-1])  # two stages may see one fault
     return stages
 

@@ -108,9 +108,19 @@ class Stage(Protocol[Inputs]):
     """Raised by hand when the meaning or the format of the artifact changes; a part of every key."""
     needs: tuple[str, ...]
     """The stages whose live halves ``build`` or ``revive`` asks for."""
+    config_class: type[Any]
+    """The stage's keys: a frozen dataclass whose fields are keys of the root config, with their types and defaults.
+
+    A stage has them below its own name, as one field that is a dataclass itself: ``mystage.key=3``. They are there as
+    soon as the stage is installed, whether a run lists it or not. What a stage gets of a config, ``read`` makes one
+    of these of it (``pipeline.typed_config``); their types are checked by then.
+    """
 
     def check(self, config: Config) -> Iterable[Fault]:
-        """Yield what is wrong with the config, as far as nothing heavy must be imported to see it."""
+        """Yield what is wrong with the config, as far as nothing heavy must be imported to see it.
+
+        Every key is there and of its type: one that isn't is reported already, and has its default here.
+        """
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the config and needs model code to be seen.

@@ -5,14 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.typed_config import unknown_keys
 from stages.checkpoints.hub import fault_offline, is_hub_id
 from stages.empty_init.identity import WHERE_CODE_IS_FOUND, code_identity, identity, resolve_dtype
 from stages.empty_init.skeleton import FILE_NAME, from_json
 from stages.units import format_bytes
+
+MODEL_KEYS = ("kind", "path", "revision", "class", "tokenizer", "no_split", "trust_remote_code", "allow_links")
+"""What may stand under ``model`` where it is a checkpoint; a module's other keys are arguments of its constructor."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyInitConfig:
+    """What the model is, and the dtype of its weights."""
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +42,22 @@ class EmptyInitStage:
     name = "empty_init"
     version = 4
     needs: tuple[str, ...] = ()
+    config_class = EmptyInitConfig
 
     def check(self, config: Config) -> Iterable[Fault]:
-        """Yield a fault if the model's checkpoint folder or its target isn't there."""
+        """Yield what is wrong with the keys of ``model``, and a fault if its folder or its target isn't there."""
         model = config["model"]
-        target = model.get("_target_")
-        if model["kind"] == "module" and (not isinstance(target, str) or "." not in target):
+        kind, target = model.get("kind"), model.get("_target_")
+        if kind not in ("pretrained", "module"):
+            yield Fault("model.kind", f"{kind!r} is no kind of model; give model=pretrained or model=module")
+            return
+        if kind == "pretrained":
+            yield from unknown_keys(model, MODEL_KEYS, above="model.")
+        if not isinstance(model.get("trust_remote_code", False), bool):
+            yield Fault("model.trust_remote_code", f"{model['trust_remote_code']!r} is neither true nor false")
+        if kind == "module" and (not isinstance(target, str) or "." not in target):
             yield Fault("model._target_", f"{target!r} is no dotted class name; give PACKAGE.MODULE.CLASS")
-        elif model["kind"] == "module" and not code_identity(target):
+        elif kind == "module" and not code_identity(target):
             yield Fault("model._target_", f"{target!r} names no importable module; {WHERE_CODE_IS_FOUND}")
         yield from _check_path(model)
 

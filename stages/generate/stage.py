@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.typed_config import read
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from stages.empty_init import skeleton as skeletons
@@ -19,16 +21,28 @@ from stages.generate.prompts import TOKENIZER_FILES, check_prompts, read_prompts
 FILE_NAME = "generation.json"
 
 
+@dataclass(frozen=True, slots=True)
+class GenerateConfig:
+    """The prompts and options of transformers' ``GenerationConfig`` by their own names, and the seed of sampling."""
+
+    generate: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
 class GenerateStage:
     """Leaves ``generation.json``: prompts, texts, token ids, metrics. It has no live half."""
 
     name = "generate"
     version = 3
     needs: tuple[str, ...] = ("dispatch",)
+    config_class = GenerateConfig
 
     def check(self, config: Config) -> Iterable[Fault]:
-        """Yield what is wrong with the prompts."""
-        return check_prompts(config["generate"])
+        """Yield what is wrong with the prompts and the seed."""
+        given = read(GenerateConfig, config)
+        yield from check_prompts(given.generate)
+        if not 0 <= given.seed < 2**63:
+            yield Fault("seed", f"{given.seed} is no seed; give a whole number from 0 to 2**63 - 1")
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield the generation options that transformers doesn't know."""
@@ -38,14 +52,14 @@ class GenerateStage:
 
     def gather(self, context: Context) -> GenerateInputs:
         """Return the model's identity and placement, the prompts and every option."""
-        config = context.config
+        given, config = read(GenerateConfig, context.config), context.config
         return GenerateInputs(
             skeleton=context.artifact("empty_init").digest(skeletons.FILE_NAME),
             weights=context.artifact("shard_load").key,
             placement=context.artifact("dispatch").digest(DISPATCH_PLAN),
-            prompts=read_prompts(config["generate"]),
-            options={key: value for key, value in config["generate"].items() if key not in ("prompts", "prompts_file")},
-            seed=config["seed"],
+            prompts=read_prompts(given.generate),
+            options={key: value for key, value in given.generate.items() if key not in ("prompts", "prompts_file")},
+            seed=given.seed,
             trace=config["trace"],
             text=_text_files(config["model"]),
             libraries={name: metadata.version(name) for name in ("torch", "transformers")},

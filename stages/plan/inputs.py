@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.stage import MEASURED, Config
+from pipeline.typed_config import read
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
 from stages.machine.hardware import Accelerator, Hardware, coarse
@@ -50,18 +51,18 @@ def gather_inputs(
     outline: Outline, config: Config, *, machine: Hardware, rates: Rates, skeleton: str = ""
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is the hash of its file."""
-    model = config.get("model") or {}
+    given, model = read(options.PlanConfig, config), config.get("model") or {}
     needs = work(outline, read_geometry(model), read_request(config.get("generate") or {}, model))
-    allowance = allow(config["max_memory"], machine, needed=_needed(machine, needs))
+    allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
     return PlanInputs(
         skeleton=skeleton,
-        choice=options.read_choice(config["device_map"]),
-        overrides=options.read_overrides(config),
+        choice=options.read_choice(given.device_map),
+        overrides=options.read_overrides(given.device_map_overrides),
         allowance=allowance,
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
         work=needs,
         rates=rates,
-        io=_io(config, machine, outline, allowance, needs),
+        io=choose_io(given.storage.io, **_streaming(machine, outline, allowance, needs)),
         tight=_tight(machine, outline, allowance, needs),
         outline=outline,
         machine=machine,
@@ -84,17 +85,16 @@ def _needed(machine: Hardware, needs: Work) -> int:
     return needs.cache_bytes + needs.activation_bytes + scratch
 
 
-def _io(config: Config, machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> Io:
-    """Return how the host reads what it streams, by the most that it may hold and the least that is then streamed.
+def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> dict[str, int]:
+    """Return the least that the host streams where it holds all that it may, and what is free for its pages then.
 
-    It is decided before the placement is known, so that a key can hold it: a plan that was made when memory was free
-    isn't found again where it isn't.
+    They are told before the placement is known, so that a key can hold what follows: a plan that was made when memory
+    was free isn't found again where it isn't.
     """
-    asked = (config.get("storage") or {}).get("io", "direct")
     whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
     held = whole if most is None else min(most, whole)
     free = coarse(machine.host.available_bytes) - held - needs.bytes - PROCESS_BYTES
-    return choose_io(asked, streamed_bytes=whole - held, free_bytes=free)
+    return {"streamed_bytes": whole - held, "free_bytes": free}
 
 
 def _tight(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> int | None:

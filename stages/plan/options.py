@@ -7,18 +7,36 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.errors import Fault, closest
+from pipeline.typed_config import KEYS, Device
 from stages.machine.rates import Rates
 from stages.plan.policies import POLICIES
-from stages.plan.serving import IO_CHOICES
 from stages.units import DeviceId, parse_device, parse_size
 
 OFFLOAD = "cpu_offload_gb"
 RATES = frozenset(field.name for field in fields(Rates))
 _ANY_SIZE = 1 << 40
 """Stands for the size of a device where only the notation of a share of it is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageConfig:
+    """How the host reads what it streams from disk."""
+
+    io: Literal["auto", "direct", "mmap"] = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """What the devices may hold, what goes where, and on which machine."""
+
+    max_memory: Mapping[str, str] | None = field(default_factory=dict, metadata={KEYS: Device})
+    device_map: Any = "optimal"
+    device_map_overrides: Mapping[str, Any] | None = field(default_factory=dict)
+    storage: StorageConfig = StorageConfig()
+    hardware: Mapping[str, Any] | None = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +51,15 @@ class Choice:
     gigabytes: float = 0.0
 
 
-def faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+def faults(given: PlanConfig) -> Iterator[Fault]:
     """Yield what is wrong with the plan's keys, as far as neither the model nor the machine must be known."""
-    for device, size in (config.get("max_memory") or {}).items():
+    for device, size in (given.max_memory or {}).items():
         yield from _fault(f"max_memory.{device}", lambda device=device: parse_device(device))
         yield from _fault(f"max_memory.{device}", lambda size=size: parse_size(size, of=_ANY_SIZE))
-    yield from _map_faults("device_map", config.get("device_map"))
-    overrides = config.get("device_map_overrides") or {}
-    for name, device in overrides.items():
+    yield from _map_faults("device_map", given.device_map)
+    for name, device in (given.device_map_overrides or {}).items():
         yield from _fault(f"device_map_overrides.{name}", lambda device=device: parse_device(device))
-
-    yield from _hardware_faults(config.get("hardware") or {})
-    io = (config.get("storage") or {}).get("io", "auto")
-    if io not in IO_CHOICES:
-        yield Fault("storage.io", f"{io!r} is no way to read{closest(str(io), IO_CHOICES)}; give auto, direct or mmap")
+    yield from _hardware_faults(given.hardware or {})
 
 
 def _hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
@@ -141,6 +154,6 @@ def read_choice(value: Any) -> Choice:
     return Choice("explicit", {"": parse_device(value)})
 
 
-def read_overrides(config: Mapping[str, Any]) -> dict[str, DeviceId]:
-    """Return the entries of ``device_map_overrides``."""
-    return {str(name): parse_device(device) for name, device in (config.get("device_map_overrides") or {}).items()}
+def read_overrides(value: Mapping[str, Any] | None) -> dict[str, DeviceId]:
+    """Return the entries of the key ``device_map_overrides``."""
+    return {str(name): parse_device(device) for name, device in (value or {}).items()}

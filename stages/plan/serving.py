@@ -20,8 +20,6 @@ looked up in such a map. ``copy``: it waits in memory, and is copied over a link
 
 Io = Literal["direct", "mmap"]
 
-IO_CHOICES = ("auto", "direct", "mmap")
-
 SHARE_OF_FREE_MEMORY = 0.8
 """The most of the free memory that mapped weights may fill with their pages, before direct reads are the better way."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.typed_config import read
 from stages.empty_init import skeleton as skeletons
 from stages.machine.hardware import Hardware, hardware, ledgers
 from stages.machine.rates import Rates, read_rates
@@ -17,6 +18,7 @@ from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble
 from stages.plan.checks import require_room
 from stages.plan.inputs import PlanInputs, gather_inputs, machine_rates
+from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement
 from stages.plan.policies import POLICIES
@@ -35,17 +37,19 @@ class PlanStage:
     name = "plan"
     version = 5
     needs: tuple[str, ...] = ()
+    config_class = PlanConfig
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the budgets and the map, as far as neither model nor machine must be known."""
-        yield from options.faults(config)
+        yield from options.faults(read(PlanConfig, config))
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield a fault where the map names an accelerator that isn't there."""
-        if list(options.faults(config)):
+        given = read(PlanConfig, config)
+        if list(options.faults(given)):
             return
+        choice, overrides = options.read_choice(given.device_map), options.read_overrides(given.device_map_overrides)
         try:
-            choice, overrides = options.read_choice(config["device_map"]), options.read_overrides(config)
             _require_devices(choice, overrides, hardware(config))
         except ConfigError as error:
             key, _, message = str(error).partition(": ")

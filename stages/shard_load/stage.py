@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cache.fingerprint import fingerprint
-from pipeline.errors import CheckpointError, Fault, StorageError, closest
+from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
-from stages.checkpoints.checkpoint import Checkpoint, Depth, identity, open_checkpoint
-from stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, weights_path
+from pipeline.typed_config import read
+from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
+from stages.shard_load.config import ShardLoadConfig, faults, open_weights
 from stages.shard_load.offload_store import OffloadStore, open_store
 from stages.units import CPU, DeviceId, format_bytes
 
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from stages.shard_load.load import Load
     from stages.shard_load.placed_weights import PlacedWeights
 
-CHECKS: Mapping[str, Any] = {"strict": True, "check_finite": False, "verify": "headers"}
-"""The config keys that say how much is checked, and their defaults."""
-
-VERIFY = ("index", "headers", "full")
 INDEX_NAME = "offload_index.json"
 REPORT_NAME = "load_report.json"
 
@@ -60,17 +57,11 @@ class ShardLoadStage:
     name = "shard_load"
     version = 2
     needs: tuple[str, ...] = ("empty_init",)
+    config_class = ShardLoadConfig
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the offload keys, and with the checkpoint's files as far as ``verify`` looks."""
-        yield from _check_checkpoint(config["model"], _depth(config))
-        yield from _check_offload_folder(config)
-        flags = {key: config.get(key, CHECKS.get(key)) for key in ("offload_state_dict", "strict", "check_finite")}
-        flags["model.allow_links"] = config["model"].get("allow_links", False)
-        for key, value in flags.items():
-            if not isinstance(value, bool):
-                yield Fault(key, f"{value!r}: true or false belongs here")
-        yield from _check_verify(config.get("verify", CHECKS["verify"]))
+        yield from faults(read(ShardLoadConfig, config), config["model"])
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield nothing: the names of the checkpoint are held against the model as it is loaded."""
@@ -78,18 +69,21 @@ class ShardLoadStage:
 
     def gather(self, context: Context) -> ShardLoadInputs:
         """Return which checkpoint it is, what the model is, where each tensor goes, and what is checked."""
-        config, skeleton, plan = context.config, context.artifact("empty_init"), context.artifact("plan")
+        given, model = read(ShardLoadConfig, context.config), context.config["model"]
+        skeleton, plan = context.artifact("empty_init"), context.artifact("plan")
         found = plans.from_json(plan.json(plans.FILE_NAME))
-        opened = _open(config["model"], depth=_depth(config))
+        opened = open_weights(model, depth=given.depth)
         return ShardLoadInputs(
             checkpoint=identity(opened),
             skeleton=skeleton.digest(skeletons.FILE_NAME),
             device_map=plan.digest(plans.MAP_NAME),
             ledgers=found.ledgers,
-            offload_folder=config["offload_folder"],
-            **{name: config.get(name, default) for name, default in CHECKS.items()},
-            spills=config["offload_state_dict"],
-            model=config["model"],
+            offload_folder=given.offload_folder,
+            strict=given.strict,
+            check_finite=given.check_finite,
+            verify=given.verify,
+            spills=given.offload_state_dict,
+            model=model,
             opened=opened,
             plan=found,
         )
@@ -143,20 +137,11 @@ class ShardLoadStage:
         return Report(f"{files}, {served} read in place, {stored} stored")
 
 
-def _open(model: Mapping[str, Any], *, depth: Depth = "headers") -> Checkpoint:
-    """Open the checkpoint: to tell which it is as deep as ``verify`` says, to load it with all its headers."""
-    return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")), depth=depth)
-
-
-def _depth(config: Config) -> Depth:
-    return "index" if config.get("verify") == "index" else "headers"
-
-
 def _opened(inputs: ShardLoadInputs) -> Checkpoint:
     """Return the checkpoint of the inputs with its headers; one whose files have changed since is refused."""
     if inputs.verify != "index":
         return inputs.opened
-    deeper = _open(inputs.model)
+    deeper = open_weights(inputs.model)
     for then, now in zip(inputs.opened.files, deeper.files, strict=False):
         if (then.name, then.size, then.mtime_ns) != (now.name, now.size, now.mtime_ns):
             raise CheckpointError(f"{now.path}: changed since the run began; run again when it is complete")
@@ -218,39 +203,3 @@ def _load_report(load: Load) -> dict[str, object]:
         "served": {"tensors": len(served), "bytes": sum(served)},
         "stored": {"tensors": len(stored), "bytes": sum(stored)},
     }
-
-
-def _check_verify(verify: object) -> Iterable[Fault]:
-    if verify not in VERIFY:
-        yield Fault("verify", f"{verify!r} is none of {', '.join(VERIFY)}{closest(str(verify), VERIFY)}")
-
-
-def _check_checkpoint(model: Mapping[str, Any], depth: Depth) -> Iterable[Fault]:
-    path = model.get("path")
-    if not isinstance(path, str) or not path:
-        yield Fault("model.path", f"{path!r}: the weights' folder or file belongs here", CheckpointError)
-        return
-    if is_hub_id(path) and local_snapshot(model, weights=True) is None:
-        reason = fault_offline(model, weights=True)
-        if reason:
-            yield Fault("model.path", reason, CheckpointError)
-        return  # fetched when the key is asked for, once the whole config is known to be sound
-    try:
-        open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")), depth=depth)
-    except (CheckpointError, StorageError) as error:
-        yield Fault("model.path", str(error), type(error))
-
-
-def _check_offload_folder(config: Config) -> Iterable[Fault]:
-    given = config["offload_folder"]
-    if given is None:
-        return
-    if not isinstance(given, str) or not given:
-        yield Fault("offload_folder", f"{given!r}: a folder or null belongs here")
-        return
-    folder, path = Path(given), Path(str(config["model"].get("path")))  # a Hub's cache is nobody's offload folder
-    own = path if path.is_dir() else path.parent
-    if folder.exists() and not folder.is_dir():
-        yield Fault("offload_folder", f"{given!r} is a file; give a folder, or null for the cache")
-    elif folder.exists() and own.exists() and folder.samefile(own):
-        yield Fault("offload_folder", f"{given!r} is the checkpoint's own folder; give another, or null for the cache")

@@ -95,7 +95,7 @@ def planned(model: Outline, **max_memory: str) -> Plan:
     hardware = {"devices": [{"memory": "1GB"}] * 2}
     budgets = {key.lstrip("_"): size for key, size in max_memory.items()}
     config = {"max_memory": budgets, "device_map": "sequential", "device_map_overrides": {}, "hardware": hardware}
-    return make_plan(model, {**config, "generate": {}})
+    return make_plan(model, {**config, "generate": {}, "storage": {"io": "direct"}})
 
 
 def test_a_peak_is_weights_reserve_cache_activations_and_the_process() -> None:

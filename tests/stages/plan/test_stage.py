@@ -42,7 +42,6 @@ def two_accelerators(size: str = "1GB") -> dict[str, Any]:
         ({"hardware": {"host": {"memory": "x"}}}, "hardware.host.memory", "is not a size"),
         ({"hardware": {"rates": {"lnk": "1GB"}}}, "hardware.rates.lnk", "did you mean 'link'"),
         ({"device_map_overrides": {"a": "x"}}, "device_map_overrides.a", "'x' is not a device"),
-        ({"storage": {"io": "mapped"}}, "storage.io", "did you mean 'mmap'"),
     ],
 )
 def test_a_bad_config_is_named_with_its_key(changes: dict[str, Any], key: str, words: str) -> None:

@@ -1,0 +1,51 @@
+"""The stages that are installed: the entry points of the group ``offstage.stages``, whichever package has them."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pipeline.errors import ConfigError
+
+GROUP = "offstage.stages"
+
+
+@cache
+def installed_stages() -> dict[str, EntryPoint]:
+    """Return the entry points of the installed stages by name; none is imported."""
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def stage_class(name: str) -> Any:
+    """Return the class of the installed stage ``name``; a ``ConfigError`` where its module doesn't load."""
+    entry = installed_stages()[name]
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"stages: {name!r} of {_package(entry)} can't be loaded: {error}; mend or uninstall it"
+        ) from error
+
+
+def stage_configs() -> dict[str, type[Any]]:
+    """Return the typed config of every installed stage, by the stage's name.
+
+    Raises ``ConfigError`` where two stages have one key.
+    """
+    found = {name: stage_class(name).config_class for name in installed_stages()}
+    owners: dict[str, str] = {}
+    for name, kind in found.items():
+        for entry in fields(kind):
+            other = owners.setdefault(entry.name, name)
+            if other != name:
+                packages = " and ".join(_package(installed_stages()[stage]) for stage in (other, name))
+                raise ConfigError(
+                    f"{entry.name}: the stages {other!r} and {name!r} both have this key; uninstall one of {packages}"
+                )
+    return found
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value

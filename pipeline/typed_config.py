@@ -1,0 +1,128 @@
+"""Typed configs: the keys of a stage as a frozen dataclass, which holds their defaults and is the one place for them.
+
+A field of the class is a key of the root config; a field whose type is a dataclass is a group of keys below it. What a
+user gives is held against the types here and not by OmegaConf, which reports one fault at a time and lets nobody
+override what a frozen class declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pipeline.errors import Fault, closest
+
+Device = Enum("Device", {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk": "disk"})  # type: ignore[misc]
+"""The keys of ``max_memory``. OmegaConf finds a member by name from a string and by value from an int, so that YAML's
+``0`` and the command line's ``max_memory.0`` meet in one key. What a stage reads has their names."""
+
+KEYS = "keys"
+"""What a field's metadata has under this name is the Enum that the keys of its mapping are members of."""
+
+Keys = TypeVar("Keys")
+
+_SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
+_RULES: Mapping[type, str] = {
+    bool: "is neither true nor false",
+    int: "is no whole number",
+    float: "is no number",
+    str: "is no text",
+}
+_MANY: Mapping[type, str] = {bool: "flags", int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def defaults(kind: type[Any]) -> dict[str, Any]:
+    """Return the keys of the typed config ``kind`` with their defaults, as plain data."""
+    found = {}
+    for entry in fields(kind):
+        value = _default(entry)
+        found[entry.name] = defaults(type(value)) if is_dataclass(value) else value
+    return found
+
+
+def read(kind: type[Keys], config: Mapping[str, Any]) -> Keys:
+    """Return the keys of ``config`` that ``kind`` has, as one; a key that isn't given has its default."""
+    hints = get_type_hints(kind)
+    given = {name: config[name] for name in key_names([kind]) if name in config}
+    return kind(**{name: _read(hints[name], value) for name, value in given.items()})
+
+
+def _read(hint: Any, value: Any) -> Any:
+    return read(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value
+
+
+def type_faults(kind: type[Any], config: Mapping[str, Any], *, above: str = "") -> Iterator[Fault]:
+    """Yield the keys of ``config`` whose values aren't of their types in ``kind``, and unknown ones in its groups."""
+    hints = get_type_hints(kind)
+    for name, default in defaults(kind).items():
+        key, hint = f"{above}{name}", hints[name]
+        if name not in config:
+            continue
+        value = config[name]
+        if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+            yield from unknown_keys(value, [inner.name for inner in fields(hint)], above=f"{key}.")
+            yield from type_faults(hint, value, above=f"{key}.")
+        elif not fits(hint, value):
+            yield Fault(key, f"{value!r} {_rule(hint, value)}; the default is {default!r}")
+
+
+def unknown_keys(config: Mapping[str, Any], known: Sequence[str], *, above: str = "") -> Iterator[Fault]:
+    """Yield the keys of ``config`` that aren't ``known``, each with the closest that is."""
+    for key in config:
+        if key not in known:
+            yield Fault(f"{above}{key}", f"unknown key{closest(str(key), known)}; offstage --cfg job shows every key")
+
+
+def fits(hint: Any, value: object) -> bool:
+    """Return whether ``value``, as YAML gives it, is of the type that ``hint`` says."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        return any(fits(arm, value) for arm in get_args(hint))
+    if kind is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(hint))
+    if kind in _SCALARS:
+        return isinstance(value, _SCALARS[kind]) and (kind is bool or not isinstance(value, bool))
+    if kind is type(None):
+        return value is None
+    if is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, Mapping)):
+        return isinstance(value, Mapping)
+    if isinstance(kind, type) and issubclass(kind, Sequence):
+        items = [arm for arm in get_args(hint) if arm is not Ellipsis]
+        return isinstance(value, list | tuple) and all(fits(items[0], item) for item in value if items)
+    return True
+
+
+def _rule(hint: Any, value: object) -> str:
+    """Return what ``value`` breaks that ``hint`` says, in words."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, UnionType):
+        arms = [arm for arm in get_args(hint) if arm is not type(None)]
+        return _rule(arms[0], value) + (" or null" if len(arms) < len(get_args(hint)) else "")
+    if kind is Literal:
+        choices = [str(choice) for choice in get_args(hint)]
+        return f"is none of {', '.join(choices)}{closest(str(value), choices)}"
+    if kind in _RULES:
+        return _RULES[kind]
+    if is_dataclass(kind):
+        return f"is no group of the keys {', '.join(entry.name for entry in fields(kind))}"
+    if issubclass(kind, Mapping):
+        return "is no mapping of keys to values"
+    many = next((_MANY[arm] for arm in get_args(hint) if arm in _MANY), None)
+    return "is no list" + (f" of {many}" if many else "")
+
+
+def _default(entry: Field[Any]) -> Any:
+    """Return the default of a field; a key without one is no key that a config can leave out."""
+    if entry.default_factory is not MISSING:
+        return entry.default_factory()
+    if entry.default is MISSING:
+        raise TypeError(f"{entry.name}: a key of a typed config needs a default")
+    return entry.default
+
+
+def key_names(kinds: Iterable[type[Any]]) -> list[str]:
+    """Return the names of all keys of ``kinds``."""
+    return [entry.name for kind in kinds for entry in fields(kind)]
