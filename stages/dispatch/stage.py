@@ -98,7 +98,7 @@ class DispatchStage:
         streamer = Streamer(
             placed.model,
             plan,
-            extents={name: placed.offloaded.extent(name) for name in placed.offloaded},
+            extents=placed.offloaded.extents,
             devices=placed.devices,
             host=placed.host,
             trace=Trace() if inputs.traces else None,

@@ -55,6 +55,11 @@ def read_geometry(model: Mapping[str, Any]) -> Geometry:
         config = json.loads(path.read_text())
     except (OSError, ValueError):
         return Geometry()
+    return geometry_of(config)
+
+
+def geometry_of(config: Mapping[str, Any]) -> Geometry:
+    """Return the shape that ``config``, the content of a ``config.json``, states."""
     config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model")

@@ -25,7 +25,7 @@ from stages.empty_init.tied import check_tied_parameters_on_same_device
 from stages.machine.devices import torch_device
 from stages.shard_load.load import Load, check_twins, prepare
 from stages.shard_load.offload_store import OffloadStore, claim
-from stages.shard_load.placed_weights import fill_store, place
+from stages.shard_load.placed_weights import Placed, fill_store, place
 from stages.shard_load.tensor_in_module import torch_type
 from stages.units import CPU, DISK, DeviceId, parse_device
 
@@ -82,21 +82,35 @@ def load_checkpoint_in_model(  # the field's signature
     process loads for itself. So ``broadcast_from_rank0`` is refused, and so is ``offload_8bit_bnb``.
     """
     _refuse_unsupported(offload_8bit_bnb=offload_8bit_bnb, broadcast_from_rank0=broadcast_from_rank0)
-    skeleton = _with_dtype(describe(model, rehearsed=False), dtype, keep_in_fp32_modules or ())
+    skeleton = with_dtype(describe(model, rehearsed=False), dtype, keep_in_fp32_modules or ())
     homes = dict(_homes(skeleton, device_map, offload_buffers=offload_buffers))
     source = open_checkpoint(Path(checkpoint))
     load = prepare(model, skeleton, homes=homes, checkpoint=source, strict=strict, partial=not strict)
-    check_twins(load)
     if load.on_disk and offload_folder is None:
         raise ConfigError("offload_folder: tensors are mapped to disk, and no folder is given to keep their index in")
     folder = None if offload_folder is None else Path(offload_folder)
+    fill_model(load, folder, spills=offload_state_dict)
+
+
+def fill_model(load: Load, folder: Path | None, *, spills: bool) -> Placed:
+    """Fill the model of ``load`` with its weights; those on disk are served from the checkpoint, or from ``folder``.
+
+    The folder gets an index of all of them, and is needed (a ``ConfigError``) for those that the checkpoint doesn't
+    hold as they are. With ``spills`` host weights of ``.bin`` files wait on disk while the files are read.
+    """
+    check_twins(load)
+    if load.stored and folder is None:
+        raise ConfigError(
+            f"offload_folder: {len(load.stored)} tensors on disk are not in the checkpoint as the model needs them, "
+            f"{next(iter(load.stored))!r} first; give a folder to write them to"
+        )
     files = {}
     if folder is not None and load.on_disk:
         store = _claimed(folder, load)
         files = fill_store(load, store)
         store.refer(_references(load))
-    spills = offload_state_dict and load.checkpoint.format == "bin"
-    place(load, files, spill_folder=(folder or Path.cwd()) if spills else None)
+    spills = spills and load.checkpoint.format == "bin"
+    return place(load, files, spill_folder=(folder or Path.cwd()) if spills else None)
 
 
 def home_of(name: str, device_map: Mapping[str, AnyDevice]) -> DeviceId:
@@ -114,7 +128,7 @@ def _refuse_unsupported(**options: bool) -> None:
             raise ConfigError(f"{name}: {value!r} is not supported: {_UNSUPPORTED[name]}; leave it out")
 
 
-def _with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None, kept: Sequence[str]) -> Skeleton:
+def with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None, kept: Sequence[str]) -> Skeleton:
     """Return ``skeleton`` with its floats in ``dtype``, and in float32 those of the modules ``kept`` from float16."""
     if dtype is None:
         return skeleton

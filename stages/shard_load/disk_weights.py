@@ -32,6 +32,7 @@ class DiskWeights(Mapping[str, torch.Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._extents
 
-    def extent(self, name: str) -> Extent:
-        """Return where the tensor lies, for a reader that has buffers of its own."""
-        return self._extents[name]
+    @property
+    def extents(self) -> Mapping[str, Extent]:
+        """Where each tensor lies, for a reader that has buffers of its own."""
+        return self._extents

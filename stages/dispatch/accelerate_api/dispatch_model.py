@@ -22,19 +22,22 @@ import torch
 from torch import nn
 
 from pipeline.errors import ConfigError
+from stages.checkpoints.checkpoint import open_checkpoint
 from stages.dispatch.accelerate_api.align import AnyDevice, SkipKeys, resolve_device
 from stages.dispatch.accelerate_api.homes import device_id, homes_of, warn_of_strangers
 from stages.dispatch.accelerate_api.hooks import remove_hook_from_submodules
 from stages.dispatch.accelerate_api.offload_dir import locate_weights
-from stages.dispatch.accelerate_api.streamed_model import Sources, Wanted, stream
+from stages.dispatch.accelerate_api.streamed_model import Sources, Wanted, plan_for, stream
 from stages.dispatch.streaming.guard import is_guarded
 from stages.empty_init.describe import describe
-from stages.plan import get_balanced_memory, infer_auto_device_map
-from stages.shard_load import load_checkpoint_in_model
+from stages.empty_init.skeleton import Skeleton
+from stages.plan.placement import Budgets
+from stages.plan.policy_map import map_by_policy
+from stages.shard_load.checkpoint_in_model import fill_model, load_checkpoint_in_model, with_dtype
+from stages.shard_load.load import prepare
 from stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]
-_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def dispatch_model(  # the field's signature
@@ -62,28 +65,26 @@ def dispatch_model(  # the field's signature
     Raises ``ConfigError`` where the map leaves out a tensor, or there is nowhere to offload to.
     """
     devices = {str(device) for device in device_map.values()}
-    main = next((device for device in device_map.values() if str(device) not in (CPU, DISK)), CPU)
-    main = main if main_device is None else main_device
     if len(devices) == 1 and DISK not in devices and not force_hooks:
-        model.to(resolve_device(main))
+        model.to(resolve_device(main_device or next(iter(device_map.values()))))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
     if is_guarded(model):
         remove_hook_from_submodules(model)
     skeleton = describe(model, rehearsed=False)
-    declared: SkipKeys = getattr(model, "_skip_keys_device_placement", None)
-    wanted = Wanted(
-        homes_of(skeleton, device_map, otherwise=device_id(main)),
-        device_id(main),
-        offload_buffers=offload_buffers,
-        preload=preload_module_classes or (),
-        skip_keys=declared if skip_keys is None else skip_keys,
+    wanted = _wanted(
+        model,
+        skeleton,
+        device_map,
+        buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload=preload_module_classes,
+        main=main_device,
     )
-    warn_of_strangers(skeleton, device_map)
-    on_disk = [spec for spec in skeleton.tensors if wanted.homes[spec.name] == DISK and wanted.may_leave(spec)]
+    plan = plan_for(skeleton, wanted)
     folder = None if offload_dir is None else Path(offload_dir)
-    extents = locate_weights(model, skeleton, on_disk, folder=folder, index=offload_index)
-    stream(model, skeleton, wanted, Sources(extents, state_dict or {}))
+    extents = locate_weights(model, skeleton, plan, folder=folder, index=offload_index)
+    stream(model, skeleton, plan, wanted, Sources(extents, state_dict or {}))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -107,37 +108,69 @@ def load_checkpoint_and_dispatch(  # the field's signature
 ) -> nn.Module:
     """Load ``checkpoint`` into ``model`` as ``device_map`` says, and dispatch it; see the two functions that do.
 
-    The map may be the name of a policy (``auto``, ``balanced``, ``balanced_low_0``, ``sequential``), which then places
-    the weights within ``max_memory``. Without a map the weights are loaded to the host and nothing is dispatched.
-    ``full_state_dict`` changes nothing: every process loads for itself, and can't have it broadcast.
+    The map may be the name of a policy (``optimal``, ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``), which
+    then places the weights within ``max_memory``; without that, within what the machine can give beside a request of
+    one sequence of 2,048 tokens, cgroups included. Without a map the weights are loaded to the host and nothing is
+    dispatched. What lies on disk is streamed from the checkpoint's own files where they are safetensors of the dtype
+    that is wanted; ``offload_folder`` is needed only for what isn't. ``full_state_dict`` changes nothing: every process
+    loads for itself, and can't have it broadcast.
     """
     if broadcast_from_rank0:
         raise ConfigError("broadcast_from_rank0: True is not supported; every process loads what it needs itself")
+    if device_map is None:
+        load_checkpoint_in_model(
+            model, checkpoint, dtype=dtype, offload_state_dict=bool(offload_state_dict), strict=strict
+        )
+        return model
+    budgets: Budgets = {}
     if isinstance(device_map, str):
-        device_map = _map_by_policy(
+        device_map, budgets = map_by_policy(
             model, device_map, max_memory=max_memory, no_split=no_split_module_classes, dtype=dtype
         )
-    on_disk = device_map is not None and DISK in {str(device) for device in device_map.values()}
-    load_checkpoint_in_model(
+    skeleton = with_dtype(describe(model, no_split=no_split_module_classes, rehearsed=False), dtype, ())
+    wanted = _wanted(
         model,
-        checkpoint,
-        device_map=device_map,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        offload_state_dict=on_disk if offload_state_dict is None else offload_state_dict,
-        offload_buffers=offload_buffers,
-        strict=strict,
-    )
-    if device_map is None:
-        return model
-    return dispatch_model(
-        model,
+        skeleton,
         device_map,
-        offload_dir=offload_folder,
-        offload_buffers=offload_buffers,
+        buffers=offload_buffers,
         skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
+        preload=preload_module_classes,
+        host_budget=budgets.get(CPU),
+    )
+    plan = plan_for(skeleton, wanted)
+    source = open_checkpoint(Path(checkpoint))
+    load = prepare(model, skeleton, homes=plan.homes, checkpoint=source, strict=strict, partial=not strict)
+    spills = bool(load.on_disk) if offload_state_dict is None else offload_state_dict
+    placed = fill_model(load, None if offload_folder is None else Path(offload_folder), spills=spills)
+    if plan.serving or len(set(device_map.values())) > 1 or force_hooks:
+        stream(model, skeleton, plan, wanted, Sources(placed.offloaded.extents, {}))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def _wanted(
+    model: nn.Module,
+    skeleton: Skeleton,
+    device_map: Mapping[str, AnyDevice],
+    *,
+    buffers: bool,
+    skip_keys: SkipKeys,
+    preload: list[str] | None,
+    main: AnyDevice | None = None,
+    host_budget: int | None = None,
+) -> Wanted:
+    """Return what a caller's map and options come to."""
+    first = next((device for device in device_map.values() if str(device) not in (CPU, DISK)), CPU)
+    main = device_id(first if main is None else main)
+    declared: SkipKeys = getattr(model, "_skip_keys_device_placement", None)
+    warn_of_strangers(skeleton, device_map)
+    return Wanted(
+        homes_of(skeleton, device_map, otherwise=main),
+        main,
+        offload_buffers=buffers,
+        preload=preload or (),
+        skip_keys=declared if skip_keys is None else skip_keys,
+        host_budget=host_budget,
     )
 
 
@@ -206,24 +239,7 @@ def _offload_all(
         offload_buffers=buffers,
         preload=preload or (),
     )
-    on_disk = [spec for spec in skeleton.tensors if home == DISK and wanted.may_leave(spec)]
-    extents = locate_weights(model, skeleton, on_disk, folder=folder)
-    stream(model, skeleton, wanted, Sources(extents, weights or {}))
+    plan = plan_for(skeleton, wanted)
+    extents = locate_weights(model, skeleton, plan, folder=folder)
+    stream(model, skeleton, plan, wanted, Sources(extents, weights or {}))
     return model
-
-
-def _map_by_policy(
-    model: nn.Module, policy: str, *, max_memory: Any, no_split: list[str] | None, dtype: str | torch.dtype | None
-) -> dict[str, AnyDevice]:
-    if policy not in _POLICIES:
-        raise ConfigError(f"device_map: {policy!r} is no policy; give one of {', '.join(_POLICIES)}, or a map")
-    if policy != "sequential":
-        max_memory = get_balanced_memory(
-            model,
-            max_memory=max_memory,
-            no_split_module_classes=no_split,
-            dtype=dtype,
-            low_zero=policy == "balanced_low_0",
-        )
-    found = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=no_split, dtype=dtype)
-    return dict(found)

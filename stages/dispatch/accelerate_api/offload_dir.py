@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +13,26 @@ from pipeline.errors import CheckpointError, ConfigError
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.empty_init.skeleton import Skeleton, TensorSpec
+from stages.plan.plan import Plan
 from stages.shard_load import OffloadedWeightsLoader, offload_state_dict
 from stages.shard_load.offload_store import read_index
+from stages.units import DISK
 
 
 def locate_weights(
     model: nn.Module,
     skeleton: Skeleton,
-    wanted: Sequence[TensorSpec],
+    plan: Plan,
     *,
     folder: Path | None,
     index: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Extent]:
-    """Return where each of the tensors ``wanted`` can be read, as the model holds it, tied names included.
+    """Return where each tensor that ``plan`` has on disk can be read, as the model holds it, tied names included.
 
     ``index`` says where they are; without one they are in ``folder``, after those that it lacks are written there. So
     is a tensor that lies somewhere in another dtype than the model's: what is streamed is never cast.
     """
+    wanted = [spec for spec in skeleton.tensors if plan.homes[spec.name] == DISK and spec.persistent]
     if not wanted:
         return {}
     if index is None and folder is None:

@@ -70,18 +70,18 @@ class Sources:
     weights: Mapping[str, torch.Tensor]
 
 
-def stream(model: nn.Module, skeleton: Skeleton, wanted: Wanted, sources: Sources) -> None:
-    """Place the weights of ``model`` as ``wanted`` says and attach the engine; where that fails it is as it was."""
-    plan = make_dispatch_plan(_with_preloaded(skeleton, wanted.preload), plan_for(skeleton, wanted))
+def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sources: Sources) -> None:
+    """Place the weights of ``model`` as ``plan`` says and attach the engine; where that fails it is as it was."""
+    dispatch_plan = make_dispatch_plan(_with_preloaded(skeleton, wanted.preload), plan)
     devices = Devices()
     hook = EngineHook(devices.torch_device(wanted.main), skip_keys=wanted.skip_keys)
     with ExitStack() as undo:
         undo.callback(hook.detach_hook, model)
         placer = _Placer(model, hook, sources, devices)
-        for name, part in plan.parts.items():
+        for name, part in dispatch_plan.parts.items():
             placer.place(name, part)
         hook.streamer = Streamer(
-            model, plan, extents=sources.extents, devices=devices, skip_keys=_as_keys(wanted.skip_keys)
+            model, dispatch_plan, extents=sources.extents, devices=devices, skip_keys=_as_keys(wanted.skip_keys)
         )
         undo.pop_all()
     add_hook_to_module(model, hook, append=True)

@@ -258,7 +258,14 @@ def test_a_checkpoint_is_loaded_and_dispatched(format: str, device_map: Any, tmp
     assert waiting(model) == away
 
 
-@pytest.mark.parametrize("policy", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_what_the_checkpoint_holds_as_it_is_needs_no_folder(tmp_path: Path) -> None:
+    checkpoint = _save(seeded(Net), tmp_path / "checkpoint", "safetensors")
+    model = load_checkpoint_and_dispatch(Net().eval(), checkpoint, device_map=ALL_ON_DISK)
+    assert torch.equal(model(X), seeded(Net)(X))
+    assert waiting(model) == PARAMETERS
+
+
+@pytest.mark.parametrize("policy", ["optimal", "auto", "balanced", "balanced_low_0", "sequential"])
 def test_a_policy_places_the_weights_within_the_memory_given(policy: str, tmp_path: Path) -> None:
     expected = seeded(Net)(X)
     checkpoint = _save(seeded(Net), tmp_path / "checkpoint", "safetensors")
@@ -272,8 +279,12 @@ def test_a_policy_places_the_weights_within_the_memory_given(policy: str, tmp_pa
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"device_map": "fastest"}, "'fastest' is no policy; give one of auto, balanced"),
-        ({"device_map": ALL_ON_DISK}, "offload_folder"),
+        ({"device_map": "fastest"}, "'fastest' is no policy; give one of "),
+        ({"device_map": "optimum"}, r"'optimum' is no policy \(did you mean 'optimal'\?\)"),
+        (
+            {"device_map": ALL_ON_DISK, "dtype": "float16"},
+            "offload_folder: 6 tensors on disk are not in the checkpoint",
+        ),
         ({"broadcast_from_rank0": True}, "broadcast_from_rank0: True is not supported"),
     ],
 )

@@ -1,0 +1,53 @@
+"""The device map that a policy makes for a model that is in memory: what a run's plan would be, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from pipeline.errors import ConfigError, closest
+from stages.machine.hardware import Hardware, local_accelerators
+from stages.machine.host_memory import host_memory
+from stages.plan.budgets import allow
+from stages.plan.checks import require_fit
+from stages.plan.functions import Sizes, get_max_memory
+from stages.plan.geometry import Request, geometry_of
+from stages.plan.module_sizes import Classes, outline_of
+from stages.plan.outline import Outline
+from stages.plan.placement import Budgets, fold
+from stages.plan.policies import POLICIES
+from stages.plan.predict import work
+from stages.units import CPU, DISK, DeviceId
+
+REQUEST = Request(sequences=1, prompt=1024, length=2048)
+"""What a budget that is worked out leaves room for where nobody says what will be asked of the model."""
+
+
+def map_by_policy(
+    model: nn.Module, policy: str, *, max_memory: Sizes | None, no_split: Classes, dtype: Any
+) -> tuple[dict[str, DeviceId], Budgets]:
+    """Return the map that ``policy`` makes for ``model``, and the budgets that it keeps to, in bytes.
+
+    Without ``max_memory`` these are what the machine can give, its cgroups included, less what ``REQUEST`` takes.
+    Raises ``ConfigError`` for a policy that there isn't, ``BudgetError``, with the least that would work, for budgets
+    that can't hold the plan.
+    """
+    if policy not in POLICIES:
+        near = closest(policy, POLICIES)
+        raise ConfigError(f"device_map: {policy!r} is no policy{near}; give one of {', '.join(POLICIES)}, or a map")
+    declared = getattr(model, "_no_split_modules", None)
+    outline = outline_of(model, declared if no_split is None else no_split, dtype=dtype)
+    budgets: Budgets = {CPU: 0, DISK: None, **(get_max_memory(max_memory) if max_memory else _free(model, outline))}
+    placement = POLICIES[policy](outline, budgets)
+    require_fit(outline, placement, budgets)
+    return fold(outline, placement.homes), budgets
+
+
+def _free(model: nn.Module, outline: Outline) -> Budgets:
+    """Return what this machine can give to weights beside ``REQUEST``."""
+    config: Any = getattr(model, "config", None)
+    shape: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
+    needs = work(outline, geometry_of(shape), REQUEST)
+    return allow(None, Hardware(local_accelerators(), host_memory()), needed=needs.bytes).budgets
