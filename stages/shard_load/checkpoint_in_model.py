@@ -25,7 +25,7 @@ from stages.empty_init.tied import check_tied_parameters_on_same_device
 from stages.machine.devices import torch_device
 from stages.shard_load.load import Load, check_twins, prepare
 from stages.shard_load.offload_store import OffloadStore, claim
-from stages.shard_load.placed_weights import Placed, fill_store, place
+from stages.shard_load.placed_weights import PlacedWeights, fill_store, place
 from stages.shard_load.tensor_in_module import torch_type
 from stages.units import CPU, DISK, DeviceId, parse_device
 
@@ -92,7 +92,7 @@ def load_checkpoint_in_model(  # the field's signature
     fill_model(load, folder, spills=offload_state_dict)
 
 
-def fill_model(load: Load, folder: Path | None, *, spills: bool) -> Placed:
+def fill_model(load: Load, folder: Path | None, *, spills: bool) -> PlacedWeights:
     """Fill the model of ``load`` with its weights; those on disk are served from the checkpoint, or from ``folder``.
 
     The folder gets an index of all of them, and is needed (a ``ConfigError``) for those that the checkpoint doesn't
