@@ -10,7 +10,6 @@ import hashlib
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -41,11 +40,6 @@ class Checkpoint:
     entries: Mapping[str, Extent]
     weight_map: Mapping[str, str] | None = None
     index_name: str | None = None
-
-    @cached_property
-    def by_name(self) -> dict[str, ShardFile]:
-        """The files by their names."""
-        return {file.name: file for file in self.files}
 
     @property
     def folder(self) -> Path:

@@ -17,7 +17,7 @@ _BLOCK_BYTES = 4 * 2**20
 def hash_files(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the SHA-256 in hex of each file of ``checkpoint``, by name."""
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        return dict(zip(checkpoint.by_name, pool.map(_hash, checkpoint.files), strict=True))
+        return dict(zip((file.name for file in checkpoint.files), pool.map(_hash, checkpoint.files), strict=True))
 
 
 def check_hashes(checkpoint: Checkpoint, known: Mapping[str, str]) -> None:
@@ -25,7 +25,7 @@ def check_hashes(checkpoint: Checkpoint, known: Mapping[str, str]) -> None:
     for name, digest in hash_files(checkpoint).items():
         if known.get(name, digest) != digest:
             raise CheckpointError(
-                f"{checkpoint.by_name[name].path}: its bytes are not those that were verified before "
+                f"{checkpoint.folder / name}: its bytes are not those that were verified before "
                 f"(SHA-256 {digest[:16]}… instead of {known[name][:16]}…); get the file again"
             )
 

@@ -7,7 +7,6 @@ forward touches one row a token: the system reads the pages that are touched and
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
 
 import torch
 
@@ -34,12 +33,11 @@ class MappedFile:
         """Return the tensor at ``extent`` as a view of the map; a copy where its address isn't aligned."""
         return tensor_in(self._memory, extent.begin, torch_dtype(extent.dtype), extent.shape)
 
-    def advise(self, extents: Iterable[Extent], advice: int) -> None:
-        """Tell the system how ``extents`` will be used (``mmap.MADV_RANDOM``, ``mmap.MADV_WILLNEED``)."""
-        for extent in extents:
-            begin = align_down(extent.begin)
-            if extent.end > begin:
-                self._memory.madvise(advice, begin, extent.end - begin)
+    def advise(self, extent: Extent, advice: int) -> None:
+        """Tell the system how ``extent`` will be used (``mmap.MADV_RANDOM``, ``mmap.MADV_WILLNEED``)."""
+        begin = align_down(extent.begin)
+        if extent.end > begin:
+            self._memory.madvise(advice, begin, extent.end - begin)
 
     def close(self) -> None:
         """Close the file; the map lives as long as a tensor views it."""

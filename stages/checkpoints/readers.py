@@ -39,9 +39,6 @@ class SourceReader(Protocol):
     def entries(self) -> Mapping[str, Extent]:
         """Every tensor of the checkpoint."""
 
-    def extent(self, name: str) -> Extent | None:
-        """Return where the tensor lies; null where that can't be told."""
-
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as the checkpoint has it, to be read only: it may be a view of a mapped file."""
 
@@ -67,13 +64,9 @@ class SafetensorsReader:
         self._checkpoint = checkpoint
         self.entries = checkpoint.entries
 
-    def extent(self, name: str) -> Extent:
-        """Return where the tensor lies."""
-        return self.entries[name]
-
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as the checkpoint has it."""
-        return read_extent(self.extent(name))
+        return read_extent(self.entries[name])
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor in ``dtype``."""
@@ -81,7 +74,7 @@ class SafetensorsReader:
 
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Copy the tensor into ``target``: straight from the file where it is contiguous and of the same dtype."""
-        extent = self.extent(name)
+        extent = self.entries[name]
         if target.is_contiguous() and target.dtype == torch_dtype(extent.dtype):
             fill_from(extent, target)
         else:
@@ -102,9 +95,6 @@ class PickleReader:
         self._checkpoint = checkpoint
         self._held: tuple[ShardFile | None, Mapping[str, torch.Tensor]] = (None, {})
         self.entries = self._scan()
-
-    def extent(self, name: str) -> None:
-        """Return null: only the loader knows where in a pickle a tensor lies."""
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as a view of its file."""

@@ -83,14 +83,10 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A new contiguous cpu tensor and the aligned memory around it, in which it begins ``skipped`` bytes in.
-
-    ``memory`` is null where the tensor lies in memory of torch's.
-    """
+    """A new contiguous cpu tensor and the aligned ``memory`` around it; null where that is torch's own."""
 
     tensor: torch.Tensor
     memory: memoryview | None = None
-    skipped: int = 0
 
 
 def room_for(shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Room:
@@ -102,7 +98,7 @@ def room_for(shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> 
     if length < _SMALL_BYTES:
         return Room(torch.empty(shape, dtype=dtype))
     memory = private_memory(align_up(skipped + length))
-    return Room(tensor_in(memory, skipped, dtype, shape), memoryview(memory), skipped)
+    return Room(tensor_in(memory, skipped, dtype, shape), memoryview(memory))
 
 
 class HostBlock:

@@ -92,7 +92,11 @@ class Load:
 
     def extent_of(self, step: Step) -> Extent | None:
         """Return where the one tensor that ``step`` renames lies; null if it is made otherwise, or in a pickle."""
-        return None if step.converter or not step.sources else self.reader.extent(step.source_names[0])
+        return None if step.converter or not step.sources else self.source_extent(step.source_names[0])
+
+    def source_extent(self, name: str) -> Extent | None:
+        """Return where the tensor that the checkpoint calls ``name`` lies; null if in a pickle."""
+        return self.reader.entries[name] if self.checkpoint.format == "safetensors" else None
 
     def _in_place(self, spec: TensorSpec) -> Extent | None:
         extent = self.extent_of(self.match.origins[spec.name][0])

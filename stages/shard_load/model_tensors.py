@@ -113,7 +113,7 @@ def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkRead
     """Fill each view with the tensor beside it: in bulk where the view is contiguous, else one by one."""
     pieces = []
     for name, view in places:
-        extent = load.reader.extent(name)
+        extent = load.source_extent(name)
         if extent is not None and can_be_cut(extent) and view.is_contiguous() and view.shape == extent.shape:
             pieces.append(TensorRead(extent, view))
         else:

@@ -68,15 +68,15 @@ class OffloadStore:
         index = read_index(self.folder)
         whole = {}
         for name, tensor in wanted.items():
-            file = self._file(name)
-            if index.get(name) == _as_json(tensor) and _size(file.path) == tensor.bytes:
-                whole[name] = ShardFile(file.name, file.path, tensor.bytes, None, "")
+            path = self._path(name)
+            if index.get(name) == _as_json(tensor) and path.is_file() and path.stat().st_size == tensor.bytes:
+                whole[name] = ShardFile(path.name, path, tensor.bytes, None, "")
         return whole
 
     def put(self, name: str, tensor: StoredTensor, data: memoryview) -> None:
         """Write the bytes of one tensor to its file, on disk before it takes its name."""
         try:
-            write_whole(self._file(name).path, data)
+            write_whole(self._path(name), data)
         except OSError as error:
             raise self._error(f"writing {name!r} ({format_bytes(len(data))})", error) from error
         self._pending[name] = _as_json(tensor)
@@ -134,9 +134,8 @@ class OffloadStore:
                 if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
                     leftover.unlink()
 
-    def _file(self, name: str) -> ShardFile:
-        file = f"{name}.dat"
-        return ShardFile(file, self.folder / file, 0, None, "")
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.dat"
 
     def _error(self, doing: str, error: OSError) -> StorageError:
         return StorageError(
@@ -201,10 +200,3 @@ def _read_json(path: Path) -> Any:
 
 def _as_json(tensor: StoredTensor) -> dict[str, Any]:
     return {"dtype": tensor.dtype, "shape": list(tensor.shape), "sources": list(tensor.sources)}
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1

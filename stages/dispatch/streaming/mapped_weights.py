@@ -35,7 +35,7 @@ class MappedWeights:
         for slot in slots:
             extent = self._extents[slot.name]
             file = self._open(extent.file)
-            file.advise([extent], mmap.MADV_RANDOM if looked_up else mmap.MADV_WILLNEED)
+            file.advise(extent, mmap.MADV_RANDOM if looked_up else mmap.MADV_WILLNEED)
             slot.host = file.tensor(extent)
             files.append(file)
         return list(dict.fromkeys(files))

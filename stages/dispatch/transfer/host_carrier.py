@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from stages.checkpoints.direct_file import cut
-from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.dispatch.transfer.arena import Arena, HostMemory
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
+from stages.dispatch.transfer.part_layout import lay_out_reads
 from stages.dispatch.transfer.trace import Trace
-from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, private_bytes, tensor_in
-from stages.machine.probes import CHUNK_BYTES
+from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_bytes, tensor_in
 
 SMALL_ARENA_BYTES = 2**20
 ALIGNED_TENSORS = 32
 """Tensors on their way at once that the staging memory has alignment to spare for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AlignedTensor:
-    """One tensor of a part: its extent, and where the aligned read that brings it begins in the part's region."""
-
-    extent: Extent
-    begin: int
-
-    def offset(self, place: int) -> int:
-        """Return where in the region the byte goes that lies at ``place`` in the file."""
-        return self.begin + place - align_down(self.extent.begin)
-
-
-def place_part(extents: Sequence[Extent]) -> tuple[list[_AlignedTensor], int]:
-    """Return where each of a part's tensors goes in its region, and how large the region must be."""
-    places, size = [], 0
-    for extent in extents:
-        places.append(_AlignedTensor(extent, size))
-        size += align_up(extent.end) - align_down(extent.begin)
-    return places, size
 
 
 class HostCarrier:
@@ -48,17 +24,13 @@ class HostCarrier:
     def __init__(
         self, parts: Sequence[Sequence[Extent]], *, staging_bytes: int, traffic: Traffic, trace: Trace | None = None
     ) -> None:
-        placed = [place_part(extents) for extents in parts]
-        self._places = [places for places, _ in placed]
-        self._chunks = [
-            [(chunk, place.offset(chunk.offset)) for place in places for chunk in cut(place.extent, CHUNK_BYTES)]
-            for places in self._places
-        ]
-        self.sizes = [size for _, size in placed]
-        self.streamed = [sum(extent.bytes for extent in extents) for extents in parts]
+        self._layouts = [lay_out_reads(extents) for extents in parts]
+        self._chunks = [layout.chunks() for layout in self._layouts]
+        self.sizes = [layout.size for layout in self._layouts]
+        self.streamed = [layout.bytes for layout in self._layouts]
         small = [size for size in self.sizes if size <= SMALL_BYTES]
         large = [size for size in self.sizes if size > SMALL_BYTES]
-        slack = 2 * ALIGNMENT * min(sum(map(len, self._places)), ALIGNED_TENSORS)
+        slack = 2 * ALIGNMENT * min(sum(map(len, parts)), ALIGNED_TENSORS)
         self._arena = Arena(HostMemory(min(staging_bytes + slack, sum(large))))
         self._small = Arena(HostMemory(min(SMALL_ARENA_BYTES, sum(small))))
         self._traffic = traffic
@@ -78,7 +50,8 @@ class HostCarrier:
         assert delivery.region is not None
         pool, data = reader_pool(), delivery.region.data
         for chunk, begin in self._chunks[part]:
-            delivery.arriving.append(pool.submit(self._reader.read, chunk, data[begin : begin + chunk.length]))
+            target = data[begin - chunk.skipped :][: chunk.length]
+            delivery.arriving.append(pool.submit(self._reader.read, chunk, target))
 
     def wait(self, delivery: Delivery[Bytes]) -> None:
         """Wait for the reads."""
@@ -89,10 +62,7 @@ class HostCarrier:
         """Return the tensors of ``part``, in the order of its extents."""
         assert delivery.region is not None
         region = delivery.region
-        return [
-            tensor_in(region, place.offset(place.extent.begin), torch_dtype(place.extent.dtype), place.extent.shape)
-            for place in self._places[part]
-        ]
+        return [tensor_in(region, piece.begin, piece.dtype, piece.source.shape) for piece in self._layouts[part].pieces]
 
     def close(self) -> None:
         """Close the files; closing again does nothing."""

@@ -20,10 +20,11 @@ import torch
 from stages.checkpoints.direct_file import Chunk
 from stages.dispatch.transfer.arena import Arena
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
-from stages.dispatch.transfer.link import Event, Link
-from stages.dispatch.transfer.link_layout import Source, lay_out
+from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Event, Link
+from stages.dispatch.transfer.part_layout import Source, lay_out
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from stages.dispatch.transfer.trace import Trace
+from stages.machine.aligned_memory import align_up
 from stages.machine.probes import CHUNK_BYTES
 from stages.plan.predict import PINNED_BYTES
 
@@ -61,10 +62,10 @@ class LinkCarrier:
         self._link, self._traffic, self._trace = link, traffic, trace
         self._layouts = [lay_out(sources, link_room=staging_bytes) for sources in parts]
         self.sizes = [layout.size for layout in self._layouts]
-        self.streamed = [sum(piece.bytes for piece in layout.pieces) for layout in self._layouts]
-        whole = sum(layout.room for layout in self._layouts)
+        self.streamed = [layout.bytes for layout in self._layouts]
+        whole = sum(align_up(size, DEVICE_ALIGNMENT) for size in self.sizes)
         self._arena: Arena[torch.Tensor] | None = Arena(link.memory(max(1, *self.sizes, min(staging_bytes, whole))))
-        self._chunks = [[placed for piece in layout.pieces for placed in piece.chunks()] for layout in self._layouts]
+        self._chunks = [layout.chunks() for layout in self._layouts]
         self._buffers = self._pin_buffers(staging_bytes)
         self._order, self._ordering = count(), threading.Lock()
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if trace is not None else None

@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> ShardFile:
 def test_a_tensor_is_what_lies_in_the_file(file: ShardFile, begin: int) -> None:
     mapped = MappedFile(file)
     extent = Extent(file, begin, "float32", (2, 3))
-    mapped.advise([extent], mmap.MADV_WILLNEED)
+    mapped.advise(extent, mmap.MADV_WILLNEED)
     assert torch.equal(mapped.tensor(extent), VALUES.view(2, 3))
     mapped.close()
 

@@ -12,7 +12,8 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.transfer.carrier import Traffic
-from stages.dispatch.transfer.host_carrier import HostCarrier, place_part
+from stages.dispatch.transfer.host_carrier import HostCarrier
+from stages.dispatch.transfer.part_layout import lay_out_reads
 
 SIZES = [5000, 70_000, 3, 40_000, 0, 9000]
 """Elements of each part's tensor, in float16."""
@@ -172,6 +173,6 @@ def test_closing_leaves_no_file_open(extents: list[list[Extent]], tensors: list[
 
 
 def test_a_part_needs_a_little_more_than_its_bytes(extents: list[list[Extent]]) -> None:
-    places, size = place_part([extents[0][0], extents[1][0]])
-    assert [place.begin % 4096 for place in places] == [0, 0]
-    assert 2 * 75_000 < size <= 2 * 75_000 + 4 * 4096
+    layout = lay_out_reads([extents[0][0], extents[1][0]])
+    assert [(piece.begin - piece.source.begin) % 4096 for piece in layout.pieces] == [0, 0]
+    assert 2 * 75_000 < layout.size <= 2 * 75_000 + 4 * 4096

@@ -1,4 +1,4 @@
-"""Where the tensors of a part go on an accelerator, and in which pieces they are read on their way there."""
+"""Where the tensors of a part go, on an accelerator or on the host, and in which chunks they are read for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stages.checkpoints.direct_file import Chunk, cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
-from stages.machine.aligned_memory import align_up
+from stages.machine.aligned_memory import align_down, align_up
 from stages.machine.probes import CHUNK_BYTES
 
 Source = Extent | torch.Tensor
@@ -36,10 +36,7 @@ class PlacedTensor:
         return _bytes(self.source)
 
     def chunks(self) -> Iterator[tuple[Chunk, int]]:
-        """Yield the reads that bring the tensor from disk, and where in the region what each brings begins.
-
-        There are none where it waits on the host, or is empty.
-        """
+        """Yield the same for one tensor; nothing where it waits on the host, or is empty."""
         if isinstance(self.source, Extent):
             for chunk in cut(self.source, CHUNK_BYTES):
                 yield chunk, self.begin + chunk.begin - self.source.begin
@@ -57,9 +54,13 @@ class PartLayout:
     size: int
 
     @property
-    def room(self) -> int:
-        """What the region takes of a staging memory."""
-        return align_up(self.size, DEVICE_ALIGNMENT)
+    def bytes(self) -> int:
+        """The size of the tensors."""
+        return sum(piece.bytes for piece in self.pieces)
+
+    def chunks(self) -> list[tuple[Chunk, int]]:
+        """Return the reads that bring what waits on disk, and where in the region the tensor's bytes of each begin."""
+        return [placed for piece in self.pieces for placed in piece.chunks()]
 
 
 def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
@@ -77,6 +78,16 @@ def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
         if size <= link_room:
             break
     return PartLayout(tuple(PlacedTensor(source, begins[place]) for place, source in enumerate(sources)), size)
+
+
+def lay_out_reads(extents: Sequence[Extent]) -> PartLayout:
+    """Return where a part's tensors go on the host: each as far from an aligned place as it is in its file."""
+    pieces, size = [], 0
+    for extent in extents:
+        start = align_down(extent.begin)
+        pieces.append(PlacedTensor(extent, size + extent.begin - start))
+        size += align_up(extent.end) - start
+    return PartLayout(tuple(pieces), size)
 
 
 def _bytes(source: Source) -> int:
