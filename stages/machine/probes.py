@@ -23,8 +23,6 @@ _ROUNDS = 4
 
 def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
     """Return the bytes a second at which ``path`` is read past the page cache; null where it is too small."""
-    from stages.machine.aligned_memory import private_memory
-
     offsets = range(0, min(limit, path.stat().st_size - CHUNK_BYTES), CHUNK_BYTES)
     if len(offsets) < READERS or not hasattr(os, "O_DIRECT"):
         return None
@@ -32,6 +30,9 @@ def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return None
+    # Here and no sooner: it imports torch, and a file that can't be measured is looked at by every run.
+    from stages.machine.aligned_memory import private_memory
+
     buffers = [private_memory(CHUNK_BYTES) for _ in range(READERS)]
 
     def read(number: int) -> int:
