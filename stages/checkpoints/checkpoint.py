@@ -135,8 +135,8 @@ def _survey(path: Path) -> ShardFile:
 
 
 def _read_bin(path: Path) -> ShardFile:
-    status = check_regular(path)
-    return ShardFile(path.name, path, status.st_size, status.st_mtime_ns, _contents_hash(path, status.st_size))
+    file = _survey(path)
+    return replace(file, digest=_contents_hash(path, file.size))
 
 
 def _contents_hash(path: Path, size: int) -> str:

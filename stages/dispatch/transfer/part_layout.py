@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +35,6 @@ class PlacedTensor:
         """The tensor's size."""
         return _bytes(self.source)
 
-    def chunks(self) -> Iterator[tuple[Chunk, int]]:
-        """Yield the same for one tensor; nothing where it waits on the host, or is empty."""
-        if isinstance(self.source, Extent):
-            for chunk in cut(self.source, CHUNK_BYTES):
-                yield chunk, self.begin + chunk.begin - self.source.begin
-
     def view(self, region: torch.Tensor) -> torch.Tensor:
         """Return the tensor, where it lies in ``region``."""
         return region[self.begin : self.begin + self.bytes].view(self.dtype).view(self.source.shape)
@@ -60,7 +54,8 @@ class PartLayout:
 
     def chunks(self) -> list[tuple[Chunk, int]]:
         """Return the reads that bring what waits on disk, and where in the region the tensor's bytes of each begin."""
-        return [placed for piece in self.pieces for placed in piece.chunks()]
+        on_disk = ((piece.source, piece.begin) for piece in self.pieces if isinstance(piece.source, Extent))
+        return [(c, begin + c.begin - extent.begin) for extent, begin in on_disk for c in cut(extent, CHUNK_BYTES)]
 
 
 def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
