@@ -15,7 +15,6 @@ from stages.empty_init.skeleton import Skeleton, parent
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves
 from stages.plan.plan import Plan
-from stages.plan.predict import staging_bytes
 from stages.plan.serving import Serving, is_streamed
 from stages.units import DeviceId, parse_device
 
@@ -85,7 +84,7 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         entries=_entries(skeleton, plan),
         order=tuple(name for name in skeleton.calls if name in parts and parts[name].streamed),
         streamed_bytes=sum(skeleton.by_name[name].bytes for part in parts.values() for name in part.streamed),
-        staging_bytes=staging_bytes(plan),
+        staging_bytes=plan.staging_bytes,
         reserves=_reserves(skeleton, plan),
     )
 

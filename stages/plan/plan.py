@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.plan.serving import Serving
-from stages.units import DeviceId, in_tier_order, parse_device
+from stages.units import CPU, DeviceId, in_tier_order, parse_device
 
 FILE_NAME = "plan.json"
 MAP_NAME = "device_map.json"
@@ -52,6 +52,16 @@ class Plan:
     def devices(self) -> list[DeviceId]:
         """The devices that hold or compute something, in the order of the tiers."""
         return in_tier_order([*self.homes.values(), self.main_device])
+
+    @property
+    def staging_bytes(self) -> int:
+        """The bytes that may be held for streamed weights where they compute.
+
+        They are the reserve, and what the plan left of the budget where the host computes.
+        """
+        budget = self.budgets.get(CPU) if self.main_device == CPU else None
+        left = 0 if budget is None else budget - self.resident_bytes.get(CPU, 0)
+        return max(self.reserve_bytes, left)
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json`` and ``device_map.json`` into ``folder``."""

@@ -103,19 +103,9 @@ def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates) -> Plan:
     return replace(plan, predicted=peaks, forecast=forecast, rates=asdict(rates))
 
 
-def staging_bytes(plan: Plan) -> int:
-    """Return how much may be held for streamed weights where they compute.
-
-    It is the reserve, and what the plan left of the budget where the host computes.
-    """
-    budget = plan.budgets.get(CPU) if plan.main_device == CPU else None
-    left = 0 if budget is None else budget - plan.resident_bytes.get(CPU, 0)
-    return max(plan.reserve_bytes, left)
-
-
 def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[DeviceId, dict[str, int]]:
     """Return the bytes of each device at its peak, by what they are for; ``through`` go through the staging memory."""
-    staging = min(staging_bytes(plan), through)
+    staging = min(plan.staging_bytes, through)
     layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
     computing = [_computes(outline, plan, name) for name in layers]
     peaks: dict[DeviceId, dict[str, int]] = {}
