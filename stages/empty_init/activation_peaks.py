@@ -3,7 +3,7 @@
 A skeleton is cached and a request is not, so the rehearsal can't be at the real shape. But the sizes of all tensors of
 a forward are polynomials of the number of sequences and their length. So a few forwards of small shapes, in which
 every storage is counted from its birth to its death, give for each moment of a forward the polynomial of what is
-alive then. Only the moments that are the peak of some shape are kept.
+alive then. Only the moments that are the peak of some shape, with some machine's kernels, are kept.
 
 Blocks of one kind take the same, so two of each kind are run, and what they leave in the cache is taken off: a plan
 counts the cache of all layers.
@@ -11,12 +11,13 @@ counts the cache of all layers.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,21 +28,43 @@ from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet
 from stages.empty_init.rehearsal import call_with_tokens
 from stages.empty_init.skeleton import Moment, monomials
 
-_PROBES = ((2, 128), (3, 128), (2, 256), (3, 256), (2, 512), (3, 512))
-"""Sequences and length: as many as a polynomial has coefficients. Multiples of what models cut prompts into."""
+_PROBES = ((2, 128), (2, 256), (3, 128), (3, 256), (2, 512), (3, 512))
+"""Sequences and length: as many as a polynomial has coefficients. Multiples of what models cut prompts into.
+
+The second shows whether a model runs other operators for longer prompts: none of the others need then be run.
+"""
 _SHAPES = tuple((1 << i, 1 << j) for i in range(9) for j in range(18))
 """Where a moment must be the peak to be kept: up to 256 sequences of up to 131072 tokens."""
+_FACTORS = tuple(itertools.product((0, 1), (0, 1), (0, 1, 2, 4)))
+"""What a kernel may take, for each byte of the operands and the result, where its widest moment is to be kept."""
 _BLOCKS = 2
 
 aten = torch.ops.aten
+_PRODUCTS = {
+    aten.mm.default: ("mm", 0),
+    aten.addmm.default: ("mm", 1),
+    aten.bmm.default: ("bmm", 0),
+    aten.baddbmm.default: ("bmm", 1),
+    aten._grouped_mm.default: ("grouped_mm", 0),
+    aten.convolution.default: ("convolution", 0),
+}
+"""The operators whose kernels may take memory of their own: by what name, and which argument is the left operand."""
+
+
+class _Instant(NamedTuple):
+    """One moment at one shape: the bytes alive; a kernel; the bytes of its left operand, right one and result."""
+
+    live: int
+    kernel: str = ""
+    operands: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass(slots=True)
 class _Tally:
-    """The bytes alive in one forward: now, and after each operator, with what its kernel takes beside (scratch)."""
+    """The bytes alive in one forward: now, and after each operator, with that operator's kernel and operands."""
 
     live: int = 0
-    moments: list[tuple[int, int]] = field(default_factory=list)
+    moments: list[_Instant] = field(default_factory=list)
     known: dict[int, int] = field(default_factory=dict)
 
     def meet(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
@@ -78,7 +101,7 @@ class _Weighing(Faking):  # type: ignore[no-untyped-call]
             for leaf in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(leaf, torch.Tensor):
                     self.tally.meet(leaf)
-            self.tally.moments.append((self.tally.live, scratch_bytes(func, args, result)))
+            self.tally.moments.append(_Instant(self.tally.live, *kernel_of(func, args, result)))
         return result
 
 
@@ -91,20 +114,33 @@ def weigh(model: nn.Module, blocks: Iterable[str]) -> tuple[Moment, ...]:
     training = model.training
     try:
         with _shortened(model.eval(), set(blocks)):
-            runs = [_run(model, sequences, length) for sequences, length in _PROBES]
+            runs = _alike(_run(model, sequences, length) for sequences, length in _PROBES)
     except REFUSALS:
         return ()
     finally:
         model.train(training)
-    if len({len(run) for run in runs}) != 1:
+        Faking.cache_clear()  # it outlives the mode: one entry for each operator met
+    if not runs:
         return ()
-    sizes = np.array(runs, dtype=np.float64)  # (probes, moments, 2)
+    rows = [[(instant.live, *instant.operands) for instant in run] for run in runs]
+    sizes = np.array(rows, dtype=np.float64)  # (probes, moments, 4)
     solved = np.linalg.solve(np.array([monomials(*probe) for probe in _PROBES], np.float64), sizes.reshape(6, -1))
-    return _peaks(np.round(solved, 2).reshape(sizes.shape) + 0.0)  # no negative zeros
+    polynomials = np.round(solved, 2).reshape(sizes.shape) + 0.0  # no negative zeros
+    return _peaks(polynomials, [instant.kernel for instant in runs[0]])
 
 
-def _run(model: nn.Module, sequences: int, length: int) -> list[tuple[int, int]]:
-    """Return what is alive after each operator of one forward, without the cache that it leaves, and the scratch."""
+def _alike(runs: Iterable[list[_Instant]]) -> list[list[_Instant]]:
+    """Return ``runs``, or none where one of them computes other products than the first, or has other moments."""
+    taken: list[list[_Instant]] = []
+    for run in runs:
+        taken.append(run)
+        if [instant.kernel for instant in run] != [instant.kernel for instant in taken[0]]:
+            return []
+    return taken
+
+
+def _run(model: nn.Module, sequences: int, length: int) -> list[_Instant]:
+    """Return what is alive after each operator of one forward, without the cache that it leaves, and its kernel."""
     with torch.no_grad(), quiet(), _Weighing() as mode:
         fakes = fake_weights(model)
         tally = _Tally()
@@ -118,7 +154,7 @@ def _run(model: nn.Module, sequences: int, length: int) -> list[tuple[int, int]]
         del output
         left = tally.live if cache is not None else 0
         mode.tally = None
-        return [(live - left, scratch) for live, scratch in tally.moments]
+        return [instant._replace(live=instant.live - left) for instant in tally.moments]
 
 
 @contextmanager
@@ -140,22 +176,28 @@ def _shortened(model: nn.Module, blocks: set[str]) -> Iterator[None]:
         yield
 
 
-def scratch_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
-    """Return what the host's kernel for ``func`` takes beside its operands and result, in bytes.
+def kernel_of(func: Any, args: Sequence[Any], result: Any) -> tuple[str, tuple[int, int, int]]:
+    """Return the kernel that the host computes ``func`` with, and the bytes of its operands and result that count.
 
-    Measured on an AVX-512 host with torch 2.13. A product in bfloat16 sums in float32, in as large a matrix as the
-    result. A batched one copies an operand that is neither contiguous nor plainly transposed: such is the weight of
-    a head that gets the last position of each sequence, once for each of them. Other dtypes take next to nothing.
+    Names and what counts are as ``stages.machine.kernels`` has them; what is no product has no name.
     """
-    if not isinstance(result, torch.Tensor) or result.dtype != torch.bfloat16 or result.device.type != "cpu":
-        return 0
-    if func in (aten.mm.default, aten.addmm.default):
-        return 2 * result.nbytes
-    if func is aten._grouped_mm.default:
-        return int(result.nbytes)  # one group at a time: half the rows is a lot for one
-    if func is aten.bmm.default and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return sum(operand.nbytes for operand in args[:2] if not _is_plain(operand))
-    return 0
+    if func not in _PRODUCTS or not isinstance(result, torch.Tensor) or result.device.type != "cpu":
+        return "", (0, 0, 0)
+    operator, first = _PRODUCTS[func]
+    left, right = args[first : first + 2]
+    sizes = left.nbytes, right.nbytes, result.nbytes
+    if operator == "bmm":
+        operator, sizes = _batch(left, right, result)
+    return f"{operator} {str(result.dtype).removeprefix('torch.')}", sizes
+
+
+def _batch(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> tuple[str, tuple[int, int, int]]:
+    """Return the kernel of a batch of products, and what counts: operands out of order, or else one of the batch."""
+    out_of_order = [0 if _is_plain(operand) else operand.nbytes for operand in (left, right)]
+    if any(out_of_order):
+        return "strided bmm", (out_of_order[0], out_of_order[1], 0)
+    count = max(1, len(result))
+    return "bmm", (left.nbytes // count, right.nbytes // count, result.nbytes // count)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -164,16 +206,27 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or tensor.stride() == (rows * columns, 1, rows)
 
 
-def _peaks(polynomials: npt.NDArray[np.float64]) -> tuple[Moment, ...]:
-    """Return the moments that are the peak at some shape, with their scratch or without.
+def _peaks(polynomials: npt.NDArray[np.float64], kernels: Sequence[str]) -> tuple[Moment, ...]:
+    """Return the moments that are the peak at some shape, and those that are among the moments of their kernel.
 
-    ``polynomials`` has shape (coefficients, moments, 2): the bytes alive, and the scratch.
+    So whatever a machine's kernels take, the moment that is its peak is there.
+
+    ``polynomials`` has shape (coefficients, moments, 4): the bytes alive, and those of the operands and the result of
+    the moment's one of ``kernels``.
     """
-    values = np.einsum("sc,cmk->smk", np.array([monomials(*shape) for shape in _SHAPES], np.float64), polynomials)
-    peaks = {int(index) for index in values[:, :, 0].argmax(axis=1)} | {
-        int(index) for index in values.sum(axis=2).argmax(axis=1)
-    }
+    shapes = np.array([monomials(*shape) for shape in _SHAPES], np.float64)
+    values = np.einsum("sc,cmk->smk", shapes, polynomials)
+    peaks = set(values[:, :, 0].argmax(axis=1).tolist())
+    for kernel in set(kernels) - {""}:
+        here = np.flatnonzero(np.array(kernels) == kernel)
+        for factors in _FACTORS:
+            held = values[:, here] @ np.array([1, *factors], np.float64)
+            peaks.update(here[held.argmax(axis=1)].tolist())
     return tuple(
-        Moment(tuple(polynomials[:, index, 0].tolist()), tuple(polynomials[:, index, 1].tolist()))
+        Moment(
+            tuple(polynomials[:, index, 0].tolist()),
+            kernels[index],
+            tuple(tuple(operand.tolist()) for operand in polynomials[:, index, 1:].T) if kernels[index] else (),
+        )
         for index in sorted(peaks)
     )

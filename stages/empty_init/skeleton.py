@@ -11,9 +11,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from operator import mul
 from pathlib import Path
 from typing import Any, Literal
 
+from stages.machine.kernels import Kernels
 from stages.units import DTYPE_BYTES
 
 FILE_NAME = "skeleton.json"
@@ -57,20 +59,23 @@ def monomials(sequences: int, length: int) -> tuple[int, ...]:
 class Moment:
     """What one moment of a forward holds beside weights and cache, at any shape of the request.
 
-    ``activations`` are the bytes of tensors, ``scratch`` those that the host's kernels take beside: coefficients of
-    the ``monomials``.
+    ``activations`` are the bytes of tensors, as coefficients of the ``monomials``. ``kernel`` names the product that is
+    computed, as ``stages.machine.kernels`` does, or is empty; ``operands`` are the bytes of its left operand, its right
+    one and its result: what the kernel takes beside, on whatever machine, is in proportion to them.
     """
 
     activations: tuple[float, ...]
-    scratch: tuple[float, ...]
+    kernel: str = ""
+    operands: tuple[tuple[float, ...], ...] = ()
 
-    def at(self, sequences: int, length: int) -> tuple[int, int]:
-        """Return the bytes of activations and scratch for ``sequences`` of ``length`` tokens each."""
+    def at(self, sequences: int, length: int, kernels: Kernels) -> tuple[int, int]:
+        """Return the bytes of activations, and of scratch with ``kernels``, for ``sequences`` of ``length`` tokens."""
         terms = monomials(sequences, length)
-        held, beside = (
+        held, *operands = (
             sum(factor * term for factor, term in zip(factors, terms, strict=True))
-            for factors in (self.activations, self.scratch)
+            for factors in (self.activations, *self.operands)
         )
+        beside = sum(map(mul, kernels.get(self.kernel, ()), operands))
         return max(0, round(held)), max(0, round(beside))
 
 
@@ -137,7 +142,9 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
     for key in ("no_split", "order", "calls"):
         fields[key] = tuple(data[key])
     fields["borrowers"] = {owner: tuple(users) for owner, users in data["borrowers"].items()}
-    fields["moments"] = tuple(Moment(tuple(m["activations"]), tuple(m["scratch"])) for m in data["moments"])
+    fields["moments"] = tuple(
+        Moment(tuple(m["activations"]), m["kernel"], tuple(map(tuple, m["operands"]))) for m in data["moments"]
+    )
     return Skeleton(**fields)
 
 

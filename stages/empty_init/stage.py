@@ -40,7 +40,7 @@ class EmptyInitStage:
     """Builds the model on the meta device and leaves ``skeleton.json``; its live half is that model."""
 
     name = "empty_init"
-    version = 4
+    version = 5
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

@@ -15,6 +15,7 @@ from pipeline.typed_config import read
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
 from stages.machine.hardware import Accelerator, Hardware, coarse
+from stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from stages.machine.rates import Rates, local_rates, read_rates
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow
@@ -48,11 +49,14 @@ class PlanInputs:
 
 
 def gather_inputs(
-    outline: Outline, config: Config, *, machine: Hardware, rates: Rates, skeleton: str = ""
+    outline: Outline, config: Config, *, machine: Hardware, rates: Rates, kernels: Kernels, skeleton: str = ""
 ) -> PlanInputs:
-    """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is the hash of its file."""
+    """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is the hash of its file.
+
+    ``rates`` and ``kernels`` are those of the machine.
+    """
     given, model = read(options.PlanConfig, config), config.get("model") or {}
-    needs = work(outline, read_geometry(model), read_request(config.get("generate") or {}, model))
+    needs = work(outline, read_geometry(model), read_request(config.get("generate") or {}, model), kernels)
     allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
     return PlanInputs(
         skeleton=skeleton,
@@ -77,6 +81,12 @@ def machine_rates(config: Config, machine: Hardware, cache: Path) -> Rates:
     files = weight_files(checkpoint_folder(config["model"]))
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     return local_rates(cache / MEASURED, sample, [accelerator.name for accelerator in machine.accelerators])
+
+
+def host_kernels(config: Config, cache: Path) -> Kernels:
+    """Return what this machine's kernels take beside their operands; nominal figures where the host is another one."""
+    described = config.get("hardware") or {}
+    return local_kernels(cache / MEASURED) if described.get("host") is None else NOMINAL
 
 
 def _needed(machine: Hardware, needs: Work) -> int:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates
 from stages.plan.geometry import Geometry, Request
 from stages.plan.outline import Outline
@@ -43,27 +44,27 @@ class Work:
         return self.cache_bytes + self.activation_bytes + self.scratch_bytes
 
 
-def work(outline: Outline, geometry: Geometry, request: Request) -> Work:
+def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernels = NOMINAL) -> Work:
     """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.
 
     The moments of the prompt's forward are the rehearsal's. Beside them stand the logits of the last position, in the
     model's dtype and twice in float32, and what decoding takes with a whole cache: a layer's keys and values are
-    copied as they grow, and repeated for every head.
+    copied as they grow, and repeated for every head. ``kernels`` says what those of the host take.
     """
     width = int(DTYPE_BYTES[compute_dtype(outline)])
     cache = geometry.layers * geometry.cached * request.tokens * width
     logits = request.sequences * geometry.vocabulary * (width + 2 * 4)
     grown = request.tokens * (geometry.cached + 2 * geometry.hidden) * width
-    found = [moment.at(request.sequences, request.prompt) for moment in outline.skeleton.moments]
+    found = [moment.at(request.sequences, request.prompt, kernels) for moment in outline.skeleton.moments]
     if not found:
         rows = request.tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width
-        found = [(rows, 0), (0, _scratch_bytes(outline))]
+        found = [(rows, 0), (0, _scratch_bytes(outline, kernels))]
     activations = max(logits, grown, *(held for held, _ in found))
     return Work(cache, activations, max(0, max(map(sum, found)) - activations))
 
 
-def _scratch_bytes(outline: Outline) -> int:
-    """Return the size of the largest matrix in half precision, which the host's kernels may copy for a product.
+def _scratch_bytes(outline: Outline, kernels: Kernels) -> int:
+    """Return the most that the host's kernels copy of one matrix for a product with it.
 
     It stands for what a rehearsal would have shown. Of stacked matrices, such as a mixture's experts, one is copied at
     a time.
@@ -71,10 +72,15 @@ def _scratch_bytes(outline: Outline) -> int:
     matrices = (
         tensor
         for tensor in outline.skeleton.unique
-        if tensor.dtype in ("float16", "bfloat16") and len(tensor.shape) > 1 and tensor.name not in outline.lookups
+        if tensor.bytes and len(tensor.shape) > 1 and tensor.name not in outline.lookups
     )
-    stacked = (tensor.bytes // math.prod(tensor.shape[:-2]) for tensor in matrices if tensor.bytes)
-    return max(stacked, default=0)
+    copied = (
+        tensor.bytes // math.prod(tensor.shape[:-2]) * kernels[kernel][1]
+        for tensor in matrices
+        for kernel in (f"mm {tensor.dtype}", f"strided bmm {tensor.dtype}")
+        if kernel in kernels
+    )
+    return round(max(copied, default=0))
 
 
 def compute_dtype(outline: Outline) -> str:

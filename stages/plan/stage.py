@@ -13,11 +13,12 @@ from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import read
 from stages.empty_init import skeleton as skeletons
 from stages.machine.hardware import Hardware, hardware, ledgers
+from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble
 from stages.plan.checks import require_room
-from stages.plan.inputs import PlanInputs, gather_inputs, machine_rates
+from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_rates
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement
@@ -56,12 +57,12 @@ class PlanStage:
             yield Fault(key, message)
 
     def gather(self, context: Context) -> PlanInputs:
-        """Return the model, the resolved budgets, the content of the map, the request's work, the machine's rates."""
+        """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
         config, stored = context.config, context.artifact("empty_init")
         outline, machine = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME))), hardware(config)
-        rates = machine_rates(config, machine, context.cache)
+        rates, kernels = machine_rates(config, machine, context.cache), host_kernels(config, context.cache)
         digest = stored.digest(skeletons.FILE_NAME)
-        return gather_inputs(outline, config, machine=machine, rates=rates, skeleton=digest)
+        return gather_inputs(outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=digest)
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
         """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""
@@ -82,13 +83,15 @@ class PlanStage:
         return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
 
 
-def make_plan(outline: Outline, config: Config, *, rates: Rates | None = None) -> plans.Plan:
+def make_plan(
+    outline: Outline, config: Config, *, rates: Rates | None = None, kernels: Kernels = NOMINAL
+) -> plans.Plan:
     """Return the plan of the model under ``config`` on the machine that it describes; see ``plan_from``.
 
-    ``rates`` are those of the machine; by default what the config gives, or nominal ones.
+    ``rates`` and ``kernels`` are those of the machine; by default what the config gives, or nominal ones.
     """
     rates = rates or read_rates(config.get("hardware") or {})
-    return plan_from(gather_inputs(outline, config, machine=hardware(config), rates=rates))
+    return plan_from(gather_inputs(outline, config, machine=hardware(config), rates=rates, kernels=kernels))
 
 
 def plan_from(inputs: PlanInputs) -> plans.Plan:

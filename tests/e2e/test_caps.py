@@ -1,11 +1,13 @@
 """Budgets that are worked out from a real memory cap: a cgroup, as a container has one."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stages.plan.budgets import MARGIN
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.benchmarks.checkpoints import make
 from tests.e2e.conftest import COMMAND, environment
@@ -32,11 +34,26 @@ def run(folder: Path, cap: int, *arguments: str) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("cap", [768 * MIB, 832 * MIB])
+def cap_that_leaves(share: float, folder: Path, *arguments: str) -> int:
+    """Return a cap under which a budget that is worked out holds about ``share`` of the weights, as the plan sees it.
+
+    What a run takes beside weights hangs on the processor's kernels; the plan's own terms say it.
+    """
+    record = run(folder, 4096 * MIB, "max_memory=null", "stages=plan_only", *arguments)
+    plan = json.loads(Path(record["stages"][1]["artifact"], "plan.json").read_text())
+    terms = plan["budget_terms"]["cpu"]
+    beside = -sum(terms[name] for name in ("process", "libraries", "request"))
+    shutil.rmtree(folder / "outputs/runs")
+    return round((beside + share * sum(plan["resident_bytes"].values())) / (1 - MARGIN))
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
 def test_a_model_that_does_not_fit_under_the_cap_is_streamed_and_lives(
-    cap: int, checkpoint: Path, tmp_path: Path
+    share: float, checkpoint: Path, tmp_path: Path
 ) -> None:
-    record = run(tmp_path, cap, f"model.path={checkpoint}", "max_memory=null", "storage.io=direct")
+    given = (f"model.path={checkpoint}", "storage.io=direct")
+    cap = cap_that_leaves(share, tmp_path, *given)
+    record = run(tmp_path, cap, "max_memory=null", *given)
     memory = record["memory"]
     assert len(record["outputs"][0]["token_ids"]) == 4
     assert record["metrics"]["streamed_bytes_per_token"] > 0
@@ -51,7 +68,7 @@ def test_the_automatic_budget_stays_below_the_cap_and_says_why(checkpoint: Path,
     terms = plan["budget_terms"]["cpu"]
     assert set(terms) == {"available", "process", "libraries", "request", "margin"}
     assert terms["available"] <= cap
-    assert plan["budgets"]["cpu"] == sum(terms.values()) < cap - 580 * 10**6
+    assert plan["budgets"]["cpu"] == sum(terms.values()) < cap + terms["process"] + terms["libraries"]
 
 
 def test_a_budget_that_the_cap_cannot_hold_is_refused_before_a_weight_is_read(checkpoint: Path, tmp_path: Path) -> None:
@@ -65,8 +82,9 @@ def test_a_budget_that_the_cap_cannot_hold_is_refused_before_a_weight_is_read(ch
 
 def test_long_prompts_get_their_room_before_the_weights_do(checkpoint: Path, tmp_path: Path) -> None:
     prompts = str([[7] * 1500, [9] * 900])
-    given = (f"model.path={checkpoint}", "max_memory=null", "storage.io=direct", f"generate.prompts={prompts}")
-    record = run(tmp_path, 1000 * MIB, *given)
+    given = (f"model.path={checkpoint}", "storage.io=direct", f"generate.prompts={prompts}")
+    cap = cap_that_leaves(0.7, tmp_path, *given)
+    record = run(tmp_path, cap, "max_memory=null", *given)
     memory = record["memory"]
-    assert memory["budget"]["cpu"] < 200 * 10**6, "the request left the weights too much: the test proves nothing"
+    assert record["metrics"]["streamed_bytes_per_token"] > 0, "the request took nothing from the weights"
     assert memory["predicted"]["cpu"] == pytest.approx(memory["measured"]["cpu"], rel=TOLERANCE)

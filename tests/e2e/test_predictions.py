@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,5 +33,7 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     )  # fmt: skip
     assert done.code == 0, done.err
     predicted, measured = (done.record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
-    assert measured > 450 * 10**6, "the prompts take too little for the test to prove anything"
+    parts = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())["predicted"]["cpu"]
+    request = sum(parts[name] for name in ("cache", "activations", "scratch"))
+    assert request > 0.2 * predicted, "the prompts take too little for the test to prove anything"
     assert predicted == pytest.approx(measured, rel=0.1)

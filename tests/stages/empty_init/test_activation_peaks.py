@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from stages.empty_init.activation_peaks import scratch_bytes, weigh
+from stages.empty_init.activation_peaks import kernel_of, weigh
 from stages.empty_init.describe import describe
 from tests.stages.empty_init.test_describe import CONFIGS, Branching, on_meta
 
@@ -64,7 +64,7 @@ def test_a_real_forward_holds_what_was_weighed(name: str, dtype: torch.dtype) ->
     real = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     moments = weigh(on_meta(config).to(dtype).requires_grad_(False), real._no_split_modules)
     for shape in SHAPES:
-        weighed = max(moment.at(*shape)[0] for moment in moments)
+        weighed = max(moment.at(*shape, {})[0] for moment in moments)
         assert weighed == pytest.approx(held_by_a_real_forward(real, *shape), rel=0.05, abs=2000), shape
 
 
@@ -108,19 +108,30 @@ def test_a_model_that_runs_other_operators_at_another_length_has_no_moments() ->
     assert weigh(Picky(), ()) == ()
 
 
-def test_kernels_copy_what_is_neither_contiguous_nor_transposed() -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this processor has no such kernels")
+def test_a_batch_counts_what_is_neither_contiguous_nor_transposed_or_else_one_of_its_products() -> None:
     bmm = torch.ops.aten.bmm.default
     weight, states = torch.ones(9, 5, dtype=torch.bfloat16), torch.ones(3, 1, 5, dtype=torch.bfloat16)
     expanded = weight.t().expand(3, 5, 9)
-    assert scratch_bytes(bmm, (states, expanded), states @ expanded) == 3 * 5 * 9 * 2
-    plain = expanded.contiguous()
-    assert scratch_bytes(bmm, (states, plain), states @ plain) == 0
+    assert kernel_of(bmm, (states, expanded), states @ expanded) == ("strided bmm bfloat16", (0, 3 * 5 * 9 * 2, 0))
+    for plain in (expanded.contiguous(), expanded.mT.contiguous().mT):
+        assert kernel_of(bmm, (states, plain), states @ plain) == ("bmm bfloat16", (5 * 2, 5 * 9 * 2, 9 * 2))
 
 
-def test_a_product_in_bfloat16_is_summed_in_float32() -> None:
-    mm = torch.ops.aten.mm.default
-    half, single = torch.ones(4, 4, dtype=torch.bfloat16), torch.ones(4, 4)
-    assert scratch_bytes(mm, (half, half), half @ half) == 4 * 4 * 4
-    assert scratch_bytes(mm, (single, single), single @ single) == 0
+def test_a_product_counts_its_operands_and_its_result_and_other_operators_nothing() -> None:
+    left, right, bias = torch.ones(2, 3), torch.ones(3, 4), torch.ones(4)
+    expected = "mm float32", (2 * 3 * 4, 3 * 4 * 4, 2 * 4 * 4)
+    assert kernel_of(torch.ops.aten.mm.default, (left, right), left @ right) == expected
+    assert kernel_of(torch.ops.aten.addmm.default, (bias, left, right), left @ right) == expected
+    assert kernel_of(torch.ops.aten.add.Tensor, (bias, bias), bias) == ("", (0, 0, 0))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "BLOOM"])
+def test_whatever_a_machines_kernels_take_the_widest_moment_is_kept(name: str) -> None:
+    """A machine whose kernels are dear in one operator alone has its peak where that operator is at work."""
+    model = on_meta(CONFIGS[name]).to(torch.bfloat16).requires_grad_(False)
+    moments = weigh(model, model._no_split_modules)
+    named = {moment.kernel for moment in moments if moment.kernel}
+    assert {"mm bfloat16", "strided bmm bfloat16"} <= named
+    for kernel in named:
+        widest = max(moments, key=lambda moment: sum(moment.at(4, 512, {kernel: (10**6,) * 3})))
+        assert widest.kernel == kernel

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages.empty_init.skeleton import Moment, TensorSpec
+from stages.machine.kernels import Kernels
 from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from stages.plan.geometry import Geometry, Request, read_geometry, read_request, round_up
 from stages.plan.outline import Outline
@@ -17,6 +18,10 @@ from stages.plan.plan import Plan
 from stages.plan.predict import PROCESS_BYTES, Work, predict, work
 from stages.plan.stage import make_plan
 from tests.stages.plan.skeletons import outline
+
+NOTHING = (0, 0, 0, 0, 0, 0)
+FIFTY = (0, 50, 0, 0, 0, 0)
+"""The coefficients of 50 bytes for each sequence."""
 
 
 def write(folder: Path, **config: Any) -> dict[str, Any]:
@@ -78,15 +83,32 @@ def test_the_cache_counts_layers_tokens_and_the_dtype() -> None:
 
 
 def test_activations_are_the_widest_moment_at_the_shape_of_the_request() -> None:
-    wide, long = Moment((0, 0, 0, 8, 0, 0), (0, 50, 0, 0, 0, 0)), Moment((0, 0, 0, 0, 0, 1), (0,) * 6)
+    wide, long = Moment((0, 0, 0, 8, 0, 0), "mm bfloat16", (NOTHING, NOTHING, FIFTY)), Moment((0, 0, 0, 0, 0, 1))
     model = Outline(replace(outline({"w": 10}).skeleton, moments=(wide, long)))
     short, longer = (work(model, Geometry(), Request(2, length, length)) for length in (4, 100))
-    assert (short.activation_bytes, short.scratch_bytes) == (2 * 4 * 8, 2 * 50)
+    assert (short.activation_bytes, short.scratch_bytes) == (2 * 4 * 8, 2 * 2 * 50)
     assert (longer.activation_bytes, longer.scratch_bytes) == (2 * 100**2, 0), "the host's peak is another moment"
 
 
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        ({}, 0),
+        ({"mm bfloat16": (0, 0, 1.5)}, 150),
+        ({"mm bfloat16": (1, 0, 2)}, 210),
+        ({"mm float16": (9, 9, 9)}, 0),
+    ],
+)
+def test_scratch_is_in_proportion_to_a_products_operands_as_the_machines_kernels_take_it(
+    kernels: Kernels, expected: int
+) -> None:
+    moment = Moment(NOTHING, "mm bfloat16", ((10, 0, 0, 0, 0, 0), NOTHING, FIFTY))
+    model = Outline(replace(outline({"w": 10}).skeleton, moments=(moment,)))
+    assert work(model, Geometry(), Request(2), kernels).scratch_bytes == expected
+
+
 def test_decoding_holds_a_layer_of_the_cache_twice_and_repeated_for_every_head() -> None:
-    model = Outline(replace(outline({"w": 10}).skeleton, moments=(Moment((0,) * 6, (0,) * 6),)))
+    model = Outline(replace(outline({"w": 10}).skeleton, moments=(Moment(NOTHING),)))
     needs = work(model, Geometry(layers=9, cached=8, hidden=16), Request(1, 10, 1000))
     assert needs.activation_bytes == 1000 * (8 + 2 * 16) * 4
 
@@ -128,14 +150,18 @@ def test_what_is_staged_on_the_host_is_predicted_unless_it_is_mapped() -> None:
     assert (through[0]["reserve"], through["cpu"]["staging"]) == (10, 10)
 
 
-def test_kernels_in_half_precision_take_a_copy_of_the_largest_matrix() -> None:
+def test_without_a_rehearsal_kernels_may_copy_the_largest_matrix() -> None:
     specs = (
         TensorSpec("a", (3, 5), "bfloat16"),
         TensorSpec("b", (4, 3, 4), "float16"),
         TensorSpec("c", (99,), "float16"),
     )
     model = outline({"a": 1})
-    assert work(Outline(replace(model.skeleton, tensors=specs)), Geometry(), Request()).scratch_bytes == 30
+    halves = Outline(replace(model.skeleton, tensors=specs))
+    copying = {"strided bmm bfloat16": (1, 1, 0), "mm float16": (0, 2, 0)}
+    assert work(halves, Geometry(), Request(), copying).scratch_bytes == 4 * 3 * 2 * 2, "one of the stacked ones"
+    assert work(halves, Geometry(), Request(), {"strided bmm bfloat16": (1, 1, 0)}).scratch_bytes == 3 * 5 * 2
+    assert work(halves, Geometry(), Request(), {}).scratch_bytes == 0
     assert work(model, Geometry(), Request()).scratch_bytes == 0
 
 

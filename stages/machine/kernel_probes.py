@@ -1,0 +1,114 @@
+"""Measuring what the host's kernels take beside operands and results, with matrices of some MB: half a second in all.
+
+The kernel keeps the peak of a process's resident memory and resets it when asked (``/proc/self/clear_refs``,
+proc(5)). Nothing else sees what oneDNN allocates. Blocks of a MiB and more are mapped and unmapped one by one
+(``pipeline.malloc``), so what one product took doesn't hide in what another left.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+_ROUNDS = 3
+_STEPS = 2
+"""Factors are kept in halves: what is measured twice is nearly the same, and a plan's key exactly."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Probe = tuple[str, int, int, Callable[[], torch.Tensor]]
+"""A kernel's name, the operand whose bytes it is measured by (0 left, 1 right, 2 result), these bytes, and a call."""
+
+
+def measure_kernels(process: Path = Path("/proc/self")) -> dict[str, list[float]] | None:
+    """Return the factors of ``stages.machine.kernels.Kernels``; null where ``process`` doesn't tell its peak.
+
+    A dtype that oneDNN has no kernels for here is computed by torch's own loops, which take nothing beside, slowly:
+    it isn't measured.
+    """
+    found: dict[str, list[float]] = {}
+    try:
+        with PeakMeter(process) as meter, torch.no_grad():
+            for dtype in filter(_is_computed_by_onednn, _DTYPES):
+                for kernel, operand, count, call in _probes(dtype):
+                    factors = found.setdefault(kernel, [0.0, 0.0, 0.0])
+                    factors[operand] = round(max(0, meter.beside(call)) / count * _STEPS) / _STEPS
+    except OSError:
+        return None
+    return {kernel: factors for kernel, factors in found.items() if any(factors)}
+
+
+def _is_computed_by_onednn(dtype: torch.dtype) -> bool:
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return dtype not in supported or bool(supported[dtype]())
+
+
+def _probes(dtype: torch.dtype) -> Iterator[Probe]:
+    """Yield the probes of ``dtype``: in each, one of the operands is by far the largest, or the only one copied."""
+    name = str(dtype).removeprefix("torch.")
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    for operand, (rows, inner, columns) in enumerate(((2048, 1024, 16), (16, 1024, 2048), (512, 512, 2048))):
+        left, right = zeros(rows, inner), zeros(columns, inner)
+        count = (left.nbytes, right.nbytes, rows * columns * dtype.itemsize)[operand]
+        yield f"mm {name}", operand, count, partial(torch.mm, left, right.t())
+    left, right = zeros(8, 512, 64), zeros(8, 64, 512)
+    yield f"bmm {name}", 2, 512 * 512 * dtype.itemsize, partial(torch.bmm, left, right)
+    row, turned, column = zeros(4, 1, 1024), zeros(512, 1024).t().expand(4, 1024, 512), zeros(4, 512, 1)
+    yield f"strided bmm {name}", 1, turned.nbytes, partial(torch.bmm, row, turned)
+    yield f"strided bmm {name}", 0, turned.nbytes, partial(torch.bmm, turned, column)
+    rows_of, experts = zeros(1024, 256), zeros(2, 1024, 256).mT
+    ends = torch.tensor([512, 1024], dtype=torch.int32)
+    grouped = 1024 * 1024 * dtype.itemsize
+    yield f"grouped_mm {name}", 2, grouped, partial(torch._grouped_mm, rows_of, experts, ends)
+    signal, taps = zeros(1, 1024, 1024), zeros(1024, 1, 4)
+    yield f"convolution {name}", 2, signal.nbytes, partial(torch.conv1d, signal, taps, groups=1024, padding=3)
+
+
+class PeakMeter:
+    """What a call takes of memory at its peak. ``process`` is this process's folder of the kernel's.
+
+    Entering it raises ``OSError`` where there is no such folder, or where it may not be written to.
+    """
+
+    def __init__(self, process: Path) -> None:
+        self._process = process
+
+    def __enter__(self) -> PeakMeter:
+        self._status = os.open(self._process / "status", os.O_RDONLY)
+        try:
+            self._reset = os.open(self._process / "clear_refs", os.O_WRONLY)
+        except OSError:
+            os.close(self._status)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._status)
+        os.close(self._reset)
+
+    def beside(self, call: Callable[[], torch.Tensor]) -> int:
+        """Return the bytes that ``call`` takes at its peak beside its result, the median of a few rounds."""
+        call()  # the first call makes threads and kernels, which stay
+        return sorted(self._once(call) for _ in range(_ROUNDS))[_ROUNDS // 2]
+
+    def _once(self, call: Callable[[], torch.Tensor]) -> int:
+        os.write(self._reset, b"5")
+        before = self._read()
+        result = call()
+        return self._read() - before - result.nbytes
+
+    def _read(self) -> int:
+        found = re.search(rb"^VmHWM:\s*(\d+) kB$", os.pread(self._status, 8192, 0), re.MULTILINE)
+        if found is None:
+            raise OSError(f"no VmHWM in {self._process}/status")
+        return int(found[1]) * 1024

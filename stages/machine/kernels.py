@@ -1,0 +1,84 @@
+"""What the host's kernels take beside their operands and results: measured once, and kept beside the cache.
+
+A product in half precision is summed in float32 in a matrix of its own by some processors' kernels and in registers by
+others'; a batch whose matrices don't lie in order is copied first by some and read where it lies by others. No table
+of processors knows it: it hangs on the version of torch and on the environment too. What was found so far, as bytes
+beside for each byte of the result: 2 for products in bfloat16 where oneDNN knows AVX-512 without its bfloat16
+instructions or with AMX's, 0 with those of AVX-512, 0 wherever torch's own loops compute.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+from stages.machine.kept_figures import kept_or_measured
+
+FILE_NAME = "kernels.json"
+
+Kernels = Mapping[str, tuple[float, ...]]
+"""Bytes beside, for each byte of the left operand, the right one and the result, by operator and dtype.
+
+``mm bfloat16`` is a product of two matrices. ``bmm bfloat16`` is a batch of them, by the bytes of one of the batch,
+since each thread computes one at a time. ``strided bmm bfloat16`` is a batch of which an operand is neither contiguous
+nor plainly transposed, by the bytes of such operands: the weight of a head that gets the last position of each sequence
+is one, once for each of them. ``grouped_mm`` is a mixture's experts, ``convolution`` any. One that isn't listed takes
+nothing.
+"""
+
+NOMINAL: Kernels = {
+    "mm bfloat16": (0, 0, 2),
+    "bmm bfloat16": (0, 0, 4),
+    "strided bmm bfloat16": (1, 1, 0),
+    "grouped_mm bfloat16": (0, 0, 1),
+    "convolution bfloat16": (0, 0, 1),
+    "convolution float32": (0, 0, 1),
+}
+"""What a machine takes that can't be asked: the most that was found on any, which is a server's with AMX."""
+
+_CHOOSERS = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+    "OMP_NUM_THREADS",
+)
+"""The variables of the environment by which the libraries choose their kernels, and how many threads run them."""
+
+
+def local_kernels(folder: Path) -> Kernels:
+    """Return what this machine's kernels take: as kept in ``folder``, or measured now, with torch, and kept there.
+
+    Where the system doesn't tell a process its peak they are ``NOMINAL``.
+    """
+    key = identity()
+    kept = kept_or_measured(folder / FILE_NAME, {key: _measure}).get(key)
+    return NOMINAL if kept is None else {kernel: tuple(factors) for kernel, factors in kept.items()}
+
+
+def identity(environment: Mapping[str, str] = os.environ) -> str:
+    """Return all that the kernels are chosen by: torch's version, the processor, the cores, and the environment."""
+    chosen = [f"{name}={environment[name]}" for name in _CHOOSERS if name in environment]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return "; ".join([f"torch {metadata.version('torch')}", _processor(), f"{cores} cores", *chosen])
+
+
+def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's family, model and name, and a hash of its features: a hypervisor may hide some."""
+    first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.is_file() else ""
+    told = re.findall(r"^(?:vendor_id|cpu family|model|model name|flags|Features)\s*: *(.*)$", first, re.MULTILINE)
+    named, features = " ".join(told[:-1]), sha256(" ".join(told[-1:]).encode()).hexdigest()[:8]
+    return f"{platform.machine()} {named} {features}"
+
+
+def _measure() -> dict[str, list[float]] | None:
+    from stages.machine.kernel_probes import measure_kernels
+
+    return measure_kernels()

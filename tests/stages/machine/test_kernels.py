@@ -1,0 +1,96 @@
+"""What the host's kernels take is what was measured here, on whatever processor and with whatever kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.machine.kernel_probes import PeakMeter, measure_kernels
+from stages.machine.kernels import FILE_NAME, NOMINAL, Kernels, identity, local_kernels
+
+MIB = 2**20
+PROCESS = Path("/proc/self")
+VARIANTS = [
+    {},
+    {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
+    {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+]
+"""What makes one processor stand for lesser ones; it changes nothing on a processor that is a lesser one itself."""
+TRIAL = """
+import sys
+from pathlib import Path
+from pipeline.malloc import return_freed_memory
+return_freed_memory()
+import torch
+from stages.machine.kernel_probes import PeakMeter
+from stages.machine.kernels import local_kernels
+result_factor = local_kernels(Path(sys.argv[1])).get("mm bfloat16", (0, 0, 0))[2]
+left, right = torch.zeros(1024, 640).bfloat16(), torch.zeros(3072, 640).bfloat16()
+with PeakMeter(Path("/proc/self")) as meter:
+    beside = meter.beside(lambda: left @ right.t())
+print(result_factor * 1024 * 3072 * 2, beside)
+"""
+
+linux = pytest.mark.skipif(not PROCESS.is_dir(), reason="no /proc")
+
+
+@linux
+def test_the_peak_of_a_call_is_seen_though_nothing_is_left_of_it() -> None:
+    def call(beside: int) -> torch.Tensor:
+        torch.ones(beside, dtype=torch.uint8)
+        return torch.ones(64 * MIB, dtype=torch.uint8)
+
+    with PeakMeter(PROCESS) as meter:
+        assert meter.beside(lambda: call(96 * MIB)) == pytest.approx(32 * MIB, abs=4 * MIB), "they follow one another"
+        assert meter.beside(lambda: call(1)) == pytest.approx(0, abs=4 * MIB)
+
+
+@linux
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: " ".join(variant.values()) or "as they are")
+def test_a_product_of_another_shape_takes_what_the_probe_found(variant: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRIAL, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **variant}, capture_output=True, text=True, check=True)
+    predicted, beside = map(float, done.stdout.split())
+    assert beside == pytest.approx(predicted, rel=0.3, abs=2 * MIB)
+
+
+def test_it_is_measured_once_and_read_without_torch_ever_after(tmp_path: Path) -> None:
+    first = local_kernels(tmp_path)
+    script = (
+        "import sys; from pathlib import Path; from stages.machine.kernels import local_kernels;"
+        "print(dict(local_kernels(Path(sys.argv[1])))); assert 'torch' not in sys.modules"
+    )
+    if tmp_path.joinpath(FILE_NAME).is_file():
+        done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(dict(first))
+    else:
+        assert first == NOMINAL
+
+
+def test_figures_of_other_kernels_are_not_taken_for_these(tmp_path: Path) -> None:
+    assert len({identity({}), identity({"ONEDNN_MAX_CPU_ISA": "AVX2"}), identity({"OMP_NUM_THREADS": "7"})}) == 3
+    kept = {identity({"ATEN_CPU_CAPABILITY": "another"}): {"mm bfloat16": [9, 9, 9]}}
+    tmp_path.joinpath(FILE_NAME).write_text(json.dumps(kept))
+    assert local_kernels(tmp_path).get("mm bfloat16") != (9, 9, 9)
+    kept = {identity(): {"mm bfloat16": [9, 9, 9]}}
+    tmp_path.joinpath(FILE_NAME).write_text(json.dumps(kept))
+    assert local_kernels(tmp_path) == {"mm bfloat16": (9, 9, 9)}
+
+
+def test_a_system_that_tells_no_peak_has_nominal_figures(tmp_path: Path) -> None:
+    assert measure_kernels(tmp_path) is None
+    tmp_path.joinpath("status").write_text("Name:\tpython\n")
+    tmp_path.joinpath("clear_refs").touch()
+    assert measure_kernels(tmp_path) is None
+
+
+def test_figures_are_coarse(tmp_path: Path) -> None:
+    kernels: Kernels = local_kernels(tmp_path)
+    assert all(factor * 2 == round(factor * 2) >= 0 for factors in kernels.values() for factor in factors)
