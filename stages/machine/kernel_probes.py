@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -33,10 +34,9 @@ def measure_kernels(process: Path = Path("/proc/self")) -> dict[str, list[float]
     found: dict[str, list[float]] = {}
     try:
         with PeakMeter(process) as meter, torch.no_grad():
-            for dtype in filter(_is_computed_by_onednn, _DTYPES):
-                for kernel, operand, count, call in _probes(dtype):
-                    factors = found.setdefault(kernel, [0.0, 0.0, 0.0])
-                    factors[operand] = round(max(0, meter.beside(call)) / count * _STEPS) / _STEPS
+            for kernel, operand, count, call in chain(*map(_probes, filter(_is_computed_by_onednn, _DTYPES))):
+                factors = found.setdefault(kernel, [0.0, 0.0, 0.0])
+                factors[operand] = round(max(0, meter.beside(call)) / count * _STEPS) / _STEPS
     except OSError:
         return None
     return {kernel: factors for kernel, factors in found.items() if any(factors)}
