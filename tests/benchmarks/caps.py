@@ -6,31 +6,31 @@ import os
 import signal
 import subprocess
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+from pipeline.memory_cgroups import CapError, MemoryGroup, make_group
 
 
 def can_cap() -> bool:
-    """Return whether this process may make memory cgroups."""
-    root = V1 if V1.is_dir() else V2
-    return os.access(root, os.W_OK) and (V1.is_dir() or (V2 / "cgroup.controllers").is_file())
+    """Return whether this process may cap memory, by trying."""
+    try:
+        with cap(1 << 40):
+            return True
+    except CapError:
+        return False
 
 
 @contextmanager
-def cap(limit_bytes: int) -> Iterator[Path]:
-    """Lend the folder of a memory cgroup that holds at most ``limit_bytes``, page cache included."""
-    old = V1.is_dir()
-    folder = (V1 if old else V2) / f"offstage-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
+def cap(limit_bytes: int) -> Iterator[MemoryGroup]:
+    """Lend a memory cgroup that holds at most ``limit_bytes``, page cache included; may raise ``CapError``."""
+    group = make_group()
     try:
-        folder.joinpath("memory.limit_in_bytes" if old else "memory.max").write_text(str(limit_bytes))
-        yield folder
+        group.limit(limit_bytes)
+        yield group
     finally:
-        _remove(folder)
+        _remove(group.folder)
 
 
 def _remove(folder: Path) -> None:
@@ -58,10 +58,9 @@ def run_capped(
 
     Raises ``subprocess.TimeoutExpired`` where it takes longer than ``timeout_seconds``; it is ended then.
     """
-    with cap(limit_bytes) as folder:
-        enter = f'echo $$ > {folder}/cgroup.procs; exec "$@"'
+    with cap(limit_bytes) as group:
         return subprocess.run(
-            ["bash", "-c", enter, "capped", *command],
+            group.entering([*command]),
             cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=timeout_seconds,
         )  # fmt: skip
 

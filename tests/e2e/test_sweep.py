@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.memory_cgroups import CapError, make_group
+from pipeline.memory_cgroups import CapError
+from tests.benchmarks.caps import can_cap
 from tests.e2e.conftest import Finished, finish, records_in, start
 
 Run = Callable[..., Finished]
@@ -139,15 +140,7 @@ def greedy(tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def may_cap() -> bool:
-    try:
-        make_group().remove()
-    except CapError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not may_cap(), reason="this process may not make memory groups")
+@pytest.mark.skipif(not can_cap(), reason="this process may not make memory groups")
 def test_a_job_that_needs_more_than_its_plan_is_ended_by_its_cap(offstage: Run, greedy: list[str]) -> None:
     done = offstage("-m", "max_memory.cpu=1MB", *greedy)
     assert done.code == 137, done.err
@@ -157,7 +150,7 @@ def test_a_job_that_needs_more_than_its_plan_is_ended_by_its_cap(offstage: Run, 
     assert done.record["error"]["stage"] == "generate"
 
 
-@pytest.mark.skipif(not may_cap(), reason="this process may not make memory groups")
+@pytest.mark.skipif(not can_cap(), reason="this process may not make memory groups")
 def test_a_run_that_keeps_to_its_plan_completes_under_its_cap(offstage: Run) -> None:
     done = offstage("enforce_memory=true", "generate.max_new_tokens=3")
     assert done.code == 0, done.err
