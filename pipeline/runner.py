@@ -8,19 +8,17 @@ stage asks for one, and let go when no stage that remains will.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.cache.outline import outline
-from pipeline.cache.store import Store
 from pipeline.config import check, made_sound
-from pipeline.errors import ConfigError, Fault, raise_faults
+from pipeline.errors import Fault, raise_faults
 from pipeline.installed_stages import installed_stages, stage_class
 from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord, StageRecord
-from pipeline.stage import Artifact, Config, Report, Stage, keyed
+from pipeline.stage import Config, Report, Stage
+from pipeline.stage_chain import StageChain
 from pipeline.stage_usage import Meter
 
 DEVICE_MAP = "device_map.json"
@@ -65,7 +63,7 @@ def check_config(config: Config) -> list[Stage[Any]]:
 
 
 class Runner:
-    """One pass of the pipeline. It is the ``Context`` that the stages work in."""
+    """One pass of the pipeline: its chain of stages, measured and recorded."""
 
     def __init__(
         self,
@@ -77,52 +75,20 @@ class Runner:
         observer: Observer | None = None,
         cache: Path | None = None,
     ) -> None:
-        self._stages = {stage.name: stage for stage in stages}
-        self._config = config
         self._record = record
-        self._monitor = monitor
         self._observer = observer or Observer()
-        self._cache = cache or Path(config["outputs"]) / "cache"
         self._meter = Meter(monitor)
-        self._store = Store(self.cache)
-        self._artifacts: dict[str, Artifact] = {}
+        self._chain = StageChain(
+            stages,
+            config,
+            cache=cache or Path(config["outputs"]) / "cache",
+            charge=self._meter.charge,
+            host_peak=lambda: monitor.peak_host_bytes,
+        )
         self._cached: dict[str, bool] = {}
-        self._inputs: dict[str, Any] = {}
-        self._keys: dict[str, str] = {}
-        self._outlines: dict[str, object] = {}
-        self._live: dict[str, Any] = {}
         self._reports: dict[str, Report] = {}
         self.at_work: str | None = None
         """The stage whose turn it is: the one to name where something fails."""
-
-    @property
-    def config(self) -> Config:
-        """The run's resolved config."""
-        return self._config
-
-    @property
-    def cache(self) -> Path:
-        """The cache's root."""
-        return self._cache
-
-    @property
-    def host_peak(self) -> Callable[[], int]:
-        """Returns the peak of anonymous host memory since the run began, in bytes."""
-        return lambda: self._monitor.peak_host_bytes
-
-    def artifact(self, stage: str) -> Artifact:
-        """Return the artifact of the earlier stage ``stage``."""
-        if stage not in self._artifacts:
-            raise ConfigError(f"stages: {stage!r} must stand before the stage that needs it; see stages=generate")
-        return self._artifacts[stage]
-
-    def live(self, stage: str) -> Any:
-        """Return the live half of the earlier stage ``stage``, made now if it isn't there."""
-        if stage not in self._live:
-            self.artifact(stage)
-            with self._meter.charge(stage):
-                self._live[stage] = self._stages[stage].revive(self._inputs[stage], self)
-        return self._live[stage]
 
     def run(self) -> Mapping[str, Report]:
         """Run every stage, and return what each reports. Raises what a stage raises."""
@@ -130,13 +96,13 @@ class Runner:
             self._find_cached()
             self._work()
         finally:
-            self._store.release()
-        self._store.sweep()
+            self._chain.release()
+        self._chain.sweep()
         return self._reports
 
     def _work(self) -> None:
         """Run the stages that aren't cached."""
-        remaining = [name for name in self._stages if name not in self._artifacts]
+        remaining = [name for name in self._chain.stages if name not in self._chain.artifacts]
         raise_faults([fault for name in remaining for fault in self._examine(name)])
         self._write_record()
         for name in remaining:
@@ -144,59 +110,37 @@ class Runner:
             self._observer.begins(name)
             _log.info("%s: begins", name)
             with self._meter.charge(name):
-                self._obtain(name)
-            self._release(remaining[remaining.index(name) + 1 :])
+                self._gather(name)
+                self._cached[name] = self._chain.obtain(name)
+            self._chain.let_go(remaining[remaining.index(name) + 1 :])
             self._write_record()
             _log.info("%s: ends after %.3f s; %s", name, self._meter.usage(name).seconds, self._reports[name].summary)
 
     def _examine(self, name: str) -> Sequence[Fault]:
         with self._meter.charge(name):
-            return list(self._stages[name].examine(self._config))
+            return list(self._chain.stages[name].examine(self._chain.config))
 
     def _find_cached(self) -> None:
         """Find the artifacts of the leading stages, up to the first that isn't there: later keys depend on it."""
-        for name in self._stages:
+        for name in self._chain.stages:
             self.at_work = name
             with self._meter.charge(name):
-                found = self._store.find(name, self._key(name))
+                self._gather(name)
+                found = self._chain.find(name)
             if found is None:
                 return
             _log.info("%s: cached, %s", name, found.folder)
-            self._artifacts[name], self._cached[name] = found, True
+            self._cached[name] = True
 
-    def _key(self, name: str) -> str:
-        """Return the key of ``name``. Its inputs are gathered the first time, and kept for the work."""
-        if name not in self._keys:
-            stage = self._stages[name]
-            self._inputs[name] = stage.gather(self)
-            parts = keyed(self._inputs[name])
-            self._keys[name] = fingerprint({"stage": name, "version": stage.version, "inputs": parts})
-            self._outlines[name] = outline({"version": stage.version, **parts})
-            self._observer.keyed(name, self._outlines[name])
-        return self._keys[name]
-
-    def _obtain(self, name: str) -> None:
-        stage, key = self._stages[name], self._key(name)
-        artifact, live, cached = self._store.obtain(
-            name, key, lambda folder: stage.build(self._inputs[name], self, folder)
-        )
-        self._artifacts[name], self._cached[name] = artifact, cached
-        if live is not None:
-            self._live[name] = live
-
-    def _release(self, remaining: Sequence[str]) -> None:
-        """Let go of every live half that none of the ``remaining`` stages will ask for."""
-        wanted: set[str] = set()
-        frontier = {need for name in remaining for need in self._stages[name].needs}
-        while frontier:
-            wanted |= frontier
-            unmade = [name for name in frontier if name not in self._live and name in self._stages]
-            frontier = {need for name in unmade for need in self._stages[name].needs} - wanted
-        self._live = {name: live for name, live in self._live.items() if name in wanted}
+    def _gather(self, name: str) -> None:
+        """Gather what ``name`` depends on, if that isn't done, and tell the observer."""
+        if name not in self._chain.outlines:
+            self._chain.key(name)
+            self._observer.keyed(name, self._chain.outlines[name])
 
     def _write_record(self) -> None:
         """Bring the record up to date: what an earlier stage used may have grown since it was last written."""
-        for name, artifact in self._artifacts.items():
+        for name, artifact in self._chain.artifacts.items():
             usage = self._meter.usage(name)
             self._record.add_stage(
                 StageRecord(
@@ -207,11 +151,11 @@ class Runner:
                     artifact=str(artifact.folder),
                     peak_host_bytes=usage.peak_host_bytes,
                     peak_device_bytes={str(device): count for device, count in usage.peak_device_bytes.items()},
-                    inputs=self._outlines[name],
+                    inputs=self._chain.outlines[name],
                 )
             )
             if name not in self._reports:
-                self._reports[name] = self._stages[name].report(artifact)
+                self._reports[name] = self._chain.stages[name].report(artifact)
                 self._record.merge(self._reports[name])
                 if DEVICE_MAP in artifact.files:
                     self._record.note_device_map(artifact.json(DEVICE_MAP))

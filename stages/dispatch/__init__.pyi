@@ -34,5 +34,6 @@ from .accelerate_api.offloaded_params import (
     has_offloaded_params as has_offloaded_params,
 )
 from .dispatch_plan import DispatchPlan as DispatchPlan, make_dispatch_plan as make_dispatch_plan
+from .loaded_model import LoadedModel as LoadedModel, load as load
 from .streaming.streamer import Streamer as Streamer
 from .transfer.values import send_to_device as send_to_device

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from pipeline.errors import ConfigError
 from pipeline.stage import Context
 from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.tokenizers import load_tokenizer
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
@@ -45,7 +46,7 @@ class Generation:
 
 def perform(inputs: GenerateInputs, context: Context) -> Generation:
     """Generate what ``inputs`` ask for, on the live model of the stage dispatch."""
-    tokenizer, asked = prompts.load_tokenizer(inputs.model), inputs.prompts
+    tokenizer, asked = load_tokenizer(inputs.model), inputs.prompts
     encoded = prompts.encode(asked, tokenizer)
     dispatched: Dispatched = context.live("dispatch")
     _check_words(dispatched.model, encoded)

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 
 if TYPE_CHECKING:
     import torch
 
 OWN_KEYS = ("prompts", "prompts_file", "batch_size")
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
-
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
-"""The files of a checkpoint folder that a tokenizer is made from, as glob patterns."""
 
 Prompt = str | list[int]
 
@@ -67,27 +63,6 @@ def read_prompts(generate: Mapping[str, Any]) -> list[Prompt]:
     if not lines:
         raise ConfigError(f"generate.prompts_file: {str(file)!r} holds no prompt; write one a line")
     return list(lines)
-
-
-def load_tokenizer(model: Mapping[str, Any]) -> Any:
-    """Return the tokenizer of the config node ``model``, or None if its folder holds none.
-
-    What ``model.tokenizer`` names must hold one.
-    """
-    from transformers import AutoTokenizer
-
-    folder = tokenizer_folder(model) or checkpoint_folder(model)
-    if not model.get("tokenizer") and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-        return None
-    remote = bool(model.get("trust_remote_code", False))
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads: {first}; "
-            "set model.tokenizer to a folder that does, or give token ids: generate.prompts=[[5,6,7]]"
-        ) from error
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:

@@ -13,10 +13,11 @@ from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import read
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from stages.checkpoints.tokenizers import TOKENIZER_FILES
 from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from stages.empty_init import skeleton as skeletons
 from stages.generate.inputs import GenerateInputs
-from stages.generate.prompts import TOKENIZER_FILES, check_prompts, read_prompts
+from stages.generate.prompts import check_prompts, read_prompts
 
 FILE_NAME = "generation.json"
 

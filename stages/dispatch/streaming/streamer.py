@@ -18,7 +18,7 @@ from torch import nn
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.mapped_file import MappedFile
 from stages.dispatch.dispatch_plan import DispatchPlan
-from stages.dispatch.streaming.guard import guard, unguard
+from stages.dispatch.streaming.guard import guard, is_guarded, unguard
 from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.mapped_weights import MappedWeights
@@ -97,6 +97,11 @@ class Streamer:
             undo.callback(self.remove)
             self._hook(plan, host)
             undo.pop_all()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model has its hooks."""
+        return is_guarded(self._model)
 
     def remove(self) -> None:
         """Take all hooks off the model, when what is under way is done.

@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
+from stages.checkpoints.tokenizers import load_tokenizer
 from stages.generate.options import check_options, checkpoint_defaults, plain_options
-from stages.generate.prompts import check_prompts, encode, load_tokenizer, make_batch, read_prompts
+from stages.generate.prompts import check_prompts, encode, make_batch, read_prompts
 
 
 @pytest.mark.parametrize(

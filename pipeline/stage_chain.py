@@ -1,0 +1,129 @@
+"""The chain of stages that a run, or a model loaded from Python, goes through: what each depends on, its two halves.
+
+It is the ``Context`` that the stages work in. A stage's inputs are gathered once, its artifact is found in the cache or
+built, and its live half is made when a later stage, or whoever holds the chain, asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipeline.cache.fingerprint import fingerprint
+from pipeline.cache.outline import outline
+from pipeline.cache.store import Store
+from pipeline.errors import ConfigError
+from pipeline.stage import Artifact, Config, Stage, keyed
+
+Charge = Callable[[str], AbstractContextManager[Any]]
+"""Makes a context for the work of a stage, to which what happens inside is charged."""
+
+
+def _held_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+class StageChain:
+    """The ``stages`` in order, under one ``config`` and with one ``cache``.
+
+    ``charge`` surrounds all work on a stage; ``host_peak`` tells the peak of the host's memory so far.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage[Any]],
+        config: Config,
+        *,
+        cache: Path,
+        charge: Charge = nullcontext,
+        host_peak: Callable[[], int] = _held_bytes,
+    ) -> None:
+        self.stages = {stage.name: stage for stage in stages}
+        self.artifacts: dict[str, Artifact] = {}
+        """The artifacts that were found or built so far, by stage."""
+        self.outlines: dict[str, object] = {}
+        """What the key of each stage stands for, by stage."""
+        self._config, self._cache, self._charge, self._host_peak = config, cache, charge, host_peak
+        self._store = Store(cache)
+        self._inputs: dict[str, Any] = {}
+        self._keys: dict[str, str] = {}
+        self._live: dict[str, Any] = {}
+
+    @property
+    def config(self) -> Config:
+        """The resolved config."""
+        return self._config
+
+    @property
+    def cache(self) -> Path:
+        """The cache's root."""
+        return self._cache
+
+    @property
+    def host_peak(self) -> Callable[[], int]:
+        """Returns the peak of anonymous host memory since the run began, in bytes."""
+        return self._host_peak
+
+    def artifact(self, stage: str) -> Artifact:
+        """Return the artifact of the earlier stage ``stage``."""
+        if stage not in self.artifacts:
+            raise ConfigError(f"stages: {stage!r} must stand before the stage that needs it; see stages=generate")
+        return self.artifacts[stage]
+
+    def live(self, stage: str) -> Any:
+        """Return the live half of the earlier stage ``stage``, made now if it isn't there."""
+        if stage not in self._live:
+            self.artifact(stage)
+            with self._charge(stage):
+                self._live[stage] = self.stages[stage].revive(self._inputs[stage], self)
+        return self._live[stage]
+
+    def key(self, name: str) -> str:
+        """Return the key of ``name``. Its inputs are gathered the first time, and kept for the work."""
+        if name not in self._keys:
+            stage = self.stages[name]
+            self._inputs[name] = stage.gather(self)
+            parts = keyed(self._inputs[name])
+            self._keys[name] = fingerprint({"stage": name, "version": stage.version, "inputs": parts})
+            self.outlines[name] = outline({"version": stage.version, **parts})
+        return self._keys[name]
+
+    def find(self, name: str) -> Artifact | None:
+        """Return the artifact of ``name`` if the cache has it."""
+        found = self._store.find(name, self.key(name))
+        if found is not None:
+            self.artifacts[name] = found
+        return found
+
+    def obtain(self, name: str) -> bool:
+        """Have the artifact of ``name``, built now if the cache lacks it; return whether it was there."""
+        stage, key = self.stages[name], self.key(name)
+        artifact, live, cached = self._store.obtain(
+            name, key, lambda folder: stage.build(self._inputs[name], self, folder)
+        )
+        self.artifacts[name] = artifact
+        if live is not None:
+            self._live[name] = live
+        return cached
+
+    def let_go(self, remaining: Sequence[str]) -> None:
+        """Let go of every live half that none of the ``remaining`` stages will ask for."""
+        wanted: set[str] = set()
+        frontier = {need for name in remaining for need in self.stages[name].needs}
+        while frontier:
+            wanted |= frontier
+            unmade = [name for name in frontier if name not in self._live and name in self.stages]
+            frontier = {need for name in unmade for need in self.stages[name].needs} - wanted
+        self._live = {name: live for name, live in self._live.items() if name in wanted}
+
+    def release(self) -> None:
+        """End the chain's use of the cache: its artifacts may be pruned."""
+        self._store.release()
+
+    def sweep(self) -> None:
+        """Remove what killed processes left in the cache."""
+        self._store.sweep()

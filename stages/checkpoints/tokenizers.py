@@ -1,0 +1,33 @@
+"""The tokenizer of a checkpoint: which of its files it is made from, and loading it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.errors import ConfigError
+from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
+"""The files of a checkpoint folder that a tokenizer is made from, as glob patterns."""
+
+
+def load_tokenizer(model: Mapping[str, Any]) -> Any:
+    """Return the tokenizer of the config node ``model``, or None if its folder holds none.
+
+    What ``model.tokenizer`` names must hold one.
+    """
+    from transformers import AutoTokenizer
+
+    folder = tokenizer_folder(model) or checkpoint_folder(model)
+    if not model.get("tokenizer") and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        return None
+    remote = bool(model.get("trust_remote_code", False))
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads: {first}; "
+            "set model.tokenizer to a folder that does, or give token ids: generate.prompts=[[5,6,7]]"
+        ) from error

@@ -1,0 +1,203 @@
+"""One call from Python that does what a run does up to dispatch: a checkpoint in, a model that can be called out.
+
+It goes through the same stages, with the same config keys, cache and engine; so it is as fast as the command, and what
+was worked out for one load is found by the next.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError, closest, raise_faults
+from pipeline.stage import Config, Stage
+from pipeline.stage_chain import StageChain
+from pipeline.typed_config import defaults, key_names, type_faults
+from stages.checkpoints.dtypes import dtype_name
+from stages.checkpoints.hub import is_hub_id
+from stages.checkpoints.tokenizers import load_tokenizer
+from stages.dispatch.stage import DispatchStage
+from stages.empty_init.stage import EmptyInitStage
+from stages.plan import plan as plans
+from stages.plan.stage import PlanStage
+from stages.shard_load.stage import ShardLoadStage
+from stages.units import DeviceId
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from stages.dispatch.stage import Dispatched
+    from stages.dispatch.transfer.carrier import Traffic
+
+PathLike = str | os.PathLike[str]
+MODEL_KEYS: Mapping[str, object] = {
+    "revision": None,
+    "class": None,
+    "tokenizer": None,
+    "no_split": None,
+    "trust_remote_code": False,
+    "allow_links": False,
+}
+"""The keys below ``model`` that say what a checkpoint is, with their defaults."""
+
+
+class LoadedModel:
+    """A checkpoint that was loaded: its ``model``, ready to call wherever its weights lie, and its ``tokenizer``.
+
+    ``plan`` says what lies where and why, and what is predicted of it: ``plan.predicted`` has the bytes of each device
+    at its peak by what they are for, ``plan.forecast`` the bytes streamed and the seconds of a token. It is a context
+    manager, and unpacks as ``model, tokenizer``.
+    """
+
+    def __init__(self, chain: StageChain) -> None:
+        self._chain = chain
+        self._dispatched: Dispatched = chain.live(DispatchStage.name)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. ``generate`` of transformers works on it; it can't be moved or cast."""
+        return self._dispatched.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are best, and where what is streamed computes."""
+        return self._dispatched.device
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, loaded when it is first asked for; null if it has none."""
+        return load_tokenizer(self._chain.config["model"])
+
+    @cached_property
+    def plan(self) -> plans.Plan:
+        """What lies where, and what is predicted of it."""
+        return plans.from_json(self._chain.artifact(PlanStage.name).json(plans.FILE_NAME))
+
+    @property
+    def traffic(self) -> Traffic:
+        """What streaming has cost so far: bytes brought in, seconds waited."""
+        return self._dispatched.streamer.traffic
+
+    @property
+    def load_seconds(self) -> float:
+        """How long loading the resident weights took."""
+        return self._dispatched.load_seconds
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.tokenizer))
+
+    def close(self) -> None:
+        """Give back what streaming holds: hooks, threads, open files, staging and pinned memory.
+
+        What was streamed is on meta then, so a model that had such weights refuses to be called. Closing again does
+        nothing.
+        """
+        streamed = bool(self.plan.serving) and self._dispatched.streamer.is_attached
+        self._dispatched.streamer.remove()
+        self._chain.release()
+        if streamed:
+            self.model.register_forward_pre_hook(_refuse, prepend=True)
+
+
+def _refuse(_module: nn.Module, _args: Any) -> None:
+    raise RuntimeError("this model was closed, and its streamed weights are gone; load it again")
+
+
+def load(
+    path_or_hub_id: PathLike,
+    *,
+    max_memory: Mapping[DeviceId, int | str] | None = None,
+    device_map: str | int | Mapping[str, Any] = "optimal",
+    dtype: str | torch.dtype = "auto",
+    batch_size: int = 1,
+    max_length: int = 2048,
+    cache: PathLike | None = None,
+    **options: Any,
+) -> LoadedModel:
+    """Load the checkpoint in a folder, or of a Hub id, and return it dispatched: what doesn't fit is streamed.
+
+    ``max_memory`` are the bytes of weights that each device may hold (``{0: "12GB", "cpu": "20GB"}``); without it they
+    are worked out from what is free, cgroups included, beside what ``batch_size`` sequences of ``max_length`` tokens
+    take, half of these as a prompt. ``device_map`` is a policy, a map of module names to devices, the path of a
+    ``device_map.json``, or one device. ``cache`` is where skeletons, plans, measured rates and weights that must be
+    converted are kept: by default ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves both.
+
+    ``options`` are keys of the config by their own names, nested ones as dicts: ``offload_folder``, ``strict``,
+    ``storage={"io": "direct"}``, ``hardware``, …; and those of its ``model``: ``revision``, ``tokenizer``,
+    ``trust_remote_code``, ….
+
+    Raises ``ConfigError`` for options that can't be followed, ``CheckpointError`` for a checkpoint that is missing,
+    damaged or not the model's, ``BudgetError`` for budgets that can't hold the plan, ``StorageError`` for a disk.
+
+    >>> with offstage.load("/ckpt/llama", max_memory={"cpu": "2GB"}) as loaded:  # doctest: +SKIP
+    ...     loaded.model.generate(**loaded.tokenizer("Hello", return_tensors="pt"))
+    """
+    stages: list[Stage[Any]] = [EmptyInitStage(), PlanStage(), ShardLoadStage(), DispatchStage()]
+    config = _config(stages, _located(path_or_hub_id), options)
+    config |= {
+        "dtype": dtype_name(dtype),
+        "device_map": _plain(device_map),
+        "max_memory": {str(device): str(size) for device, size in (max_memory or {}).items()},
+        "generate": {"prompts": [[0] * max(1, max_length // 2)] * batch_size, "max_length": max_length},
+    }
+    _check(stages, config)
+    folder = Path(cache) if cache is not None else _default_cache()
+    chain = StageChain(stages, config, cache=folder.expanduser().absolute())
+    try:
+        for stage in stages:
+            chain.obtain(stage.name)
+        return LoadedModel(chain)
+    except BaseException:
+        chain.release()
+        raise
+
+
+def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config that ``options`` and the defaults of the stages come to."""
+    keys = key_names(stage.config_class for stage in stages)
+    unknown = [name for name in options if name not in keys and name not in MODEL_KEYS]
+    if unknown:
+        raise ConfigError(f"{unknown[0]}: unknown option{closest(unknown[0], [*keys, *MODEL_KEYS])}")
+    node = {name: options.get(name, default) for name, default in MODEL_KEYS.items()}
+    config = {key: value for stage in stages for key, value in defaults(stage.config_class).items()}
+    config |= {name: value for name, value in options.items() if name in keys}
+    return {**config, "model": {"kind": "pretrained", "path": path, **node}}
+
+
+def _check(stages: Sequence[Stage[Any]], config: Config) -> None:
+    """Raise all that is wrong with the config, before any work."""
+    raise_faults([fault for stage in stages for fault in type_faults(stage.config_class, config)])
+    raise_faults([fault for stage in stages for fault in stage.check(config)])
+    raise_faults([fault for stage in stages for fault in stage.examine(config)])
+
+
+def _located(path: PathLike) -> str:
+    """Return ``path`` as a config has it: absolute, unless it reads like a Hub id and nothing is there."""
+    given = Path(path).expanduser()
+    return str(path) if is_hub_id(str(path)) and not given.exists() else str(given.absolute())
+
+
+def _plain(device_map: Any) -> Any:
+    return (
+        {str(name): _id(device) for name, device in device_map.items()}
+        if isinstance(device_map, Mapping)
+        else device_map
+    )
+
+
+def _id(device: Any) -> Any:
+    return device if isinstance(device, int) else str(device)
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offstage"
