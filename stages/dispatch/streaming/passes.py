@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from stages.dispatch.streaming.uncompiled import uncompiled
+
 
 def mark_passes(
     model: nn.Module, *, begin: Callable[[], None], end: Callable[[], None], recover: Callable[[], None]
@@ -37,9 +39,9 @@ def mark_passes(
         nonlocal under_way
         under_way = False
 
-    yield model.register_forward_pre_hook(before, prepend=True).remove
-    yield model.register_forward_hook(after).remove
-    yield model.register_forward_hook(whatever_happened, always_call=True).remove
+    yield model.register_forward_pre_hook(uncompiled(before), prepend=True).remove
+    yield model.register_forward_hook(uncompiled(after)).remove
+    yield model.register_forward_hook(uncompiled(whatever_happened), always_call=True).remove
 
 
 def _is_nested(model: nn.Module) -> bool:

@@ -24,6 +24,7 @@ from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.mapped_weights import MappedWeights
 from stages.dispatch.streaming.passes import mark_passes
 from stages.dispatch.streaming.slots import Slot, have_wait, make_slot, settle
+from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.host_carrier import HostCarrier
 from stages.dispatch.transfer.link import Link, pin
@@ -203,8 +204,8 @@ class Streamer:
 
         for caller in callers:
             module = self._model.get_submodule(caller)
-            self._stack.callback(module.register_forward_pre_hook(acquire, prepend=True).remove)
-            self._stack.callback(module.register_forward_hook(release, always_call=True).remove)
+            self._stack.callback(module.register_forward_pre_hook(uncompiled(acquire), prepend=True).remove)
+            self._stack.callback(module.register_forward_hook(uncompiled(release), always_call=True).remove)
 
     def _acquire(self, part: _Streamed) -> None:
         if part.users == 0:

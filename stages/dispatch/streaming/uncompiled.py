@@ -1,0 +1,35 @@
+"""Hooks that ``torch.compile`` leaves alone: a model that is compiled is cut into graphs at them.
+
+What a hook does to a model (waiting for a read, binding a weight) is nothing that a graph can hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_COMPILER = "torch._dynamo"
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` as one that isn't traced, and nothing that it calls is.
+
+    Importing the compiler takes seconds, so it is told only once somebody else has imported it.
+    """
+    told: list[Callable[..., Any]] = []
+
+    def call(*args: Any) -> Any:
+        if not told:
+            if _COMPILER not in sys.modules:
+                return function(*args)
+            from torch._dynamo.eval_frame import skip_code
+
+            told.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+            skip_code(call.__code__)  # or this function would be compiled anew for each module
+        return told[0](*args)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
