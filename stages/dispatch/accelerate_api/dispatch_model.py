@@ -66,6 +66,7 @@ def dispatch_model(  # the field's signature
     """
     devices = {str(device) for device in device_map.values()}
     if len(devices) == 1 and DISK not in devices and not force_hooks:
+        homes_of(describe(model, rehearsed=False), device_map, otherwise=CPU)
         model.to(resolve_device(main_device or next(iter(device_map.values()))))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model

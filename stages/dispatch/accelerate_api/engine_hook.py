@@ -53,6 +53,8 @@ class EngineHook(AlignDevicesHook):
         for table, attribute in self._away:
             if isinstance(table[attribute], WaitingTensor):
                 table[attribute] = bring_home(table[attribute])
+            if isinstance(table[attribute], WaitingTensor):
+                table[attribute].source.told = self.execution_device  # what is added to it now is to have data
         for table, attribute, device in self._returning:
             table[attribute] = rebuild(table[attribute], table[attribute].detach().to(device))
         self._away, self._returning = [], []

@@ -16,6 +16,7 @@ from torch import nn
 
 from stages.dispatch.accelerate_api.align import AlignDevicesHook, AnyDevice, resolve_device
 from stages.dispatch.accelerate_api.hooks import hooks_of
+from stages.dispatch.streaming.state_on_host import state_on_host
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
 from stages.empty_init.skeleton import parent
 
@@ -70,22 +71,11 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     The host must have room for it. Tensors that are on meta and wait nowhere are left out, with a warning that lists
     them.
     """
-    read: dict[int, torch.Tensor] = {}
-    state = {name: _on_host(value, read) for name, value in model.state_dict().items()}
+    state = state_on_host(model)
     absent = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if absent:
         _log.warning("left out of the state dict, they are on the meta device: %s", ", ".join(map(repr, absent)))
     return {name: value for name, value in state.items() if name not in absent}
-
-
-def _on_host(value: Any, read: dict[int, torch.Tensor]) -> Any:
-    """Return an entry of a state dict on the host, or as it is if it has no data; ``read`` has what was read before."""
-    if not isinstance(value, WaitingTensor):
-        return value.to("cpu") if isinstance(value, torch.Tensor) and not value.is_meta else value
-    key = id(value.source)
-    if key not in read:
-        read[key] = value.now(torch.device("cpu"))
-    return read[key]
 
 
 def get_state_dict_from_offload(

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from stages.dispatch.streaming.state_on_host import state_on_host
+from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+
 _log = logging.getLogger(__name__)
 _MARK = "_class_before_dispatch"
 _STREAMED = "_streamed_weights"
@@ -38,6 +41,7 @@ def guard(
     body[_STREAMED] = streamed
     if isinstance(getattr(kind, "device", None), property) and main_device is not None:
         body["device"] = property(lambda self: main_device)
+    body |= {name: method for name, method in _METHODS.items() if hasattr(kind, name)}
     body["__qualname__"] = kind.__qualname__
     model.__class__ = type(kind.__name__, (kind,), body)
     if device_map is not None:
@@ -70,3 +74,35 @@ def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     kind: Any = vars(type(self))[_MARK]
     moved: nn.Module = kind._apply(self, fn, recurse)
     return moved
+
+
+def _save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **options: Any) -> Any:
+    """Stand in for transformers' method, which looks for what waits in hooks of another library.
+
+    All weights are read to the host for it.
+    """
+    kind: Any = vars(type(self))[_MARK]
+    device_map = vars(self).pop(_MAP, None)
+    try:
+        state = state_on_host(self) if state_dict is None else state_dict
+        return kind.save_pretrained(self, save_directory, *args, state_dict=state, **options)
+    finally:
+        if device_map is not None:
+            setattr(self, _MAP, device_map)
+
+
+def _resize_token_embeddings(self: Any, *args: Any, **options: Any) -> Any:
+    """Stand in for transformers' method, which would copy from a weight that it believes has no data."""
+    kind: Any = vars(type(self))[_MARK]
+    for embeddings in (self.get_input_embeddings(), self.get_output_embeddings()):
+        weight = getattr(embeddings, "weight", None)
+        if isinstance(weight, WaitingTensor) and weight.device.type == "meta":
+            raise RuntimeError(
+                f"the embeddings can't be resized: {weight.source.name!r} is offloaded; resize them before the model "
+                "is dispatched, or load it with offstage.load"
+            )
+    return kind.resize_token_embeddings(self, *args, **options)
+
+
+_METHODS = {"save_pretrained": _save_pretrained, "resize_token_embeddings": _resize_token_embeddings}
+"""The methods of transformers' models that have to know of weights that wait."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,14 @@ def make_slot(model: nn.Module, name: str, *, on_disk: bool) -> Slot:
     table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
     waiting = table[attribute]
     return Slot(name, table, attribute, waiting, None if on_disk else data_of(waiting))
+
+
+def without_data(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and value of every parameter that is on meta and waits nowhere."""
+    for prefix, module in model.named_modules():
+        for name, tensor in module._parameters.items():
+            if tensor is not None and tensor.is_meta and not isinstance(tensor, WaitingTensor):
+                yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:

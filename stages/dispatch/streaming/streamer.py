@@ -23,7 +23,7 @@ from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.mapped_weights import MappedWeights
 from stages.dispatch.streaming.passes import mark_passes
-from stages.dispatch.streaming.slots import Slot, have_wait, make_slot, settle
+from stages.dispatch.streaming.slots import Slot, have_wait, make_slot, settle, without_data
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.host_carrier import HostCarrier
@@ -93,10 +93,12 @@ class Streamer:
         self._model, self._extents = model, extents
         self._devices, self._open_link, self._skip_keys = devices, open_link, skip_keys
         self._lookaheads: list[Lookahead[Any]] = []
+        self._empty: set[int] = set()
         self._stack = ExitStack()
         with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
             undo.callback(self.remove)
             self._hook(plan, host)
+            self._empty |= {id(tensor) for _, tensor in without_data(model)}
             undo.pop_all()
 
     @property
@@ -229,8 +231,18 @@ class Streamer:
                 part.lookahead.let_go(part.number)
 
     def _begin(self) -> None:
+        self._refuse_strangers()
         for lookahead in self._lookaheads:
             lookahead.begin_pass()
+
+    def _refuse_strangers(self) -> None:
+        """Refuse parameters that have no data and came after the hooks: what is computed with them would be noise."""
+        for name, tensor in without_data(self._model):
+            if id(tensor) not in self._empty:
+                raise RuntimeError(
+                    f"{name!r} is on the meta device and has no data: it was added to the model after it was "
+                    "dispatched; add adapters before that, or load it with offstage.load, which tells them where to go"
+                )
 
     def _end(self) -> None:
         for lookahead in self._lookaheads:

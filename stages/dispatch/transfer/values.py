@@ -10,13 +10,24 @@ from typing import Any
 import torch
 
 
-def send_to_device(value: Any, device: torch.device, *, skip_keys: Collection[str] = ()) -> Any:
-    """Return ``value`` with every tensor in it on ``device``.
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Collection[str] | None = None,
+) -> Any:
+    """Return ``tensor``, or whatever holds some, with every tensor in it on ``device``.
 
     Goes through tuples, named tuples, lists, mappings and dataclasses (transformers' outputs are both), keeps their
     types, and returns what holds no tensor, or is there already, as it is. Entries of a mapping named in
     ``skip_keys`` are left where they are. So is a cache of transformers: each of its layers lies where it is used.
+    ``non_blocking`` changes nothing: a copy is waited for wherever whoever reads it next wouldn't.
     """
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else skip_keys or ()
+    return _send(tensor, torch.device(device), skipped)
+
+
+def _send(value: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=_copies_itself(value, device))
     if isinstance(value, (tuple, list)):
@@ -51,14 +62,14 @@ def first_device(value: Any) -> torch.device | None:
 
 
 def _send_sequence(value: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
-    items = [send_to_device(item, device, skip_keys=skip_keys) for item in value]
+    items = [_send(item, device, skip_keys) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _send_mapping(value: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
-    items = {k: v if k in skip_keys else send_to_device(v, device, skip_keys=skip_keys) for k, v in value.items()}
+    items = {k: v if k in skip_keys else _send(v, device, skip_keys) for k, v in value.items()}
     if all(items[key] is value[key] for key in items):
         return value
     kind: Any = type(value)

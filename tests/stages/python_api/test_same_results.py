@@ -19,7 +19,7 @@ HOOKS, BIG_MODELING, MODELING, OFFLOAD = MODULES = tuple(
     for name in ("hooks", "big_modeling", "utils.modeling", "utils.offload")
 )
 THEIRS = {name: getattr(module, name) for module in MODULES for name in vars(module) if name in offstage.__all__}
-OWN_PARAMETERS = {"find_tied_parameters", "send_to_device"}
+OWN_PARAMETERS = {"find_tied_parameters"}
 """Theirs has keyword arguments that its docs say to ignore; ours finds by itself which copies need no waiting for."""
 
 

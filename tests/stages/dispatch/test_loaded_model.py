@@ -1,0 +1,120 @@
+"""``offstage.load``: a checkpoint in, a model that can be called out, by the same way as a run's."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import offstage
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeline.errors import BudgetError, CheckpointError, ConfigError
+from stages.dispatch.transfer.carrier import reader_pool
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
+ON_DISK = {"": "disk", "model.embed_tokens": "cpu", "model.norm": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=3, max_position_embeddings=64, **sizes)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).eval().save_pretrained(folder, max_shard_size="30KB")
+    return folder
+
+
+@pytest.fixture
+def plain(checkpoint: Path) -> nn.Module:
+    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def load(checkpoint: Path, cache: Path, **options: Any) -> offstage.LoadedModel:
+    return offstage.load(checkpoint, cache=cache, max_length=64, **options)
+
+
+@pytest.mark.parametrize("io", ["direct", "mmap"])
+@pytest.mark.parametrize("placed", [{"device_map": ON_DISK}, {"max_memory": {"cpu": "60KB"}}, {}])
+def test_it_answers_bit_for_bit_like_the_plain_model(placed, io, checkpoint, plain, tmp_path) -> None:
+    with load(checkpoint, tmp_path, storage={"io": io}, **placed) as loaded:
+        assert torch.equal(loaded.model(TOKENS).logits, plain(TOKENS).logits)
+        expected = plain.generate(TOKENS, max_new_tokens=6, do_sample=False)
+        assert torch.equal(loaded.model.generate(TOKENS, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_the_plan_and_its_predictions_are_at_hand(checkpoint: Path, tmp_path: Path) -> None:
+    with load(checkpoint, tmp_path, device_map=ON_DISK) as loaded:
+        model, tokenizer = loaded
+        assert tokenizer is None, "the folder has none"
+        model(TOKENS)
+        assert set(loaded.plan.predicted) == {"cpu", "disk"}
+        assert loaded.traffic.streamed_bytes == loaded.plan.forecast["streamed_bytes_per_token"] > 0
+        assert loaded.device == torch.device("cpu")
+
+
+def test_what_one_load_worked_out_the_next_one_finds(checkpoint: Path, tmp_path: Path) -> None:
+    load(checkpoint, tmp_path, device_map=ON_DISK).close()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")}
+    load(checkpoint, tmp_path, device_map=ON_DISK).close()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == before
+
+
+def test_closing_gives_files_and_threads_back_and_the_model_says_that_it_is_closed(checkpoint, plain, tmp_path) -> None:
+    reader_pool().submit(int).result()
+    load(checkpoint, tmp_path, device_map=ON_DISK, storage={"io": "direct"}).close()
+    files, threads = open_files(), threading.active_count()
+    for _ in range(3):
+        loaded = load(checkpoint, tmp_path, device_map=ON_DISK, storage={"io": "direct"})
+        assert torch.equal(loaded.model(TOKENS).logits, plain(TOKENS).logits)
+        loaded.close()
+        loaded.close()
+    assert open_files() == files
+    assert threading.active_count() <= threads + 4, "the readers are the process's, and it has four"
+    with pytest.raises(RuntimeError, match="this model was closed"):
+        loaded.model(TOKENS)
+
+
+def test_a_model_that_streams_nothing_can_be_used_on(checkpoint: Path, plain: nn.Module, tmp_path: Path) -> None:
+    loaded = load(checkpoint, tmp_path)
+    loaded.close()
+    assert torch.equal(loaded.model(TOKENS).logits, plain(TOKENS).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"device_map": "optimum"}, ConfigError, r"device_map: 'optimum' is no policy"),
+        ({"storag": {}}, ConfigError, r"storag: unknown option \(did you mean 'storage'\?\)"),
+        ({"strict": "yes"}, ConfigError, "strict: 'yes' is neither true nor false"),
+        ({"storage": {"io": "fast"}}, ConfigError, "storage.io: 'fast' is none of"),
+        ({"max_memory": {"cpu": "a lot"}}, ConfigError, "max_memory.cpu: 'a lot'"),
+        ({"dtype": torch.int8}, ConfigError, "dtype: 'int8' is none of"),
+        ({"max_memory": {"cpu": "1KB"}}, BudgetError, "the least that works is"),
+        ({"revision": "v2"}, ConfigError, "model.revision"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(options, error, told, checkpoint, tmp_path) -> None:
+    with pytest.raises(error, match=told):
+        load(checkpoint, tmp_path, **options)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no folder"):
+        load(tmp_path / "nothing", tmp_path)
+
+
+def test_weights_that_must_be_cast_are_kept_in_the_cache(checkpoint: Path, tmp_path: Path) -> None:
+    expected = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()(TOKENS).logits
+    for _ in range(2):
+        with load(checkpoint, tmp_path, device_map=ON_DISK, dtype=torch.bfloat16) as loaded:
+            assert torch.equal(loaded.model(TOKENS).logits, expected)
+    (index,) = tmp_path.glob("offload/*/index.json")
+    assert "lm_head.weight" in json.loads(index.read_text())

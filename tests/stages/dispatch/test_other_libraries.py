@@ -1,0 +1,137 @@
+"""What other libraries do to a model that streams: it works, or is refused before anything is computed with noise."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import offstage
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
+ON_DISK = {"": "cpu", "model.layers": "disk", "lm_head": "disk"}
+Way = Callable[[Path, Path], Any]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(config).eval().save_pretrained(folder)
+    return folder
+
+
+def plain(checkpoint: Path) -> nn.Module:
+    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+
+
+def loaded(checkpoint: Path, folder: Path) -> nn.Module:
+    return offstage.load(checkpoint, device_map=ON_DISK, cache=folder, max_length=64).model
+
+
+def loaded_and_dispatched(checkpoint: Path, folder: Path) -> nn.Module:
+    with offstage.init_empty_weights():
+        model = LlamaForCausalLM(AutoConfig.from_pretrained(checkpoint))
+    return offstage.load_checkpoint_and_dispatch(model.eval(), checkpoint, device_map=ON_DISK)
+
+
+def dispatched(checkpoint: Path, folder: Path) -> nn.Module:
+    return offstage.dispatch_model(plain(checkpoint), ON_DISK, offload_dir=folder)
+
+
+WAYS: list[Way] = [loaded, loaded_and_dispatched, dispatched]
+FIELDS: list[Way] = [loaded_and_dispatched, dispatched]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_can_be_saved(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model = way(checkpoint, tmp_path / "cache")
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(plain(tmp_path / "saved")(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
+    assert torch.equal(model(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
+
+
+@pytest.mark.parametrize("way", FIELDS)
+def test_streamed_embeddings_of_a_dispatched_model_are_not_resized(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model = way(checkpoint, tmp_path)
+    with pytest.raises(RuntimeError, match=r"can't be resized: 'lm_head.weight' is offloaded; resize them before"):
+        model.resize_token_embeddings(80)
+    assert torch.equal(model(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
+
+
+def test_streamed_embeddings_of_a_loaded_model_are_read_and_resized(checkpoint: Path, tmp_path: Path) -> None:
+    model = loaded(checkpoint, tmp_path)
+    model.resize_token_embeddings(80)
+    logits = model(TOKENS).logits
+    assert logits.shape[-1] == 80
+    assert torch.equal(logits[..., :64], plain(checkpoint)(TOKENS).logits)
+
+
+@pytest.mark.parametrize("way", FIELDS)
+def test_parameters_without_data_that_are_added_later_are_refused_at_the_first_call(way, checkpoint, tmp_path) -> None:
+    model = way(checkpoint, tmp_path)
+    model.model.layers[0].mlp.extra = nn.Linear(4, 4, device="meta")
+    with pytest.raises(RuntimeError, match=r"'model.layers.0.mlp.extra.weight' is on the meta device and has no data"):
+        model(TOKENS)
+    del model.model.layers[0].mlp.extra
+    assert torch.equal(model(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_model_is_cut_at_its_hooks_and_answers(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model = way(checkpoint, tmp_path)
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(compiled(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
+    assert isinstance(model.lm_head.weight, WaitingTensor)
+
+
+def adapted(checkpoint: Path, folder: Path) -> torch.Tensor:
+    """Save an adapter for the plain model to ``folder``, and return what the model answers with it."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(plain(checkpoint), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    answer: torch.Tensor = model.eval()(TOKENS).logits
+    return answer
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_adapter_is_loaded_onto_a_model_that_streams(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    expected = adapted(checkpoint, tmp_path / "adapter")
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(way(checkpoint, tmp_path / "cache"), tmp_path / "adapter")
+    assert all(torch.equal(model(TOKENS).logits, expected) for _ in range(3))
+
+
+def test_adapters_made_on_a_loaded_model_are_trained_while_its_weights_stream(checkpoint: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(loaded(checkpoint, tmp_path), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(float(loss))
+    assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("way", FIELDS)
+def test_adapters_made_on_a_dispatched_model_are_refused_at_the_first_call(way: Way, checkpoint, tmp_path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(way(checkpoint, tmp_path), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(RuntimeError, match=r"lora_A.default.weight' is on the meta device and has no data"):
+        model(TOKENS)
