@@ -120,7 +120,7 @@ def load(
     device_map: str | int | Mapping[str, Any] = "optimal",
     dtype: str | torch.dtype = "auto",
     batch_size: int = 1,
-    max_length: int = 2048,
+    max_length: int = 512,
     cache: PathLike | None = None,
     **options: Any,
 ) -> LoadedModel:

@@ -21,7 +21,7 @@ from stages.plan.policies import POLICIES
 from stages.plan.predict import work
 from stages.units import CPU, DISK, DeviceId
 
-REQUEST = Request(sequences=1, prompt=1024, length=2048)
+REQUEST = Request(sequences=1, prompt=256, length=512)
 """What a budget that is worked out leaves room for where nobody says what will be asked of the model."""
 
 

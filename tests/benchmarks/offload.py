@@ -1,6 +1,7 @@
 """Generating under a hard memory cap: offstage against transformers + accelerate and AirLLM, in turn.
 
     python -m tests.benchmarks.offload 1.1b --rounds 3 --airllm /tmp/airllm/bin/python
+    python -m tests.benchmarks.offload 1.1b --rounds 3 --doors
     python -m tests.benchmarks.offload 7b --rounds 3 --tokens 6 --airllm /tmp/airllm/bin/python --remove
 
 Needs root (a memory cgroup, dropped caches), the extra ``bench``, and room in ``--folder`` for the checkpoint, and for
@@ -11,7 +12,8 @@ and without a cap, and is told apart.
 Each round runs every side once, cold (page cache dropped), the first one another each time, between two measurements
 of the raw direct-read bandwidth of the same files. A side that is killed or takes too long is told and stops nothing.
 Each result is printed when it is there, and the rounds so far lie in ``results-SIZE.json`` in the folder. In the end:
-medians of seconds a token, the ratios to the others, and the share of the raw bandwidth.
+medians of seconds a token, the ratios to the others, and the share of the raw bandwidth. With ``--doors`` the sides are
+the command, ``offstage.load``, and ``load_checkpoint_and_dispatch``, ours and accelerate's.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from stages.units import parse_size
 from tests.benchmarks import airllm
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
-from tests.benchmarks.sides import Setting, Side, accelerate_side, airllm_side, offstage_side
+from tests.benchmarks.sides import Setting, Side, accelerate_side, airllm_side, offstage_side, python_side
 from tests.benchmarks.storage import direct_read_bandwidth
 
 CAPS = {"7b": "6GiB"}
 BUDGETS = {"7b": ["3GB", "4GB", "5GB"]}
 USUAL_CAP, USUAL_BUDGETS = "2GiB", ["800MB", "1GB", "1.2GB"]
 OURS = "offstage"
+PYTHON_DOORS = ("offstage.load", "offstage.load_checkpoint_and_dispatch")
 
 Sides = Mapping[str, Callable[[], Side]]
 
@@ -70,6 +73,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--budgets", nargs="*", help="accelerate's host budgets; for 7b 3GB 4GB 5GB")
     parser.add_argument("--airllm", metavar="PYTHON", help="the interpreter of an environment with AirLLM")
+    parser.add_argument("--doors", action="store_true", help="the functions of the Python API, ours and accelerate's")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that a side may take")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
     parser.add_argument("--option", action="append", default=[], help="an override for offstage")
@@ -81,7 +85,12 @@ def prepare(setting: Setting, arguments: argparse.Namespace) -> Sides:
     """Return what runs each side, by the side's name; AirLLM's checkpoint is converted now."""
     budgets = BUDGETS.get(arguments.size, USUAL_BUDGETS) if arguments.budgets is None else arguments.budgets
     sides: dict[str, Callable[[], Side]] = {OURS: partial(offstage_side, setting, arguments.option)}
-    for budget in budgets:
+    for door in PYTHON_DOORS if arguments.doors else ():
+        sides[door] = partial(python_side, setting, door)
+    for budget in budgets if arguments.doors else ():
+        door = "accelerate.load_checkpoint_and_dispatch"
+        sides[f"{door} {budget}"] = partial(python_side, setting, door, parse_size(budget))
+    for budget in () if arguments.doors else budgets:
         sides[f"accelerate {budget}"] = partial(accelerate_side, setting, parse_size(budget))
     if arguments.airllm:
         folder = setting.work / "airllm"
@@ -101,7 +110,7 @@ def run_round(sides: Sides, checkpoint: Path, number: int) -> dict[str, Any]:
         drop_page_cache()
         found[name] = sides[name]()
         told = " ".join(f"{key}={value}" for key, value in found[name].items() if key != "tokens")
-        say(f"round {number + 1}  {name:18} {told}")
+        say(f"round {number + 1}  {name:42} {told}")
     raw.append(_cold_bandwidth(checkpoint))
     say(f"round {number + 1}  raw direct reads    {raw[0] / 1e9:.2f} and {raw[1] / 1e9:.2f} GB/s")
     return {"sides": found, "raw": raw}
@@ -125,7 +134,10 @@ def summarise(rounds: list[dict[str, Any]]) -> None:
         lived = [one["sides"][name]["seconds"] for one in rounds if one["sides"][name]["seconds"]]
         medians[name] = statistics.median(lived) if lived else None
         median = f"{medians[name]:.3f} s a token" if lived else "no figure"
-        say(f"median  {name:18} {median}, survived {len(lived)} of {len(rounds)} rounds")
+        say(f"median  {name:42} {median}, survived {len(lived)} of {len(rounds)} rounds")
+    for door in PYTHON_DOORS:
+        if medians.get(door) and medians[OURS]:
+            say(f"{door} takes {medians[door] / medians[OURS]:.2f} of the command's time")
     for tool in ("accelerate", "AirLLM"):
         best = min((median for name, median in medians.items() if name.startswith(tool) and median), default=None)
         if best and medians[OURS]:

@@ -37,6 +37,37 @@ out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=to
 print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": out[0, ids.shape[1]:].tolist()}))
 """
 
+FROM_PYTHON = """
+import json, sys, time, torch
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+door, folder, budget, tokens, work = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+prompt = json.loads(sys.argv[6])
+options = {"max_memory": {"cpu": budget}} if budget else {}
+if door == "offstage.load":
+    import offstage
+    model = offstage.load(folder, cache=work, **options).model
+else:
+    if door.startswith("accelerate"):
+        from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    else:
+        from offstage import init_empty_weights, load_checkpoint_and_dispatch
+    config = AutoConfig.from_pretrained(folder)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype).eval()
+    options["device_map"] = "auto" if door.startswith("accelerate") else "optimal"
+    options["no_split_module_classes"] = model._no_split_modules
+    model = load_checkpoint_and_dispatch(model, folder, offload_folder=work, dtype=config.dtype, **options)
+times = []
+class Clock(StoppingCriteria):
+    def __call__(self, ids, scores, **kwargs):
+        times.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool)
+ids = torch.tensor([prompt])
+out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+                     do_sample=False, stopping_criteria=StoppingCriteriaList([Clock()]))
+print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": out[0, ids.shape[1]:].tolist()}))
+"""
+
 Side = dict[str, Any]
 
 
@@ -59,6 +90,16 @@ def accelerate_side(setting: Setting, budget: int) -> Side:
         return _printed(setting, [sys.executable, "-c", ACCELERATE, *arguments])
     finally:
         shutil.rmtree(spill, ignore_errors=True)
+
+
+def python_side(setting: Setting, door: str, budget: int = 0) -> Side:
+    """Run the function ``door`` of ours or of accelerate, with a host budget of ``budget`` bytes, or one worked out."""
+    work = setting.work / "from-python"
+    arguments = [door, str(setting.checkpoint), str(budget), str(setting.tokens), str(work), json.dumps(PROMPT)]
+    try:
+        return _printed(setting, [sys.executable, "-c", FROM_PYTHON, *arguments])
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def airllm_side(setting: Setting, folder: Path, python: str) -> Side:

@@ -111,7 +111,7 @@ def load_checkpoint_and_dispatch(  # the field's signature
 
     The map may be the name of a policy (``optimal``, ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``), which
     then places the weights within ``max_memory``; without that, within what the machine can give beside a request of
-    one sequence of 2,048 tokens, cgroups included. Without a map the weights are loaded to the host and nothing is
+    one sequence of 512 tokens, cgroups included. Without a map the weights are loaded to the host and nothing is
     dispatched. What lies on disk is streamed from the checkpoint's own files where they are safetensors of the dtype
     that is wanted; ``offload_folder`` is needed only for what isn't. ``full_state_dict`` changes nothing: every process
     loads for itself, and can't have it broadcast.
