@@ -65,6 +65,7 @@ def test_a_tracker_that_cannot_be_had_is_a_fault(
 
 def test_mlflow_keeps_params_metrics_and_artifacts(tmp_path: Path) -> None:
     mlflow: Any = pytest.importorskip("mlflow", reason="the extra mlflow isn't installed")
+    pytest.importorskip("sqlalchemy", reason="mlflow is here without what its databases need")
     track(finished(tmp_path, "mlflow"))
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
     (run,) = mlflow.search_runs(experiment_names=["offstage"], output_format="list")
