@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.memory_monitor import MemoryMonitor
-from pipeline.record import RunRecord
-from pipeline.runner import Runner, check_config
+from pipeline.runner import check_config
+from pipeline.stage_chain import StageChain
 
 STAGES = ["empty_init", "plan", "shard_load", "dispatch"]
 
@@ -34,8 +33,7 @@ def dispatched_model(checkpoint: Path, outputs: Path, **changes: Any) -> Any:
 def dispatched(checkpoint: Path, outputs: Path, **changes: Any) -> Any:
     """Run the pipeline up to dispatch and return what that stage's live half is."""
     config = config_for(checkpoint, outputs, **changes)
-    record = RunRecord.start(outputs / "run", overrides=[], config=config, environment={})
-    with MemoryMonitor() as monitor:
-        runner = Runner(check_config(config), config, record=record, monitor=monitor)
-        runner.run()
-        return runner.live("dispatch")
+    chain = StageChain(check_config(config), config, cache=outputs / "cache")
+    for name in chain.stages:
+        chain.obtain(name)
+    return chain.live("dispatch")
