@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,13 +154,13 @@ def load(
     _check(stages, config)
     folder = Path(cache) if cache is not None else _default_cache()
     chain = StageChain(stages, config, cache=folder.expanduser().absolute())
-    try:
+    with ExitStack() as undo:
+        undo.callback(chain.release)
         for stage in stages:
             chain.obtain(stage.name)
-        return LoadedModel(chain)
-    except BaseException:
-        chain.release()
-        raise
+        loaded = LoadedModel(chain)
+        undo.pop_all()
+    return loaded
 
 
 def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,9 @@ def homes_of(skeleton: Skeleton, device_map: Mapping[str, AnyDevice], *, otherwi
     """
     devices = {name: device_id(device) for name, device in device_map.items()}
     homes: dict[str, DeviceId] = {}
+    twins = {name: group for group in skeleton.tied for name in group}
     for spec in skeleton.tensors:
-        names = next((group for group in skeleton.tied if spec.name in group), (spec.name,))
+        names = twins.get(spec.name, (spec.name,))
         covered = [home_of(name, devices) for name in names if longest_prefix(name, devices) is not None]
         if not covered and spec.persistent:
             raise ConfigError(f"device_map: leaves out {spec.name!r}; map it, or '' for all that is not mapped")

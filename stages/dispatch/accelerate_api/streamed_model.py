@@ -8,7 +8,7 @@ modules is that of registration until the first pass has shown the real one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,7 +89,7 @@ def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sou
 
 def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     """Return the plan that ``wanted`` spells out."""
-    execution = {module: _computes(skeleton, module, wanted) for module in _by_module(skeleton)}
+    execution = {module: _computes(tensors, wanted) for module, tensors in _by_module(skeleton).items()}
     homes = {spec.name: _lies_on(spec, execution[parent(spec.name)], wanted) for spec in skeleton.tensors}
     leaders = {skeleton.leader(name): home for name, home in homes.items()}
     outline, placement = Outline(skeleton), Placement(leaders, wanted.main)
@@ -121,11 +121,11 @@ def _by_module(skeleton: Skeleton) -> dict[str, list[TensorSpec]]:
     return found
 
 
-def _computes(skeleton: Skeleton, module: str, wanted: Wanted) -> DeviceId:
-    """Return where ``module`` computes: on the accelerator that holds most of it, or where what is streamed does."""
+def _computes(tensors: Sequence[TensorSpec], wanted: Wanted) -> DeviceId:
+    """Return where a module of these ``tensors`` computes: where most of it is accelerated, or on the main device."""
     held: Counter[DeviceId] = Counter()
-    for spec in skeleton.tensors:
-        if parent(spec.name) == module and isinstance(wanted.homes[spec.name], int):
+    for spec in tensors:
+        if isinstance(wanted.homes[spec.name], int):
             held[wanted.homes[spec.name]] += max(1, spec.bytes)
     return max(held, key=lambda device: held[device], default=wanted.main)
 
