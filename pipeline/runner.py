@@ -78,7 +78,7 @@ class Runner:
         self._record = record
         self._observer = observer or Observer()
         self._meter = Meter(monitor)
-        self._chain = StageChain(
+        self.chain = StageChain(
             stages,
             config,
             cache=cache or Path(config["outputs"]) / "cache",
@@ -96,13 +96,13 @@ class Runner:
             self._find_cached()
             self._work()
         finally:
-            self._chain.release()
-        self._chain.sweep()
+            self.chain.release()
+        self.chain.sweep()
         return self._reports
 
     def _work(self) -> None:
         """Run the stages that aren't cached."""
-        remaining = [name for name in self._chain.stages if name not in self._chain.artifacts]
+        remaining = [name for name in self.chain.stages if name not in self.chain.artifacts]
         raise_faults([fault for name in remaining for fault in self._examine(name)])
         self._write_record()
         for name in remaining:
@@ -111,22 +111,22 @@ class Runner:
             _log.info("%s: begins", name)
             with self._meter.charge(name):
                 self._gather(name)
-                self._cached[name] = self._chain.obtain(name)
-            self._chain.let_go(remaining[remaining.index(name) + 1 :])
+                self._cached[name] = self.chain.obtain(name)
+            self.chain.let_go(remaining[remaining.index(name) + 1 :])
             self._write_record()
             _log.info("%s: ends after %.3f s; %s", name, self._meter.usage(name).seconds, self._reports[name].summary)
 
     def _examine(self, name: str) -> Sequence[Fault]:
         with self._meter.charge(name):
-            return list(self._chain.stages[name].examine(self._chain.config))
+            return list(self.chain.stages[name].examine(self.chain.config))
 
     def _find_cached(self) -> None:
         """Find the artifacts of the leading stages, up to the first that isn't there: later keys depend on it."""
-        for name in self._chain.stages:
+        for name in self.chain.stages:
             self.at_work = name
             with self._meter.charge(name):
                 self._gather(name)
-                found = self._chain.find(name)
+                found = self.chain.find(name)
             if found is None:
                 return
             _log.info("%s: cached, %s", name, found.folder)
@@ -134,13 +134,13 @@ class Runner:
 
     def _gather(self, name: str) -> None:
         """Gather what ``name`` depends on, if that isn't done, and tell the observer."""
-        if name not in self._chain.outlines:
-            self._chain.key(name)
-            self._observer.keyed(name, self._chain.outlines[name])
+        if name not in self.chain.outlines:
+            self.chain.key(name)
+            self._observer.keyed(name, self.chain.outlines[name])
 
     def _write_record(self) -> None:
         """Bring the record up to date: what an earlier stage used may have grown since it was last written."""
-        for name, artifact in self._chain.artifacts.items():
+        for name, artifact in self.chain.artifacts.items():
             usage = self._meter.usage(name)
             self._record.add_stage(
                 StageRecord(
@@ -151,11 +151,11 @@ class Runner:
                     artifact=str(artifact.folder),
                     peak_host_bytes=usage.peak_host_bytes,
                     peak_device_bytes={str(device): count for device, count in usage.peak_device_bytes.items()},
-                    inputs=self._chain.outlines[name],
+                    inputs=self.chain.outlines[name],
                 )
             )
             if name not in self._reports:
-                self._reports[name] = self._chain.stages[name].report(artifact)
+                self._reports[name] = self.chain.stages[name].report(artifact)
                 self._record.merge(self._reports[name])
                 if DEVICE_MAP in artifact.files:
                     self._record.note_device_map(artifact.json(DEVICE_MAP))

@@ -91,7 +91,7 @@ class Lab:
                 runner = Runner(stages, config, record=record, monitor=monitor)
                 runner.run()
                 assert [stage.gathered for stage in stages] == [[stage.name] for stage in stages], "once a run"
-                self.held.append(set(runner._chain._live))
+                self.held.append(set(runner.chain._live))
         finally:
             self.record = json.loads(record.path.read_text())
         return log
