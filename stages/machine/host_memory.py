@@ -20,19 +20,12 @@ _UNLIMITED = 1 << 62
 class Host:
     """Host memory in bytes, as this process would find it had it allocated nothing.
 
-    ``limit_bytes`` is the tightest cgroup limit, or null; ``available_bytes`` what the system and the groups leave;
-    ``held_bytes`` is what this process holds of it.
+    ``limit_bytes`` is the tightest cgroup limit, or null; ``available_bytes`` what the system and the groups leave.
     """
 
     total_bytes: int
     available_bytes: int
     limit_bytes: int | None = None
-    held_bytes: int = 0
-
-    @property
-    def free_bytes(self) -> int:
-        """The host memory that is free for anything now."""
-        return self.available_bytes - self.held_bytes
 
     @classmethod
     def of_size(cls, count: int) -> Host:
@@ -49,7 +42,7 @@ def host_memory(root: Path = Path("/")) -> Host:
     for allowed, held in _limits(root):
         limit = allowed if limit is None else min(limit, allowed)
         available = min(available, allowed - max(0, held - own))
-    return Host(total if limit is None else min(total, limit), max(0, min(available, total)), limit, own)
+    return Host(total if limit is None else min(total, limit), max(0, min(available, total)), limit)
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -111,7 +111,7 @@ def test_links_that_leave_the_folder_need_leave(offstage_here: Run, checkpoint: 
     ("override", "words"),
     [
         ("verify=ful", "did you mean 'full'?"),
-        ("strict=1", "strict: 1: true or false"),
+        ("strict=1", "strict: 1 is neither true nor false"),
         ("check_finite=maybe", "check_finite: 'maybe'"),
         ("model.allow_links=yes_please", "model.allow_links: 'yes_please'"),
     ],

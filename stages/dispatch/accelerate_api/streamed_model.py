@@ -30,6 +30,7 @@ from stages.machine.host_memory import host_memory
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves, resident_bytes
 from stages.plan.plan import Plan
+from stages.plan.predict import PROCESS_BYTES
 from stages.plan.serving import choose_io, serve
 from stages.shard_load.disk_weights import DiskWeights
 from stages.units import CPU, DISK, DeviceId
@@ -95,7 +96,7 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     outline, placement = Outline(skeleton), Placement(leaders, wanted.main)
     held, reserve = resident_bytes(outline, leaders), reserves(outline, placement).get(wanted.main, 0)
     budget = wanted.host_budget or held.get(CPU, 0) + STAGED_LAYERS * reserve
-    free = host_memory().free_bytes - max(0, budget - held.get(CPU, 0))
+    free = host_memory().available_bytes - budget - PROCESS_BYTES
     served = serve(outline, homes, execution, io=choose_io("auto", streamed_bytes=held.get(DISK, 0), free_bytes=free))
     if wanted.kept_apart:
         apart = [spec.name for spec in skeleton.tensors if wanted.may_leave(spec) and homes[spec.name] == CPU]
