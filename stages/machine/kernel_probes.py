@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ import torch
 _ROUNDS = 3
 _STEPS = 2
 """Factors are kept in halves: what is measured twice is nearly the same, and a plan's key exactly."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Probe = tuple[str, int, int, Callable[[], torch.Tensor]]
 """A kernel's name, the operand whose bytes it is measured by (0 left, 1 right, 2 result), these bytes, and a call."""
@@ -28,13 +28,13 @@ Probe = tuple[str, int, int, Callable[[], torch.Tensor]]
 def measure_kernels(process: Path = Path("/proc/self")) -> dict[str, list[float]] | None:
     """Return the factors of ``stages.machine.kernels.Kernels``; null where ``process`` doesn't tell its peak.
 
-    A dtype that oneDNN has no kernels for here is computed by torch's own loops, which take nothing beside, slowly:
-    it isn't measured.
+    Only oneDNN's kernels are measured. What it has none for is computed by MKL or by torch's own loops: these take
+    nothing beside, but MKL keeps buffers for good, and torch's loops are slow.
     """
     found: dict[str, list[float]] = {}
     try:
         with PeakMeter(process) as meter, torch.no_grad():
-            for kernel, operand, count, call in chain(*map(_probes, filter(_is_computed_by_onednn, _DTYPES))):
+            for kernel, operand, count, call in chain.from_iterable(starmap(_probes, _DTYPES.items())):
                 factors = found.setdefault(kernel, [0.0, 0.0, 0.0])
                 factors[operand] = round(max(0, meter.beside(call)) / count * _STEPS) / _STEPS
     except OSError:
@@ -42,18 +42,22 @@ def measure_kernels(process: Path = Path("/proc/self")) -> dict[str, list[float]
     return {kernel: factors for kernel, factors in found.items() if any(factors)}
 
 
-def _is_computed_by_onednn(dtype: torch.dtype) -> bool:
-    supported = {
+def _probes(name: str, dtype: torch.dtype) -> Iterator[Probe]:
+    """Yield the probes of ``dtype``: in each, one of the operands is by far the largest, or the only one copied."""
+    halves = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
     }
-    return dtype not in supported or bool(supported[dtype]())
+    if dtype in halves and not halves[dtype]():
+        return
+    if dtype in halves or not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        yield from _products(name, dtype)
+    signal, taps = torch.zeros(1, 1024, 1024, dtype=dtype), torch.zeros(1024, 1, 4, dtype=dtype)
+    convolve = partial(torch.conv1d, signal, taps, groups=1024, padding=3)
+    yield f"convolution {name}", 2, signal.nbytes, convolve
 
 
-def _probes(dtype: torch.dtype) -> Iterator[Probe]:
-    """Yield the probes of ``dtype``: in each, one of the operands is by far the largest, or the only one copied."""
-    name = str(dtype).removeprefix("torch.")
-
+def _products(name: str, dtype: torch.dtype) -> Iterator[Probe]:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
@@ -70,8 +74,6 @@ def _probes(dtype: torch.dtype) -> Iterator[Probe]:
     ends = torch.tensor([512, 1024], dtype=torch.int32)
     grouped = 1024 * 1024 * dtype.itemsize
     yield f"grouped_mm {name}", 2, grouped, partial(torch._grouped_mm, rows_of, experts, ends)
-    signal, taps = zeros(1, 1024, 1024), zeros(1024, 1, 4)
-    yield f"convolution {name}", 2, signal.nbytes, partial(torch.conv1d, signal, taps, groups=1024, padding=3)
 
 
 class PeakMeter:
