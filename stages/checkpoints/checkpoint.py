@@ -7,6 +7,7 @@ is the one that it knows.
 from __future__ import annotations
 
 import hashlib
+import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read
 
 Depth = Literal["index", "headers"]
 """How much of a checkpoint is looked at: which files there are, or their headers too."""
+
+ZIP_MAGIC = b"PK\x03\x04"
 
 _EDGE_BYTES = 64 * 1024
 
@@ -45,6 +48,11 @@ class Checkpoint:
     def folder(self) -> Path:
         """The folder that the files lie in."""
         return self.path if self.index_name or self.path.is_dir() else self.path.parent
+
+    @property
+    def place(self) -> str:
+        """Where the checkpoint lies, links followed."""
+        return str(self.path.resolve())
 
     @property
     def bytes(self) -> int:
@@ -142,10 +150,11 @@ def _read_bin(path: Path) -> ShardFile:
 def _contents_hash(path: Path, size: int) -> str:
     """Return the hash of a zip's directory (each record's CRC is in it), or of the first and last 64 KiB."""
     edges = [(0, min(size, _EDGE_BYTES)), (max(0, size - _EDGE_BYTES), min(size, _EDGE_BYTES))]
-    spans = _directory_span(path, size) or edges
     digest = hashlib.sha256()
     with opened(path) as descriptor:
-        for offset, length in spans:
+        magic = bytearray(min(len(ZIP_MAGIC), size))
+        read_into(descriptor, memoryview(magic), offset=0, path=path)
+        for offset, length in _directory_span(path, size) if magic == ZIP_MAGIC else edges:
             buffer = bytearray(length)
             read_into(descriptor, memoryview(buffer), offset=offset, path=path)
             digest.update(buffer)
@@ -153,11 +162,23 @@ def _contents_hash(path: Path, size: int) -> str:
 
 
 def _directory_span(path: Path, size: int) -> list[tuple[int, int]]:
+    """Return where the directory of the zip ``path`` lies; refuse entries that can't be used where they lie."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return [(archive.start_dir, size - archive.start_dir)]
-    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError):
-        return []  # an old pickle, or something that the loader will refuse
+            entries, begin = archive.infolist(), archive.start_dir
+    except (zipfile.BadZipFile, OSError, ValueError, RuntimeError, struct.error) as error:
+        raise CheckpointError(f"{path}: can't be loaded, get it again: {error}") from error
+    names: set[str] = set()
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
+            raise CheckpointError(
+                f"{path}: its entry {entry.filename!r} is compressed or encrypted, and tensors are read where they "
+                "lie; save the model again with torch.save or as safetensors, or pack the file without compression"
+            )
+        if entry.filename in names:
+            raise CheckpointError(f"{path}: has two entries {entry.filename!r}; get the file again")
+        names.add(entry.filename)
+    return [(begin, size - begin)]
 
 
 def _hash_of(path: Path) -> str | None:

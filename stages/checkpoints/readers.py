@@ -17,14 +17,13 @@ from typing import Protocol
 import torch
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import Checkpoint, check_index
+from stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, check_index
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.safetensors_header import check_name
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
 from stages.machine.aligned_memory import byte_view
 
-_ZIP_MAGIC = b"PK\x03\x04"
 _LOAD_FAILURES = (
     RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, OverflowError,
     AssertionError, ImportError, MemoryError, pickle.PickleError, struct.error,
@@ -154,7 +153,7 @@ def load_pickle(file: ShardFile) -> dict[str, torch.Tensor]:
         magic = bytearray(min(4, file.size))
         read_into(descriptor, memoryview(magic), offset=0, path=file.path)
     with _load_errors(file.path):
-        data = torch.load(file.path, map_location="cpu", weights_only=True, mmap=magic == _ZIP_MAGIC)
+        data = torch.load(file.path, map_location="cpu", weights_only=True, mmap=magic == ZIP_MAGIC)
     if not isinstance(data, dict) or not data:
         raise CheckpointError(f"{file.path}: holds {type(data).__name__}, not tensors by name")
     for name, tensor in data.items():

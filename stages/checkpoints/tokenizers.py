@@ -9,7 +9,10 @@ from pipeline.errors import ConfigError
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
-"""The files of a checkpoint folder that a tokenizer is made from, as glob patterns."""
+"""The files of a checkpoint folder that show that it has a tokenizer, as glob patterns."""
+
+TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.spm", "*.codes")
+"""All other files that one tokenizer or another is made from, or that say what the default options are."""
 
 
 def load_tokenizer(model: Mapping[str, Any]) -> Any:

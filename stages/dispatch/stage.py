@@ -46,7 +46,7 @@ class DispatchConfig:
 
 @dataclass(frozen=True, slots=True)
 class DispatchInputs:
-    """The dispatch plan depends on the skeleton and the plan, by their hashes; which weights they are, a key says.
+    """The dispatch plan depends on the skeleton and the weights, by their keys, and on the plan, by its hash.
 
     ``traces`` says whether what is done with the model is to be traced.
     """
@@ -76,7 +76,7 @@ class DispatchStage:
     def gather(self, context: Context) -> DispatchInputs:
         """Return the earlier artifacts that the dispatch plan is made of."""
         return DispatchInputs(
-            skeleton=context.artifact("empty_init").digest(skeletons.FILE_NAME),
+            skeleton=context.artifact("empty_init").key,
             plan=context.artifact("plan").digest(plans.FILE_NAME),
             weights=context.artifact("shard_load").key,
             traces=read(DispatchConfig, context.config).trace,

@@ -6,12 +6,9 @@ nothing here imports torch, transformers or the user's module.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from pipeline.errors import CheckpointError
 from stages.checkpoints.hub import checkpoint_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.weight_files import weight_files
+from stages.empty_init.source_code import code_identity, hashes, imports, source_files
 
 OWN_KEYS = ("kind", "path", "revision", "no_split", "tokenizer", "trust_remote_code", "allow_links")
 """The keys of ``model`` that are ours; for ``model=module`` all others are arguments of its constructor."""
@@ -26,34 +24,124 @@ OWN_KEYS = ("kind", "path", "revision", "no_split", "tokenizer", "trust_remote_c
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 """What a model may be in; a checkpoint's first tensor of one of them tells which."""
 
+_QUANTISED = ("quantization_config", "compression_config")
+"""The keys of a ``config.json`` that say that weights are stored as numbers which mean something else."""
+
 WHERE_CODE_IS_FOUND = "give PACKAGE.MODULE.CLASS, with the package installed, on PYTHONPATH or in the current folder"
 
 
 def identity(model: Mapping[str, Any]) -> dict[str, object]:
-    """Return what the model's structure depends on, for the node ``model`` of a config.
+    """Return what the model depends on but for its weights, for the node ``model`` of a config.
 
-    A pretrained model is its config's bytes, its class, the version of transformers and, where its own code is
-    trusted, that code; a module is its target, its arguments and the code that the target lies in.
+    A pretrained model is its config's bytes, its class, the versions of the libraries and, where its own code is
+    trusted, that code; a module is its target, its arguments in their order, and all code that they name. A
+    ``CheckpointError`` where the config says that the weights are quantised.
     """
+    torch = metadata.version("torch")
     if model["kind"] == "module":
         arguments = constructor_arguments(model)
-        code = code_identity(str(arguments["_target_"]))
-        return {"kind": "module", "arguments": arguments, "no_split": model["no_split"], "code": code}
-    folder = checkpoint_folder(model)
-    trusted = sorted(folder.glob("*.py")) if model["trust_remote_code"] else []
+        code = code_identity(filter(_is_dotted, _texts(arguments)))
+        order = tuple(_key_order(arguments))
+        own = {"arguments": arguments, "order": order, "no_split": model["no_split"], "code": code}
+        return {"kind": "module", "torch": torch, **own}
+    folder, override = checkpoint_folder(model), model.get("class")
+    quantised = quantization_fault(folder)
+    if quantised:
+        raise CheckpointError(f"model.path: {quantised}")
     return {
         "kind": "pretrained",
         "config": read_config_bytes(folder),
-        "class": model.get("class"),
+        "class": override,
+        "class_code": code_identity([str(override)]) if _is_dotted(override) else {},
         "no_split": model.get("no_split"),
         "transformers": metadata.version("transformers"),
-        "code": {file.name: file.read_bytes() for file in trusted},
+        "torch": torch,
+        "code": remote_code(folder, "config.json") if model["trust_remote_code"] else {},
     }
+
+
+def remote_code(folder: Path, names_it: str) -> dict[str, str]:
+    """Return what a checkpoint's own code is: all in ``folder``, what it imports, and that of other checkpoints.
+
+    The file ``names_it`` of the folder says in its ``auto_map`` which classes there are; a class of another checkpoint
+    is written there as ``REPOSITORY--MODULE.CLASS``.
+    """
+    folders = {"": folder}
+    for reference in _texts(_auto_map(folder / names_it)):
+        repository, separator, _ = reference.partition("--")
+        if separator:
+            folders[f"{repository}/"] = checkpoint_folder({"path": repository})
+    files = {name: source_files(place) for name, place in folders.items()}
+    found = {
+        f"{name}{file}": digest
+        for name, place in folders.items()
+        for file, digest in hashes(files[name], place).items()
+    }
+    return found | code_identity(imports(file for group in files.values() for file in group))
+
+
+def _auto_map(file: Path) -> object:
+    try:
+        parsed = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # whoever needs the file says what is wrong with it
+    return parsed.get("auto_map") if isinstance(parsed, dict) else None
+
+
+def quantization_fault(folder: Path) -> str | None:
+    """Return why the weights in ``folder`` can't be used, where its config declares them quantised; else null.
+
+    Without what their scales say, the numbers of a quantised checkpoint are those of no model.
+    """
+    declared = next(_quantization(read_config(folder)), None)
+    if declared is None:
+        return None
+    key, value = declared
+    method = value.get("quant_method", "none is named") if isinstance(value, Mapping) else value
+    return (
+        f"{str(folder / 'config.json')!r} declares quantised weights ({key}, quant_method: {str(method)[:40]!r}), "
+        f"which aren't served; give a checkpoint of plain weights, or take {key} out of the config if these are"
+    )
+
+
+def _quantization(config: object) -> Iterator[tuple[str, object]]:
+    """Yield every declaration of quantised weights in a config and the configs inside it, by its key."""
+    waiting = [config]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, Mapping):
+            yield from ((key, inner[key]) for key in _QUANTISED if inner.get(key))
+            waiting += inner.values()
 
 
 def constructor_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``_target_`` and the constructor arguments of ``model=module``: every key that isn't ours."""
     return {str(key): value for key, value in model.items() if key not in OWN_KEYS}
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every text in ``value``: any of them may name code (a ``_target_`` inside, a class for a factory)."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+def _is_dotted(text: object) -> bool:
+    """Return whether ``text`` reads as the dotted name of something in a module."""
+    return isinstance(text, str) and "." in text and all(part.isidentifier() for part in text.split("."))
+
+
+def _key_order(value: object, above: str = "") -> Iterator[str]:
+    """Yield the dotted keys of ``value`` in their order: a constructor may make its layers in it."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield f"{above}{key}"
+            yield from _key_order(inner, f"{above}{key}.")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _key_order(inner, f"{above}{index}.")
 
 
 def read_config_bytes(folder: Path) -> bytes:
@@ -71,7 +159,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return what a checkpoint folder's ``config.json`` says; a ``CheckpointError`` if it isn't a JSON object."""
     try:
         parsed = json.loads(read_config_bytes(folder))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: not JSON ({error}); restore the file") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{folder / 'config.json'}: holds {type(parsed).__name__}, not a JSON object")
@@ -108,25 +196,3 @@ def _stored_dtype(model: Mapping[str, Any]) -> str | None:
             return None  # shard_load refuses the file by name
         return next((entry.dtype for entry in entries.values() if entry.dtype in _DTYPES), None)
     return None
-
-
-def code_identity(target: str) -> dict[str, str]:
-    """Return what the code behind a dotted ``target`` is, without importing it.
-
-    For a package that an installed distribution provides, its version; else the hash of every source file of the
-    top-level module or package that ``target`` names. Empty if there is no such module.
-    """
-    top = target.partition(".")[0]
-    distributions = metadata.packages_distributions().get(top, [])
-    if distributions:
-        return {name: metadata.version(name) for name in sorted(set(distributions))}
-    spec = PathFinder.find_spec(top, [*sys.path, str(Path.cwd())])
-    if spec is None:
-        return {}
-    places = spec.submodule_search_locations or ([spec.origin] if spec.origin else [])
-    files = [file for place in places for file in _sources(Path(place))]
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def _sources(place: Path) -> list[Path]:
-    return sorted(place.rglob("*.py")) if place.is_dir() else [place]

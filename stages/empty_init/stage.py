@@ -10,9 +10,10 @@ from typing import Any, Literal
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import unknown_keys
-from stages.checkpoints.hub import fault_offline, is_hub_id
-from stages.empty_init.identity import WHERE_CODE_IS_FOUND, code_identity, identity, resolve_dtype
+from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot
+from stages.empty_init.identity import WHERE_CODE_IS_FOUND, identity, quantization_fault, resolve_dtype
 from stages.empty_init.skeleton import FILE_NAME, from_json
+from stages.empty_init.source_code import find_module
 from stages.units import format_bytes
 
 MODEL_KEYS = ("kind", "path", "revision", "class", "tokenizer", "no_split", "trust_remote_code", "allow_links")
@@ -40,7 +41,7 @@ class EmptyInitStage:
     """Builds the model on the meta device and leaves ``skeleton.json``; its live half is that model."""
 
     name = "empty_init"
-    version = 5
+    version = 6
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
@@ -57,9 +58,11 @@ class EmptyInitStage:
             yield Fault("model.trust_remote_code", f"{model['trust_remote_code']!r} is neither true nor false")
         if kind == "module" and (not isinstance(target, str) or "." not in target):
             yield Fault("model._target_", f"{target!r} is no dotted class name; give PACKAGE.MODULE.CLASS")
-        elif kind == "module" and not code_identity(target):
+        elif kind == "module" and find_module(target) is None:
             yield Fault("model._target_", f"{target!r} names no importable module; {WHERE_CODE_IS_FOUND}")
         yield from _check_path(model)
+        if kind == "pretrained":
+            yield from _check_quantization(model)
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield nothing: what needs the model's code is said as the model is built, the first work of a run."""
@@ -107,3 +110,14 @@ def _check_path(model: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault("model.revision", f"{revision!r} is no revision; give a branch, a tag or a commit, or null")
     elif revision is not None and path and not is_hub_id(path):
         yield Fault("model.revision", f"{revision!r} is of no use: {path!r} is on this machine; leave it null")
+
+
+def _check_quantization(model: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield a fault where the config declares quantised weights; one that isn't here yet is looked at when it is."""
+    try:
+        here = local_snapshot(model) is not None if is_hub_id(model.get("path")) else True
+        reason = quantization_fault(checkpoint_folder(model)) if here else None
+    except CheckpointError:
+        return  # said of the folder, or of its config as the model is built
+    if reason:
+        yield Fault("model.path", reason, CheckpointError)

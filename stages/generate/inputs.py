@@ -13,9 +13,10 @@ from stages.generate.prompts import Prompt
 class GenerateInputs:
     """The tokens depend on the model, the prompts and every option; the metrics on the placement too.
 
-    ``skeleton``, ``weights`` and ``placement`` are the hashes and the key of what earlier stages left; ``options`` are
-    those of the config but for the prompts; ``text`` has the hashes of the files that say how text becomes tokens and
-    which options are the default; ``model`` is the config's node of that name.
+    ``skeleton`` and ``weights`` are the keys of what earlier stages left, so of all that made it, the model's code too;
+    ``placement`` is the hash of the dispatch plan. ``options`` are those of the config but for the prompts; ``text``
+    has the hashes of the files that say how text becomes tokens and which options are the default, and ``kernels`` the
+    variables of the environment that choose kernels; ``model`` is the config's node of that name.
     """
 
     skeleton: str
@@ -25,6 +26,7 @@ class GenerateInputs:
     options: Mapping[str, Any]
     seed: int
     trace: bool
-    text: Mapping[str, str]
+    text: Mapping[str, object]
     libraries: Mapping[str, str]
+    kernels: Mapping[str, str]
     model: Mapping[str, Any] = field(compare=False)

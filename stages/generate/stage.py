@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -13,11 +12,13 @@ from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import read
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
-from stages.checkpoints.tokenizers import TOKENIZER_FILES
+from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
 from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
-from stages.empty_init import skeleton as skeletons
+from stages.empty_init.identity import remote_code
+from stages.empty_init.source_code import hashes
 from stages.generate.inputs import GenerateInputs
 from stages.generate.prompts import check_prompts, read_prompts
+from stages.machine.kernels import choosers
 
 FILE_NAME = "generation.json"
 
@@ -55,7 +56,7 @@ class GenerateStage:
         """Return the model's identity and placement, the prompts and every option."""
         given, config = read(GenerateConfig, context.config), context.config
         return GenerateInputs(
-            skeleton=context.artifact("empty_init").digest(skeletons.FILE_NAME),
+            skeleton=context.artifact("empty_init").key,
             weights=context.artifact("shard_load").key,
             placement=context.artifact("dispatch").digest(DISPATCH_PLAN),
             prompts=read_prompts(given.generate),
@@ -63,7 +64,8 @@ class GenerateStage:
             seed=given.seed,
             trace=config["trace"],
             text=_text_files(config["model"]),
-            libraries={name: metadata.version(name) for name in ("torch", "transformers")},
+            libraries={name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
+            kernels=choosers(),
             model=config["model"],
         )
 
@@ -96,14 +98,20 @@ def _shown(output: Mapping[str, Any]) -> str:
     return f"{output['prompt']} → {output['token_ids'] if output['text'] is None else output['text']}"
 
 
-def _text_files(model: Mapping[str, Any]) -> dict[str, str]:
-    """Return the hashes of the files that say how text becomes tokens and which options are the default."""
-    folders = [folder for folder in (checkpoint_folder(model), tokenizer_folder(model)) if folder is not None]
-    files = {
-        file
-        for folder in folders
-        for pattern in (*TOKENIZER_FILES, "generation_config.json")
-        for file in folder.glob(pattern)
-        if file.is_file()
-    }
-    return {f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+def _text_files(model: Mapping[str, Any]) -> dict[str, object]:
+    """Return what says how text becomes tokens and which options are the default: files by their role, by content.
+
+    Where the checkpoint's own code is trusted, a tokenizer's is a part of it.
+    """
+    roles = {"checkpoint": checkpoint_folder(model), "tokenizer": tokenizer_folder(model)}
+    folders = {role: folder for role, folder in roles.items() if folder is not None}
+    files: dict[str, object] = {role: hashes(_texts(folder), folder) for role, folder in folders.items()}
+    if model.get("trust_remote_code"):
+        files["code"] = {role: remote_code(folder, "tokenizer_config.json") for role, folder in folders.items()}
+    return files
+
+
+def _texts(folder: Path) -> list[Path]:
+    """Return the files of ``folder`` that a tokenizer or the default options may be read from."""
+    found = {file for pattern in (*TOKENIZER_FILES, *TEXT_FILES) for file in folder.glob(pattern) if file.is_file()}
+    return sorted(file for file in found if not file.name.endswith(".index.json"))

@@ -65,9 +65,14 @@ def local_kernels(folder: Path) -> Kernels:
 
 def identity(environment: Mapping[str, str] = os.environ) -> str:
     """Return all that the kernels are chosen by: torch's version, the processor, the cores, and the environment."""
-    chosen = [f"{name}={environment[name]}" for name in _CHOOSERS if name in environment]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    chosen = (f"{name}={value}" for name, value in choosers(environment).items())
     return "; ".join([f"torch {metadata.version('torch')}", _processor(), f"{cores} cores", *chosen])
+
+
+def choosers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of the environment that choose kernels, and so the last bits of what is computed."""
+    return {name: environment[name] for name in _CHOOSERS if name in environment}
 
 
 def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -28,7 +28,7 @@ from stages.units import CPU, DeviceId
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """The model by the hash of its ``skeleton``, the map that was asked for, the resolved budgets, the request's work.
+    """The model by the key of its ``skeleton``, the map that was asked for, the resolved budgets, the request's work.
 
     ``io`` and ``tight`` are all that free memory changes of a plan: how the host reads, and the memory that is free
     where it may be too little, else null. ``simulated`` has the accelerators that the config lists; those that are
@@ -51,7 +51,7 @@ class PlanInputs:
 def gather_inputs(
     outline: Outline, config: Config, *, machine: Hardware, rates: Rates, kernels: Kernels, skeleton: str = ""
 ) -> PlanInputs:
-    """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is the hash of its file.
+    """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
     ``rates`` and ``kernels`` are those of the machine.
     """

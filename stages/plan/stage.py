@@ -61,8 +61,7 @@ class PlanStage:
         config, stored = context.config, context.artifact("empty_init")
         outline, machine = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME))), hardware(config)
         rates, kernels = machine_rates(config, machine, context.cache), host_kernels(config, context.cache)
-        digest = stored.digest(skeletons.FILE_NAME)
-        return gather_inputs(outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=digest)
+        return gather_inputs(outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=stored.key)
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
         """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""

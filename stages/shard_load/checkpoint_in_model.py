@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import ConfigError
-from stages.checkpoints.checkpoint import identity, open_checkpoint
+from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import open_reader
@@ -164,7 +163,7 @@ def _homes(
 
 def _claimed(folder: Path, load: Load) -> OffloadStore:
     """Return the store in ``folder`` itself, where scripts look for it; a folder of something else is refused."""
-    key = fingerprint({"checkpoint": identity(load.checkpoint), "dtype": load.main_dtype})
+    key = load.store_key
     folder.mkdir(parents=True, exist_ok=True)
     if not claim(folder, key):
         raise ConfigError(f"offload_folder: {str(folder)!r} holds weights of something else; give an empty folder")

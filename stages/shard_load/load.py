@@ -10,8 +10,9 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import Checkpoint
+from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import SourceReader, open_reader
 from stages.empty_init.skeleton import Skeleton, TensorSpec
@@ -61,6 +62,12 @@ class Load:
             for spec in self.on_disk
             if spec.name not in self.served
         }
+
+    @property
+    def store_key(self) -> str:
+        """What an offload store of these tensors is known by: which checkpoint it is, where, in which dtype."""
+        parts = {"checkpoint": identity(self.checkpoint), "place": self.checkpoint.place, "dtype": self.main_dtype}
+        return fingerprint(parts)
 
     @property
     def computed_buffers(self) -> tuple[TensorSpec, ...]:

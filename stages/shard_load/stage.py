@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import read
@@ -32,12 +31,14 @@ REPORT_NAME = "load_report.json"
 class ShardLoadInputs:
     """The weights depend on the checkpoint, on what the model is, where each tensor goes, and what fits there.
 
-    ``skeleton`` and ``device_map`` are the hashes of those files, ``ledgers`` the plan's. ``spills`` says whether
-    weights bound for the host wait on disk; ``model`` is the config's node of that name; ``opened`` is the
-    checkpoint as deep as ``verify`` says, which ``checkpoint`` identifies.
+    ``skeleton`` is the key of that artifact, so of all that made the model, its code too; ``device_map`` is the hash of
+    that file, ``ledgers`` are the plan's. ``spills`` says whether weights bound for the host wait on disk; ``model`` is
+    the config's node of that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint``
+    identifies. It lies at ``place``: files that were unpacked with times of their own may look alike in two places.
     """
 
     checkpoint: Mapping[str, object]
+    place: str
     skeleton: str
     device_map: str
     ledgers: Mapping[DeviceId, int]
@@ -75,7 +76,8 @@ class ShardLoadStage:
         opened = open_weights(model, depth=given.depth)
         return ShardLoadInputs(
             checkpoint=identity(opened),
-            skeleton=skeleton.digest(skeletons.FILE_NAME),
+            place=opened.place,
+            skeleton=skeleton.key,
             device_map=plan.digest(plans.MAP_NAME),
             ledgers=found.ledgers,
             offload_folder=given.offload_folder,
@@ -158,7 +160,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> Load:
 
 def _store(inputs: ShardLoadInputs, context: Context, load: Load) -> OffloadStore:
     """Return the offload store of this checkpoint in this dtype."""
-    key = fingerprint({"checkpoint": identity(load.checkpoint), "dtype": load.main_dtype})
+    key = load.store_key
     needed = sum(tensor.bytes for tensor in load.stored.values())
     return open_store(Path(inputs.offload_folder or context.cache / "offload" / key), key, needed_bytes=needed)
 
