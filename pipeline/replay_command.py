@@ -10,12 +10,14 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from os import getpid
 from pathlib import Path
 
 from pipeline.cache.manifest import DamagedError, verify
 from pipeline.cache.outline import Change
+from pipeline.cache.sealed_files import read_sealed, write_sealed
 from pipeline.command_exit import INTERRUPTED, run_command
 from pipeline.environment import environment
 from pipeline.errors import KilledError, ReplayError, StorageError
@@ -72,8 +74,11 @@ def replay(run: Path, *, from_cache: bool) -> int:
 
 def _bring_measurements(source: Path, target: Path) -> None:
     """Copy what was measured of this machine: measured again it would be slightly other, and so might be the plan."""
-    if (source / MEASURED).is_dir():
-        shutil.copytree(source / MEASURED, target / MEASURED)
+    for path in sorted((source / MEASURED).glob("*.json")):
+        with suppress(DamagedError, OSError):  # what isn't as it was written is measured again
+            figures = read_sealed(path)
+            (target / MEASURED).mkdir(parents=True, exist_ok=True)
+            write_sealed(target / MEASURED / path.name, figures)
 
 
 def _load(run: Path) -> RunRecord:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,11 +19,27 @@ DAMAGED = ".damaged-"
 """An artifact that was set aside."""
 LOCK = ".lock"
 
+_log = logging.getLogger("offstage")
+
+
+def move_aside(path: Path, damage: object) -> None:
+    """Rename what lies at ``path`` in the cache, which ``damage`` tells, so that it is made again; says so once.
+
+    Raises ``OSError`` where the cache can't be written.
+    """
+    aside = path.with_name(f"{DAMAGED}{uuid.uuid4().hex}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    os.utime(aside, follow_symlinks=False)  # the sweep counts from now: a rename leaves the time as it was
+    _log.warning("%s: %s; set aside as %s, to be built again", path, damage, aside.name)
+
 
 def remove_leftovers(root: Path, *, unused_since: float) -> None:
     """Remove what nobody has touched since that time, in seconds of the epoch; what can't be removed stays."""
     for path in sorted(root.glob("*/.*")):
-        with suppress(OSError):
+        with suppress(OSError, RuntimeError):  # the second is what a lock raises that can't be had
             if _is_leftover(path) and _newest(path) <= unused_since:
                 _remove(path)
 
@@ -34,7 +53,7 @@ def _newest(path: Path) -> float:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif path.name.endswith(LOCK):
         with FileLock(path, timeout=0):  # one that is held stays

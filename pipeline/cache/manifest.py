@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 from pipeline.atomic_files import replace_file, sync_folder
+from pipeline.regular_files import NotRegularError, open_regular, parse_json, read_regular
 from pipeline.stage import FileEntry
 
 MANIFEST = "manifest.json"
@@ -56,10 +57,12 @@ def verify(folder: Path, *, stage: str, key: str, full: bool = False) -> dict[st
         DamagedError: the manifest is missing, malformed or another artifact's, or a file isn't as it says.
     """
     try:
-        files = _parse((folder / MANIFEST).read_bytes(), stage=stage, key=key)
+        files = _parse(read_regular(folder / MANIFEST), stage=stage, key=key)
         for name, entry in files.items():
             _compare(folder / name, name, entry, full=full)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+    except NotRegularError as error:
+        raise DamagedError(f"{Path(str(error.filename)).name} isn't a file") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedError(f"{Path(str(error.filename)).name} is missing") from error
     return files
 
@@ -73,8 +76,8 @@ def _measure(path: Path) -> FileEntry:
 
 def _parse(manifest: bytes, *, stage: str, key: str) -> dict[str, FileEntry]:
     try:
-        data = json.loads(manifest)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(manifest)
+    except ValueError as error:
         raise DamagedError(f"{MANIFEST} isn't JSON") from error
     match data:
         case {"schema_version": int(version), "stage": str(named), "key": str(keyed), "files": dict(files)}:
@@ -103,6 +106,6 @@ def _compare(path: Path, name: str, entry: FileEntry, *, full: bool) -> None:
         raise DamagedError(f"{name} has {status.st_size} bytes instead of {entry.size}")
     if entry.size > REHASH_BYTES and not full:
         return
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
             raise DamagedError(f"{name} doesn't match its hash")

@@ -15,32 +15,27 @@ doing the same work; some file systems grant it to all or to none, so nothing bu
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
-
 from pipeline.atomic_files import mendable, storage_error, sync_folder
 from pipeline.cache.leases import SHARED, Leases, lease_path
-from pipeline.cache.leftovers import BUILDING, DAMAGED, LOCK, remove_leftovers
+from pipeline.cache.leftovers import BUILDING, move_aside, remove_leftovers
+from pipeline.cache.locks import locked
 from pipeline.cache.manifest import DamagedError, seal, verify
 from pipeline.errors import OffstageError, StorageError
 from pipeline.stage import Artifact
 
 T = TypeVar("T")
 
-_log = logging.getLogger("offstage")
 _TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NO_LOCK = (OSError, RuntimeError)
-"""What filelock raises where it can't lock: by its release and the file system, one or the other."""
 _PUBLISH_ATTEMPTS = 5
 
 
@@ -73,7 +68,7 @@ class Store:
             except DamagedError:
                 # Judged again under the lock, so that what another process has mended meanwhile is left
                 # alone; and if another holds the lock, it is mending now.
-                with _locked(folder, wait=False) as ours:
+                with locked(folder, work=f"builds {stage}", wait=False) as ours:
                     return _settle(folder) if ours else None
 
     def obtain(self, stage: str, key: str, write: Callable[[Path], T]) -> tuple[Artifact, T | None, bool]:
@@ -91,7 +86,7 @@ class Store:
             folder.parent.mkdir(parents=True, exist_ok=True)
         self._leases.hold(lease_path(folder))
         self._leases.hold(self._root / SHARED)
-        with _locked(folder, wait=True):
+        with locked(folder, work=f"builds {stage}"):
             with mendable(folder.parent):
                 found = _settle(folder)
             if found is not None:
@@ -139,18 +134,8 @@ def _settle(folder: Path) -> Artifact | None:
     except DamagedError as damage:
         # Where locks don't work, another process may have put a good one in its place since.
         if _inode(folder) == judged:
-            _set_aside(folder, damage)
+            move_aside(folder, damage)
         return None
-
-
-def _set_aside(folder: Path, damage: DamagedError) -> None:
-    aside = folder.with_name(f"{DAMAGED}{uuid.uuid4().hex}")
-    try:
-        folder.rename(aside)
-    except FileNotFoundError:
-        return
-    os.utime(aside)  # the sweep counts from now: a rename leaves the time as it was
-    _log.warning("%s: %s; set aside as %s, to be built again", folder, damage, aside.name)
 
 
 def _inode(folder: Path) -> int | None:
@@ -201,34 +186,3 @@ def _publish(building: Path, folder: Path) -> Artifact:
         if winner is not None:
             return winner
     raise StorageError(f"{folder}: other processes keep leaving damaged artifacts here; check the disk and run again")
-
-
-@contextmanager
-def _locked(folder: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of ``folder``; yields False only if another process has it and ``wait`` is False."""
-    lock = FileLock(folder.with_name(f".{folder.name}{LOCK}"))
-    try:
-        yield _acquire(lock, folder, wait=wait)
-    finally:
-        with suppress(*_NO_LOCK):
-            lock.release()
-
-
-def _acquire(lock: BaseFileLock, folder: Path, *, wait: bool) -> bool:
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return wait and _wait(lock, folder)
-    except _NO_LOCK:
-        _log.debug("%s: no lock to be had here; going on without", folder)
-    return True
-
-
-def _wait(lock: BaseFileLock, folder: Path) -> bool:
-    """Wait for the lock, however long the other builds. Returns True, also if in the end there is no lock."""
-    if isinstance(lock, SoftFileLock):
-        return True  # what filelock makes do with where flock is missing: a file that outlives a killed holder
-    _log.info("waiting for another process that builds %s (%s)", folder.parent.name, folder)
-    with suppress(*_NO_LOCK):
-        lock.acquire()
-    return True

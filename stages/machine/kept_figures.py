@@ -1,39 +1,60 @@
-"""What was measured of the machine, kept in a file: measured once, read ever after."""
+"""What was measured of the machine, kept in a file of the cache: measured once, read ever after."""
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from pipeline.cache.locks import locked
+from pipeline.cache.manifest import DamagedError
+from pipeline.cache.sealed_files import read_sealed, settle_sealed, write_sealed
 
-from pipeline.atomic_files import replace_file
+_log = logging.getLogger("offstage")
 
 
-def kept_or_measured(path: Path, wanted: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Return what ``path`` keeps, a JSON object; what it lacks of ``wanted`` (name → probe) is measured and kept too.
+def kept_or_measured(
+    path: Path, wanted: Mapping[str, Callable[[], Any]], *, is_sound: Callable[[Any], bool]
+) -> dict[str, Any]:
+    """Return what ``path`` keeps, by name; what it lacks of ``wanted`` (name → probe) is measured and kept too.
 
-    A probe that returns null leaves nothing: it is asked again the next time. One process measures at a time: runs that
-    start together must plan with the same figures.
+    A figure for which ``is_sound`` is false is neither taken nor kept. A probe that returns null, or nothing sound,
+    leaves nothing: it is asked again the next time. One process measures at a time: runs that start together must plan
+    with the same figures. Where nothing can be kept each run measures for itself.
     """
-    kept = _read(path)
-    if wanted.keys() <= kept.keys():
-        return kept
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        kept = _read(path)
+    with suppress(DamagedError, OSError):
+        kept = _sound(read_sealed(path), is_sound)
+        if wanted.keys() <= kept.keys():
+            return kept
+    with locked(path, work="measures this machine"):
+        kept = _settle(path, is_sound)
         fresh = {key: _measure(probe) for key, probe in wanted.items() if key not in kept}
-        found = kept | {key: figure for key, figure in fresh.items() if figure is not None}
+        found = kept | _sound(fresh, is_sound)
         if found != kept:
-            replace_file(path, json.dumps(found) + "\n")
+            _keep(path, found)
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return kept
+def _sound(figures: Any, is_sound: Callable[[Any], bool]) -> dict[str, Any]:
+    return {key: figure for key, figure in figures.items() if is_sound(figure)} if isinstance(figures, dict) else {}
+
+
+def _settle(path: Path, is_sound: Callable[[Any], bool]) -> dict[str, Any]:
+    try:
+        return _sound(settle_sealed(path), is_sound)
+    except OSError as error:
+        _log.info("%s: can't be read (%s); this run measures for itself", path, error.strerror)
+        return {}
+
+
+def _keep(path: Path, figures: Mapping[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_sealed(path, figures)
+    except OSError as error:
+        _log.info("%s: can't be written (%s); the next run measures again", path, error.strerror)
 
 
 def _measure(probe: Callable[[], Any]) -> Any:

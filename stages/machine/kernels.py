@@ -20,6 +20,8 @@ from pathlib import Path
 from stages.machine.kept_figures import kept_or_measured
 
 FILE_NAME = "kernels.json"
+_MOST = 64
+"""Bytes beside for each byte: more than any kernel takes."""
 
 Kernels = Mapping[str, tuple[float, ...]]
 """Bytes beside, for each byte of the left operand, the right one and the result, by operator and dtype.
@@ -59,8 +61,19 @@ def local_kernels(folder: Path) -> Kernels:
     Where the system doesn't tell a process its peak they are ``NOMINAL``.
     """
     key = identity()
-    kept = kept_or_measured(folder / FILE_NAME, {key: _measure}).get(key)
+    kept = kept_or_measured(folder / FILE_NAME, {key: _measure}, is_sound=are_factors).get(key)
     return NOMINAL if kept is None else {kernel: tuple(factors) for kernel, factors in kept.items()}
+
+
+def are_factors(figures: object) -> bool:
+    """Return whether ``figures`` can be what kernels take: three factors for each."""
+    return isinstance(figures, dict) and all(
+        isinstance(factors, list) and len(factors) == 3 and all(map(_is_factor, factors)) for factors in figures.values()
+    )
+
+
+def _is_factor(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
 def identity(environment: Mapping[str, str] = os.environ) -> str:

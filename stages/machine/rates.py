@@ -18,6 +18,8 @@ from stages.units import parse_size
 
 FILE_NAME = "rates.json"
 _STEPS_AN_OCTAVE = 8
+_LEAST, _MOST = 10**4, 10**15
+"""Bytes a second below and above which nothing is: a figure beyond was damaged, or its probe was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,14 @@ def local_rates(folder: Path, sample: Path | None, accelerators: Sequence[str] =
     if accelerators:
         wanted["link"] = f"link {accelerators[0]}", probes.link_speed
         wanted["device"] = f"device {accelerators[0]}", probes.device_speed
-    kept = kept_or_measured(folder / FILE_NAME, dict(wanted.values()))
+    kept = kept_or_measured(folder / FILE_NAME, dict(wanted.values()), is_sound=is_rate)
     found = {name: kept.get(key) for name, (key, _) in wanted.items()}
     return Rates(**{name: coarse_rate(speed) for name, speed in found.items() if speed})
+
+
+def is_rate(figure: object) -> bool:
+    """Return whether ``figure`` can be a rate of anything, in bytes a second."""
+    return type(figure) is int and _LEAST <= figure <= _MOST
 
 
 def coarse_rate(speed: int) -> int:

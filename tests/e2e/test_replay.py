@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.cache.sealed_files import read_sealed
 from stages.machine.rates import coarse_rate
 from tests.e2e.conftest import Finished, records_in
 
@@ -62,7 +63,7 @@ def test_a_replay_plans_with_the_rates_that_the_run_was_planned_with(
         ]
 
     kept = tmp_path / "outputs" / "cache" / "hardware" / "rates.json"
-    assert rates(run_path)["host"] == coarse_rate(json.loads(kept.read_text())["host"])
+    assert rates(run_path)["host"] == coarse_rate(read_sealed(kept)["host"])
     assert replay(run_path.parent)[0] == 0
     (again,) = set(records_in(tmp_path)) - {run_path}
     assert rates(again) == rates(run_path)

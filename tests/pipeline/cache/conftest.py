@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from pipeline.cache import store
+from pipeline.cache import locks
 
 
 @pytest.fixture
@@ -24,4 +24,4 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         def acquire(self, *arguments: object, **options: object) -> object:
             raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(store, "FileLock", Refusing)
+    monkeypatch.setattr(locks, "FileLock", Refusing)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, SoftFileLock
 
-from pipeline.cache import manifest, store
+from pipeline.cache import locks, manifest, store
 from pipeline.cache.store import Store
 from pipeline.errors import CheckpointError, StorageError
 from tests.pipeline.cache.stores import CONTENT, KEY, assert_right, names, never, write
@@ -320,7 +320,7 @@ def test_an_artifact_that_was_mended_since_it_was_judged_is_left_alone(
 def test_a_stand_in_lock_that_a_killed_process_left_is_not_waited_for(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "FileLock", SoftFileLock)
+    monkeypatch.setattr(locks, "FileLock", SoftFileLock)
     (root / "plan").mkdir(parents=True)
     held, go_on = threading.Event(), threading.Event()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.cache.sealed_files import write_sealed
 from stages.machine.kernel_probes import PeakMeter, measure_kernels
 from stages.machine.kernels import FILE_NAME, NOMINAL, Kernels, identity, local_kernels
 
@@ -77,10 +77,10 @@ def test_it_is_measured_once_and_read_without_torch_ever_after(tmp_path: Path) -
 def test_figures_of_other_kernels_are_not_taken_for_these(tmp_path: Path) -> None:
     assert len({identity({}), identity({"ONEDNN_MAX_CPU_ISA": "AVX2"}), identity({"OMP_NUM_THREADS": "7"})}) == 3
     kept = {identity({"ATEN_CPU_CAPABILITY": "another"}): {"mm bfloat16": [9, 9, 9]}}
-    tmp_path.joinpath(FILE_NAME).write_text(json.dumps(kept))
+    write_sealed(tmp_path / FILE_NAME, kept)
     assert local_kernels(tmp_path).get("mm bfloat16") != (9, 9, 9)
     kept = {identity(): {"mm bfloat16": [9, 9, 9]}}
-    tmp_path.joinpath(FILE_NAME).write_text(json.dumps(kept))
+    write_sealed(tmp_path / FILE_NAME, kept)
     assert local_kernels(tmp_path) == {"mm bfloat16": (9, 9, 9)}
 
 

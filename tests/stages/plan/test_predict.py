@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from pipeline.cache.sealed_files import write_sealed
 from stages.empty_init.skeleton import Moment, TensorSpec
 from stages.machine.kernels import Kernels
 from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
@@ -184,7 +185,7 @@ def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None
 
 
 def test_rates_are_kept_as_measured_and_used_coarsely(tmp_path: Path) -> None:
-    tmp_path.joinpath("rates.json").write_text(json.dumps({"host": 10_000_000_000, "link GPU": 20_000_000_000}))
+    write_sealed(tmp_path / "rates.json", {"host": 10_000_000_000, "link GPU": 20_000_000_000})
     found = local_rates(tmp_path, None, ["GPU"])
     assert found.host == coarse_rate(9_900_000_000) == coarse_rate(10_100_000_000)
     assert found.link == pytest.approx(20 * 10**9, rel=0.05)

@@ -1,0 +1,56 @@
+"""The small files of the cache that grow: JSON with its own hash beside it, in one file, written whole.
+
+An artifact never changes, and its manifest says what it was. What is measured of a machine is added to, by several
+processes, so the file itself says whether it is as it was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.atomic_files import replace_file
+from pipeline.cache.leftovers import move_aside
+from pipeline.cache.manifest import DamagedError
+from pipeline.regular_files import NotRegularError, read_json
+
+
+def write_sealed(path: Path, content: Any) -> None:
+    """Write ``content``, plain JSON data, to ``path``, over what was there."""
+    replace_file(path, json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n")
+
+
+def read_sealed(path: Path) -> Any:
+    """Return what was written to ``path``; None where nothing was.
+
+    Raises:
+        DamagedError: what lies there isn't what was written.
+        OSError: it can't be read.
+    """
+    try:
+        document = read_json(path)
+    except FileNotFoundError:
+        return None
+    except NotRegularError as error:
+        raise DamagedError("isn't a file") from error
+    except ValueError as error:
+        raise DamagedError("isn't JSON") from error
+    match document:
+        case {"sha256": str(digest), "content": content} if digest == _digest(content):
+            return content
+    raise DamagedError("doesn't match its hash")
+
+
+def settle_sealed(path: Path) -> Any:
+    """Return what was written to ``path``, as ``read_sealed`` does; what is damaged is set aside, and None returned."""
+    try:
+        return read_sealed(path)
+    except DamagedError as damage:
+        move_aside(path, damage)
+        return None
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,91 @@
+"""Reading files that somebody else may have put there: regular ones alone, and no more of one than memory is for.
+
+A FIFO in a file's place would hold a run up for ever, a device never ends, and merely opening some devices does
+something. What a run reads whole (configs, indexes, manifests, records, what the cache keeps) it reads by these
+functions; what it reads in parts it opens by ``open_regular``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_BYTES = 2**28
+"""More than any file has that is read whole: the largest tokenizers have 40 MB, the largest indexes 20."""
+MAX_DEPTH = 100
+"""More than any JSON of a checkpoint, a record or a cache is nested, and less than trips what works on it."""
+
+
+class NotRegularError(OSError):
+    """What lies there is no regular file: a folder, a FIFO, a socket, a device."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EINVAL, "not a regular file", str(path))
+
+
+def open_regular(path: Path) -> int:
+    """Open the regular file ``path`` for reading and return its descriptor.
+
+    Raises:
+        NotRegularError: something else lies there; it isn't opened.
+        OSError: nothing does, or it can't be opened.
+    """
+    _require_regular(path, path.stat())
+    # Without O_NONBLOCK, a FIFO put in the file's place after the check would block here for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _require_regular(path, os.fstat(descriptor))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise NotRegularError(path)
+
+
+def read_regular(path: Path, *, most: int = MAX_BYTES) -> bytes:
+    """Return what the regular file ``path`` holds; an ``OSError`` as of ``open_regular``, or if it has over ``most``
+    bytes.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"larger than the {most} bytes that such a file may have", str(path))
+        return file.read()
+
+
+def read_json(path: Path, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return what the JSON file ``path`` says; ``pairs`` makes something else than a dict of an object's members.
+
+    Raises:
+        OSError: as of ``read_regular``.
+        ValueError: not JSON in UTF-8, or nested more than ``MAX_DEPTH`` deep.
+    """
+    return parse_json(read_regular(path), pairs=pairs)
+
+
+def parse_json(data: bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return what the JSON text ``data`` says, as ``read_json`` does."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=pairs)
+    except RecursionError as error:
+        raise ValueError(f"nested more than {MAX_DEPTH} deep") from error
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+
+
+def _children(value: Any) -> list[Any]:
+    """Return what is in ``value`` and may have something in itself."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [item for item in inner if isinstance(item, dict | list)]
