@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pipeline.atomic_files import create_file, mendable, replace_file
 from pipeline.errors import StorageError
+from pipeline.regular_files import parse_json, read_regular
 from pipeline.stage import Config, Report
 
 RECORD = "run.json"
@@ -114,9 +115,9 @@ class RunRecord:
         """
         file = path / RECORD if path.is_dir() else path
         with mendable(file.parent):
-            text = file.read_text(encoding="utf-8")
+            text = read_regular(file)
         try:
-            content = json.loads(text)
+            content = parse_json(text)
         except ValueError as error:
             raise StorageError(f"{file}: not JSON ({error}); give the folder of a run") from error
         if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:

@@ -10,13 +10,13 @@ transformers): what needs them it imports where it works.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from pipeline.errors import Fault
+from pipeline.regular_files import read_json
 
 Config = Mapping[str, Any]
 """A resolved config: plain dicts, lists and scalars. ``max_memory`` has str keys ("0", "cpu") and str values."""
@@ -51,7 +51,7 @@ class Artifact:
 
     def json(self, name: str) -> Any:
         """Return what the JSON file ``name`` holds."""
-        return json.loads(self.path(name).read_text())
+        return read_json(self.path(name))
 
     def digest(self, name: str) -> str:
         """Return the SHA-256 of the file ``name``: what a later stage that depends on its content puts in its key."""

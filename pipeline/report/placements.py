@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.regular_files import read_json
 from pipeline.report.records import Run
 from pipeline.report.run_folders import Job
 
@@ -110,7 +110,7 @@ def _layers(homes: Mapping[str, Any], names: Sequence[str]) -> tuple[PlacedLayer
 def _read(path: Path) -> dict[str, Any]:
     """Return the JSON object in ``path``, empty where there is none: a pruned cache is no fault of the report."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path)
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

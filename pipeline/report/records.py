@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.record import SCHEMA_VERSION
+from pipeline.regular_files import read_json
 
 Number = int | float
 Bytes = Mapping[str, int | float | None]
@@ -90,13 +91,13 @@ class Run:
 def read_run(path: Path) -> Run:
     """Return the run that the file ``path`` records. Raises ``RecordError`` with the reason."""
     try:
-        content = _clean(json.loads(path.read_bytes()))
+        content = _clean(read_json(path))
         written = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "minutes")
     except OSError as error:
         raise RecordError(error.strerror or str(error)) from error
     except json.JSONDecodeError as error:
         raise RecordError(f"no JSON: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RecordError(f"no JSON that can be read: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("status"), str):
         raise RecordError("JSON, but no run record: it has no status")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.errors import CheckpointError
+from pipeline.regular_files import read_regular
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
@@ -182,4 +183,4 @@ def _directory_span(path: Path, size: int) -> list[tuple[int, int]]:
 
 
 def _hash_of(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return hashlib.sha256(read_regular(path)).hexdigest() if path.is_file() else None

@@ -65,10 +65,15 @@ class DirectFile:
         self.check()
 
     def _open_direct(self) -> int | None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_DIRECT", 0)
         try:
-            return os.open(self._file.path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+            descriptor = os.open(self._file.path, flags)
         except OSError:
             return None
+        if os.path.samestat(os.fstat(descriptor), os.fstat(self._cached)):
+            return descriptor
+        os.close(descriptor)  # another file has come in its place just now; what was opened first is read
+        return None
 
     @property
     def descriptor(self) -> int:

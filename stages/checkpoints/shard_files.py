@@ -15,6 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import CheckpointError, StorageError
+from pipeline.regular_files import NotRegularError, open_regular
+
+
+TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "tokenizer*", "vocab*")
+"""The files beside the weights that a model and its tokenizer are made from, as glob patterns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,24 @@ def locate(folder: Path, name: str, *, allow_links: bool = False) -> Path:
     return path
 
 
+def check_texts(folder: Path) -> None:
+    """Refuse a checkpoint ``folder`` in which something that libraries open by its name would hold them up.
+
+    That is a FIFO, a socket or a device in the place of a config or of a tokenizer's file: whoever opens one waits.
+    """
+    for path in sorted({path for pattern in TEXTS for path in folder.glob(pattern)}):
+        if _would_hang(path) and not path.name.endswith(".index.json"):  # an index is checked as it is opened
+            raise CheckpointError(f"{path}: not a regular file; remove it, or get it again")
+
+
+def _would_hang(path: Path) -> bool:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False  # a link to nothing: whoever needs it says so
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
 def check_regular(path: Path) -> os.stat_result:
     """Return the status of the regular file ``path``; anything else is a ``CheckpointError``."""
     try:
@@ -76,8 +99,9 @@ def open_file(path: Path) -> int:
     """Open the regular file ``path`` for reading and return its descriptor."""
     check_regular(path)
     try:
-        # Without O_NONBLOCK, a FIFO put in the file's place after the check would block here for ever.
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        return open_regular(path)
+    except NotRegularError as error:
+        raise CheckpointError(f"{path}: not a regular file; a shard must be one") from error
     except OSError as error:
         raise StorageError(f"{path}: can't be opened: {error.strerror}") from error
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import CheckpointError
+from pipeline.regular_files import read_json
 from stages.checkpoints.safetensors_header import check_name, unique_pairs
 from stages.checkpoints.shard_files import is_plain_name
 
@@ -53,8 +53,8 @@ def find_weights(folder: Path) -> tuple[str, Format | None]:
 def read_weight_map(path: Path) -> Mapping[str, str]:
     """Return tensor name → shard of the index ``path``, written with a ``weight_map`` or flat."""
     try:
-        data = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_pairs)
-    except (ValueError, RecursionError) as error:
+        data = read_json(path, pairs=unique_pairs)
+    except ValueError as error:
         reason = f"{error} (a tensor in two shards?)" if "duplicate" in str(error) else f"not valid JSON: {error}"
         raise CheckpointError(f"{path}: {reason}") from error
     except OSError as error:

@@ -6,13 +6,13 @@ nothing here imports torch, transformers or the user's module.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
+from pipeline.regular_files import parse_json, read_regular
 from stages.checkpoints.hub import checkpoint_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.weight_files import weight_files
@@ -147,7 +147,7 @@ def _key_order(value: object, above: str = "") -> Iterator[str]:
 def read_config_bytes(folder: Path) -> bytes:
     """Return the bytes of a checkpoint folder's ``config.json``; a ``CheckpointError`` if there is none."""
     try:
-        return folder.joinpath("config.json").read_bytes()
+        return read_regular(folder / "config.json")
     except OSError as error:
         raise CheckpointError(
             f"model.path: {str(folder)!r} has no readable config.json ({error.strerror}); "
@@ -158,8 +158,8 @@ def read_config_bytes(folder: Path) -> bytes:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return what a checkpoint folder's ``config.json`` says; a ``CheckpointError`` if it isn't a JSON object."""
     try:
-        parsed = json.loads(read_config_bytes(folder))
-    except (ValueError, RecursionError) as error:
+        parsed = parse_json(read_config_bytes(folder))
+    except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: not JSON ({error}); restore the file") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{folder / 'config.json'}: holds {type(parsed).__name__}, not a JSON object")

@@ -11,6 +11,7 @@ from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import unknown_keys
 from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot
+from stages.checkpoints.shard_files import check_texts
 from stages.empty_init.identity import WHERE_CODE_IS_FOUND, identity, quantization_fault, resolve_dtype
 from stages.empty_init.skeleton import FILE_NAME, from_json
 from stages.empty_init.source_code import find_module
@@ -106,6 +107,8 @@ def _check_path(model: Mapping[str, Any]) -> Iterable[Fault]:
             yield Fault("model.path", reason, CheckpointError)
     elif model["kind"] == "pretrained" and not Path(path).is_dir():
         yield Fault("model.path", f"{path!r} is no folder; give a checkpoint folder", CheckpointError)
+    for key in ("path", "tokenizer"):
+        yield from _check_texts(f"model.{key}", model.get(key))
     if revision is not None and (not isinstance(revision, str) or not revision):
         yield Fault("model.revision", f"{revision!r} is no revision; give a branch, a tag or a commit, or null")
     elif revision is not None and path and not is_hub_id(path):
@@ -121,3 +124,13 @@ def _check_quantization(model: Mapping[str, Any]) -> Iterable[Fault]:
         return  # said of the folder, or of its config as the model is built
     if reason:
         yield Fault("model.path", reason, CheckpointError)
+
+
+def _check_texts(key: str, folder: object) -> Iterable[Fault]:
+    """Yield a fault where a file of ``folder``, if it is one of this machine, would hold up who opens it."""
+    if not isinstance(folder, str) or is_hub_id(folder) or not Path(folder).is_dir():
+        return
+    try:
+        check_texts(Path(folder))
+    except CheckpointError as error:
+        yield Fault(key, str(error), CheckpointError)

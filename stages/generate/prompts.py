@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
+from pipeline.regular_files import read_regular
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ def read_prompts(generate: Mapping[str, Any]) -> list[Prompt]:
         return list(generate["prompts"])
     file = Path(generate["prompts_file"])
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in read_regular(file).decode("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"generate.prompts_file: {str(file)!r} can't be read as UTF-8 text: {error}") from error
     if not lines:

@@ -6,13 +6,13 @@ plan isn't made again for every other prompt.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.regular_files import read_json, read_regular
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def read_geometry(model: Mapping[str, Any]) -> Geometry:
     """Return the shape that the ``config.json`` of the config's ``model`` states; nothing where there is none."""
     path = checkpoint_folder(model) / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = read_json(path)
     except (OSError, ValueError):
         return Geometry()
     return geometry_of(config)
@@ -100,7 +100,7 @@ def _prompts(generate: Mapping[str, Any]) -> list[Any]:
     """Return the prompts, at least one; a file that can't be read is reported by ``generate`` itself."""
     path = generate.get("prompts_file")
     if isinstance(path, str) and Path(path).is_file():
-        return Path(path).read_text(errors="replace").splitlines() or [""]
+        return read_regular(Path(path)).decode(errors="replace").splitlines() or [""]
     prompts = generate.get("prompts")
     return [prompts] if isinstance(prompts, str) else list(prompts or [""])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import Fault, closest
+from pipeline.regular_files import read_json
 from pipeline.typed_config import KEYS, Device
 from stages.machine.rates import Rates
 from stages.plan.policies import POLICIES
@@ -116,7 +116,7 @@ def _entry_faults(key: str, entries: Mapping[object, object]) -> Iterator[Fault]
 
 def _file_faults(key: str, path: Path) -> Iterator[Fault]:
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
     except OSError as error:
         yield Fault(key, f"{str(path)!r} can't be read ({error.strerror}); give the path of a device_map.json")
         return
@@ -144,7 +144,7 @@ def _is_device(value: object) -> bool:
 def read_choice(value: Any) -> Choice:
     """Return what the key ``device_map``, found faultless, says. A file's content stands for its path."""
     if isinstance(value, str) and _is_path(value):
-        value = json.loads(Path(value).expanduser().read_text())
+        value = read_json(Path(value).expanduser())
     if isinstance(value, Mapping) and set(value) == {OFFLOAD}:
         return Choice(OFFLOAD, gigabytes=float(value[OFFLOAD]))
     if isinstance(value, Mapping):

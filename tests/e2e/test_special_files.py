@@ -1,0 +1,155 @@
+"""FIFOs and devices in the place of files: one line or the right answer, and nothing waits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deadline import deadline
+from tests.e2e.conftest import Finished, records_in
+
+Run = Callable[..., Finished]
+Put = Callable[[Path], None]
+CONFIG, CHECKPOINT = 2, 3
+SECONDS = 60
+
+
+def put_fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def put_device(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+@pytest.fixture(params=[put_fifo, put_device], ids=["FIFO", "device"])
+def put(request: pytest.FixtureRequest) -> Put:
+    """Return a function that puts something that isn't a regular file where its argument says."""
+    put: Put = request.param
+    return put
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Return a copy of the embedded checkpoint, to be harmed."""
+    return Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "ckpt"))
+
+
+def refused(done: Finished, code: int, *words: str) -> None:
+    lines = [line for line in done.err.splitlines() if line.startswith("offstage: ")]
+    assert (done.code, len(lines)) == (code, 1), done.err
+    assert all(word in lines[0] for word in words), lines[0]
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "model.safetensors",
+        "model.safetensors.index.json", "model-00002-of-00004.safetensors", "adapter_config.json",
+    ],
+)  # fmt: skip
+def test_a_file_of_a_checkpoint_that_is_none_exits_3(name: str, checkpoint: Path, put: Put, offstage_here: Run) -> None:
+    put(checkpoint / name)
+    with deadline(SECONDS):
+        done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=2MB")
+    refused(done, CHECKPOINT, name, "not a regular file")
+
+
+def test_the_only_weights_file_that_is_none_exits_3(checkpoint: Path, put: Put, offstage_here: Run) -> None:
+    for path in checkpoint.glob("model*"):
+        path.unlink()
+    put(checkpoint / "a.safetensors")
+    with deadline(SECONDS):
+        done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=2MB")
+    refused(done, CHECKPOINT, "a.safetensors", "not a regular file")
+
+
+def test_a_stray_one_beside_the_weights_is_not_opened(checkpoint: Path, put: Put, offstage_here: Run) -> None:
+    put(checkpoint / "a.safetensors")
+    with deadline(SECONDS):
+        done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=2MB", "generate.max_new_tokens=2")
+    assert done.code == 0, done.err
+
+
+def test_a_tokenizer_of_another_folder_that_is_none_exits_3(
+    checkpoint: Path, put: Put, offstage_here: Run, tmp_path: Path
+) -> None:
+    tmp_path.joinpath("tokenizer").mkdir()
+    put(tmp_path / "tokenizer" / "tokenizer.json")
+    with deadline(SECONDS):
+        done = offstage_here(f"model.path={checkpoint}", f"model.tokenizer={tmp_path / 'tokenizer'}")
+    refused(done, CHECKPOINT, "model.tokenizer", "not a regular file")
+
+
+@pytest.mark.parametrize("key", ["generate.prompts_file", "device_map"])
+def test_a_file_that_the_config_names_and_that_is_none_exits_2(
+    key: str, put: Put, offstage_here: Run, tmp_path: Path
+) -> None:
+    put(tmp_path / "given.json")
+    with deadline(SECONDS):
+        done = offstage_here(f"{key}={tmp_path / 'given.json'}")
+    refused(done, CONFIG, key, "given.json")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*/*/manifest.json", "*/*/skeleton.json", "*/*/plan.json", "*/*/generation.json", "hardware/*.json"]
+)
+def test_a_file_of_the_cache_that_is_none_is_made_again(
+    pattern: str, put: Put, offstage_here: Run, tmp_path: Path
+) -> None:
+    given = ("max_memory.cpu=2MB", "generate.max_new_tokens=2")
+    first = offstage_here(*given)
+    assert first.code == 0, first.err
+    damaged = sorted(tmp_path.glob(f"outputs/cache/{pattern}"))
+    for path in damaged:
+        put(path)
+    assert damaged
+    with deadline(SECONDS):
+        again, third = offstage_here(*given), offstage_here(*given)
+    assert (again.code, third.code) == (0, 0), again.err
+    assert again.tokens == third.tokens == first.tokens
+    assert all(third.cached.values())
+
+
+@pytest.mark.parametrize("name", ["index.json", "offstage.json", "lm_head.weight.dat"])
+def test_a_file_of_the_offload_store_that_is_none_is_made_again(
+    name: str, put: Put, offstage_here: Run, tmp_path: Path
+) -> None:
+    given = ("dtype=bfloat16", "device_map=disk", "generate.max_new_tokens=2")
+    first = offstage_here(*given)
+    assert first.code == 0, first.err
+    (path,) = tmp_path.glob(f"outputs/cache/offload/*/{name}")
+    put(path)
+    shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
+    with deadline(SECONDS):
+        again = offstage_here(*given)
+    assert again.code == 0, again.err
+    assert again.tokens == first.tokens
+
+
+@pytest.mark.parametrize("command", ["replay", "report"])
+def test_a_record_that_is_none_is_refused(
+    command: str, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    from pipeline.replay_command import main as replay
+    from pipeline.report.command import main as report
+
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "run.json")
+    with deadline(SECONDS), pytest.raises(SystemExit) as exit_info:
+        (replay if command == "replay" else report)([str(tmp_path)])
+    assert exit_info.value.code in (2, 5)
+    error = capfd.readouterr().err
+    assert "Traceback" not in error
+    assert len([line for line in error.splitlines() if line.startswith("offstage-")]) == 1, error
+    assert not records_in(tmp_path)
