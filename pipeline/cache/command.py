@@ -17,6 +17,7 @@ from rich.table import Table
 from pipeline.atomic_files import mendable
 from pipeline.cache import housekeeping
 from pipeline.cache.housekeeping import CacheEntry
+from pipeline.cache.leftovers import move_aside
 from pipeline.command_exit import run_command
 from pipeline.errors import ConfigError
 
@@ -120,11 +121,13 @@ def _verify(root: Path, _given: argparse.Namespace) -> int:
     for entry, damage in damaged:
         aside = housekeeping.set_aside(entry)
         _say(f"{entry.folder}: {damage}; {f'set aside as {aside.name}' if aside else 'in use, left where it is'}")
-    stores = sum(entry.stage == housekeeping.OFFLOAD for entry in found)
-    unhashed = f"; {stores} offload stores keep no hashes" if stores else ""
-    hashed = _amount([entry for entry in found if entry.stage != housekeeping.OFFLOAD])
-    _say(f"{hashed} hashed in {time.perf_counter() - began:.1f} s, {len(damaged)} damaged{unhashed}")
-    return DAMAGED if damaged else 0
+    figures = housekeeping.damaged_figures(root)
+    for path, damage in figures.items():
+        move_aside(path, damage)
+        _say(f"{path}: {damage}; set aside, to be measured again")
+    count = len(damaged) + len(figures)
+    _say(f"{_amount(found)} hashed in {time.perf_counter() - began:.1f} s, {count} damaged")
+    return DAMAGED if count else 0
 
 
 def _amount(found: Sequence[CacheEntry]) -> str:

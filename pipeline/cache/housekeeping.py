@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.cache.block_sums import find_store_damage
 from pipeline.cache.leases import SHARED, lease_path, sole_use
 from pipeline.cache.leftovers import BUILDING, DAMAGED
 from pipeline.cache.manifest import DamagedError, verify
+from pipeline.cache.sealed_files import read_sealed
+from pipeline.stage import MEASURED
 
 OFFLOAD = "offload"
-"""The folder of the cache that holds the offload stores; they have no manifest."""
+"""The folder of the cache that holds the offload stores; they have no manifest, and an index with checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +111,25 @@ def _move(entry: CacheEntry, aside: Path, still: Callable[[Path], bool]) -> bool
 
 
 def find_damage(entry: CacheEntry) -> str | None:
-    """Return what is wrong with an artifact, all of its files hashed again; None if it is whole.
-
-    An offload store keeps no hashes: each run checks its tensors' sizes.
-    """
+    """Return what is wrong with an artifact or a store, all of its files hashed again; None if it is whole."""
     if entry.stage == OFFLOAD:
-        return None
+        return find_store_damage(entry.folder)
     try:
         verify(entry.folder, stage=entry.stage, key=entry.key, full=True)
     except DamagedError as damage:
         return str(damage) if entry.folder.exists() else None
     return None
+
+
+def damaged_figures(root: Path) -> dict[Path, str]:
+    """Return what is wrong with each file of what was measured of the machine that isn't as it was written."""
+    found = {}
+    for path in sorted((root / MEASURED).glob("*.json")):
+        try:
+            read_sealed(path)
+        except DamagedError as damage:
+            found[path] = str(damage)
+    return found
 
 
 def set_aside(entry: CacheEntry) -> Path | None:

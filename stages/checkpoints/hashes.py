@@ -5,13 +5,25 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.bulk_reader import IN_FLIGHT
 from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+from stages.checkpoints.shard_files import ShardFile, check_regular, check_unchanged, opened_shard, read_into
 
 _BLOCK_BYTES = 4 * 2**20
+
+
+def hold(checkpoint: Checkpoint) -> Checkpoint:
+    """Return ``checkpoint`` with each file held to its present state, to be hashed next.
+
+    Whatever is written to a file from now on is noticed at its next use, also where its size and time are set back: what
+    is served is what was hashed.
+    """
+    held = {file: replace(file, changed_ns=check_regular(file.path).st_ctime_ns) for file in checkpoint.files}
+    entries = {name: replace(entry, file=held[entry.file]) for name, entry in checkpoint.entries.items()}
+    return replace(checkpoint, files=tuple(held.values()), entries=entries)
 
 
 def hash_files(checkpoint: Checkpoint) -> dict[str, str]:
@@ -37,4 +49,5 @@ def _hash(file: ShardFile) -> str:
             view = memoryview(buffer)[: min(_BLOCK_BYTES, file.size - offset)]
             read_into(descriptor, view, offset=offset, path=file.path)
             digest.update(view)
+        check_unchanged(file, descriptor)
     return digest.hexdigest()

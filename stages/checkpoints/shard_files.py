@@ -28,7 +28,8 @@ class ShardFile:
 
     ``size`` is in bytes, ``mtime_ns`` in nanoseconds (null: not held to it); ``digest`` is the SHA-256 in
     hex of its header (safetensors) or of its table of contents (``.bin``), which changes with any of its
-    tensors' names, shapes or places.
+    tensors' names, shapes or places. ``changed_ns`` is when the file's inode was last changed (ctime, null: not held to
+    it), which nobody can set back.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ShardFile:
     size: int
     mtime_ns: int | None
     digest: str
+    changed_ns: int | None = None
 
 
 def is_plain_name(name: str) -> bool:
@@ -127,7 +129,8 @@ def opened_shard(file: ShardFile) -> Iterator[int]:
 def check_unchanged(file: ShardFile, descriptor: int) -> None:
     """Raise a ``CheckpointError`` if ``file``, open as ``descriptor``, changed since it was recorded."""
     status = os.fstat(descriptor)
-    if status.st_size != file.size or file.mtime_ns not in (None, status.st_mtime_ns):
+    moved = file.mtime_ns not in (None, status.st_mtime_ns) or file.changed_ns not in (None, status.st_ctime_ns)
+    if status.st_size != file.size or moved:
         raise CheckpointError(f"{file.path}: the file changed while it was being served; run again")
 
 

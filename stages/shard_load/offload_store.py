@@ -13,6 +13,7 @@ it: both would write the same bytes.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -23,18 +24,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import filelock
-
 from pipeline.atomic_files import TEMPORARY, create_file, replace_file, sync_folder, write_whole
+from pipeline.cache.block_sums import INDEX_NAME, SummedFile, block_sums, find_damage, summed_file
+from pipeline.cache.leftovers import DAMAGED, move_aside
+from pipeline.cache.locks import locked
 from pipeline.errors import StorageError
+from pipeline.regular_files import NotRegularError, read_json
 from stages.checkpoints.shard_files import ShardFile
 from stages.units import DTYPE_BYTES, format_bytes
 
 MARKER_NAME = "offstage.json"
-INDEX_NAME = "index.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_OLDER_FORMATS = (1,)
+"""Without checksums: such a store is taken over, and every tensor in it made again as it is wanted."""
 _PUBLISH_BYTES = 256 * 2**20
 _STALE_SECONDS = 24 * 3600
+
+
+_log = logging.getLogger("offstage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +70,31 @@ class OffloadStore:
         self._pending: dict[str, Mapping[str, Any]] = {}
         self._pending_bytes = 0
 
-    def find_all(self, wanted: Mapping[str, StoredTensor]) -> dict[str, ShardFile]:
-        """Return the files of those of the tensors ``wanted`` that are there, whole, made just as it says."""
-        index = read_index(self.folder)
-        whole = {}
+    def find_all(self, wanted: Mapping[str, StoredTensor], *, full: bool = False) -> dict[str, ShardFile]:
+        """Return the files of those of the tensors ``wanted`` that are there, whole, made just as it says.
+
+        Of the blocks a sample is checked, with ``full`` all; a file is then held to its state before that.
+        """
+        index, files = read_index(self.folder), {}
         for name, tensor in wanted.items():
-            path = self._path(name)
-            if index.get(name) == _as_json(tensor) and path.is_file() and path.stat().st_size == tensor.bytes:
-                whole[name] = ShardFile(path.name, path, tensor.bytes, None, "")
-        return whole
+            file = _summed(self._path(name), tensor, index.get(name))
+            files |= {name: file} if file else {}
+        states = {name: _state(file.path) if full else None for name, file in files.items()}
+        damaged = find_damage(files, full=full)
+        for name, damage in list(damaged.items())[:1]:
+            others = f", and {len(damaged) - 1} more aren't whole" if len(damaged) > 1 else ""
+            _log.warning("%s: %s%s; made again", files[name].path, damage, others)
+        whole = {name: file for name, file in files.items() if name not in damaged}
+        return {name: ShardFile(file.path.name, file.path, file.size, None, "", states[name]) for name, file in whole.items()}
 
     def put(self, name: str, tensor: StoredTensor, data: memoryview) -> None:
         """Write the bytes of one tensor to its file, on disk before it takes its name."""
         try:
+            _make_way(self._path(name))
             write_whole(self._path(name), data)
         except OSError as error:
             raise self._error(f"writing {name!r} ({format_bytes(len(data))})", error) from error
-        self._pending[name] = _as_json(tensor)
+        self._pending[name] = {**_as_json(tensor), "blocks": block_sums(data)}
         self._pending_bytes += len(data)
         if self._pending_bytes >= _PUBLISH_BYTES:
             self.publish()
@@ -90,6 +105,7 @@ class OffloadStore:
             return
         try:
             sync_folder(self.folder)
+            _make_way(self.folder / INDEX_NAME)
             index = {**read_index(self.folder), **self._pending}
             replace_file(self.folder / INDEX_NAME, json.dumps(index, indent=1) + "\n")
         except OSError as error:
@@ -118,21 +134,16 @@ class OffloadStore:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the store's lock, where the file system has locks, so that two jobs don't do the same work."""
-        lock = filelock.FileLock(self.folder / ".lock")
-        with suppress(OSError, RuntimeError):
-            lock.acquire()
-        try:
+        with locked(self.folder / "store", work="fills the offload store"):
             self._sweep()
             yield
-        finally:
-            lock.release()
 
     def _sweep(self) -> None:
-        """Remove the temporary files of runs that were killed long ago."""
-        for leftover in self.folder.glob(f"{TEMPORARY}*"):
+        """Remove what was left long ago: temporary files of runs that were killed, and what was set aside."""
+        for leftover in (*self.folder.glob(f"{TEMPORARY}*"), *self.folder.glob(f"{DAMAGED}*")):
             with suppress(OSError):
                 if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
-                    leftover.unlink()
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.dat"
@@ -177,12 +188,19 @@ def claim(folder: Path, key: str) -> bool:
     if not marker.exists() and _is_empty(folder):  # a store that is whole may lie on a disk that can't be written
         with suppress(FileExistsError):
             create_file(marker, json.dumps(mark) + "\n")
-    return bool(_read_json(marker) == mark)
+    found = _read_json(marker)
+    if found in [{"format": older, "key": key} for older in _OLDER_FORMATS]:
+        replace_file(marker, json.dumps(mark) + "\n")
+        return True
+    return bool(found == mark)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return what ``index.json`` in ``folder`` says of each tensor; nothing where there is no index."""
-    index = _read_json(folder / INDEX_NAME)
+    """Return what ``index.json`` in ``folder`` says of each tensor; nothing where there is no index that can be read."""
+    try:
+        index = _read_json(folder / INDEX_NAME)
+    except OSError:
+        return {}
     return index if isinstance(index, dict) else {}
 
 
@@ -193,10 +211,33 @@ def _is_empty(folder: Path) -> bool:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+        return read_json(path)
+    except (FileNotFoundError, NotRegularError, ValueError):
         return None
 
 
 def _as_json(tensor: StoredTensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "sources": list(tensor.sources)}
+    told = {"dtype": tensor.dtype, "shape": list(tensor.shape), "sources": list(tensor.sources)}
+    return {**told, "bytes": tensor.bytes}
+
+
+def _summed(path: Path, tensor: StoredTensor, entry: object) -> SummedFile | None:
+    """Return the file of ``tensor`` with its checksums; null where the index has no such tensor."""
+    told = _as_json(tensor)
+    if not isinstance(entry, dict) or {key: entry.get(key) for key in told} != told:
+        return None
+    return summed_file(path, entry)
+
+
+def _state(path: Path) -> int | None:
+    """Return when ``path`` was last changed, in nanoseconds; null where it is gone."""
+    try:
+        return path.stat().st_ctime_ns
+    except OSError:
+        return None
+
+
+def _make_way(path: Path) -> None:
+    """Move a folder away that lies where a file of the store must be."""
+    if path.is_dir():
+        move_aside(path, "isn't a file")

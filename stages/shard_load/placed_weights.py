@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import read_extent
@@ -47,10 +47,15 @@ class PlacedWeights:
     host: HostBlock | None = None
 
 
-def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -> dict[str, ShardFile]:
-    """Return the files of all tensors that must be in the ``store``, after adding those that are not there."""
+def fill_store(
+    load: Load, store: OffloadStore, *, check_finite: bool = False, full: bool = False
+) -> dict[str, ShardFile]:
+    """Return the files of all tensors that must be in the ``store``, after adding those that are not there, or damaged.
+
+    ``full`` compares every checksum of the store, not a sample.
+    """
     with store.locked():
-        stored = store.find_all(load.stored)
+        stored = store.find_all(load.stored, full=full)
         absent = {name: tensor for name, tensor in load.stored.items() if name not in stored}
         store.check_space(list(absent.values()))
         for name, tensor in make_tensors(load, absent, "offloading", devices=Devices()):
@@ -59,7 +64,10 @@ def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False) -
             store.put(name, absent[name], byte_view(tensor))
             del tensor  # or it would be held while the next one is made
         store.publish()
-    return stored | store.find_all(absent)
+        files = stored | store.find_all(absent, full=full)
+    for name in load.stored.keys() - files.keys():
+        raise StorageError(f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder")
+    return files
 
 
 def place(

@@ -151,10 +151,12 @@ def _opened(inputs: ShardLoadInputs) -> Checkpoint:
 
 
 def _prepare(inputs: ShardLoadInputs, context: Context) -> Load:
+    from stages.checkpoints.hashes import hold
     from stages.shard_load.load import prepare
 
     skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
     model, checkpoint = context.live("empty_init"), _opened(inputs)
+    checkpoint = hold(checkpoint) if inputs.verify == "full" else checkpoint
     return prepare(model, skeleton, homes=inputs.plan.homes, checkpoint=checkpoint, strict=inputs.strict)
 
 
@@ -171,7 +173,8 @@ def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[s
 
     if not load.stored:
         return {}
-    return fill_store(load, _store(inputs, context, load), check_finite=inputs.check_finite)
+    store, full = _store(inputs, context, load), inputs.verify == "full"
+    return fill_store(load, store, check_finite=inputs.check_finite, full=full)
 
 
 def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:

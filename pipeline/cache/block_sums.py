@@ -1,0 +1,110 @@
+"""Checksums of large files, block by block: a flipped bit is found, and a part can be checked for the whole.
+
+The files of an offload store are too large to be hashed at every run. Its index says of each its size and the CRC-32
+of each block; all of them are compared where that is asked for, and a few otherwise, others each time. A CRC is against
+accidents: whoever can write to a cache can choose what is in it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.regular_files import open_regular, read_json
+
+BLOCK_BYTES = 4 * 2**20
+SAMPLE = 16
+"""Blocks of a store that are checked whenever it is opened: tens of milliseconds."""
+INDEX_NAME = "index.json"
+"""The file of an offload store that says what is in it."""
+_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SummedFile:
+    """A file of ``size`` bytes and the sums that its blocks had when it was written."""
+
+    path: Path
+    size: int
+    sums: tuple[str, ...]
+
+
+def block_sums(data: memoryview) -> list[str]:
+    """Return the CRC-32 of each block of ``data`` (bytes), in hex."""
+    return [f"{zlib.crc32(data[begin : begin + BLOCK_BYTES]):08x}" for begin in range(0, len(data), BLOCK_BYTES)]
+
+
+def find_damage(files: Mapping[str, SummedFile], *, full: bool) -> dict[str, str]:
+    """Return what is wrong with each of ``files`` that isn't as it was written, by its name.
+
+    Sizes are always compared, blocks all where ``full`` says so, else ``SAMPLE`` of them, drawn anew at each call.
+    """
+    found = {name: wrong for name, file in files.items() if (wrong := _outward_damage(file))}
+    blocks = [(name, index) for name in files if name not in found for index in range(len(files[name].sums))]
+    if not full and len(blocks) > SAMPLE:
+        blocks = random.Random().sample(blocks, SAMPLE)  # its own: the user's numbers stay those of the user's seed
+    with ThreadPoolExecutor(_IN_FLIGHT) as pool:
+        for (name, _), wrong in zip(blocks, pool.map(lambda at: _block_damage(files[at[0]], at[1]), blocks), strict=True):
+            if wrong:
+                found.setdefault(name, wrong)
+    return found
+
+
+def find_store_damage(folder: Path) -> str | None:
+    """Return what is wrong with the offload store in ``folder``, every block of it checked; None if it is whole."""
+    for path in sorted(folder.rglob(INDEX_NAME)):
+        try:
+            index = read_json(path)
+            files = _summed_files(path.parent, index) if isinstance(index, dict) else None
+        except (OSError, ValueError):
+            files = None
+        if files is None:
+            return f"{path.name} can't be read"
+        for name, wrong in find_damage(files, full=True).items():
+            return f"tensor {name!r} {wrong}"
+    return None
+
+
+def _summed_files(folder: Path, index: Mapping[str, Any]) -> dict[str, SummedFile]:
+    """Return the files that ``index`` has sums of; tensors that lie elsewhere have none."""
+    files = {}
+    for name, entry in index.items():
+        if isinstance(entry, dict) and "/" not in name:
+            file = summed_file(folder / f"{name}.dat", entry)
+            files |= {name: file} if file else {}
+    return files
+
+
+def summed_file(path: Path, entry: Mapping[str, Any]) -> SummedFile | None:
+    """Return the file ``path`` with what its index's ``entry`` says of it; None where that says nothing."""
+    size, sums = entry.get("bytes"), entry.get("blocks")
+    if type(size) is not int or not isinstance(sums, list) or len(sums) != -(-size // BLOCK_BYTES):
+        return None
+    return SummedFile(path, size, tuple(map(str, sums)))
+
+
+def _outward_damage(file: SummedFile) -> str | None:
+    try:
+        status = file.path.stat()
+    except (OSError, ValueError):
+        return "is missing"
+    if not stat.S_ISREG(status.st_mode):
+        return "isn't a file"
+    return None if status.st_size == file.size else f"has {status.st_size} bytes instead of {file.size}"
+
+
+def _block_damage(file: SummedFile, index: int) -> str | None:
+    try:
+        with os.fdopen(open_regular(file.path), "rb", buffering=0) as opened:
+            opened.seek(index * BLOCK_BYTES)
+            block = opened.read(BLOCK_BYTES)
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
+    return None if block_sums(memoryview(block)) == [file.sums[index]] else f"doesn't match its checksum (block {index})"
