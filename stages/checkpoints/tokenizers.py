@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.errors import ConfigError
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from stages.checkpoints.tokenizer_limits import check_tokenizer
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
 """The files of a checkpoint folder that show that it has a tokenizer, as glob patterns."""
@@ -25,6 +26,7 @@ def load_tokenizer(model: Mapping[str, Any]) -> Any:
     folder = tokenizer_folder(model) or checkpoint_folder(model)
     if not model.get("tokenizer") and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None
+    check_tokenizer(folder)
     remote = bool(model.get("trust_remote_code", False))
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)

@@ -17,6 +17,7 @@ from torch import nn
 from pipeline.errors import CheckpointError, ConfigError, closest
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.hub import checkpoint_folder
+from stages.empty_init.config_limits import check_numbers
 from stages.empty_init.identity import constructor_arguments, read_config
 from stages.empty_init.init import init_empty_weights
 
@@ -53,7 +54,7 @@ def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:
 
 def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
     folder, remote = checkpoint_folder(node), bool(node["trust_remote_code"])
-    read_config(folder)
+    check_numbers(folder / "config.json", read_config(folder))
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
         model_class = _model_class(node.get("class"), config, folder=folder, remote=remote)

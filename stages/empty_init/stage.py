@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import unknown_keys
+from stages.checkpoints.bounds import bounded
 from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot
 from stages.checkpoints.shard_files import check_texts
 from stages.empty_init.identity import WHERE_CODE_IS_FOUND, identity, quantization_fault, resolve_dtype
@@ -79,15 +81,18 @@ class EmptyInitStage:
         from stages.empty_init.describe import describe
         from stages.empty_init.model import build_model
 
-        model = build_model(inputs.node, inputs.dtype)
-        describe(model, no_split=inputs.node.get("no_split")).save(folder)
+        with _bounds(inputs.node):
+            model = build_model(inputs.node, inputs.dtype)
+            described = describe(model, no_split=inputs.node.get("no_split"))
+        described.save(folder)
         return model
 
     def revive(self, inputs: EmptyInitInputs, context: Context) -> Any:
         """Return the model on meta."""
         from stages.empty_init.model import build_model
 
-        return build_model(inputs.node, inputs.dtype)
+        with _bounds(inputs.node):
+            return build_model(inputs.node, inputs.dtype)
 
     def report(self, artifact: Artifact) -> Report:
         """Say how large the model is, and whether its order is that of a rehearsal."""
@@ -95,6 +100,11 @@ class EmptyInitStage:
         order = "rehearsed" if skeleton.unrehearsed is None else "order of registration"
         size = format_bytes(skeleton.bytes)
         return Report(f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}, {order}")
+
+
+def _bounds(model: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Return the bounds of what is built from a checkpoint's config; the user's own module has none."""
+    return bounded(str(checkpoint_folder(model) / "config.json")) if model["kind"] == "pretrained" else nullcontext()
 
 
 def _check_path(model: Mapping[str, Any]) -> Iterable[Fault]:

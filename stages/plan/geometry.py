@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.regular_files import read_json, read_regular
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from stages.checkpoints.tokenizer_limits import check_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,10 +123,14 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
     """
     from tokenizers import Tokenizer
 
+    check_tokenizer(folder)
     try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception:  # noqa: BLE001  that is what the library raises, for whatever is wrong
         return None
+    tokenizer.no_padding()  # as generate encodes: what the file says of lengths is for training
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def round_up(count: int) -> int:

@@ -1,6 +1,7 @@
 """offstage-cache: what lies in the cache, what goes, what is damaged; and pruning while jobs run."""
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,3 +101,33 @@ def test_what_a_running_job_uses_is_kept(cache: Command, tmp_path: Path) -> None
     stored = tmp_path / "outputs" / "cache" / "offload"
     assert "removed" in cache("prune", "--max-size", "0B")[1]
     assert not list(stored.glob("*/index.json"))
+
+
+def test_a_bit_flipped_in_an_offload_store_is_found_and_made_again(
+    offstage: Run, cache: Command, tmp_path: Path
+) -> None:
+    given = ("dtype=bfloat16", "device_map=disk", "generate.max_new_tokens=2")
+    first = offstage(*given)
+    assert first.code == 0, first.err
+    assert cache("verify")[0] == 0
+    (path,) = tmp_path.glob("outputs/cache/offload/*/lm_head.weight.dat")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 4
+    path.write_bytes(data)
+    code, out, _ = cache("verify")
+    assert code == 1
+    assert "tensor 'lm_head.weight' doesn't match its checksum (block 0); set aside as .damaged-" in out
+    assert cache("verify")[0] == 0
+    shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
+    again = offstage(*given)
+    assert (again.code, again.tokens) == (0, first.tokens)
+
+
+def test_damaged_figures_of_the_machine_are_found(offstage: Run, cache: Command, tmp_path: Path) -> None:
+    offstage("stop_after=plan")
+    path = tmp_path / "outputs" / "cache" / "hardware" / "rates.json"
+    path.write_text("{")
+    code, out, _ = cache("verify")
+    assert code == 1
+    assert "rates.json: isn't JSON; set aside" in out
+    assert cache("verify")[0] == 0

@@ -2,11 +2,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from pipeline.errors import StorageError
+from pipeline.cache import block_sums
+from pipeline.errors import CheckpointError, StorageError
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.readers import read_extent
 from stages.shard_load.offload_store import INDEX_NAME, MARKER_NAME, OffloadStore, StoredTensor, open_store
 
 TENSOR = StoredTensor("float32", (2,), ("source",))
@@ -135,3 +139,87 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Pat
     tmp_path.chmod(0o555)
     with pytest.raises(StorageError, match="set offload_folder to a folder that can be written"):
         open_store(tmp_path / "s", "k")
+
+
+def flipped(path: Path, at: int) -> None:
+    """Flip a bit of the file, and leave its size and its time as they were."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("at", range(8))
+def test_a_flipped_bit_is_said_and_the_tensor_not_taken(
+    tmp_path: Path, at: int, full: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(tmp_path, "k")
+    fill(store, "a", "b")
+    flipped(tmp_path / "a.dat", at)
+    assert store.find_all(dict.fromkeys("ab", TENSOR), full=full).keys() == {"b"}
+    assert "a.dat: doesn't match its checksum (block 0); made again" in caplog.text
+    fill(store, "a")
+    assert store.find_all(dict.fromkeys("ab", TENSOR), full=full).keys() == {"a", "b"}
+
+
+def test_every_block_is_compared_where_all_are_and_a_few_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_sums, "BLOCK_BYTES", 16)
+    tensor = StoredTensor("uint8", (1000,), ("source",))
+    store = open_store(tmp_path, "k")
+    store.put("a", tensor, memoryview(bytes(range(250)) * 4))
+    store.publish()
+    assert len(json.loads((tmp_path / INDEX_NAME).read_text())["a"]["blocks"]) == 63
+    flipped(tmp_path / "a.dat", 999)
+    assert not store.find_all({"a": tensor}, full=True)
+    outcomes = [bool(store.find_all({"a": tensor})) for _ in range(200)]
+    assert 20 < outcomes.count(False) < 180, "16 of 63 blocks are drawn anew at each time"
+
+
+def test_a_bit_flipped_in_the_index_costs_a_rewrite_and_nothing_else(tmp_path: Path) -> None:
+    store = open_store(tmp_path, "k")
+    fill(store, "a")
+    whole = (tmp_path / INDEX_NAME).read_bytes()
+    for at in range(len(whole)):
+        flipped(tmp_path / INDEX_NAME, at)
+        found = open_store(tmp_path, "k").find_all({"a": TENSOR}, full=True)
+        assert all(file.path.read_bytes() == DATA for file in found.values())
+        (tmp_path / INDEX_NAME).write_bytes(whole)
+    assert store.find_all({"a": TENSOR}, full=True)
+
+
+def test_a_store_without_checksums_is_taken_over_and_its_tensors_made_again(tmp_path: Path) -> None:
+    (tmp_path / MARKER_NAME).write_text(json.dumps({"format": 1, "key": "k"}))
+    (tmp_path / "a.dat").write_bytes(DATA)
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"a": {"dtype": "float32", "shape": [2], "sources": ["source"]}}))
+    store = open_store(tmp_path, "k")
+    assert store.folder == tmp_path
+    assert not store.find_all({"a": TENSOR})
+    fill(store, "a")
+    assert store.find_all({"a": TENSOR})
+
+
+def test_a_file_that_changes_after_all_was_compared_is_noticed_at_its_next_use(tmp_path: Path) -> None:
+    store = open_store(tmp_path, "k")
+    fill(store, "a")
+    file = store.find_all({"a": TENSOR}, full=True)["a"]
+    extent = Extent(file, 0, "float32", (2,))
+    assert read_extent(extent).shape == (2,)
+    time.sleep(0.02)  # longer than the clock of the file system stands still
+    flipped(file.path, 3)
+    with pytest.raises(CheckpointError, match="changed while it was being served"):
+        read_extent(extent)
+
+
+@pytest.mark.parametrize("name", ["a.dat", INDEX_NAME])
+def test_a_folder_in_the_place_of_a_file_is_moved_away(tmp_path: Path, name: str) -> None:
+    store = open_store(tmp_path, "k")
+    fill(store, "a")
+    (tmp_path / name).unlink()
+    (tmp_path / name).joinpath("inside").mkdir(parents=True)
+    assert not store.find_all({"a": TENSOR})
+    fill(store, "a")
+    assert store.find_all({"a": TENSOR})

@@ -226,3 +226,34 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(
     with pytest.raises(StorageError, match=r"21 offloaded tensors need 43.33 kB \(43328 bytes\), and 1.00 kB are free"):
         load(context_for(tmp_path, checkpoint), tmp_path / "out")
     assert not list(tmp_path.glob("cache/offload/*/*.dat"))
+
+
+def flip_last_bit(path: Path) -> None:
+    """Flip a bit of the file, and leave its size and its time as they were."""
+    before, data = path.stat(), bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_with_verify_full_a_bit_flipped_in_the_store_is_said_and_mended(
+    tmp_path: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = context_for(tmp_path, checkpoint, verify="full")
+    before = state_of(load(context, tmp_path / "out"))
+    (path,) = tmp_path.glob("cache/offload/*/lm_head.weight.dat")
+    flip_last_bit(path)
+    assert_same(state_of(revive(context)), before)
+    assert "lm_head.weight.dat: doesn't match its checksum (block 0); made again" in caplog.text
+
+
+@pytest.mark.parametrize("save", [save_safetensors, save_bin])
+def test_with_verify_full_what_is_read_in_the_run_is_what_was_hashed(tmp_path: Path, save: object) -> None:
+    folder = save(make_model("llama", BFLOAT16), tmp_path / "checkpoint")
+    placed = load(context_for(tmp_path, folder, verify="full"), tmp_path / "out")
+    file = placed.offloaded.extents["lm_head.weight"].file.path
+    placed.offloaded["lm_head.weight"]
+    time.sleep(0.02)  # longer than the clock of the file system stands still
+    flip_last_bit(file)
+    with pytest.raises(CheckpointError, match="changed while it was being served"):
+        placed.offloaded["lm_head.weight"]

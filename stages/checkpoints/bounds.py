@@ -1,0 +1,91 @@
+"""Bounds on what is made from a checkpoint's small files by code that isn't ours.
+
+A config of a few bytes can ask for buffers of a terabyte, or for a loop that never ends. Where the numbers themselves
+don't show it, the work is held to an amount of processor time and of memory that no real model comes near.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from pipeline.errors import CheckpointError
+
+SECONDS = 60
+"""Of processor time, imports included: a model of a trillion parameters takes some seconds."""
+BYTES = 2 * 2**30
+"""Beside what the process has: what a constructor computes is masks and tables of some MB."""
+_THREAD_BYTES = 16 * 2**20
+"""What a thread of a library's pool may come with: its stack and its share of the heap."""
+
+
+class _OutOfTimeError(BaseException):
+    """Ends the work wherever it is; no ``except Exception`` on the way holds it up."""
+
+
+@contextmanager
+def bounded(what: str) -> Iterator[None]:
+    """Hold the block to ``SECONDS`` and ``BYTES``; beyond, a ``CheckpointError`` says so of ``what``.
+
+    Time is bounded in the main thread alone, and neither where the system has no such limits.
+    """
+    try:
+        with _memory_bound(), _time_bound():
+            yield
+    except _OutOfTimeError:
+        raise CheckpointError(
+            f"{what}: building it takes more than {SECONDS} s of processor time, as no model does; restore the file"
+        ) from None
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{what}: building it takes more than {BYTES} bytes beside the weights, as no model does; restore the file"
+        ) from error
+
+
+@contextmanager
+def _time_bound() -> Iterator[None]:
+    taken = signal.getitimer(signal.ITIMER_PROF)[0] > 0  # a profiler's
+    if taken or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPROF, _give_up)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS, 1)  # again and again: a callback may swallow the first
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _give_up(_number: int, _frame: FrameType | None) -> None:
+    raise _OutOfTimeError
+
+
+@contextmanager
+def _memory_bound() -> Iterator[None]:
+    held = _data_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if held is None or soft != resource.RLIM_INFINITY:
+        yield
+        return
+    most = held + BYTES + (os.cpu_count() or 1) * _THREAD_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _data_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """Return what the process has of the memory that ``RLIMIT_DATA`` counts; null where the system doesn't tell."""
+    found = re.search(r"^VmData:\s*(\d+) kB$", status.read_text(), re.MULTILINE) if status.is_file() else None
+    return int(found[1]) * 1024 if found else None

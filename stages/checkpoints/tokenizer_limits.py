@@ -1,0 +1,56 @@
+"""How much a tokenizer can make of a text, read from its ``tokenizer.json`` before anything runs it.
+
+Forty normalizers that each double their input make a terabyte of one letter, in native code that nothing interrupts;
+the added tokens go through them as soon as the file is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError
+from pipeline.regular_files import read_json
+
+FILE_NAME = "tokenizer.json"
+MOST = 10**5
+"""Bytes out for each byte in, as the product of what each step may do at worst: real tokenizers come to some hundreds."""
+_STEPS: Mapping[str, int] = {"ByteLevel": 2, "Metaspace": 4, "Precompiled": 32}
+_DATA = ("model", "added_tokens")
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise a ``CheckpointError`` where the tokenizer in ``folder`` can make a text longer beyond measure.
+
+    A file that can't be read at all is for the library to report.
+    """
+    path = folder / FILE_NAME
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return
+    growth, left = 1.0, [value for key, value in content.items() if key not in _DATA] if isinstance(content, dict) else []
+    while left and growth <= MOST:
+        part = left.pop()
+        if isinstance(part, dict):
+            growth *= _growth(part)
+        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    if growth > MOST:
+        raise CheckpointError(f"{path}: its steps make a text more than {MOST} times longer; no real tokenizer does")
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """Return how many times longer ``step`` can make a text, at least 1."""
+    kind = step.get("type")
+    if kind == "Prepend":
+        return 1 + _length(step.get("prepend"))
+    if kind != "Replace":
+        return _STEPS.get(kind, 1) if isinstance(kind, str) else 1
+    pattern, length = step.get("pattern"), _length(step.get("content"))
+    plain = _length(pattern.get("String")) if isinstance(pattern, dict) else 0
+    return max(1, length / plain) if plain else 1 + length  # what has no length may match between any two letters
+
+
+def _length(text: object) -> int:
+    return len(text.encode(errors="surrogatepass")) if isinstance(text, str) else 0

@@ -1,0 +1,43 @@
+"""The numbers of a ``config.json``, held against what no model has.
+
+A config of a billion layers is well-formed: transformers would build them one by one until memory ends. The limits are
+many times those of any model that there is. What they let pass is bounded as the model is built
+(``stages.checkpoints.bounds``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import CheckpointError
+
+_LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
+    (re.compile(r"(^|_)(layers?|depths?|blocks)$"), 2048),
+    (re.compile(r"vocab|window|chunk|cache|max|context|buffer|batch|block|positions"), 2**31),
+    (re.compile(r"(^|_)(size|sizes|dims?|embd|inner|width|heads?|experts|ff|ffn|kv|model|rank|channels|state)$"), 2**20),
+)
+"""The most that a number may be whose key matches; the first pattern that does counts."""
+
+
+def check_numbers(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise a ``CheckpointError`` where a number of ``config``, which ``path`` holds, is beyond what models have."""
+    for key, value in _numbers(config):
+        most = next((limit for pattern, limit in _LIMITS if pattern.search(key)), None)
+        if most is not None and value > most:
+            raise CheckpointError(f"{path}: {key}: {value} is more than any model has (at most {most}); restore the file")
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """Yield every number in ``config`` with the nearest key above it."""
+    left: list[tuple[str, Any]] = list(config.items())
+    while left:
+        key, value = left.pop()
+        if isinstance(value, Mapping):
+            left += value.items()
+        elif isinstance(value, list):
+            left += [(key, item) for item in value]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value

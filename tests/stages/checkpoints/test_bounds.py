@@ -1,0 +1,63 @@
+"""What is built from a stranger's file ends within its bounds, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+
+import pytest
+import torch
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints import bounds
+from stages.checkpoints.bounds import bounded
+from tests.deadline import deadline
+
+
+def is_enforced() -> bool:
+    """Return whether this system holds a process to ``RLIMIT_DATA``."""
+    try:
+        with bounded("f"):
+            bytearray(bounds.BYTES * 2 + 2**34)
+    except CheckpointError:
+        return True
+    return False
+
+
+def test_what_takes_too_long_is_ended_even_where_errors_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "SECONDS", 1)
+    with deadline(30), pytest.raises(CheckpointError, match="config.json: building it takes more than 1 s"):
+        with bounded("config.json"):
+            while True:
+                try:
+                    sum(range(1000))
+                except Exception:  # noqa: BLE001, S110
+                    pass
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+    assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
+
+
+def test_what_takes_too_much_memory_is_ended() -> None:
+    if not is_enforced():
+        pytest.skip("this system has no limit of a process's data")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    for build in (lambda: bytearray(2**40), lambda: torch.arange(10**12)):
+        with pytest.raises(CheckpointError, match="takes more than 2147483648 bytes"), bounded("config.json"):
+            build()
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_other_errors_pass_and_a_thread_may_build_too() -> None:
+    with pytest.raises(RuntimeError, match="^its own$"), bounded("f"):
+        raise RuntimeError("its own")
+    done: list[int] = []
+
+    def build() -> None:
+        with bounded("f"):
+            done.append(1)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    thread.join()
+    assert done == [1]
