@@ -50,8 +50,12 @@ def find_damage(files: Mapping[str, SummedFile], *, full: bool) -> dict[str, str
     blocks = [(name, index) for name in files if name not in found for index in range(len(files[name].sums))]
     if not full and len(blocks) > SAMPLE:
         blocks = random.Random().sample(blocks, SAMPLE)  # its own: the user's numbers stay those of the user's seed
+
+    def check(block: tuple[str, int]) -> str | None:
+        return _block_damage(files[block[0]], block[1])
+
     with ThreadPoolExecutor(_IN_FLIGHT) as pool:
-        for (name, _), wrong in zip(blocks, pool.map(lambda at: _block_damage(files[at[0]], at[1]), blocks), strict=True):
+        for (name, _), wrong in zip(blocks, pool.map(check, blocks), strict=True):
             if wrong:
                 found.setdefault(name, wrong)
     return found
@@ -74,7 +78,7 @@ def find_store_damage(folder: Path) -> str | None:
 
 def _summed_files(folder: Path, index: Mapping[str, Any]) -> dict[str, SummedFile]:
     """Return the files that ``index`` has sums of; tensors that lie elsewhere have none."""
-    files = {}
+    files: dict[str, SummedFile] = {}
     for name, entry in index.items():
         if isinstance(entry, dict) and "/" not in name:
             file = summed_file(folder / f"{name}.dat", entry)
@@ -107,4 +111,6 @@ def _block_damage(file: SummedFile, index: int) -> str | None:
             block = opened.read(BLOCK_BYTES)
     except OSError as error:
         return f"can't be read ({error.strerror})"
-    return None if block_sums(memoryview(block)) == [file.sums[index]] else f"doesn't match its checksum (block {index})"
+    return (
+        None if block_sums(memoryview(block)) == [file.sums[index]] else f"doesn't match its checksum (block {index})"
+    )

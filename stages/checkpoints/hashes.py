@@ -18,8 +18,8 @@ _BLOCK_BYTES = 4 * 2**20
 def hold(checkpoint: Checkpoint) -> Checkpoint:
     """Return ``checkpoint`` with each file held to its present state, to be hashed next.
 
-    Whatever is written to a file from now on is noticed at its next use, also where its size and time are set back: what
-    is served is what was hashed.
+    Whatever is written to a file from now on is noticed at its next use, also where size and time are set back: what is
+    served is what was hashed.
     """
     held = {file: replace(file, changed_ns=check_regular(file.path).st_ctime_ns) for file in checkpoint.files}
     entries = {name: replace(entry, file=held[entry.file]) for name, entry in checkpoint.entries.items()}

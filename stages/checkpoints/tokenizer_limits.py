@@ -15,7 +15,7 @@ from pipeline.regular_files import read_json
 
 FILE_NAME = "tokenizer.json"
 MOST = 10**5
-"""Bytes out for each byte in, as the product of what each step may do at worst: real tokenizers come to some hundreds."""
+"""Bytes out for each byte in, each step at its worst: real tokenizers come to some hundreds."""
 _STEPS: Mapping[str, int] = {"ByteLevel": 2, "Metaspace": 4, "Precompiled": 32}
 _DATA = ("model", "added_tokens")
 
@@ -30,7 +30,10 @@ def check_tokenizer(folder: Path) -> None:
         content = read_json(path)
     except (OSError, ValueError):
         return
-    growth, left = 1.0, [value for key, value in content.items() if key not in _DATA] if isinstance(content, dict) else []
+    growth, left = (
+        1.0,
+        [value for key, value in content.items() if key not in _DATA] if isinstance(content, dict) else [],
+    )
     while left and growth <= MOST:
         part = left.pop()
         if isinstance(part, dict):

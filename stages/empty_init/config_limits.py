@@ -7,6 +7,7 @@ many times those of any model that there is. What they let pass is bounded as th
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import Any
 
 from pipeline.errors import CheckpointError
 
-_LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
+_LIMITS: tuple[tuple[re.Pattern[str], float], ...] = (
     (re.compile(r"(^|_)(layers?|depths?|blocks)$"), 2048),
-    (re.compile(r"vocab|window|chunk|cache|max|context|buffer|batch|block|positions"), 2**31),
-    (re.compile(r"(^|_)(size|sizes|dims?|embd|inner|width|heads?|experts|ff|ffn|kv|model|rank|channels|state)$"), 2**20),
+    (re.compile(r"vocab|position"), 2**31),
+    (re.compile(r"max|window|chunk|cache|context|buffer|batch|block"), math.inf),
+    (
+        re.compile(r"(^|_)(size|sizes|dims?|embd|inner|width|heads?|experts|ffn?|kv|model|rank|channels|state)$"),
+        2**20,
+    ),
 )
 """The most that a number may be whose key matches; the first pattern that does counts."""
 
@@ -27,7 +32,9 @@ def check_numbers(path: Path, config: Mapping[str, Any]) -> None:
     for key, value in _numbers(config):
         most = next((limit for pattern, limit in _LIMITS if pattern.search(key)), None)
         if most is not None and value > most:
-            raise CheckpointError(f"{path}: {key}: {value} is more than any model has (at most {most}); restore the file")
+            raise CheckpointError(
+                f"{path}: {key}: {value} is more than any model has (at most {most}); restore the file"
+            )
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:

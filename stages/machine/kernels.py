@@ -67,9 +67,11 @@ def local_kernels(folder: Path) -> Kernels:
 
 def are_factors(figures: object) -> bool:
     """Return whether ``figures`` can be what kernels take: three factors for each."""
-    return isinstance(figures, dict) and all(
-        isinstance(factors, list) and len(factors) == 3 and all(map(_is_factor, factors)) for factors in figures.values()
-    )
+    return isinstance(figures, dict) and all(map(_are_three, figures.values()))
+
+
+def _are_three(factors: object) -> bool:
+    return isinstance(factors, list) and len(factors) == 3 and all(map(_is_factor, factors))
 
 
 def _is_factor(value: object) -> bool:

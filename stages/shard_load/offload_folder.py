@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pipeline.atomic_files import replace_file, write_whole
+from pipeline.cache.block_sums import INDEX_NAME
 from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
@@ -23,7 +24,7 @@ from stages.checkpoints.readers import read_extent
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular
 from stages.machine.aligned_memory import byte_view
-from stages.shard_load.offload_store import INDEX_NAME, read_index
+from stages.shard_load.offload_store import read_index
 from stages.units import DTYPE_BYTES, format_bytes
 
 

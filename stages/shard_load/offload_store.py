@@ -75,7 +75,8 @@ class OffloadStore:
 
         Of the blocks a sample is checked, with ``full`` all; a file is then held to its state before that.
         """
-        index, files = read_index(self.folder), {}
+        index = read_index(self.folder)
+        files: dict[str, SummedFile] = {}
         for name, tensor in wanted.items():
             file = _summed(self._path(name), tensor, index.get(name))
             files |= {name: file} if file else {}
@@ -85,7 +86,7 @@ class OffloadStore:
             others = f", and {len(damaged) - 1} more aren't whole" if len(damaged) > 1 else ""
             _log.warning("%s: %s%s; made again", files[name].path, damage, others)
         whole = {name: file for name, file in files.items() if name not in damaged}
-        return {name: ShardFile(file.path.name, file.path, file.size, None, "", states[name]) for name, file in whole.items()}
+        return {name: _shard_file(file, states[name]) for name, file in whole.items()}
 
     def put(self, name: str, tensor: StoredTensor, data: memoryview) -> None:
         """Write the bytes of one tensor to its file, on disk before it takes its name."""
@@ -196,7 +197,7 @@ def claim(folder: Path, key: str) -> bool:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return what ``index.json`` in ``folder`` says of each tensor; nothing where there is no index that can be read."""
+    """Return what ``index.json`` in ``folder`` says of each tensor; nothing where none can be read."""
     try:
         index = _read_json(folder / INDEX_NAME)
     except OSError:
@@ -227,6 +228,10 @@ def _summed(path: Path, tensor: StoredTensor, entry: object) -> SummedFile | Non
     if not isinstance(entry, dict) or {key: entry.get(key) for key in told} != told:
         return None
     return summed_file(path, entry)
+
+
+def _shard_file(file: SummedFile, state: int | None) -> ShardFile:
+    return ShardFile(file.path.name, file.path, file.size, None, "", state)
 
 
 def _state(path: Path) -> int | None:

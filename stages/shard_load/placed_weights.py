@@ -66,7 +66,9 @@ def fill_store(
         store.publish()
         files = stored | store.find_all(absent, full=full)
     for name in load.stored.keys() - files.keys():
-        raise StorageError(f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder")
+        raise StorageError(
+            f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
+        )
     return files
 
 

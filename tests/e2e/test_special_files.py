@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_a_file_of_the_cache_that_is_none_is_made_again(
 def test_a_file_of_the_offload_store_that_is_none_is_made_again(
     name: str, put: Put, offstage_here: Run, tmp_path: Path
 ) -> None:
-    given = ("dtype=bfloat16", "device_map=disk", "generate.max_new_tokens=2")
+    given = ("dtype=float32", "device_map=disk", "generate.max_new_tokens=2")
     first = offstage_here(*given)
     assert first.code == 0, first.err
     (path,) = tmp_path.glob(f"outputs/cache/offload/*/{name}")
@@ -146,10 +147,11 @@ def test_a_record_that_is_none_is_refused(
 
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "run.json")
+    monkeypatch.setattr(sys, "argv", [command, str(tmp_path)])
     with deadline(SECONDS), pytest.raises(SystemExit) as exit_info:
-        (replay if command == "replay" else report)([str(tmp_path)])
-    assert exit_info.value.code in (2, 5)
-    error = capfd.readouterr().err
-    assert "Traceback" not in error
-    assert len([line for line in error.splitlines() if line.startswith("offstage-")]) == 1, error
+        replay() if command == "replay" else report()
+    told = "".join(capfd.readouterr())
+    assert exit_info.value.code in ((2, 5) if command == "replay" else (None, 0)), "a report lists what it can't read"
+    assert "not a regular file" in told
+    assert "Traceback" not in told
     assert not records_in(tmp_path)

@@ -28,7 +28,8 @@ def test_nothing_else_is_opened(kind: str, tmp_path: Path, monkeypatch: pytest.M
     elif kind == "FIFO":
         os.mkfifo(path)
     elif kind == "socket":
-        socket.socket(socket.AF_UNIX).bind("it")
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind("it")
     else:
         path.symlink_to("/dev/zero")
     with deadline(10), pytest.raises(NotRegularError, match="not a regular file"):

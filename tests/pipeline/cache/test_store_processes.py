@@ -25,18 +25,18 @@ REPOSITORY = Path(__file__).parents[3]
 PROGRAM = """
 import errno, json, os, random, sys, time
 from pathlib import Path
-from pipeline.cache import locks
+from pipeline.cache import locks as locking, store
 
 root, locks, keys, count = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
 
-class Lock(locks.FileLock):
+class Lock(locking.FileLock):
     def acquire(self, *arguments, **options):
         if locks == "refused":
             raise OSError(errno.ENOLCK, "No locks available")
         if locks == "works":
             return super().acquire(*arguments, **options)
 
-locks.FileLock = Lock
+locking.FileLock = Lock
 
 def write(folder):
     (folder / "who.json").write_text(str(os.getpid()))

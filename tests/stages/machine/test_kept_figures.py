@@ -45,7 +45,7 @@ def test_what_was_measured_is_read_ever_after_and_added_to(tmp_path: Path) -> No
 
 def flip(path: Path) -> None:
     """Flip the lowest bit of a figure's first digit: the file stays JSON."""
-    path.write_text(path.read_text().replace('"host": 1', '"host": 0'))
+    path.write_text(path.read_text().replace('"host": 2', '"host": 3'))
 
 
 def by_folder(path: Path) -> None:
@@ -60,10 +60,11 @@ def by_fifo(path: Path) -> None:
 
 def by_socket(path: Path) -> None:
     path.unlink()
-    home = os.getcwd()
+    home = Path.cwd()
     os.chdir(path.parent)  # a socket's path is short
     try:
-        socket.socket(socket.AF_UNIX).bind(path.name)
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
     finally:
         os.chdir(home)
 
@@ -100,7 +101,7 @@ def test_a_damaged_file_is_set_aside_and_measured_again(damage: Callable[[Path],
     damage(path)
     with deadline(20):
         assert figures(path) == never(path) == MEASURED
-    assert [name for name in os.listdir(tmp_path) if name.startswith(".damaged-")]
+    assert list(tmp_path.glob(".damaged-*"))
 
 
 @pytest.mark.parametrize(
@@ -146,9 +147,7 @@ print(json.dumps(kept_or_measured(Path(sys.argv[1]), {sys.argv[2]: lambda: 10**9
 
 @pytest.mark.parametrize(("name", "expected"), [("host", MEASURED), ("link", {**MEASURED, "link": 10**9})])
 @pytest.mark.parametrize("rights", [0o555, 0o000])
-def test_a_cache_of_somebody_else_is_read_and_not_written(
-    name: str, expected: dict[str, int], rights: int
-) -> None:
+def test_a_cache_of_somebody_else_is_read_and_not_written(name: str, expected: dict[str, int], rights: int) -> None:
     folder = Path("/tmp") / f"offstage-{os.getpid()}-{name}-{rights}"
     folder.mkdir()
     path = folder / "rates.json"

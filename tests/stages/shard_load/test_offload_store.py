@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cache import block_sums
+from pipeline.cache.block_sums import INDEX_NAME
 from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import read_extent
-from stages.shard_load.offload_store import INDEX_NAME, MARKER_NAME, OffloadStore, StoredTensor, open_store
+from stages.shard_load.offload_store import MARKER_NAME, OffloadStore, StoredTensor, open_store
 
 TENSOR = StoredTensor("float32", (2,), ("source",))
 DATA = memoryview(b"12345678")
