@@ -42,9 +42,7 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
     left: list[tuple[str, Any]] = list(config.items())
     while left:
         key, value = left.pop()
-        if isinstance(value, Mapping):
-            left += value.items()
-        elif isinstance(value, list):
-            left += [(key, item) for item in value]
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        left += value.items() if isinstance(value, Mapping) else ()
+        left += [(key, item) for item in value] if isinstance(value, list) else []
+        if isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value
