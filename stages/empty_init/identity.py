@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.regular_files import parse_json, read_regular
+from pipeline.regular_files import parse_json, read_json, read_regular
 from stages.checkpoints.hub import checkpoint_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.weight_files import weight_files
@@ -82,7 +82,7 @@ def remote_code(folder: Path, names_it: str) -> dict[str, str]:
 
 def _auto_map(file: Path) -> object:
     try:
-        parsed = json.loads(file.read_bytes())
+        parsed = read_json(file)
     except (OSError, ValueError, RecursionError):
         return None  # whoever needs the file says what is wrong with it
     return parsed.get("auto_map") if isinstance(parsed, dict) else None
