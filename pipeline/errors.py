@@ -7,9 +7,12 @@ broke, and what to do next. The command prints them in one line and exits with t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
+
+_LONGEST = 500
 
 
 class OffstageError(Exception):
@@ -80,6 +83,28 @@ def raise_faults(faults: Sequence[Fault]) -> None:
     kinds = {fault.error for fault in faults}
     kind = kinds.pop() if len(kinds) == 1 else ConfigError
     raise kind("\n".join(str(fault) for fault in faults))
+
+
+@contextmanager
+def foreign(kind: type[OffstageError], about: str, *, advice: str = "") -> Iterator[None]:
+    """Turn whatever code that isn't ours raises inside into a ``kind`` that begins with ``about``.
+
+    Such code raises what it likes, outside of ``Exception`` too (a panic in Rust); its own words are kept, in one line.
+    """
+    try:
+        yield
+    except (OffstageError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise kind(f"{about}: {words_of(error)}{advice}") from error
+
+
+def words_of(error: BaseException) -> str:
+    """Return the kind of ``error`` and what it says, in one line of bearable length."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines) if len(lines) < 4 else lines[0]
+    said = said if len(said) <= _LONGEST else said[:_LONGEST] + "…"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def closest(name: str, known: Iterable[str]) -> str:

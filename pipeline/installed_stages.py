@@ -10,12 +10,18 @@ from typing import Any
 from pipeline.errors import ConfigError
 
 GROUP = "offstage.stages"
+OWN_PACKAGE = "offstage-pipeline"
 
 
 @cache
 def installed_stages() -> dict[str, EntryPoint]:
     """Return the entry points of the installed stages by name; none is imported."""
     return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def is_own_stage(name: str) -> bool:
+    """Return whether the installed stage ``name`` is one of offstage's, and not of another package."""
+    return _package(installed_stages()[name]) == OWN_PACKAGE
 
 
 def stage_class(name: str) -> Any:

@@ -14,13 +14,15 @@ from contextlib import suppress
 from datetime import datetime
 from os import getpid
 from pathlib import Path
+from typing import Any
 
 from pipeline.cache.manifest import DamagedError, verify
 from pipeline.cache.outline import Change
 from pipeline.cache.sealed_files import read_sealed, write_sealed
 from pipeline.command_exit import INTERRUPTED, run_command
 from pipeline.environment import environment
-from pipeline.errors import KilledError, ReplayError, StorageError
+from pipeline.errors import KilledError, ReplayError
+from pipeline.foreign_record import REMOTE_CODE, load_foreign, outputs_for, refuse_untrusted
 from pipeline.job_process import supervise
 from pipeline.record import RunRecord
 from pipeline.replay import Comparison, Difference, compare, first_difference
@@ -45,24 +47,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--from-cache", action="store_true", help="run nothing: compare the artifacts in the cache with the record"
     )
+    parser.add_argument(
+        "--outputs", type=Path, metavar="FOLDER", help="where to write; default: the outputs folder that the run lies in"
+    )
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"let the code run that the record names so: a class, a stage, or {REMOTE_CODE}; give it once for each",
+    )
     given = parser.parse_args(arguments)
-    run_command(NAME, lambda: replay(given.run, from_cache=given.from_cache))
+    run_command(NAME, lambda: replay(given))
 
 
-def replay(run: Path, *, from_cache: bool) -> int:
-    """Replay the run in the folder ``run``, print what came of it, and return the exit code."""
-    then = _load(run)
-    if from_cache:
+def replay(given: argparse.Namespace) -> int:
+    """Replay the run that ``given`` names, print what came of it, and return the exit code."""
+    then = load_foreign(given.run)
+    refuse_untrusted(then, given.trust)
+    if given.from_cache:
         return _compare_stored(then)
-    folder = Path(then.config["outputs"]) / "runs" / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-{getpid()}"
-    now = RunRecord.start(folder, overrides=then.data["overrides"], config=then.config, environment=environment())
+    outputs = given.outputs.absolute() if given.outputs else outputs_for(then.path)
+    folder = outputs / "runs" / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-{getpid()}"
+    config = _config_here(then, outputs)
+    now = RunRecord.start(folder, overrides=then.data["overrides"], config=config, environment=environment())
     cache = folder / ".cache"
-    _bring_measurements(Path(then.config["outputs"]) / "cache", cache)
+    _bring_measurements(outputs / "cache", cache)
     options = ["--expected", str(then.path.absolute()), "--cache", str(cache)]
     try:
         code = supervise(now, options=options)
     except KilledError as error:
-        raise ReplayError(f"{run}: the replay was ended: {error}") from error
+        raise ReplayError(f"{given.run}: the replay was ended: {error}") from error
     finally:
         shutil.rmtree(cache, ignore_errors=True)
     if code:
@@ -81,18 +96,9 @@ def _bring_measurements(source: Path, target: Path) -> None:
             write_sealed(target / MEASURED / path.name, figures)
 
 
-def _load(run: Path) -> RunRecord:
-    """Return the record of ``run``; a ``ReplayError`` where there is nothing to repeat."""
-    try:
-        record = RunRecord.load(run)
-    except StorageError as error:
-        raise ReplayError(str(error)) from error
-    status = record.data["status"]
-    if status != "completed":
-        raise ReplayError(
-            f"{run}: the run is {status}, so there is no result to compare with; replay one that completed"
-        )
-    return record
+def _config_here(then: RunRecord, outputs: Path) -> dict[str, Any]:
+    """Return the recorded config with what isn't its author's to choose: where is written, and who is told."""
+    return {**then.config, "outputs": str(outputs), "offload_folder": None, "tracker": {"kind": None}}
 
 
 def _report(found: Comparison) -> Iterable[str]:

@@ -42,7 +42,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         arguments = constructor_arguments(model)
         code = code_identity(filter(_is_dotted, _texts(arguments)))
         order = tuple(_key_order(arguments))
-        own = {"arguments": arguments, "order": order, "no_split": model["no_split"], "code": code}
+        own = {"arguments": arguments, "order": order, "no_split": model.get("no_split"), "code": code}
         return {"kind": "module", "torch": torch, **own}
     folder, override = checkpoint_folder(model), model.get("class")
     quantised = quantization_fault(folder)
@@ -56,7 +56,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         "no_split": model.get("no_split"),
         "transformers": metadata.version("transformers"),
         "torch": torch,
-        "code": remote_code(folder, "config.json") if model["trust_remote_code"] else {},
+        "code": remote_code(folder, "config.json") if model.get("trust_remote_code") else {},
     }
 
 

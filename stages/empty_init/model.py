@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from hydra.errors import HydraException
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from torch import nn
 
-from pipeline.errors import CheckpointError, ConfigError, closest
+from pipeline.errors import CheckpointError, ConfigError, closest, foreign
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.hub import checkpoint_folder
 from stages.empty_init.config_limits import check_numbers
 from stages.empty_init.identity import constructor_arguments, read_config
 from stages.empty_init.init import init_empty_weights
-
-_BUILD_FAULTS = (
-    TypeError, ValueError, AttributeError, LookupError, ImportError, RuntimeError, AssertionError, HydraException,
-)  # fmt: skip
+from stages.empty_init.targets import check_targets, module_class
 
 
 def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
@@ -38,42 +33,32 @@ def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
 
 
 def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:
-    target = node["_target_"]
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        with init_empty_weights():
-            model = instantiate(constructor_arguments(node))
-    except _BUILD_FAULTS as error:
-        cause = error.__cause__ or error
-        raise ConfigError(f"model._target_: {target!r} can't be built: {type(cause).__name__}: {cause}") from error
+    arguments, target = constructor_arguments(node), node["_target_"]
+    check_targets(arguments)
+    with foreign(ConfigError, f"model._target_: {target!r} can't be built"), init_empty_weights():
+        model = instantiate(arguments)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model._target_: {target!r} made a {type(model).__name__}, not a torch.nn.Module")
     return model if dtype == "auto" else model.to(torch_dtype(dtype))
 
 
 def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
-    folder, remote = checkpoint_folder(node), bool(node["trust_remote_code"])
+    folder, remote = checkpoint_folder(node), bool(node.get("trust_remote_code"))
     check_numbers(folder / "config.json", read_config(folder))
-    try:
+    with foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
         model_class = _model_class(node.get("class"), config, folder=folder, remote=remote)
         with init_empty_weights():
             model = model_class._from_config(config, dtype=torch_dtype(dtype))
-    except (ConfigError, CheckpointError):
-        raise
-    except _BUILD_FAULTS as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{folder / 'config.json'}: no model can be built from it: {first}") from error
-    model.tie_weights()
-    _apply_dtype_plan(model, torch_dtype(dtype))
+        model.tie_weights()
+        _apply_dtype_plan(model, torch_dtype(dtype))
     return model  # type: ignore[no-any-return]
 
 
 def _model_class(override: str | None, config: Any, *, folder: Path, remote: bool) -> Any:
     """Return the class that the config override, the checkpoint's own code, or its ``architectures`` name."""
     if override and "." in override:
-        return get_class(override)
+        return _dotted_class(override)
     name = override or next(iter(config.architectures or ()), None)
     auto_map = getattr(config, "auto_map", None) or {}
     reference = next((auto_map[key] for key in auto_map if key.startswith("AutoModel")), None)
@@ -84,12 +69,26 @@ def _model_class(override: str | None, config: Any, *, folder: Path, remote: boo
     if name is None:
         return _default_class(config)
     found = getattr(transformers, name, None)
-    if found is None or not hasattr(found, "_from_config"):
-        near = closest(name, (n for n in dir(transformers) if n.startswith(name[:3])))
+    mapping = getattr(found, "_model_mapping", {})
+    if type(config) in mapping:  # one of the Auto classes: it stands for the class of this config
+        return mapping[type(config)]
+    if not _is_model(found):
+        near = closest(name, (n for n in dir(transformers) if n.startswith(name[:3]) and n != name))
         where = "model.class" if override else f"{folder / 'config.json'}: architectures"
         raise (ConfigError if override else CheckpointError)(
             f"{where}: {name!r} is no model class of transformers {transformers.__version__}{near}; set model.class"
         )
+    return found
+
+
+def _is_model(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, nn.Module) and hasattr(found, "_from_config")
+
+
+def _dotted_class(dotted: str) -> Any:
+    found = module_class(dotted, "model.class")
+    if not _is_model(found):
+        raise ConfigError(f"model.class: {dotted!r} is no class of transformers' PreTrainedModel; use model=module")
     return found
 
 

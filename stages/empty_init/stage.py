@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report
-from pipeline.typed_config import unknown_keys
+from pipeline.typed_config import fits, unknown_keys
 from stages.checkpoints.bounds import bounded
 from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot
 from stages.checkpoints.shard_files import check_texts
@@ -22,6 +22,13 @@ from stages.units import format_bytes
 MODEL_KEYS = ("kind", "path", "revision", "class", "tokenizer", "no_split", "trust_remote_code", "allow_links")
 """What may stand under ``model`` where it is a checkpoint; a module's other keys are arguments of its constructor."""
 
+_TYPES: Mapping[str, tuple[Any, str]] = {
+    "path": (str | None, "is no text; give the folder that holds the checkpoint"),
+    "class": (str | None, "is no text; give a class of transformers, or null"),
+    "tokenizer": (str | None, "is no text; give a folder that has one, or null"),
+    "no_split": (Sequence[str] | None, "is no list of class names; give one, or null"),
+    "trust_remote_code": (bool, "is neither true nor false"),
+}
 
 @dataclass(frozen=True, slots=True)
 class EmptyInitConfig:
@@ -57,8 +64,14 @@ class EmptyInitStage:
             return
         if kind == "pretrained":
             yield from unknown_keys(model, MODEL_KEYS, above="model.")
-        if not isinstance(model.get("trust_remote_code", False), bool):
-            yield Fault("model.trust_remote_code", f"{model['trust_remote_code']!r} is neither true nor false")
+        faults = [
+            Fault(f"model.{key}", f"{model[key]!r} {rule}")
+            for key, (hint, rule) in _TYPES.items()
+            if key in model and not fits(hint, model[key])
+        ]
+        if faults:
+            yield from faults
+            return
         if kind == "module" and (not isinstance(target, str) or "." not in target):
             yield Fault("model._target_", f"{target!r} is no dotted class name; give PACKAGE.MODULE.CLASS")
         elif kind == "module" and find_module(target) is None:

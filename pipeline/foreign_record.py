@@ -1,0 +1,156 @@
+"""A record that somebody else may have written: data, held to its shape, and asked which code it names.
+
+Nothing of it is carried out here, and nothing that it names is imported: a replay first has the user's word for that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import check
+from pipeline.errors import ReplayError, StorageError
+from pipeline.installed_stages import installed_stages, is_own_stage, stage_configs
+from pipeline.record import RunRecord
+from pipeline.stage import Config
+from pipeline.typed_config import fits, key_names
+
+REMOTE_CODE = "remote-code"
+"""The word that trusts the Python files of a checkpoint folder."""
+
+_SHAPE: Mapping[str, Any] = {
+    "status": str,
+    "overrides": Sequence[str],
+    "config": Mapping[str, Any],
+    "environment": Mapping[str, Any],
+    "stages": Sequence[Mapping[str, Any]],
+    "metrics": Mapping[str, Any],
+    "outputs": Sequence[Mapping[str, Any]],
+    "device_map": Mapping[str, Any] | None,
+}
+_STAGE_SHAPE: Mapping[str, Any] = {"name": str, "key": str, "artifact": str, "inputs": Mapping[str, Any] | None}
+_OUTPUT_SHAPE: Mapping[str, Any] = {"token_ids": Sequence[int]}
+_OPTIONAL = ("device_map", "inputs")
+_DEEPEST = 100
+_LARGEST = 2**64
+_SHOWN = 3
+
+
+def load_foreign(run: Path) -> RunRecord:
+    """Return the completed run that ``run`` records, of the shape that a run writes, with a config that can be run.
+
+    Raises ``ReplayError`` where there is nothing to repeat: no record, a damaged one, or one of a run without an end.
+    """
+    try:
+        record = RunRecord.load(run)
+    except StorageError as error:
+        raise ReplayError(str(error)) from error
+    status = record.data.get("status")
+    if status != "completed":
+        raise ReplayError(
+            f"{run}: the run is {status}, so there is no result to compare with; replay one that completed"
+        )
+    faults = [*_bad_values(record.data), *_bad_shape(record.data)] or _bad_config(record)
+    if faults:
+        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise ReplayError(f"{record.path}: damaged: {'; '.join(faults[:_SHOWN])}{more}; restore the file")
+    return record
+
+
+def _bad_values(content: object) -> list[str]:
+    """Return what no run writes, wherever it stands: numbers that aren't any, and lists in lists without an end."""
+    waiting: list[tuple[object, int]] = [(content, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > _DEEPEST:
+            return [f"nested more than {_DEEPEST} deep"]
+        if isinstance(value, int | float) and not abs(value) < _LARGEST:
+            return ["it holds a number beyond 64 bits, or one that is none"]
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        waiting += [(item, depth + 1) for item in inner]
+    return []
+
+
+def _bad_shape(content: Mapping[str, Any]) -> list[str]:
+    faults = list(_misfits(_SHAPE, content))
+    if faults:
+        return faults
+    return [
+        *(fault for stage in content["stages"] for fault in _misfits(_STAGE_SHAPE, stage, above="stages: ")),
+        *(fault for output in content["outputs"] for fault in _misfits(_OUTPUT_SHAPE, output, above="outputs: ")),
+    ]
+
+
+def _misfits(shape: Mapping[str, Any], content: Mapping[str, Any], *, above: str = "") -> Iterator[str]:
+    for name, hint in shape.items():
+        if name not in content and name not in _OPTIONAL:
+            yield f"{above}{name} is missing"
+        elif not fits(hint, content.get(name)):
+            yield f"{above}{name} is of another type"
+
+
+def _bad_config(record: RunRecord) -> list[str]:
+    """Return what is wrong with the config as a whole one: today's defaults have no part in a replay."""
+    config = record.config
+    faults = [str(fault) for fault in check({"stages": [], "stop_after": None, **config}, list(installed_stages()))]
+    if faults:
+        return [f"config: {fault}" for fault in faults]
+    kinds = stage_configs()
+    needed = ["stages", "stop_after", *key_names(kinds[name] for name in config.get("stages", ()))]
+    missing = [f"config: {key} is missing" for key in needed if key not in config]
+    ran = {stage["name"] for stage in record.data["stages"]}
+    return missing + [f"stages: {name!r} is none of the config's" for name in ran - set(config.get("stages", ()))]
+
+
+def refuse_untrusted(record: RunRecord, trusted: Iterable[str]) -> None:
+    """Raise a ``ReplayError`` that names the code that ``record`` asks for and the user hasn't said to trust."""
+    given = set(trusted)
+    untrusted = {word: key for word, key in named_code(record.config) if word not in given}
+    if untrusted:
+        named = ", ".join(f"{key} ({word!r})" for word, key in untrusted.items())
+        flags = " ".join(f"--trust {word}" for word in untrusted)
+        raise ReplayError(
+            f"{record.path}: the record names code to run: {named}; where you trust that code, replay with {flags}"
+        )
+
+
+def named_code(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what ``config`` names as code: the word that trusts it, and the key that names it."""
+    for stage in config.get("stages", ()):
+        if not is_own_stage(stage):
+            yield stage, "stages"
+    model = config.get("model") or {}
+    if model.get("kind") == "module" and "_target_" not in model:
+        yield "None", "model._target_"
+    if "." in str(model.get("class") or ""):
+        yield str(model["class"]), "model.class"
+    if model.get("trust_remote_code"):
+        yield REMOTE_CODE, "model.trust_remote_code"
+    yield from _targets(config, "")
+
+
+def _targets(node: object, place: str) -> Iterator[tuple[str, str]]:
+    """Yield every ``_target_`` below ``node``: Hydra calls those too that stand among the arguments of another."""
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            yield str(node["_target_"]), f"{place}_target_"
+        for key, value in node.items():
+            yield from _targets(value, f"{place}{key}.")
+    elif isinstance(node, list):
+        for value in node:
+            yield from _targets(value, place)
+
+
+def outputs_for(record: Path) -> Path:
+    """Return where a replay of ``record`` writes: the ``outputs`` folder that it lies in, else that of the current one.
+
+    What the record says is not asked: its author may have named any folder of this machine.
+    """
+    folder = record.absolute().parent
+    for depth, name in ((1, "runs"), (2, "multirun")):
+        above = folder.parents[depth : depth + 2]
+        if len(above) == 2 and above[0].name == name and os.access(above[1], os.W_OK):
+            return above[1]
+    return Path("outputs").absolute()
