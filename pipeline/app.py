@@ -12,28 +12,23 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipeline.command_exit import FULL_ERROR, INTERRUPTED, heed_signals, shows_all
+from pipeline.command_exit import FULL_ERROR, exit_with, heed_signals, last_resort, shows_all
 
 if TYPE_CHECKING:
     from pipeline.hydra_task import Task
-
-WIDTH_OF_FILES = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
     started = time.perf_counter()
-    heed_signals()
     sys.argv[1:] = prepare_arguments(sys.argv[1:] if arguments is None else arguments)
     show_all = shows_all()
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
     try:
-        code = _compose_and_run(started, show_all=show_all)
+        exit_with("offstage", lambda: last_resort(lambda: _compose_and_run(started, show_all=show_all), show_all=show_all))
     finally:
         if not show_all:
             os.environ.pop(FULL_ERROR, None)
-    sys.stdout.flush()
-    sys.exit(code)
 
 
 def prepare_arguments(arguments: Sequence[str]) -> list[str]:
@@ -58,6 +53,7 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
     from pipeline.launchers import register_launchers
     from pipeline.sweep_results import exit_code
 
+    heed_signals()
     task = Task(started, show_all)
     register_launchers()
 
@@ -69,9 +65,6 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
 
     try:
         code = guarded_composing(compose, show_all=show_all)
-    except KeyboardInterrupt:
-        sys.stderr.write("offstage: interrupted\n")
-        code = INTERRUPTED
     finally:
         _close(task)
     return code or exit_code(task.outcomes)
@@ -79,10 +72,8 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
 
 def _close(task: Task) -> None:
     """Show how every job of a sweep ended, whatever ended the sweep."""
-    from rich.console import Console
-
     from pipeline.sweep_results import show_sweep
+    from pipeline.terminal import Screen
 
     if task.sweep is not None and task.outcomes:
-        width = None if sys.stdout.isatty() else WIDTH_OF_FILES
-        show_sweep(Console(highlight=False, soft_wrap=True, width=width), task.sweep, task.outcomes)
+        show_sweep(Screen(soft_wrap=True), task.sweep, task.outcomes)

@@ -32,6 +32,8 @@ def storage_error(folder: Path, error: OSError) -> StorageError:
         advice = "change its permissions, or set outputs to a folder that you may write to"
     elif error.errno in _IN_THE_WAY:
         advice = "a file lies where a folder must be: move it away, or set outputs to another folder"
+    elif error.errno == errno.ENOMEM:
+        advice = "give the run more memory, or have it hold less: lower max_memory.cpu, or set storage.io=direct"
     else:
         advice = "check the disk and run again, or set outputs to a folder on another disk"
     return StorageError(f"{folder}: {error.strerror or error}; {advice}")
@@ -46,6 +48,17 @@ def mendable(folder: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise storage_error(folder, error) from error
+
+
+@contextmanager
+def typed_os_errors() -> Iterator[None]:
+    """Turn an ``OSError`` of the block into a ``StorageError`` about the file or folder that the error names, if any."""
+    try:
+        yield
+    except (OffstageError, BrokenPipeError):
+        raise
+    except OSError as error:
+        raise storage_error(Path(os.fsdecode(error.filename or "a file")), error) from error
 
 
 def sync_folder(folder: Path) -> None:

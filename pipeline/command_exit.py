@@ -8,18 +8,41 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from pipeline.errors import OffstageError
-
 INTERRUPTED = 130
+UNFORESEEN = 70
+"""The exit code of what nobody foresaw, sysexits' EX_SOFTWARE."""
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """The environment variable that asks for tracebacks; Hydra reads it too."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Return the signals that end a command: SIGINT and SIGTERM, also where the shell had them ignored, and SIGHUP.
+
+    A hangup that is ignored stays so: that is what ``nohup`` is for.
+    """
+    spared = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in _SIGNALS if number != signal.SIGHUP or not spared]
+
+
+def exit_at_signals(name: str) -> None:
+    """End the process at the first signal, with one line: until ``heed_signals`` there is nothing to bring in order.
+
+    An exception would be thrown into imports, and some of these lose it.
+    """
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        os.write(2, f"{name}: interrupted\n".encode())
+        os._exit(INTERRUPTED)
+
+    for number in heeded_signals():
+        signal.signal(number, leave)
 
 
 def heed_signals() -> None:
-    """Turn the first SIGINT or SIGTERM into a ``KeyboardInterrupt``, also where the shell had them ignored."""
-    for number in _SIGNALS:
+    """Turn the first signal into a ``KeyboardInterrupt``, so that what is at work can be brought to an end."""
+    for number in heeded_signals():
         signal.signal(number, _interrupt)
 
 
@@ -40,8 +63,12 @@ def guarded(work: Callable[[], int], *, name: str = "offstage", show_all: bool |
 
     With ``show_all`` (by default: as the environment says) the error is raised on.
     """
+    from pipeline.atomic_files import typed_os_errors
+    from pipeline.errors import OffstageError
+
     try:
-        return work()
+        with typed_os_errors():
+            return work()
     except OffstageError as error:
         if shows_all() if show_all is None else show_all:
             raise
@@ -49,16 +76,46 @@ def guarded(work: Callable[[], int], *, name: str = "offstage", show_all: bool |
         return error.exit_code
 
 
+def last_resort(work: Callable[[], int], *, name: str = "offstage", show_all: bool | None = None) -> int:
+    """Return what ``work`` returns; where it raises what nobody foresaw, one line says so and where its traceback lies.
+
+    This is the only place that catches everything. An interrupt and a pipe that nobody reads are foreseen.
+    """
+    try:
+        return work()
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, BrokenPipeError):
+        raise
+    except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
+        if shows_all() if show_all is None else show_all:
+            raise
+        from pipeline.errors import words_of
+        from pipeline.tracebacks import keep_traceback
+
+        kept = keep_traceback(error)
+        sys.stderr.write(f"{name}: unforeseen: {words_of(error)}; {kept}; please report it\n")
+        return UNFORESEEN
+
+
 def run_command(name: str, work: Callable[[], int]) -> None:
     """Run ``work`` as the command ``name`` and exit with its code."""
     heed_signals()
+    exit_with(name, lambda: last_resort(lambda: guarded(work, name=name), name=name))
+
+
+def exit_with(name: str, work: Callable[[], int]) -> None:
+    """Exit with the code that ``work`` returns, 130 where it was interrupted; an output that nobody reads is no fault."""
+    code = 0
     try:
-        code = guarded(work, name=name)
+        code = work()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted\n")
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    sys.stdout.flush()
+        discard_output()
     sys.exit(code)
+
+
+def discard_output() -> None:
+    """Have what is still to be printed go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

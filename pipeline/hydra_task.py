@@ -11,13 +11,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from pipeline.atomic_files import typed_os_errors
+from pipeline.command_exit import last_resort
 from pipeline.config import resolve
 from pipeline.environment import environment
-from pipeline.errors import OffstageError
-from pipeline.hydra_errors import COMPOSING_ERRORS, guarded_composing
+from pipeline.hydra_errors import guarded_composing
 from pipeline.job import perform
 from pipeline.job_process import supervise
-from pipeline.record import RunRecord
+from pipeline.record import RunRecord, never_left_running
 from pipeline.trackers import track
 
 
@@ -47,7 +48,10 @@ class Task:
         hydra = HydraConfig.get()
         apart = hydra.mode == RunMode.MULTIRUN
         started = time.perf_counter() if apart else self.started
-        code = guarded_composing(lambda: self._run(config, started, apart=apart), show_all=self.show_all)
+        code = last_resort(
+            lambda: guarded_composing(lambda: self._run(config, started, apart=apart), show_all=self.show_all),
+            show_all=self.show_all,
+        )
         self.outcomes.append(Outcome(int(hydra.job.num) if apart else 0, hydra.overrides.task, code))
         if apart:
             self.sweep = Path(hydra.sweep.dir).absolute()
@@ -55,6 +59,10 @@ class Task:
 
     def _run(self, config: DictConfig, started: float, *, apart: bool) -> int:
         record = start_record(config)
+        with never_left_running(record):
+            return self._carry_out(record, started, apart=apart)
+
+    def _carry_out(self, record: RunRecord, started: float, *, apart: bool) -> int:
         try:
             capped = record.config["enforce_memory"] is True
             if apart or capped:
@@ -76,9 +84,6 @@ def start_record(config: DictConfig) -> RunRecord:
         config={},
         environment=environment(),
     )
-    try:
+    with never_left_running(record), typed_os_errors():
         record.config = resolve(config)
-    except (OffstageError, *COMPOSING_ERRORS) as error:
-        record.finish("failed", error=error)
-        raise
     return record

@@ -1,6 +1,6 @@
 """One job: the record of a run whose config is resolved, carried to its end in this process.
 
-Run as a process of its own (``python -P -c "from pipeline.job import main; main()" FOLDER``) it is what a sweep's jobs,
+Run as a process of its own (``python -P -c "from pipeline.commands import job; job()" FOLDER``) it is what a sweep's jobs,
 a capped run and a replay have in common: nothing is composed again, so today's defaults have no part in it.
 """
 
@@ -15,20 +15,17 @@ import time
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from rich.console import Console
-
+from pipeline.atomic_files import typed_os_errors
 from pipeline.command_exit import run_command
 from pipeline.errors import BudgetError, CheckpointError
 from pipeline.malloc import return_freed_memory
 from pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from pipeline.memory_monitor import MemoryMonitor
-from pipeline.record import RunRecord
+from pipeline.record import RunRecord, never_left_running
 from pipeline.runner import Observer, Runner, check_config
 from pipeline.stage import Report
-from pipeline.terminal import announce, shorten, show
+from pipeline.terminal import Screen, announce, shorten, show
 
-WIDTH_OF_FILES = 200
-"""Characters a line where the output is no terminal, so that nothing is folded that somebody may search for."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -46,8 +43,8 @@ def perform(
     repeats: a checkpoint that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
     """
     return_freed_memory()
-    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
-    with MemoryMonitor() as monitor, Ending(record, monitor) as ending:
+    console = Screen(soft_wrap=True)
+    with MemoryMonitor() as monitor, Ending(record, monitor) as ending, typed_os_errors():
         stages = check_config(record.config)
         watch = _Watch(record, group, expected)
         runner = ending.runner = Runner(
@@ -153,8 +150,9 @@ def _run(given: argparse.Namespace, started: float) -> int:
     configure_log(given.folder, debug=given.debug)
     record = RunRecord.load(given.folder)
     group = MemoryGroup(given.group, given.version) if given.group else None
-    expected = RunRecord.load(given.expected) if given.expected else None
-    return perform(record, started=started, group=group, expected=expected, cache=given.cache)
+    with never_left_running(record):
+        expected = RunRecord.load(given.expected) if given.expected else None
+        return perform(record, started=started, group=group, expected=expected, cache=given.cache)
 
 
 def configure_log(folder: Path, *, debug: bool = False) -> None:

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from pipeline.command_exit import FULL_ERROR, INTERRUPTED
+from pipeline.command_exit import FULL_ERROR, INTERRUPTED, heeded_signals
 from pipeline.errors import KilledError
 from pipeline.memory_cgroups import CapError, MemoryGroup, make_group
 from pipeline.record import RunRecord
 
-_ENTRY = "from pipeline.job import main; main()"
+_ENTRY = "from pipeline.commands import job; job()"
 
 _log = logging.getLogger("offstage")
 
@@ -75,7 +75,7 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[list[int]]
         came.append(number)
         process.send_signal(number if len(came) == 1 else signal.SIGKILL)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
     try:
         yield came
     finally:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -215,6 +216,18 @@ class RunRecord:
 
     def _text(self) -> str:
         return json.dumps(self._content, indent=2) + "\n"
+
+
+@contextmanager
+def never_left_running(record: RunRecord) -> Iterator[None]:
+    """Whatever ends the block, what lies at ``record.path`` then says how the run ended."""
+    try:
+        yield
+    except BaseException as error:
+        written = RunRecord.load(record.path)
+        if written.data["status"] == "running":
+            written.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=error)
+        raise
 
 
 def _now() -> str:

@@ -16,6 +16,7 @@ from os import getpid
 from pathlib import Path
 from typing import Any
 
+from pipeline.atomic_files import mendable
 from pipeline.cache.manifest import DamagedError, verify
 from pipeline.cache.outline import Change
 from pipeline.cache.sealed_files import read_sealed, write_sealed
@@ -24,7 +25,7 @@ from pipeline.environment import environment
 from pipeline.errors import KilledError, ReplayError
 from pipeline.foreign_record import REMOTE_CODE, load_foreign, outputs_for, refuse_untrusted
 from pipeline.job_process import supervise
-from pipeline.record import RunRecord
+from pipeline.record import RunRecord, never_left_running
 from pipeline.replay import Comparison, Difference, compare, first_difference
 from pipeline.runner import load_stages
 from pipeline.stage import MEASURED, Artifact
@@ -72,10 +73,11 @@ def replay(given: argparse.Namespace) -> int:
     config = _config_here(then, outputs)
     now = RunRecord.start(folder, overrides=then.data["overrides"], config=config, environment=environment())
     cache = folder / ".cache"
-    _bring_measurements(outputs / "cache", cache)
     options = ["--expected", str(then.path.absolute()), "--cache", str(cache)]
     try:
-        code = supervise(now, options=options)
+        with never_left_running(now), mendable(folder):
+            _bring_measurements(outputs / "cache", cache)
+            code = supervise(now, options=options)
     except KilledError as error:
         raise ReplayError(f"{given.run}: the replay was ended: {error}") from error
     finally:

@@ -12,7 +12,24 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from pipeline.command_exit import discard_output
 from pipeline.stage import Report
+
+_WIDTH_OF_FILES = 200
+"""Characters a line where the output is no terminal, so that nothing is folded that somebody may search for."""
+
+
+class Screen(Console):
+    """The terminal, or the file that takes its place; a pipe that nobody reads any more ends no run."""
+
+    def __init__(self, *, soft_wrap: bool = False) -> None:
+        width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
+        super().__init__(highlight=False, soft_wrap=soft_wrap, width=width)
+
+    def on_broken_pipe(self) -> None:
+        """Go on without an output: what is asked for is the run, and its record."""
+        self.quiet = True
+        discard_output()
 
 
 def announce(stage: str) -> None:

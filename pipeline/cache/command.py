@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -10,7 +11,6 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
@@ -19,7 +19,8 @@ from pipeline.cache import housekeeping
 from pipeline.cache.housekeeping import CacheEntry
 from pipeline.cache.leftovers import move_aside
 from pipeline.command_exit import run_command
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, StorageError
+from pipeline.terminal import Screen
 
 NAME = "offstage-cache"
 Work = Callable[[Path, argparse.Namespace], int]
@@ -108,10 +109,15 @@ def _prune(root: Path, given: argparse.Namespace) -> int:
     if given.dry_run:
         _say(f"would remove {_amount(chosen)}")
         return 0
-    pruned = housekeeping.prune(chosen)
+    locked = [entry for entry in chosen if not os.access(entry.folder.parent, os.W_OK)]
+    pruned = housekeeping.prune([entry for entry in chosen if entry not in locked])
     _say(f"removed {_amount(pruned.taken)}")
     if pruned.in_use:
         _say(f"kept {_amount(pruned.in_use)} that running jobs use")
+    if locked:
+        raise StorageError(
+            f"{root}: {_amount(locked)} can't be removed: this cache may not be written to; change its permissions"
+        )
     return 0
 
 
@@ -143,7 +149,7 @@ def _table(*columns: str) -> Table:
 
 
 def _print(table: Table) -> None:
-    Console(highlight=False, soft_wrap=True).print(table)
+    Screen(soft_wrap=True).print(table)
 
 
 def _say(line: str) -> None:

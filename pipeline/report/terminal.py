@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -13,14 +12,14 @@ from rich.table import Table
 from pipeline.report.comparison import RunComparison, Section
 from pipeline.report.summary import Summary
 from pipeline.report.table import Column
+from pipeline.terminal import Screen
 
-_WIDTH_OF_FILES = 200
 _COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow", "running": "yellow"}
 
 
 def console() -> Console:
     """Return the console; where the output is no terminal, its lines are long enough not to be folded."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_FILES)
+    return Screen()
 
 
 def show_summary(screen: Console, summary: Summary) -> None:

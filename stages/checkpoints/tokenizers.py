@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, foreign
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 
@@ -28,11 +28,8 @@ def load_tokenizer(model: Mapping[str, Any]) -> Any:
         return None
     check_tokenizer(folder)
     remote = bool(model.get("trust_remote_code", False))
-    try:
+    advice = (
+        "; set model.tokenizer to a folder that has one that loads, or give token ids: generate.prompts=[[5,6,7]]"
+    )
+    with foreign(ConfigError, f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads", advice=advice):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads: {first}; "
-            "set model.tokenizer to a folder that does, or give token ids: generate.prompts=[[5,6,7]]"
-        ) from error

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, foreign
 from pipeline.stage import Context
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
@@ -76,6 +76,8 @@ class _Decoding:
             dispatched.model.generation_config = self._defaults
         if not self._uses_transformers:
             self._options = options.plain_options(self._options, self._defaults)
+        stops = self._options.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
+        self._call = {**self._options, "tokenizer": tokenizer} if stops else self._options
         self._ends = decode.end_tokens(
             self._options, self._defaults, getattr(dispatched.model, "generation_config", None)
         )
@@ -120,8 +122,8 @@ class _Decoding:
     def _decode(self, batch: prompts.Batch, clock: decode.Clock) -> torch.Tensor:
         model, device = self._dispatched.model, self._dispatched.device
         if self._uses_transformers:
-            with torch.no_grad():
-                return decode.decode_with_transformers(model, batch, self._options, device=device, clock=clock)
+            with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
+                return decode.decode_with_transformers(model, batch, self._call, device=device, clock=clock)
         return decode.decode_plainly(model, batch.input_ids.to(device), self._options, clock=clock)
 
     def metrics(self) -> Metrics:
@@ -146,7 +148,10 @@ def _check_words(model: Any, encoded: Sequence[Sequence[int]]) -> None:
 
 
 def _decoded(tokenizer: Any, row: Sequence[int]) -> str | None:
-    return None if tokenizer is None else tokenizer.decode(row, skip_special_tokens=True)
+    if tokenizer is None:
+        return None
+    with foreign(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
+        return str(tokenizer.decode(row, skip_special_tokens=True))
 
 
 def _measured(context: Context) -> dict[str, int]:

@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
+from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
-from pipeline.errors import CheckpointError, ConfigError, Fault, closest
+from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign
+from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.tokenizers import load_tokenizer
 from stages.generate.prompts import OWN_KEYS
 
 FILE_NAME = "generation_config.json"
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 """What the plain loop understands, for models without a ``generate`` of their own."""
+
+CACHES = ("dynamic", "static")
+"""The values of ``cache_implementation`` whose caches stay where the model computes."""
 
 
 def given_options(generate: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,15 +45,58 @@ def check_options(generate: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault("generate", f"transformers refuses these options: {message}")
 
 
+def check_served(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield the options, given or the checkpoint's own defaults, that a run can't serve: seen before weights are read.
+
+    A ``model`` of ``kind=module`` is left out: which options it takes, its own code says.
+    """
+    if model["kind"] != "pretrained":
+        return
+    folder, options = checkpoint_folder(model), given_options(generate)
+    try:
+        defaults = checkpoint_defaults(folder)
+        effective = {**(defaults.to_dict() if defaults is not None else {}), **options}
+        with foreign(ConfigError, "generate: transformers refuses these options"):
+            found = [*_removed(effective), *_unserved(effective, model)]
+    except (ConfigError, CheckpointError) as error:
+        yield Fault("generate", str(error).removeprefix("generate: "), type(error))
+        return
+    for name, message in found:
+        origin = "" if name in options else f" ({folder / FILE_NAME} says so)"
+        yield Fault(f"generate.{name}", f"{effective[name]!r}{origin} {message}")
+
+
+def _removed(options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yield the options that ask for a way to decode that transformers has only as remote code by now."""
+    greedy = not options.get("do_sample") and (options.get("num_beams") or 1) == 1
+    contrastive = greedy and (options.get("penalty_alpha") or 0) > 0 and options.get("top_k") not in (0, 1)
+    asked = {
+        "penalty_alpha": contrastive,
+        "dola_layers": options.get("dola_layers") is not None,
+        "constraints": options.get("constraints") is not None,
+        "force_words_ids": options.get("force_words_ids") is not None,
+        "num_beam_groups": not greedy and (options.get("num_beam_groups") or 1) > 1,
+    }
+    for name in (name for name, asks in asked.items() if asks):
+        yield name, "asks for a way to decode that transformers has as remote code only, which isn't run; leave it out"
+
+
+def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    if options.get("cache_implementation") not in (None, *CACHES):
+        yield "cache_implementation", f"is no cache that a run can have; give {' or '.join(CACHES)}, or leave it out"
+    if options.get("stop_strings") and load_tokenizer(model) is None:
+        yield "stop_strings", "needs a tokenizer, and the checkpoint has none; set model.tokenizer"
+    words = options.get("bad_words_ids")
+    if words is not None:
+        NoBadWordsLogitsProcessor(words, eos_token_id=options.get("eos_token_id"))
+
+
 def checkpoint_defaults(folder: Path) -> GenerationConfig | None:
     """Return what the checkpoint's ``generation_config.json`` says, or None if it has none."""
     if not folder.joinpath(FILE_NAME).is_file():
         return None
-    try:
+    with foreign(CheckpointError, f"{folder / FILE_NAME}", advice="; mend or remove the file"):
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{folder / FILE_NAME}: {message}; mend or remove the file") from error
 
 
 def plain_options(options: Mapping[str, Any], defaults: GenerationConfig | None) -> dict[str, Any]:

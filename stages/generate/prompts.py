@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError, Fault
+from pipeline.errors import ConfigError, Fault, foreign
 from pipeline.regular_files import read_regular
 
 if TYPE_CHECKING:
@@ -42,14 +42,23 @@ def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
         return
     for index, prompt in enumerate(prompts):
         if not _is_prompt(prompt):
-            yield Fault(f"generate.prompts[{index}]", f"{prompt!r} is neither a string nor a list of token ids")
+            yield Fault(f"generate.prompts[{index}]", f"{prompt!r} is neither a string of UTF-8 nor a list of token ids")
 
 
 def _is_prompt(value: Any) -> bool:
     if isinstance(value, str):
-        return bool(value)
+        return bool(value) and _is_unicode(value)
     ids = value if isinstance(value, list) else []
     return bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether UTF-8 has ``text``: what came from bytes that aren't UTF-8 holds halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_prompts(generate: Mapping[str, Any]) -> list[Prompt]:
@@ -75,11 +84,16 @@ def encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
                 f"generate.prompts: {prompt!r} is text and the checkpoint has no tokenizer; "
                 "set model.tokenizer to a folder that has one, or give token ids: generate.prompts=[[5,6,7]]"
             )
-        ids = list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
+        ids = _tokenize(prompt, tokenizer) if isinstance(prompt, str) else prompt
         if not ids:
             raise ConfigError(f"generate.prompts: {prompt!r} has no tokens; give a longer prompt")
         encoded.append([int(i) for i in ids])
     return encoded
+
+
+def _tokenize(prompt: str, tokenizer: Any) -> list[int]:
+    with foreign(ConfigError, f"generate.prompts: {prompt!r} can't be made tokens by the tokenizer"):
+        return list(tokenizer(prompt)["input_ids"])
 
 
 def make_batch(ids: Sequence[Sequence[int]], *, pad: int, side: str) -> Batch:

@@ -47,10 +47,12 @@ class GenerateStage:
             yield Fault("seed", f"{given.seed} is no seed; give a whole number from 0 to 2**63 - 1")
 
     def examine(self, config: Config) -> Iterable[Fault]:
-        """Yield the generation options that transformers doesn't know."""
-        from stages.generate.options import check_options
+        """Yield the generation options that transformers doesn't know, and those that a run can't serve."""
+        from stages.generate.options import check_options, check_served
 
-        return check_options(config["generate"])
+        yield from (faults := list(check_options(config["generate"])))
+        if not faults:
+            yield from check_served(config["generate"], config["model"])
 
     def gather(self, context: Context) -> GenerateInputs:
         """Return the model's identity and placement, the prompts and every option."""

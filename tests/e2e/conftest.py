@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-COMMAND = [sys.executable, "-c", "from pipeline.app import main; main()"]
+COMMAND = [sys.executable, "-c", "from pipeline.commands import offstage; offstage()"]
 
 
 @dataclass(frozen=True)

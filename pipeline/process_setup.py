@@ -1,0 +1,58 @@
+"""What a command relies on, put right before it begins: streams, arguments, the current folder.
+
+Each is given by whoever starts the process, and each can be missing or broken: a closed standard output (``>&-``) would
+give its number to the next file that is opened, an ascii one would end a run at the first accent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+_UNUSABLE = 2
+"""The exit code, that of a config which can't be carried out."""
+
+
+def set_up(name: str) -> None:
+    """Make the process one that the command ``name`` can run in, or exit with one line that says why it can't be."""
+    open_streams()
+    fault = argument_fault(sys.argv[1:]) or folder_fault()
+    if fault:
+        sys.stderr.write(f"{name}: {fault}\n")
+        sys.exit(_UNUSABLE)
+
+
+def open_streams() -> None:
+    """Have the standard streams open, on nothing where they were closed, and show what their encoding hasn't."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115 - lives with the process
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def argument_fault(arguments: Sequence[str]) -> str | None:
+    """Return what is wrong with the first argument that isn't text, null if all are."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            return f"{argument!r} is an argument with bytes that aren't UTF-8; give it as UTF-8"
+    return None
+
+
+def folder_fault() -> str | None:
+    """Return what is wrong with the current folder, null if it is there."""
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib takes 10 ms to import
+    except OSError as error:
+        return f"the current folder can't be used: {error.strerror}; change to one that exists"
+    return None

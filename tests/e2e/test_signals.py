@@ -1,0 +1,59 @@
+"""Signals at any moment: exit 130, one line, no traceback, no record that goes on saying running."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import COMMAND, environment, records_in, start
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_a_run_works_ends_it_as_interrupted(number: signal.Signals, tmp_path: Path) -> None:
+    process = start(tmp_path, "generate.max_new_tokens=100000", "generate.prompts=[[5,6,7]]")
+    deadline = time.monotonic() + 60
+    while not records_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    (record,) = records_in(tmp_path).values()
+    assert (process.returncode, record["status"]) == (130, "interrupted"), err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("milliseconds", [0, 5, 20, 60, 150, 400])
+def test_a_signal_during_imports_leaves_no_traceback(number: signal.Signals, milliseconds: int, tmp_path: Path) -> None:
+    """The command says that it has begun; what the interpreter itself does before that is beyond it."""
+    begin = "import sys; from pipeline.command_exit import exit_at_signals; exit_at_signals('offstage'); print('.');"
+    program = f"{begin} sys.stdout.flush(); from pipeline.commands import offstage; offstage()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "generate.max_new_tokens=100000", "generate.prompts=[[5,6,7]]"],
+        cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.read(1)
+    time.sleep(milliseconds / 1000)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "offstage: interrupted\n")
+    assert all(record["status"] == "interrupted" for record in records_in(tmp_path).values())
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
+    process = subprocess.Popen(
+        [sys.executable, "-c", ignoring + COMMAND[2], "stop_after=plan"],
+        cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGHUP)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
