@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeline.command_exit import FULL_ERROR, exit_with, heed_signals, last_resort, shows_all
@@ -25,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show_all = shows_all()
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
     try:
-        exit_with("offstage", lambda: last_resort(lambda: _compose_and_run(started, show_all=show_all), show_all=show_all))
+        composed = partial(_compose_and_run, started, show_all=show_all)
+        exit_with("offstage", lambda: last_resort(composed, show_all=show_all))
     finally:
         if not show_all:
             os.environ.pop(FULL_ERROR, None)

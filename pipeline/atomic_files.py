@@ -52,7 +52,7 @@ def mendable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def typed_os_errors() -> Iterator[None]:
-    """Turn an ``OSError`` of the block into a ``StorageError`` about the file or folder that the error names, if any."""
+    """Turn an ``OSError`` of the block into a ``StorageError`` about what the error names."""
     try:
         yield
     except (OffstageError, BrokenPipeError):

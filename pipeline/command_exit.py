@@ -85,7 +85,7 @@ def last_resort(work: Callable[[], int], *, name: str = "offstage", show_all: bo
         return work()
     except (KeyboardInterrupt, SystemExit, GeneratorExit, BrokenPipeError):
         raise
-    except BaseException as error:  # noqa: BLE001 - a panic in Rust is no Exception
+    except BaseException as error:
         if shows_all() if show_all is None else show_all:
             raise
         from pipeline.errors import words_of
@@ -103,7 +103,7 @@ def run_command(name: str, work: Callable[[], int]) -> None:
 
 
 def exit_with(name: str, work: Callable[[], int]) -> None:
-    """Exit with the code that ``work`` returns, 130 where it was interrupted; an output that nobody reads is no fault."""
+    """Exit with the code that ``work`` returns, 130 where it was interrupted; an unread output is no fault."""
     code = 0
     try:
         code = work()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -25,18 +24,18 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
 
     With ``show_all`` the error is raised on, to be seen with its traceback.
     """
-    try:
-        return guarded(work, show_all=show_all)
-    except COMPOSING_ERRORS as error:
-        if show_all:
-            raise
-        sys.stderr.writelines(f"offstage: {line}\n" for line in one_line(error).splitlines())
-        return ConfigError.exit_code
-    except (AttributeError, AssertionError) as error:
-        if show_all or not _comes_from_an_override(error):
-            raise
-        sys.stderr.write(f"offstage: {NULL_IN_A_FILE}\n")
-        return ConfigError.exit_code
+
+    def compose() -> int:
+        try:
+            return work()
+        except COMPOSING_ERRORS as error:
+            raise ConfigError(one_line(error)) from error
+        except (AttributeError, AssertionError) as error:
+            if not _comes_from_an_override(error):
+                raise
+            raise ConfigError(NULL_IN_A_FILE) from error
+
+    return guarded(compose, show_all=show_all)
 
 
 def _comes_from_an_override(error: Exception) -> bool:

@@ -1,7 +1,7 @@
 """One job: the record of a run whose config is resolved, carried to its end in this process.
 
-Run as a process of its own (``python -P -c "from pipeline.commands import job; job()" FOLDER``) it is what a sweep's jobs,
-a capped run and a replay have in common: nothing is composed again, so today's defaults have no part in it.
+Run as a process of its own (``python -P -c "from pipeline.commands import job; job()" FOLDER``) it is what a sweep's
+jobs, a capped run and a replay have in common: nothing is composed again, so today's defaults have no part in it.
 """
 
 from __future__ import annotations

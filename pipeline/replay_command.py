@@ -49,7 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--from-cache", action="store_true", help="run nothing: compare the artifacts in the cache with the record"
     )
     parser.add_argument(
-        "--outputs", type=Path, metavar="FOLDER", help="where to write; default: the outputs folder that the run lies in"
+        "--outputs",
+        type=Path,
+        metavar="FOLDER",
+        help="where to write; default: the outputs that the run lies in",
     )
     parser.add_argument(
         "--trust",

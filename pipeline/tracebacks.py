@@ -11,7 +11,8 @@ from pathlib import Path
 def keep_traceback(error: BaseException) -> str:
     """Write the traceback of ``error`` to ``run.log``, or where there is no log or no room, elsewhere; say where."""
     text = "".join(traceback.format_exception(error))
-    logs = [handler.baseFilename for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    handlers = logging.getLogger().handlers
+    logs = [Path(handler.baseFilename) for handler in handlers if isinstance(handler, logging.FileHandler)]
     for place in (*logs, None):
         try:
             return f"its traceback is in {_write(text, place)}"
@@ -20,12 +21,10 @@ def keep_traceback(error: BaseException) -> str:
     return "HYDRA_FULL_ERROR=1 shows its traceback"
 
 
-def _write(text: str, place: str | None) -> Path:
+def _write(text: str, place: Path | None) -> Path:
     """Append ``text`` to the file ``place``, null: one that is made for it, and return it."""
     if place is None:
-        with tempfile.NamedTemporaryFile("w", prefix="offstage-", suffix=".log", delete=False, encoding="utf-8") as file:
-            file.write(text)
-        return Path(file.name)
-    with Path(place).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        place = Path(tempfile.mkdtemp(prefix="offstage-"), "run.log")
+    with place.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
-    return Path(place)
+    return place

@@ -28,8 +28,6 @@ def load_tokenizer(model: Mapping[str, Any]) -> Any:
         return None
     check_tokenizer(folder)
     remote = bool(model.get("trust_remote_code", False))
-    advice = (
-        "; set model.tokenizer to a folder that has one that loads, or give token ids: generate.prompts=[[5,6,7]]"
-    )
+    advice = "; set model.tokenizer to a folder that has one that loads, or give token ids: generate.prompts=[[5,6,7]]"
     with foreign(ConfigError, f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads", advice=advice):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)

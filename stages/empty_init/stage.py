@@ -30,6 +30,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     "trust_remote_code": (bool, "is neither true nor false"),
 }
 
+
 @dataclass(frozen=True, slots=True)
 class EmptyInitConfig:
     """What the model is, and the dtype of its weights."""

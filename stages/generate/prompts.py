@@ -42,7 +42,7 @@ def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
         return
     for index, prompt in enumerate(prompts):
         if not _is_prompt(prompt):
-            yield Fault(f"generate.prompts[{index}]", f"{prompt!r} is neither a string of UTF-8 nor a list of token ids")
+            yield Fault(f"generate.prompts[{index}]", f"{prompt!r} is neither text in UTF-8 nor a list of token ids")
 
 
 def _is_prompt(value: Any) -> bool:

@@ -121,7 +121,14 @@ def deep(depth: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors.index.json"]
+    "file",
+    [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+    ],
 )
 @pytest.mark.parametrize("content", [deep(100_000), "[]", "5", "null", '"x"', "{", "\0", "\ud800"])
 def test_files_of_other_content_are_said_in_one_line(

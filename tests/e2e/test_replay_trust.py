@@ -86,7 +86,7 @@ def test_code_that_a_record_names_does_not_run(
     path = sent(finished, tmp_path, change)
     trust = [flag for each in (word, "torch.nn.Sequential") for flag in ("--trust", each)]
     code, err = replay(path, *(trust if trusted else []))
-    imported = trusted and word == "evil.Net"  # the user has said that this module's code may run
+    imported = trusted and gadget == "a module of the current folder"  # the user has said that its code may run
     assert canary.exists() == imported, err
     if trusted and word == "remote-code":
         return  # there is no such code in the embedded checkpoint

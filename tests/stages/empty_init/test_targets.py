@@ -43,6 +43,7 @@ def gadgets(canary: Path) -> dict[str, dict[str, Any]]:
 
 GADGETS = list(gadgets(Path("canary")))
 
+
 @pytest.mark.parametrize("gadget", GADGETS)
 def test_what_is_no_module_is_never_called(gadget: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
@@ -58,7 +59,7 @@ def test_modules_inside_modules_and_their_configs_are_built() -> None:
     linear = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
     built = build(_target_="torch.nn.Sequential", _args_=[linear, relu])
     assert [type(module) for module in built] == [nn.Linear, nn.ReLU]  # type: ignore[arg-type]
-    config = {"_target_": "transformers.LlamaConfig", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    config = {"_target_": "transformers.LlamaConfig", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 9}
     assert type(build(_target_="transformers.LlamaModel", config=config)).__name__ == "LlamaModel"
 
 
