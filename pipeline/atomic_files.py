@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,13 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LEAVE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _IN_THE_WAY = frozenset({errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+_ADVICE: Mapping[frozenset[int], str] = {
+    _NO_SPACE: "free some space there, or set outputs to a folder on another disk",
+    _NO_LEAVE: "change its permissions, or set outputs to a folder that you may write to",
+    _IN_THE_WAY: "a file lies where a folder must be: move it away, or set outputs to another folder",
+    frozenset({errno.ENOMEM}): "have the run hold less: lower max_memory.cpu, or set storage.io=direct",
+}
+_OTHERWISE = "check the disk and run again, or set outputs to a folder on another disk"
 
 TEMPORARY = ".tmp-"
 """How the name begins of what isn't whole yet: what was left by a process that was killed is found by it."""
@@ -26,16 +33,7 @@ TEMPORARY = ".tmp-"
 
 def storage_error(folder: Path, error: OSError) -> StorageError:
     """Return ``error`` as one that names ``folder`` and the next step."""
-    if error.errno in _NO_SPACE:
-        advice = "free some space there, or set outputs to a folder on another disk"
-    elif error.errno in _NO_LEAVE:
-        advice = "change its permissions, or set outputs to a folder that you may write to"
-    elif error.errno in _IN_THE_WAY:
-        advice = "a file lies where a folder must be: move it away, or set outputs to another folder"
-    elif error.errno == errno.ENOMEM:
-        advice = "give the run more memory, or have it hold less: lower max_memory.cpu, or set storage.io=direct"
-    else:
-        advice = "check the disk and run again, or set outputs to a folder on another disk"
+    advice = next((advice for numbers, advice in _ADVICE.items() if error.errno in numbers), _OTHERWISE)
     return StorageError(f"{folder}: {error.strerror or error}; {advice}")
 
 
