@@ -45,6 +45,7 @@ def describe(
         unrehearsed=refusal,
         moments=weigh(model, declared or ()) if seen and call is None else (),
         model_class=type(model).__name__,
+        written=seen.written if seen else {},
     )
 
 

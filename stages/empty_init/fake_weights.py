@@ -58,9 +58,13 @@ def fake_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def swapped(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Bind ``weights`` in place of the model's parameters; the parameters are back afterwards, whatever happened."""
+    """Bind ``weights`` in place of the model's parameters; all is as it was afterwards, whatever happened.
+
+    So is what the model's own code notes on its modules (that it has rescaled its layers, say): nothing was computed.
+    """
     homes = [(model.get_submodule(name.rpartition(".")[0])._parameters, name) for name in weights]
     saved = [table[name.rpartition(".")[2]] for table, name in homes]
+    notes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         for table, name in homes:
             table[name.rpartition(".")[2]] = weights[name]  # type: ignore[assignment]
@@ -68,6 +72,15 @@ def swapped(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[N
     finally:
         for (table, name), parameter in zip(homes, saved, strict=True):
             table[name.rpartition(".")[2]] = parameter
+        for module, attributes, buffers in notes:
+            _restore(vars(module), attributes)
+            _restore(module._buffers, buffers)
+
+
+def _restore(table: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for name in table.keys() - saved.keys():
+        del table[name]
+    table.update(saved)
 
 
 @contextmanager

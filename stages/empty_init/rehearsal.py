@@ -7,7 +7,7 @@ which order modules are called, and which module reads a tensor that belongs to 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,18 +17,22 @@ from torch import nn
 
 from stages.empty_init.fake_weights import Faking, fake_weights, quiet, swapped
 
+_SCALINGS = (torch.ops.aten.mul_, torch.ops.aten.div_)
+"""Operators that leave a tensor as it is where they are given one."""
+
 
 @dataclass(slots=True)
 class Rehearsal:
     """What a rehearsal saw.
 
     ``order``: modules by their first call; ``calls``: every call of a module that holds tensors, repeats included;
-    ``users``: tensor name → the modules whose code read it.
+    ``users``: tensor name → the modules whose code read it; ``written``: the module that changes it.
     """
 
     order: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     users: dict[str, set[str]] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
 
 
 def rehearse(model: nn.Module, call: Callable[[nn.Module], object] | None = None) -> Rehearsal:
@@ -43,6 +47,8 @@ def rehearse(model: nn.Module, call: Callable[[nn.Module], object] | None = None
         fakes = fake_weights(model)
         for name, fake in fakes.items():
             mode.names.setdefault(id(fake), []).append(name)
+        for name, tensor in (*fakes.items(), *model.named_buffers(remove_duplicate=False)):
+            mode.stored.setdefault(tensor.untyped_storage()._cdata, []).append(name)
         with _watch_calls(model, seen, stack), swapped(model, fakes):
             (call or call_with_tokens)(model)
     return seen
@@ -93,20 +99,47 @@ def _watch_calls(model: nn.Module, seen: Rehearsal, stack: list[str]) -> Iterato
 
 
 class _Watching(Faking):  # type: ignore[no-untyped-call]
-    """Fake tensors, and a note of which running module hands which weight to an operator."""
+    """Fake tensors, and a note of which running module hands which weight to an operator, and which one it changes."""
 
     def __init__(self, seen: Rehearsal, stack: list[str]) -> None:
         super().__init__()
         self._noted, self._running = seen, stack
         self.names: dict[int, list[str]] = {}
         """The names of each weight, by the id of the fake tensor that stands for it."""
+        self.stored: dict[int, list[str]] = {}
+        """The names of each weight and buffer, by the id of the storage that it and its views have."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
-            for leaf in value if isinstance(value, (list, tuple)) else (value,):
+            for leaf in _leaves(value):
                 self._note(leaf)
+        for changed in changed_tensors(func, args, kwargs or {}):
+            for name in self.stored.get(changed.untyped_storage()._cdata, ()):
+                self._noted.written.setdefault(name, self._module())
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _note(self, leaf: object) -> None:
         for name in self.names.get(id(leaf), ()):
-            self._noted.users.setdefault(name, set()).add(self._running[-1] if self._running else "")
+            self._noted.users.setdefault(name, set()).add(self._module())
+
+    def _module(self) -> str:
+        return self._running[-1] if self._running else ""
+
+
+def changed_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operator writes to, but where it leaves every value as it is (a product with one)."""
+    if not func._schema.is_mutable or _is_neutral(func, args):
+        return
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in _leaves(given) if isinstance(leaf, torch.Tensor))
+
+
+def _is_neutral(func: Any, args: Sequence[Any]) -> bool:
+    factor = args[1] if func.overloadpacket in _SCALINGS and len(args) > 1 else None
+    return isinstance(factor, (int, float)) and factor == 1
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)

@@ -91,6 +91,7 @@ class Skeleton:
     ``borrowers`` lists, for a module whose tensors other modules' code reads directly, those other modules (a
     mixer that reads the weight of its convolution without calling it). ``moments`` are those of a forward that can be
     the peak of what it holds beside weights; none where no rehearsal gave them.
+    ``written`` has the tensors that the model's own code changes in place, each with the module that does.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -103,6 +104,7 @@ class Skeleton:
     unrehearsed: str | None = None
     model_class: str = ""
     moments: tuple[Moment, ...] = ()
+    written: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> dict[str, TensorSpec]:

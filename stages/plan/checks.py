@@ -134,3 +134,19 @@ def _shortage(device: DeviceId, *, budget: int, held: int, kept: int) -> str:
         f"max_memory.{device}: {format_bytes(budget)} ({budget} bytes) can't hold {' and '.join(wants)} on {where};"
         f" the least that works is {needed} bytes ({format_bytes(needed)})"
     )
+
+
+def require_writable(plan: Plan, written: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` where a tensor that the model's own code changes in place isn't resident.
+
+    ``written`` has the tensors and the modules whose code does it. What is brought in for each use is what the
+    checkpoint holds: the change would be lost, and the answer wrong.
+    """
+    lost = [name for name in written if name in plan.serving]
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise ConfigError(
+            f"device_map: {lost[0]!r}{more} can't wait on {plan.homes[lost[0]]}: the code of module "
+            f"{written[lost[0]]!r} changes it in place, and what is streamed comes back unchanged; keep it where it "
+            "computes, with a larger max_memory or device_map_overrides"
+        )

@@ -17,7 +17,7 @@ from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble
-from stages.plan.checks import require_room
+from stages.plan.checks import require_room, require_writable
 from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_rates
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
@@ -104,6 +104,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     placement = override(outline, _place(inputs), inputs.overrides)
     allowance = budgets.with_idle_noted(inputs.allowance, placement.homes)
     plan = assemble(outline, placement, allowance, policy=choice.policy, io=inputs.io)
+    require_writable(plan, outline.skeleton.written)
     plan = replace(plan, ledgers=ledgers(inputs.machine, plan.budgets))
     plan = predict(outline, plan, inputs.work, inputs.rates)
     require_room(plan, inputs.machine)

@@ -18,7 +18,8 @@ class Slot:
     """One streamed tensor: the table of its module that it is bound in, its short name, and what waits there.
 
     ``host`` has its data where that waits on the host; null where it waits on disk. ``bound`` is what stands in the
-    place of what waits. A tensor that somebody else puts there is left alone.
+    place of what waits, and ``version`` counts the writes to it by then. A tensor that somebody else puts there is left
+    alone.
     """
 
     name: str
@@ -27,13 +28,20 @@ class Slot:
     waiting: torch.Tensor
     host: torch.Tensor | None = None
     bound: torch.Tensor | None = None
+    version: int = 0
+
+    @property
+    def is_written(self) -> bool:
+        """Whether something was written into what is bound since it was."""
+        return self.bound is not None and _writes(self.bound) != self.version
 
     def bind(self, tensor: torch.Tensor) -> None:
         """Put ``tensor`` in the place of what waits, as a parameter like it where that is one."""
         if self.table[self.attribute] is self.waiting:
+            tensor = tensor.data  # its own count of writes: the staging memory around it is written all the time
             parameter = isinstance(self.waiting, nn.Parameter)
             self.bound = nn.Parameter(tensor, requires_grad=self.waiting.requires_grad) if parameter else tensor
-            self.table[self.attribute] = self.bound
+            self.table[self.attribute], self.version = self.bound, _writes(self.bound)
 
     def unbind(self) -> None:
         """Put what waits back."""
@@ -50,6 +58,11 @@ class Slot:
         waiting = self.waiting
         if self.table[self.attribute] is waiting and isinstance(waiting, WaitingTensor) and waiting.kept is not None:
             self.wait_as(bring_home(waiting))
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """Return how often something was written into ``tensor``, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def make_slot(model: nn.Module, name: str, *, on_disk: bool) -> Slot:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.errors import ConfigError
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.mapped_file import MappedFile
 from stages.dispatch.dispatch_plan import DispatchPlan
@@ -225,10 +226,22 @@ class Streamer:
         if part.users == 0:
             if self.trace is not None:
                 self.trace.add(part.name, "compute", part.began)
+            changed = [slot.name for slot in part.slots if slot.is_written and self._is_lost(slot)]
             for slot in part.slots:
                 slot.unbind()
             if part.lookahead is not None:
                 part.lookahead.let_go(part.number)
+            if changed:
+                raise ConfigError(
+                    f"device_map: {changed[0]!r} is streamed, and the model's own code changes it in place, in a call "
+                    f"of {part.name!r} or around it: the change would be lost; keep it where it computes, with "
+                    "a larger max_memory or another device_map"
+                )
+
+    def _is_lost(self, slot: Slot) -> bool:
+        """Return whether what was written into ``slot`` is not in what waits, so that the next use would lack it."""
+        source = DiskWeights(self._extents)[slot.name] if slot.host is None else slot.host
+        return slot.bound is not None and not torch.equal(slot.bound.detach().to(source.device), source.detach())
 
     def _begin(self) -> None:
         self._refuse_strangers()

@@ -1,0 +1,171 @@
+"""Models whose own code changes their weights: right where these are resident, refused by name where they wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, RwkvConfig
+
+from pipeline.errors import ConfigError
+from stages.dispatch.loaded_model import load
+from stages.empty_init.describe import describe
+from stages.empty_init.init import init_empty_weights
+from tests.e2e.pipelines import dispatched_model
+
+TOKENS = torch.tensor([[5, 6, 7, 8]])
+
+
+def rwkv(folder: Path, *, rescale_every: int) -> Any:
+    """Write a small RWKV of eight layers and return what transformers makes of it."""
+    config = RwkvConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=8, rescale_every=rescale_every, context_length=64
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def test_a_rescaled_rwkv_is_right_where_it_is_resident(tmp_path: Path) -> None:
+    wanted = rwkv(tmp_path / "rwkv", rescale_every=3)
+    with load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="cpu") as first, torch.no_grad():
+        assert torch.equal(first.model(TOKENS).logits, wanted(TOKENS).logits)
+    with load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="cpu") as again, torch.no_grad():
+        assert torch.equal(again.model(TOKENS).logits, wanted(TOKENS).logits)
+        assert torch.equal(again.model(TOKENS).logits, wanted(TOKENS).logits)
+
+
+@pytest.mark.parametrize("io", ["direct", "mmap"])
+def test_a_rescaled_rwkv_on_disk_is_refused_before_anything_runs(tmp_path: Path, io: str) -> None:
+    rwkv(tmp_path / "rwkv", rescale_every=3)
+    words = r"rwkv\.blocks\.3\.attention\.output\.weight.*11 more.*disk.*'rwkv' changes it in place"
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="disk", storage={"io": io})
+    with pytest.raises(ConfigError, match=words):
+        dispatched_model(tmp_path / "rwkv", tmp_path / "outputs", device_map="disk", storage={"io": io})
+
+
+def test_an_rwkv_whose_weights_it_leaves_as_they_are_streams(tmp_path: Path) -> None:
+    wanted = rwkv(tmp_path / "rwkv", rescale_every=0)
+    with load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="disk") as loaded, torch.no_grad():
+        assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
+    wanted = rwkv(tmp_path / "short", rescale_every=100)  # divides each weight by one
+    with load(tmp_path / "short", cache=tmp_path / "cache", device_map="disk") as loaded, torch.no_grad():
+        assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
+
+
+class Writer(nn.Module):
+    """Changes its weight in place, in the ways that code does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(8, 8), how
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.layer.weight
+        with torch.no_grad():
+            if self.how == "in place":
+                weight.mul_(2)
+            elif self.how == "a view":
+                weight[0].add_(1)
+            elif self.how == "its data":
+                weight.data.mul_(0.5)
+            elif self.how == "an item":
+                weight[1, 1] = 3
+            elif self.how == "a result":
+                torch.add(weight, 1, out=weight)
+            elif self.how == "a list":
+                torch._foreach_mul_([weight], 2.0)
+        return self.layer(torch.nn.functional.one_hot(tokens % 8, 8).float())
+
+
+WAYS = ["in place", "a view", "its data", "an item", "a result", "a list"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_rehearsal_sees_every_way_to_change_a_weight(how: str) -> None:
+    with init_empty_weights():
+        model = Writer(how)
+    assert describe(model.eval()).written == {"layer.weight": ""}
+
+
+def test_a_rehearsal_sees_no_change_where_there_is_none() -> None:
+    with init_empty_weights():
+        model = Writer("not at all")
+    skeleton = describe(model.eval())
+    assert skeleton.written == {}
+    assert skeleton.unrehearsed is None
+
+
+class Counter(Writer):
+    """Counts its calls in a buffer, and notes on itself that it was called."""
+
+    called = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.called = True
+        self.register_buffer("extra", self.layer.weight.sum())
+        self.steps += 1
+        return super().forward(tokens)
+
+
+def test_a_rehearsal_leaves_the_model_as_it_was() -> None:
+    with init_empty_weights():
+        model = Counter("not at all").eval()
+    before = [(dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    steps = model.steps
+    assert describe(model).written == {"steps": ""}
+    assert [(dict(vars(module)), dict(module._buffers)) for module in model.modules()] == before
+    assert model.steps is steps
+    assert steps.item() == 0
+
+
+class Unrehearsed(nn.Module):
+    """Refuses fake tensors, so that nothing is known of it before its first pass; changes a weight inside a call."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.layer, self.factor = Layer(factor), factor
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        float(self.layer.weight.sum())
+        return self.layer(torch.nn.functional.one_hot(tokens % 8, 8).float())
+
+
+class Layer(nn.Linear):
+    def __init__(self, factor: float) -> None:
+        super().__init__(8, 8)
+        self.factor = factor
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(self.factor)
+        return super().forward(values)
+
+
+def module_config(folder: Path, factor: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    save_file(Unrehearsed().state_dict(), folder / "model.safetensors")
+    target = f"{__name__}.Unrehearsed"
+    return {"kind": "module", "path": str(folder), "no_split": None, "_target_": target, "factor": factor}
+
+
+def test_the_first_pass_refuses_a_change_that_would_be_lost(tmp_path: Path) -> None:
+    node = module_config(tmp_path, 2.0)
+    model = dispatched_model(tmp_path, tmp_path / "out", model=node, device_map="disk", storage={"io": "direct"})
+    for _call in range(2):
+        with pytest.raises(ConfigError, match=r"'layer\.weight' is streamed, and the model's own code changes it"):
+            model(TOKENS)
+
+
+def test_a_write_that_changes_nothing_is_none(tmp_path: Path) -> None:
+    node = module_config(tmp_path, 1.0)
+    model = dispatched_model(tmp_path, tmp_path / "out", model=node, device_map="disk", storage={"io": "direct"})
+    reference = Unrehearsed(1.0).requires_grad_(False)
+    reference.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(model(TOKENS), reference(TOKENS))
