@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from stages.checkpoints.dtypes import dtype_name
@@ -29,7 +31,9 @@ def describe(
     """
     declared = getattr(model, "_no_split_modules", None) if no_split is None else no_split
     tied = find_tied_parameters(model)
-    seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
+    with _unchanged_buffers(model):
+        seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
+        moments = weigh(model, declared or ()) if seen and call is None else ()
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     return Skeleton(
         tensors=tuple(_tensors(model)),
@@ -43,7 +47,7 @@ def describe(
         calls=tuple(seen.calls) if seen else tuple(name for name in names if _holds_tensors(model, name)),
         borrowers=_borrowers(seen, tied) if seen else _likely_borrowers(model),
         unrehearsed=refusal,
-        moments=weigh(model, declared or ()) if seen and call is None else (),
+        moments=moments,
         model_class=type(model).__name__,
         written=seen.written if seen else {},
     )
@@ -73,6 +77,18 @@ def _try_rehearsal(model: nn.Module, call: Callable[[nn.Module], object] | None)
         return None, f"{type(error).__name__}: {first_line}"
     finally:
         model.train(training)
+
+
+@contextmanager
+def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Give the buffers of ``model`` the values back that they had: they are real, and a forward may count in them."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
 
 
 def _borrowers(seen: Rehearsal, tied: list[list[str]]) -> dict[str, tuple[str, ...]]:

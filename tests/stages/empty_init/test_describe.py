@@ -120,3 +120,19 @@ def test_a_skeleton_survives_its_file(tmp_path) -> None:
     skeleton = describe(on_meta(CONFIGS["Mamba"]))
     skeleton.save(tmp_path)
     assert from_json(json.loads((tmp_path / FILE_NAME).read_text())) == skeleton
+
+
+def test_a_buffer_that_a_forward_counts_in_keeps_its_value() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Embedding(8, 4)
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            return self.layer(tokens)
+
+    model = Counting()
+    describe(model)
+    assert float(model.steps) == 0
