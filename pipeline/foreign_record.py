@@ -93,15 +93,15 @@ def _misfits(shape: Mapping[str, Any], content: Mapping[str, Any], *, above: str
 
 def _bad_config(record: RunRecord) -> list[str]:
     """Return what is wrong with the config as a whole one: today's defaults have no part in a replay."""
-    config = record.config
-    faults = [str(fault) for fault in check({"stages": [], "stop_after": None, **config}, list(installed_stages()))]
+    config = {"stages": [], "stop_after": None, **record.config, "tracker": {}}  # a replay logs nowhere
+    faults = [str(fault) for fault in check(config, list(installed_stages()))]
     if faults:
         return [f"config: {fault}" for fault in faults]
     kinds = stage_configs()
-    needed = ["stages", "stop_after", *key_names(kinds[name] for name in config.get("stages", ()))]
-    missing = [f"config: {key} is missing" for key in needed if key not in config]
+    needed = ["stages", "stop_after", *key_names(kinds[name] for name in config["stages"])]
+    missing = [f"config: {key} is missing" for key in needed if key not in record.config]
     ran = {stage["name"] for stage in record.data["stages"]}
-    return missing + [f"stages: {name!r} is none of the config's" for name in ran - set(config.get("stages", ()))]
+    return missing + [f"stages: {name!r} is none of the config's" for name in ran - set(config["stages"])]
 
 
 def refuse_untrusted(record: RunRecord, trusted: Iterable[str]) -> None:

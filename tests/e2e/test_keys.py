@@ -188,8 +188,11 @@ def test_a_tokenizer_in_a_folder_of_the_same_name_is_another(offstage_here: Run,
 def test_keys_are_the_same_in_every_process_whatever_its_hash_seed(tmp_path: Path) -> None:
     two_tokenizers(tmp_path)
     command = [sys.executable, "-c", "from pipeline.app import main; main()", "model.path=a/m", "model.tokenizer=b/m"]
-    keys = []
+    command += ["max_memory.cpu=1GB", "hardware.rates={storage: 1GB, host: 10GB}"]
+    keys, measured = [], tmp_path / "outputs/0/cache/hardware"
     for seed in ("0", "1", "4242"):
+        if measured.is_dir():  # what was measured of the machine is no question of the seed
+            shutil.copytree(measured, tmp_path / f"outputs/{seed}/cache/hardware")
         subprocess.run(
             [*command, "generate.max_new_tokens=2", f"outputs=outputs/{seed}"], cwd=tmp_path, check=True,
             env=environment({"PYTHONHASHSEED": seed}), capture_output=True,

@@ -43,7 +43,8 @@ def filled(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are of one shape and dtype and have the same bits, nan or not."""
     alike = one.shape == other.shape and one.dtype == other.dtype
-    bits = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other) if tensor.numel()]
+    both = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in (one, other) if tensor.numel()]
+    bits = [tensor.view(-1).view(torch.uint8) for tensor in both]
     return alike and (not bits or torch.equal(*bits))
 
 
