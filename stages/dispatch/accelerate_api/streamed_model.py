@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,12 +64,17 @@ class Wanted:
         return spec.kind == "parameter" or (self.offload_buffers and spec.persistent)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sources:
     """Where the data of what is away is: ``extents`` on disk, ``weights`` on the host, by name; else in the model."""
 
     extents: Mapping[str, Extent]
     weights: Mapping[str, torch.Tensor]
+
+    @cached_property
+    def stored(self) -> DiskWeights:
+        """What is on disk, as a mapping that reads it: one for all tensors."""
+        return DiskWeights(self.extents)
 
 
 def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sources: Sources) -> None:
@@ -174,9 +180,8 @@ class _Placer:
 
     def _waiting(self, tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
         """Return what stands for ``tensor`` while it is away: read from disk, or from the host's memory."""
-        extents = self.sources.extents
-        if name in extents:
-            return send_waiting(tensor, WaitingSource(DiskWeights(extents), name, device), keep=False)
+        if name in self.sources.extents:
+            return send_waiting(tensor, WaitingSource(self.sources.stored, name, device), keep=False)
         value = self._value(tensor, name)
         host = value.detach().to(device=CPU, dtype=tensor.dtype if value.is_floating_point() else value.dtype)
         waiting = send_waiting(tensor, WaitingSource({name: host}, name, device), keep=False)
