@@ -8,7 +8,6 @@ stages begin and end with a sample. On an accelerator torch keeps the peak itsel
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -16,14 +15,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import psutil
 
 from pipeline.timeline import Timeline
 
-_STATM = Path("/proc/self/statm")
 _STATUS = Path("/proc/self/status")
 
 
@@ -40,12 +37,6 @@ class _Sample(NamedTuple):
     resident: int
 
 
-class _Gauge(Protocol):
-    def read(self) -> _Sample: ...
-
-    def close(self) -> None: ...
-
-
 class MemoryMonitor:
     """Samples this process's memory while it is entered; its peaks stay readable afterwards.
 
@@ -60,51 +51,45 @@ class MemoryMonitor:
 
     def __init__(self, *, interval_seconds: float = 0.01) -> None:
         self._interval_seconds = interval_seconds
-        self._gauge: _Gauge | None = None
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._run = _Sample(0, 0)
         self._stage_host_bytes = 0
-        self._run_devices: dict[int, int] = {}
         self._timeline = Timeline()
         self._began = 0.0
+        self._process = psutil.Process()
 
     def __enter__(self) -> MemoryMonitor:
         self._began = time.perf_counter()
-        self._gauge = _StatmGauge() if _STATM.exists() else _ProcessGauge()
         self._stop.clear()
         self._thread = threading.Thread(target=self._watch, name="offstage-memory", daemon=True)
         self._sample()
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
-        self._settle_devices()
+        if self._thread is not None:
+            self._thread.join()
         self._sample()
-        with self._lock:
-            if self._gauge is not None:
-                self._gauge.close()
-                self._gauge = None
+        self._thread = None
 
     def start_stage(self) -> None:
         """Begin a stage: its peaks count from what is held now."""
-        self._settle_devices()
-        _reset_device_peaks()
+        cuda = _cuda()
+        if cuda is not None:
+            for index in range(cuda.device_count()):
+                cuda.reset_peak_memory_stats(index)
         with self._lock:
             self._stage_host_bytes = 0
         self._sample()
 
     def stage_peak(self) -> MemoryPeak:
         """Return the peaks since ``start_stage``."""
-        devices = self._settle_devices()
         self._sample()
+        cuda = _cuda()
+        devices = {} if cuda is None else {i: cuda.max_memory_allocated(i) for i in range(cuda.device_count())}
         return MemoryPeak(host_bytes=self._stage_host_bytes, device_bytes=devices)
 
     @property
@@ -121,16 +106,9 @@ class MemoryMonitor:
 
     @property
     def peak_host_rss_bytes(self) -> int:
-        """The peak of the resident set since the process began, where the system tells; it has mapped files
-        too."""
+        """The peak of the resident set since the process began, where the system tells; it has mapped files too."""
         self._sample()
         return max(self._run.resident, _resident_high_water())
-
-    @property
-    def peak_device_bytes(self) -> Mapping[int, int]:
-        """The peak of each accelerator over all stages; empty before torch has used one."""
-        self._settle_devices()
-        return dict(self._run_devices)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_seconds):
@@ -138,47 +116,18 @@ class MemoryMonitor:
 
     def _sample(self) -> None:
         with self._lock:
-            if self._gauge is None:
+            if self._thread is None:
                 return
-            now = self._gauge.read()
+            now = _held(self._process)
             self._run = _Sample(*map(max, self._run, now))
             self._timeline.add(time.perf_counter() - self._began, now.anonymous)
             self._stage_host_bytes = max(self._stage_host_bytes, now.anonymous)
 
-    def _settle_devices(self) -> dict[int, int]:
-        peaks = _device_peaks() if self._gauge is not None else {}
-        for index, peak in peaks.items():
-            self._run_devices[index] = max(peak, self._run_devices.get(index, 0))
-        return peaks
 
-
-class _StatmGauge:
-    """Linux: one ``pread`` of a file that stays open. Takes microseconds, whatever the process has mapped."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.open(_STATM, os.O_RDONLY)
-        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
-
-    def read(self) -> _Sample:
-        _, resident, shared, *_ = map(int, os.pread(self._descriptor, 256, 0).split())
-        return _Sample((resident - shared) * self._page_bytes, resident * self._page_bytes)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
-class _ProcessGauge:
-    """Elsewhere: what psutil knows. Without a count of shared pages the resident set stands for both."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-
-    def read(self) -> _Sample:
-        memory = self._process.memory_info()
-        return _Sample(memory.rss - getattr(memory, "shared", 0), memory.rss)
-
-    def close(self) -> None:
-        """Nothing is held open."""
+def _held(process: psutil.Process) -> _Sample:
+    """Return what ``process`` holds. Where the system doesn't count shared pages the resident set stands for both."""
+    memory = process.memory_info()
+    return _Sample(memory.rss - getattr(memory, "shared", 0), memory.rss)
 
 
 def _resident_high_water() -> int:
@@ -190,17 +139,7 @@ def _resident_high_water() -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def _device_peaks() -> dict[int, int]:
-    """Return torch's peaks by accelerator. A process that never used one doesn't import torch for it."""
+def _cuda() -> Any:
+    """Return ``torch.cuda`` once an accelerator is in use. A process that never used one doesn't import torch for it."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return {}
-    return {index: torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())}
-
-
-def _reset_device_peaks() -> None:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.reset_peak_memory_stats(index)
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
