@@ -140,6 +140,6 @@ def _resident_high_water() -> int:
 
 
 def _cuda() -> Any:
-    """Return ``torch.cuda`` once an accelerator is in use. A process that never used one doesn't import torch for it."""
+    """Return ``torch.cuda`` once an accelerator is in use: torch isn't imported for it."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None

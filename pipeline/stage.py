@@ -99,6 +99,8 @@ class Context(Protocol):
 class Stage(Protocol[Inputs]):
     """One stage of the pipeline. Instances hold no state: the runner makes one a run.
 
+    A stage that derives from this class needs no ``check``, ``examine`` or ``revive`` where these have nothing to do.
+
     What a stage depends on is gathered once a run, as a value. The key is made from that value and the work is done
     from it, so that what lies under a key is what the key says, whatever the machine would answer by then.
     """
@@ -121,12 +123,14 @@ class Stage(Protocol[Inputs]):
 
         Every key is there and of its type: one that isn't is reported already, and has its default here.
         """
+        return ()
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the config and needs model code to be seen.
 
         Asked, before any work, only of a stage whose artifact isn't known to be cached: what is cached was examined.
         """
+        return ()
 
     def gather(self, context: Context) -> Inputs:
         """Return all that the artifact depends on: config, files, earlier artifacts, what the machine says."""
@@ -135,7 +139,8 @@ class Stage(Protocol[Inputs]):
         """Write the stored half into ``folder``. Returns the live half if it was made on the way, else None."""
 
     def revive(self, inputs: Inputs, context: Context) -> Any:
-        """Return the live half, made from the stored half of this stage and those before it."""
+        """Return the live half, made from the stored half of this stage and those before it; None where it has none."""
+        return None
 
     def report(self, artifact: Artifact) -> Report:
         """Return what the artifact adds to the run record."""

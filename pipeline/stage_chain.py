@@ -47,26 +47,12 @@ class StageChain:
         """The artifacts that were found or built so far, by stage."""
         self.outlines: dict[str, object] = {}
         """What the key of each stage stands for, by stage."""
-        self._config, self._cache, self._charge, self._host_peak = config, cache, charge, host_peak
+        self.config, self.cache, self.host_peak = config, cache, host_peak
+        self._charge = charge
         self._store = Store(cache)
         self._inputs: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
         self._live: dict[str, Any] = {}
-
-    @property
-    def config(self) -> Config:
-        """The resolved config."""
-        return self._config
-
-    @property
-    def cache(self) -> Path:
-        """The cache's root."""
-        return self._cache
-
-    @property
-    def host_peak(self) -> Callable[[], int]:
-        """Returns the peak of anonymous host memory since the run began, in bytes."""
-        return self._host_peak
 
     def artifact(self, stage: str) -> Artifact:
         """Return the artifact of the earlier stage ``stage``."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import Fault
-from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.stage import Artifact, Context, Report, Stage
 from pipeline.typed_config import read
 from stages.dispatch.dispatch_plan import FILE_NAME, from_json, make_dispatch_plan
 from stages.empty_init import skeleton as skeletons
@@ -57,21 +55,13 @@ class DispatchInputs:
     traces: bool = field(compare=False)
 
 
-class DispatchStage:
+class DispatchStage(Stage[DispatchInputs]):
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
     name = "dispatch"
     version = 3
     needs: tuple[str, ...] = ("shard_load",)
     config_class = DispatchConfig
-
-    def check(self, config: Config) -> Iterable[Fault]:
-        """Yield nothing: the type of its key is all there is to check."""
-        return ()
-
-    def examine(self, config: Config) -> Iterable[Fault]:
-        """Yield nothing: no model code is needed to check the stage's keys."""
-        return ()
 
     def gather(self, context: Context) -> DispatchInputs:
         """Return the earlier artifacts that the dispatch plan is made of."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import CheckpointError, Fault
-from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import fits, unknown_keys
 from stages.checkpoints.bounds import bounded
 from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot
@@ -48,8 +48,11 @@ class EmptyInitInputs:
     node: Mapping[str, Any] = field(compare=False)
 
 
-class EmptyInitStage:
-    """Builds the model on the meta device and leaves ``skeleton.json``; its live half is that model."""
+class EmptyInitStage(Stage[EmptyInitInputs]):
+    """Builds the model on the meta device and leaves ``skeleton.json``; its live half is that model.
+
+    What needs the model's code is said as the model is built, the first work of a run.
+    """
 
     name = "empty_init"
     version = 6
@@ -80,10 +83,6 @@ class EmptyInitStage:
         yield from _check_path(model)
         if kind == "pretrained":
             yield from _check_quantization(model)
-
-    def examine(self, config: Config) -> Iterable[Fault]:
-        """Yield nothing: what needs the model's code is said as the model is built, the first work of a run."""
-        return ()
 
     def gather(self, context: Context) -> EmptyInitInputs:
         """Return what the model is, as far as it can be told without its code."""

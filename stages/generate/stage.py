@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Fault
-from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
@@ -31,7 +31,7 @@ class GenerateConfig:
     seed: int = 0
 
 
-class GenerateStage:
+class GenerateStage(Stage[GenerateInputs]):
     """Leaves ``generation.json``: prompts, texts, token ids, metrics. It has no live half."""
 
     name = "generate"
@@ -76,9 +76,6 @@ class GenerateStage:
         from stages.generate.generation import perform
 
         perform(inputs, context).save(folder / FILE_NAME)
-
-    def revive(self, inputs: GenerateInputs, context: Context) -> Any:
-        """Return None: nothing comes after the text."""
 
     def report(self, artifact: Artifact) -> Report:
         """Return the outputs, metrics and measured memory of the generation, and the texts for the screen."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
 from stages.empty_init import skeleton as skeletons
 from stages.machine.hardware import Hardware, hardware, ledgers
@@ -32,7 +32,7 @@ from stages.units import DeviceId, format_bytes
 SIZES_NAME = "sizes.json"
 
 
-class PlanStage:
+class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
@@ -69,9 +69,6 @@ class PlanStage:
         plan.save(folder)
         folder.joinpath(picture.FILE_NAME).write_text(picture.draw(plan, sizes))
         folder.joinpath(SIZES_NAME).write_text(json.dumps(sizes, indent=1) + "\n")
-
-    def revive(self, inputs: PlanInputs, context: Context) -> Any:
-        """Return None: a plan is data, and later stages read the artifact."""
 
     def report(self, artifact: Artifact) -> Report:
         """Say what lies where, and what each device will hold."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CheckpointError, Fault
-from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
 from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.empty_init import skeleton as skeletons
@@ -52,8 +52,11 @@ class ShardLoadInputs:
     plan: plans.Plan = field(compare=False)
 
 
-class ShardLoadStage:
-    """Leaves where each offloaded tensor is read from; its live half is the model with its weights in place."""
+class ShardLoadStage(Stage[ShardLoadInputs]):
+    """Leaves where each offloaded tensor is read from; its live half is the model with its weights in place.
+
+    The names of the checkpoint are held against the model as it is loaded.
+    """
 
     name = "shard_load"
     version = 2
@@ -63,10 +66,6 @@ class ShardLoadStage:
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the offload keys, and with the checkpoint's files as far as ``verify`` looks."""
         yield from faults(read(ShardLoadConfig, config), config["model"])
-
-    def examine(self, config: Config) -> Iterable[Fault]:
-        """Yield nothing: the names of the checkpoint are held against the model as it is loaded."""
-        return ()
 
     def gather(self, context: Context) -> ShardLoadInputs:
         """Return which checkpoint it is, what the model is, where each tensor goes, and what is checked."""
