@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config import check
 from pipeline.errors import ReplayError, StorageError
 from pipeline.installed_stages import installed_stages, is_own_stage, stage_configs
+from pipeline.plain_data import walk
 from pipeline.record import RunRecord
 from pipeline.stage import Config
 from pipeline.typed_config import fits, key_names
@@ -33,7 +34,6 @@ _SHAPE: Mapping[str, Any] = {
 _STAGE_SHAPE: Mapping[str, Any] = {"name": str, "key": str, "artifact": str, "inputs": Mapping[str, Any] | None}
 _OUTPUT_SHAPE: Mapping[str, Any] = {"token_ids": Sequence[int]}
 _OPTIONAL = ("device_map", "inputs")
-_DEEPEST = 100
 _LARGEST = 2**64
 _SHOWN = 3
 
@@ -60,16 +60,9 @@ def load_foreign(run: Path) -> RunRecord:
 
 
 def _bad_values(content: object) -> list[str]:
-    """Return what no run writes, wherever it stands: numbers that aren't any, and lists in lists without an end."""
-    waiting: list[tuple[object, int]] = [(content, 0)]
-    while waiting:
-        value, depth = waiting.pop()
-        if depth > _DEEPEST:
-            return [f"nested more than {_DEEPEST} deep"]
-        if isinstance(value, int | float) and not abs(value) < _LARGEST:
-            return ["it holds a number beyond 64 bits, or one that is none"]
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-        waiting += [(item, depth + 1) for item in inner]
+    """Return what no run writes, wherever it stands: numbers that aren't any."""
+    if any(isinstance(value, int | float) and not abs(value) < _LARGEST for _, value in walk(content)):
+        return ["it holds a number beyond 64 bits, or one that is none"]
     return []
 
 
@@ -128,19 +121,9 @@ def named_code(config: Config) -> Iterator[tuple[str, str]]:
         yield str(model["class"]), "model.class"
     if model.get("trust_remote_code"):
         yield REMOTE_CODE, "model.trust_remote_code"
-    yield from _targets(config, "")
-
-
-def _targets(node: object, place: str) -> Iterator[tuple[str, str]]:
-    """Yield every ``_target_`` below ``node``: Hydra calls those too that stand among the arguments of another."""
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            yield str(node["_target_"]), f"{place}_target_"
-        for key, value in node.items():
-            yield from _targets(value, f"{place}{key}.")
-    elif isinstance(node, list):
-        for value in node:
-            yield from _targets(value, place)
+    for place, node in walk(config):  # Hydra calls those too that stand among the arguments of another
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield str(node["_target_"]), f"{place}._target_"
 
 
 def outputs_for(record: Path) -> Path:

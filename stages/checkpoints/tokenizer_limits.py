@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
+from pipeline.plain_data import walk
 from pipeline.regular_files import read_json
 
 FILE_NAME = "tokenizer.json"
@@ -30,17 +31,14 @@ def check_tokenizer(folder: Path) -> None:
         content = read_json(path)
     except (OSError, ValueError):
         return
-    growth, left = (
-        1.0,
-        [value for key, value in content.items() if key not in _DATA] if isinstance(content, dict) else [],
-    )
-    while left and growth <= MOST:
-        part = left.pop()
-        if isinstance(part, dict):
-            growth *= _growth(part)
-        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    if growth > MOST:
-        raise CheckpointError(f"{path}: its steps make a text more than {MOST} times longer; no real tokenizer does")
+    growth = 1.0
+    steps = {key: value for key, value in content.items() if key not in _DATA} if isinstance(content, dict) else {}
+    for _, part in walk(steps):
+        growth *= _growth(part) if isinstance(part, dict) else 1
+        if growth > MOST:
+            raise CheckpointError(
+                f"{path}: its steps make a text more than {MOST} times longer; no real tokenizer does"
+            )
 
 
 def _growth(step: Mapping[str, Any]) -> float:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
+from pipeline.plain_data import walk
 
 _LIMITS: tuple[tuple[re.Pattern[str], float], ...] = (
     (re.compile(r"(^|_)(layers?|depths?|blocks)$"), 2048),
@@ -29,20 +30,10 @@ _LIMITS: tuple[tuple[re.Pattern[str], float], ...] = (
 
 def check_numbers(path: Path, config: Mapping[str, Any]) -> None:
     """Raise a ``CheckpointError`` where a number of ``config``, which ``path`` holds, is beyond what models have."""
-    for key, value in _numbers(config):
+    for place, value in walk(config):
+        key = place.rpartition(".")[2].partition("[")[0]
         most = next((limit for pattern, limit in _LIMITS if pattern.search(key)), None)
-        if most is not None and value > most:
+        if most is not None and isinstance(value, int | float) and not isinstance(value, bool) and value > most:
             raise CheckpointError(
                 f"{path}: {key}: {value} is more than any model has (at most {most}); restore the file"
             )
-
-
-def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Yield every number in ``config`` with the nearest key above it."""
-    left: list[tuple[str, Any]] = list(config.items())
-    while left:
-        key, value = left.pop()
-        left += value.items() if isinstance(value, Mapping) else ()
-        left += [(key, item) for item in value] if isinstance(value, list) else []
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value

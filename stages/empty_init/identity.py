@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
+from pipeline.plain_data import walk
 from pipeline.regular_files import parse_json, read_json, read_regular
 from stages.checkpoints.hub import checkpoint_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
@@ -41,7 +42,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
     if model["kind"] == "module":
         arguments = constructor_arguments(model)
         code = code_identity(filter(_is_dotted, _texts(arguments)))
-        order = tuple(_key_order(arguments))
+        order = tuple(place for place, _ in walk(arguments))  # a constructor may make its layers in it
         own = {"arguments": arguments, "order": order, "no_split": model.get("no_split"), "code": code}
         return {"kind": "module", "torch": torch, **own}
     folder, override = checkpoint_folder(model), model.get("class")
@@ -93,7 +94,8 @@ def quantization_fault(folder: Path) -> str | None:
 
     Without what their scales say, the numbers of a quantised checkpoint are those of no model.
     """
-    declared = next(_quantization(read_config(folder)), None)
+    configs = (config for _, config in walk(read_config(folder)) if isinstance(config, Mapping))
+    declared = next(((key, config[key]) for config in configs for key in _QUANTISED if config.get(key)), None)
     if declared is None:
         return None
     key, value = declared
@@ -104,16 +106,6 @@ def quantization_fault(folder: Path) -> str | None:
     )
 
 
-def _quantization(config: object) -> Iterator[tuple[str, object]]:
-    """Yield every declaration of quantised weights in a config and the configs inside it, by its key."""
-    waiting = [config]
-    while waiting:
-        inner = waiting.pop()
-        if isinstance(inner, Mapping):
-            yield from ((key, inner[key]) for key in _QUANTISED if inner.get(key))
-            waiting += inner.values()
-
-
 def constructor_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``_target_`` and the constructor arguments of ``model=module``: every key that isn't ours."""
     return {str(key): value for key, value in model.items() if key not in OWN_KEYS}
@@ -121,27 +113,12 @@ def constructor_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def _texts(value: object) -> Iterator[str]:
     """Yield every text in ``value``: any of them may name code (a ``_target_`` inside, a class for a factory)."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(inner)
+    return (inner for _, inner in walk(value) if isinstance(inner, str))
 
 
 def _is_dotted(text: object) -> bool:
     """Return whether ``text`` reads as the dotted name of something in a module."""
     return isinstance(text, str) and "." in text and all(part.isidentifier() for part in text.split("."))
-
-
-def _key_order(value: object, above: str = "") -> Iterator[str]:
-    """Yield the dotted keys of ``value`` in their order: a constructor may make its layers in it."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield f"{above}{key}"
-            yield from _key_order(inner, f"{above}{key}.")
-    elif isinstance(value, (list, tuple)):
-        for index, inner in enumerate(value):
-            yield from _key_order(inner, f"{above}{index}.")
 
 
 def read_config_bytes(folder: Path) -> bytes:

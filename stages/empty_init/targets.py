@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from pipeline.errors import ConfigError, foreign
+from pipeline.plain_data import walk
 
 _LATE = "${"
 """An interpolation that is still there in a resolved config would be resolved after the check."""
@@ -29,11 +30,12 @@ def check_targets(arguments: Mapping[str, Any]) -> None:
     """
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    for place, value in _strings(arguments, "model"):
-        if _LATE in value:
+    for place, value in walk(arguments, "model"):
+        if isinstance(value, str) and _LATE in value:
             raise ConfigError(f"{place}: {value!r} is an interpolation that isn't resolved; give the value itself")
-    for place, target in _targets(arguments, "model"):
-        module_class(target, place, nested=place != "model._target_")
+    for place, node in walk(arguments, "model"):
+        if isinstance(node, Mapping) and "_target_" in node:
+            module_class(str(node["_target_"]), f"{place}._target_", nested=node is not arguments)
 
 
 def module_class(target: str, place: str, *, nested: bool = False) -> type[Any]:
@@ -52,24 +54,3 @@ def module_class(target: str, place: str, *, nested: bool = False) -> type[Any]:
 
 def _configures(kind: type[Any]) -> bool:
     return issubclass(kind, PreTrainedConfig) or dataclasses.is_dataclass(kind)
-
-
-def _targets(node: object, place: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, Mapping) and "_target_" in node:
-        yield f"{place}._target_", str(node["_target_"])
-    for inner, value in _inside(node, place):
-        yield from _targets(value, inner)
-
-
-def _strings(node: object, place: str) -> Iterator[tuple[str, str]]:
-    if isinstance(node, str):
-        yield place, node
-    for inner, value in _inside(node, place):
-        yield from _strings(value, inner)
-
-
-def _inside(node: object, place: str) -> Iterator[tuple[str, object]]:
-    if isinstance(node, Mapping):
-        yield from ((f"{place}.{key}", value) for key, value in node.items())
-    elif isinstance(node, list):
-        yield from ((f"{place}[{index}]", value) for index, value in enumerate(node))
