@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.empty_init.skeleton import Skeleton, parent
+from stages.empty_init.skeleton import Skeleton, parent, upward
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves
 from stages.plan.plan import Plan
@@ -98,10 +98,8 @@ def _entries(skeleton: Skeleton, plan: Plan) -> dict[str, DeviceId]:
     """Return the roots of the largest subtrees that compute on one device."""
     computing: dict[str, set[DeviceId]] = {module.name: set() for module in skeleton.modules}
     for module, device in plan.execution.items():
-        path: str | None = module
-        while path is not None:
-            computing[path].add(device)
-            path = parent(path) if path else None
+        for above in upward(module):
+            computing[above].add(device)
     return {
         name: next(iter(devices))
         for name, devices in computing.items()

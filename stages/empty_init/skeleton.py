@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import mul
@@ -155,9 +155,14 @@ def parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def upward(name: str) -> Iterator[str]:
+    """Yield ``name`` and the names of all modules around it, the model's ``""`` last."""
+    while name:
+        yield name
+        name = parent(name)
+    yield ""
+
+
 def longest_prefix(name: str, device_map: Mapping[str, object]) -> str | None:
     """Return the longest of ``name`` and the modules around it that ``device_map`` has, ``""`` the last; else null."""
-    prefix = name
-    while prefix and prefix not in device_map:
-        prefix = parent(prefix)
-    return prefix if prefix in device_map else None
+    return next((prefix for prefix in upward(name) if prefix in device_map), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pipeline.errors import BudgetError, ConfigError, closest
+from stages.empty_init.skeleton import longest_prefix
 from stages.machine.hardware import Hardware
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, reserves, resident_bytes
@@ -29,23 +30,14 @@ def require_no_contradiction(outline: Outline, device_map: Mapping[str, DeviceId
     them is on another device, the module's entry is not true of the module.
     """
     for name, device in device_map.items():
-        below = outline.below(name)
-        spoken_for = {tensor: _nearest(tensor, name, device_map) for tensor in below}
-        strangers = [entry for entry in spoken_for.values() if entry != name and device_map[entry] != device]
-        if strangers and name not in spoken_for.values():
+        spoken_for = [longest_prefix(tensor, device_map) or "" for tensor in outline.below(name)]
+        strangers = [entry for entry in spoken_for if entry != name and device_map[entry] != device]
+        if strangers and name not in spoken_for:
             other = strangers[0]
             raise ConfigError(
                 f"{key}: {name!r} is on {device!r}, but {other!r} in it is on {device_map[other]!r} and nothing in it"
                 f" is left to {name!r}; remove that entry or one of the others"
             )
-
-
-def _nearest(tensor: str, top: str, device_map: Mapping[str, DeviceId]) -> str:
-    """Return the longest name in ``device_map``, from ``tensor`` up to ``top``, that covers ``tensor``."""
-    name = tensor
-    while name != top and name not in device_map:
-        name = name.rpartition(".")[0]
-    return name
 
 
 def require_complete(outline: Outline, homes: Mapping[str, DeviceId], key: str) -> None:

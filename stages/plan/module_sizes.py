@@ -11,7 +11,7 @@ from torch import nn
 
 from stages.checkpoints.dtypes import dtype_name
 from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import TensorSpec
+from stages.empty_init.skeleton import TensorSpec, upward
 from stages.plan.outline import Outline
 from stages.units import DTYPE_BYTES, parse_size
 
@@ -36,8 +36,7 @@ def compute_module_sizes(
     for tensor in outline.skeleton.tensors:
         if buffers_only and tensor.kind != "buffer":
             continue
-        parts = tensor.name.split(".")
-        for name in ["", *(".".join(parts[:count]) for count in range(1, len(parts) + 1))]:
+        for name in upward(tensor.name):
             if (name, leader(tensor.name)) not in counted:
                 counted.add((name, leader(tensor.name)))
                 sizes[name] += outline.sizes[tensor.name]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stages.empty_init.skeleton import upward
 from stages.plan.outline import Layer, Outline
 from stages.plan.serving import Serving, is_streamed, serving_of, waits_on
 from stages.units import CPU, DeviceId, in_tier_order
@@ -108,7 +109,7 @@ def fold(outline: Outline, homes: Homes) -> dict[str, DeviceId]:
     devices: dict[str, set[DeviceId]] = {name: set() for name in outline.names}
     for name in outline.sizes:
         home = homes[outline.skeleton.leader(name)]
-        for above in _upward(name):
+        for above in upward(name):
             devices[above].add(home)
     folded: dict[str, DeviceId] = {}
     stack = [""]
@@ -119,9 +120,3 @@ def fold(outline: Outline, homes: Homes) -> dict[str, DeviceId]:
         elif devices[name]:
             stack += reversed(outline.direct[name] + outline.children[name])
     return folded
-
-
-def _upward(name: str) -> list[str]:
-    """Return ``name`` and the names of all modules around it, the model's ``""`` last."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)] + [""]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from stages.empty_init.skeleton import upward
 from stages.plan.plan import Plan
 from stages.units import DISK, DeviceId, format_bytes
 
@@ -29,7 +30,7 @@ def rows(plan: Plan, sizes: Mapping[str, int]) -> list[Row]:
     """
     inside: dict[str, list[str]] = {name: [] for name in plan.device_map}
     for tensor in sizes:
-        inside[next(name for name in _upward(tensor) if name in inside)].append(tensor)
+        inside[next(name for name in upward(tensor) if name in inside)].append(tensor)
     folded: dict[tuple[str, DeviceId, DeviceId], tuple[list[int], int]] = {}
     for name, tensors in inside.items():
         number = _NUMBER.search(name)
@@ -42,14 +43,6 @@ def rows(plan: Plan, sizes: Mapping[str, int]) -> list[Row]:
         Row(stem.replace("#", ranges(numbers)) or "the model", device, execution, count)
         for (stem, device, execution), (numbers, count) in folded.items()
     ]
-
-
-def _upward(name: str) -> Iterable[str]:
-    """Yield ``name`` and the names of the modules around it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield ""
 
 
 def ranges(numbers: Iterable[int]) -> str:
