@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.errors import OffstageError, StorageError
+from pipeline.regular_files import named
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LEAVE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -77,6 +78,12 @@ def replace_file(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` in a folder that is published whole later; an ``OSError`` names the file."""
+    with named(path):
+        path.write_text(text)
+
+
 def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Write ``data`` to ``path`` as ``replace_file`` does; its name survives a power cut after ``sync_folder``."""
     _write_beside(path, data, lambda written: os.replace(written, path))  # noqa: PTH105
@@ -95,7 +102,7 @@ def create_file(path: Path, text: str) -> None:
 def _write_beside(path: Path, data: bytes | memoryview, publish: Callable[[Path], None]) -> None:
     written = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
     try:
-        with written.open("xb") as file:
+        with named(path), written.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

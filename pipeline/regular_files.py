@@ -11,7 +11,8 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,17 @@ class NotRegularError(OSError):
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EINVAL, "not a regular file", str(path))
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Have every ``OSError`` of the block name a file: ``path`` where it names none, as one of a read or a write."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def open_regular(path: Path) -> int:
@@ -55,7 +67,7 @@ def read_regular(path: Path, *, most: int = MAX_BYTES) -> bytes:
     """Return what the regular file ``path`` holds; an ``OSError`` as of ``open_regular``, or if it has over ``most``
     bytes.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
+    with named(path), os.fdopen(open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"larger than the {most} bytes that such a file may have", str(path))
         return file.read()

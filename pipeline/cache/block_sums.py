@@ -106,7 +106,7 @@ def _outward_damage(file: SummedFile) -> str | None:
 
 def _block_damage(file: SummedFile, index: int) -> str | None:
     try:
-        with os.fdopen(open_regular(file.path), "rb", buffering=0) as opened:
+        with os.fdopen(open_regular(file.path), "rb") as opened:  # buffered: reads on after a short count
             opened.seek(index * BLOCK_BYTES)
             block = opened.read(BLOCK_BYTES)
     except OSError as error:

@@ -37,8 +37,11 @@ def move_aside(path: Path, damage: object) -> None:
 
 
 def remove_leftovers(root: Path, *, unused_since: float) -> None:
-    """Remove what nobody has touched since that time, in seconds of the epoch; what can't be removed stays."""
-    for path in sorted(root.glob("*/.*")):
+    """Remove what nobody has touched since that time, in seconds of the epoch; what can't be seen or removed stays."""
+    found: list[Path] = []
+    with suppress(OSError):
+        found = sorted(root.glob("*/.*"))
+    for path in found:
         with suppress(OSError, RuntimeError):  # the second is what a lock raises that can't be had
             if _is_leftover(path) and _newest(path) <= unused_since:
                 _remove(path)

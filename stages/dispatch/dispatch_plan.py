@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.atomic_files import write_text
 from stages.empty_init.skeleton import Skeleton, parent, upward
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves
@@ -59,7 +60,7 @@ class DispatchPlan:
 
     def save(self, folder: Path) -> None:
         """Write ``dispatch.json`` into ``folder``."""
-        folder.joinpath(FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_text(folder / FILE_NAME, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def from_json(data: Mapping[str, Any]) -> DispatchPlan:

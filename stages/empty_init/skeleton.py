@@ -15,6 +15,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.atomic_files import write_text
 from stages.machine.kernels import Kernels
 from stages.units import DTYPE_BYTES
 
@@ -132,7 +133,7 @@ class Skeleton:
 
     def save(self, folder: Path) -> None:
         """Write ``skeleton.json`` into ``folder``."""
-        folder.joinpath(FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        write_text(folder / FILE_NAME, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def from_json(data: Mapping[str, Any]) -> Skeleton:

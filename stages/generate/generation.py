@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from pipeline.atomic_files import write_text
 from pipeline.errors import ConfigError, foreign
 from pipeline.stage import Context
 from stages.checkpoints.hub import checkpoint_folder
@@ -39,7 +40,7 @@ class Generation:
     def save(self, file: Path) -> None:
         """Write ``file``, and ``trace.json`` beside it if there is a trace."""
         data = {"outputs": self.outputs, "metrics": self.metrics, "measured": self.measured}
-        file.write_text(json.dumps(data, indent=1) + "\n")
+        write_text(file, json.dumps(data, indent=1) + "\n")
         if self.trace is not None:
             self.trace.save(file.with_name(TRACE_NAME))
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pipeline.atomic_files import write_text
 from stages.plan.serving import Serving
 from stages.units import CPU, DeviceId, in_tier_order, parse_device
 
@@ -65,8 +66,8 @@ class Plan:
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json`` and ``device_map.json`` into ``folder``."""
-        folder.joinpath(FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
-        folder.joinpath(MAP_NAME).write_text(json.dumps(dict(self.device_map), indent=1) + "\n")
+        write_text(folder / FILE_NAME, json.dumps(asdict(self), indent=1) + "\n")
+        write_text(folder / MAP_NAME, json.dumps(dict(self.device_map), indent=1) + "\n")
 
 
 def from_json(data: Mapping[str, Any]) -> Plan:

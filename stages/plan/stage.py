@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.atomic_files import write_text
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
@@ -67,8 +68,8 @@ class PlanStage(Stage[PlanInputs]):
         """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""
         plan, sizes = plan_from(inputs), inputs.outline.sizes
         plan.save(folder)
-        folder.joinpath(picture.FILE_NAME).write_text(picture.draw(plan, sizes))
-        folder.joinpath(SIZES_NAME).write_text(json.dumps(sizes, indent=1) + "\n")
+        write_text(folder / picture.FILE_NAME, picture.draw(plan, sizes))
+        write_text(folder / SIZES_NAME, json.dumps(sizes, indent=1) + "\n")
 
     def report(self, artifact: Artifact) -> Report:
         """Say what lies where, and what each device will hold."""

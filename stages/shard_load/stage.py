@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.atomic_files import write_text
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
@@ -101,9 +102,9 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         if inputs.check_finite:
             refuse_infinite_served(load)
         files = _fill_store(inputs, context, load)
-        folder.joinpath(INDEX_NAME).write_text(json.dumps(_index(load, files), indent=1) + "\n")
+        write_text(folder / INDEX_NAME, json.dumps(_index(load, files), indent=1) + "\n")
         report = {**_load_report(load), "sha256": hashes}
-        folder.joinpath(REPORT_NAME).write_text(json.dumps(report, indent=1) + "\n")
+        write_text(folder / REPORT_NAME, json.dumps(report, indent=1) + "\n")
 
     def revive(self, inputs: ShardLoadInputs, context: Context) -> PlacedWeights:
         """Return the model with its resident weights in place; what the offload store lacks by now is made again.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.atomic_files import create_file, replace_file, write_whole
+from pipeline.atomic_files import create_file, replace_file, write_text, write_whole
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -36,3 +36,9 @@ def test_a_file_is_created_once(tmp_path: Path) -> None:
 
 def test_a_name_as_long_as_the_file_system_takes_can_be_written(tmp_path: Path) -> None:
     write_whole(tmp_path / ("a" * 255), b"data")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
+def test_a_write_that_fails_names_its_file() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_text(Path("/dev/full"), "text")

@@ -53,3 +53,9 @@ def test_what_is_no_json_or_nested_too_deep_is_a_value_error(text: bytes) -> Non
 def test_what_is_nested_as_deep_as_allowed_is_read() -> None:
     value = parse_json(b"[" * 100 + b"]" * 100)
     assert str(value) == "[" * 100 + "]" * 100
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="no file here that can be opened and not read")
+def test_a_read_that_fails_names_its_file() -> None:
+    with pytest.raises(OSError, match="'/proc/self/mem'"):
+        read_regular(Path("/proc/self/mem"))

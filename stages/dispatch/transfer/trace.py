@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pipeline.atomic_files import write_text
+
 FILE_NAME = "trace.json"
 
 
@@ -46,4 +48,4 @@ class Trace:
 
     def save(self, path: Path) -> None:
         """Write the spans to ``path``."""
-        path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}) + "\n")
+        write_text(path, json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}) + "\n")

@@ -100,6 +100,15 @@ def test_where_no_lock_is_granted_runs_go_on_and_nothing_is_pruned(
     assert prune(entries(tmp_path)).taken == ()
 
 
+def test_a_lease_that_cannot_be_closed_fails_no_run(tmp_path: Path) -> None:
+    leases = Leases()
+    leases.hold(tmp_path / "a.use.lock")
+    for number in Path("/proc/self/fd").iterdir():
+        if number.exists() and number.resolve() == tmp_path / "a.use.lock":
+            os.close(int(number.name))
+    leases.release()
+
+
 def test_a_lease_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path) -> None:
     path = tmp_path / ".a.use.lock"
     first, second = Leases(), Leases()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -80,3 +81,15 @@ def test_a_lock_that_is_held_is_not_swept(root: Path) -> None:
 def test_a_sweep_of_a_cache_that_is_not_there_does_nothing(root: Path) -> None:
     Store(root).sweep()
     assert not root.exists()
+
+
+def test_a_cache_that_cannot_be_listed_fails_no_sweep(root: Path) -> None:
+    (root / "plan" / ".tmp-1").mkdir(parents=True)
+    aged(root / "plan" / ".tmp-1", days=2)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        Store(root).sweep()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert (root / "plan" / ".tmp-1").exists()
