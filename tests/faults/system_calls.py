@@ -1,0 +1,110 @@
+"""The system calls of a run on its storage, as strace tells them: which call, on what, which of its thread's."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CHANGED = ("EIO", "ENOSPC", "EROFS", "EDQUOT")
+"""What a call gives that changes a folder."""
+OPENED = ("EIO", "EINTR", "EMFILE", "EACCES")
+CREATED = ("EIO", "EINTR", "EMFILE", "EACCES", "ENOSPC", "EROFS", "EDQUOT")
+READ = ("EIO", "EINTR")
+WRITTEN = ("EIO", "EINTR", "ENOSPC", "EDQUOT")
+ERRORS = {
+    "openat": OPENED, "read": READ, "pread64": READ, "preadv": READ, "preadv2": READ, "readv": READ,
+    "write": WRITTEN, "pwrite64": WRITTEN, "pwritev": WRITTEN, "pwritev2": WRITTEN, "writev": WRITTEN,
+    "fsync": ("EIO", "EINTR", "ENOSPC", "EDQUOT", "EINVAL"), "fdatasync": ("EIO", "EINTR", "ENOSPC", "EDQUOT"),
+    "msync": ("EIO",), "close": ("EIO", "EINTR", "ENOSPC"),
+    "rename": CHANGED, "renameat": CHANGED, "renameat2": CHANGED, "mkdir": CHANGED, "mkdirat": CHANGED,
+    "link": (*CHANGED, "EPERM", "EMLINK", "EOPNOTSUPP", "ENOSYS"), "linkat": CHANGED,
+    "symlink": CHANGED, "symlinkat": CHANGED,
+    "unlink": ("EIO", "EROFS", "EPERM"), "unlinkat": ("EIO", "EROFS", "EPERM"), "rmdir": ("EIO", "EROFS"),
+    "newfstatat": ("EIO", "ENOMEM", "EACCES"), "stat": ("EIO",), "lstat": ("EIO",), "fstat": ("EIO",),
+    "statx": ("EIO", "ENOSYS"), "access": ("EIO",), "faccessat2": ("EIO",), "readlink": ("EIO",),
+    "getdents64": ("EIO",), "statfs": ("EIO", "EINTR", "ENOSYS"), "fstatfs": ("EIO", "EINTR", "ENOSYS"),
+    "mmap": ("ENOMEM", "ENODEV", "EAGAIN"), "madvise": ("ENOMEM", "EIO"), "fadvise64": ("EIO", "ENOSYS"),
+    "flock": ("EIO", "EINTR", "ENOLCK", "EOPNOTSUPP", "ENOSYS"), "fcntl": ("EIO", "EINTR", "ENOLCK"),
+    "ftruncate": ("EIO", "EINTR", "ENOSPC"), "fallocate": ("EIO", "EINTR", "ENOSPC", "EOPNOTSUPP"),
+    "utimensat": ("EIO", "EROFS", "EPERM"), "chmod": ("EPERM", "EROFS"), "fchmod": ("EPERM", "EROFS"),
+    "copy_file_range": ("EIO", "ENOSPC", "EOPNOTSUPP"), "sendfile": ("EIO", "ENOSPC"),
+}  # fmt: skip
+"""The calls that work on files, with the errors that a disk, a quota, a full table or a file system without them may
+give. Not among them: what moves no data and can't fail for such a reason (lseek, ioctl, dup, getcwd)."""
+RETRIED = "EINTR"
+"""The error after which POSIX has the call tried again: a run that meets it ends as it would have without."""
+
+_LINE = re.compile(r"^(\d+) +(\w+)\((.*)$")
+_PLACE = re.compile(r'^(?:\d+|AT_FDCWD)?<([^<>]*)>(?:\(deleted\))?|"([^"]*)"')
+_MAPPED = re.compile(r"\d+<(/[^<>]*)>")
+_VARIABLE = (
+    (re.compile(r"[0-9a-f]{32,}"), "*"),
+    (re.compile(r"\d{4}-\d\d-\d\d(/\d\d-\d\d-\d\d-\d+-\d+)?"), lambda match: "DAY/RUN" if match[1] else "DAY"),
+    (re.compile(r"[\w.]+\.dat\b"), "*.dat"),
+    (re.compile(r"(model)-\d+-of-\d+"), r"\1-*"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SystemCall:
+    """One call: the thread that made it (0: the process's first), the how-many-th of that thread and name it is, the
+    kind of place that it works on, and whether it may write there.
+    """
+
+    thread: int
+    name: str
+    number: int
+    place: str
+    creates: bool
+    injected: bool
+
+    @property
+    def errors(self) -> Sequence[str]:
+        """The errors that it can give."""
+        return CREATED if self.creates else ERRORS[self.name]
+
+    @property
+    def kind(self) -> str:
+        """The kind of place, whichever stage's it is."""
+        return re.sub(r"cache/[a-z_]+/", "cache/STAGE/", self.place)
+
+
+def read_calls(log: Path, folder: Path) -> Iterator[SystemCall]:
+    """Yield the calls in ``log`` that work on something in ``folder``, the working folder of the process."""
+    threads: dict[str, int] = {}
+    counts: Counter[tuple[int, str]] = Counter()
+    for line in log.read_text(errors="replace").splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        thread, name, rest = threads.setdefault(match[1], len(threads)), match[2], match[3]
+        counts[thread, name] += 1
+        place = _place(name, rest, folder)
+        if place is not None and name in ERRORS and not _is_other_control(name, rest):
+            creates = name == "openat" and re.search(r"O_CREAT|O_WRONLY|O_RDWR", rest) is not None
+            yield SystemCall(thread, name, counts[thread, name], place, creates, "(INJECTED)" in line)
+
+
+def _is_other_control(name: str, rest: str) -> bool:
+    return name == "fcntl" and "LK" not in rest.split("=")[0]
+
+
+def _place(name: str, rest: str, folder: Path) -> str | None:
+    """Return what the call works on, relative to ``folder``, what varies from run to run replaced; None if outside."""
+    match = _MAPPED.search(rest) if name == "mmap" else _PLACE.search(rest)
+    if match is None:
+        return None
+    named = match[1]
+    quoted = re.search(r'"([^"]*)"', rest)
+    if named is None or (rest.startswith("AT_FDCWD") and quoted):
+        named = quoted[1] if quoted else ""
+    path = folder / named.removesuffix(" (deleted)")
+    if not path.is_relative_to(folder) or path == folder:
+        return None
+    place = str(path.relative_to(folder))
+    for pattern, replacement in _VARIABLE:
+        place = pattern.sub(replacement, place)
+    return place
