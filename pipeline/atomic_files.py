@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import OffstageError, StorageError
-from pipeline.regular_files import named
+from pipeline.errors import OffstageError, StorageError, named
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LEAVE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 _LONGEST = 500
@@ -97,6 +98,17 @@ def foreign(kind: type[OffstageError], about: str, *, advice: str = "") -> Itera
         raise
     except BaseException as error:
         raise kind(f"{about}: {words_of(error)}{advice}") from error
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Have every ``OSError`` of the block name a file: ``path`` where it names none, as one of a read or a write."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def words_of(error: BaseException) -> str:

@@ -11,10 +11,11 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from pipeline.errors import named
 
 MAX_BYTES = 2**28
 """More than any file has that is read whole: the largest tokenizers have 40 MB, the largest indexes 20."""
@@ -27,17 +28,6 @@ class NotRegularError(OSError):
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EINVAL, "not a regular file", str(path))
-
-
-@contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Have every ``OSError`` of the block name a file: ``path`` where it names none, as one of a read or a write."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 def open_regular(path: Path) -> int:
