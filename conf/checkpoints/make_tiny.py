@@ -1,11 +1,12 @@
-"""Makes the embedded model: ``python -m conf.checkpoints.make_tiny [--out FOLDER]``.
+"""Makes the embedded model: ``python -m conf.checkpoints.make_tiny WORK [--minutes 60] [--out FOLDER]``.
 
-A Llama-architecture checkpoint of random bfloat16 weights, in the files that real checkpoints have (shards and their
-index, configs, a byte-level BPE tokenizer), so that the first run needs no download and the tests have a model whose
-every byte is known. Who runs this again gets the same bytes, and each step is chosen for that: the integers come from
-``RandomState``, whose stream numpy has frozen; what is computed from them is exact or rounded once, with no call of a
-math library that may differ from machine to machine; and the shards are written here, by the format's definition,
-which needs neither torch nor one version of a library.
+A small Llama-architecture model that has learnt English from the documentation of the packages installed here, in the
+files that real checkpoints have (shards and their index, configs, a byte-level BPE tokenizer, a card), so that the
+first run needs no download and still says something. What takes long is kept in the folder WORK: after a kill the same
+command goes on where it was.
+
+With ``--steps`` alone the same packages give the same bytes, on one kind of processor and with one version of torch.
+With ``--minutes`` the schedule follows the clock, and the bytes don't come again.
 """
 
 from __future__ import annotations
@@ -13,19 +14,24 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from conf.checkpoints import card, corpus, training
 
 HERE = Path(__file__).parent
 SEED = 20
-SHARD_BYTES = 1_000_000
-VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS = 1024, 128, 384, 8
-HEADS, KEY_VALUE_HEADS, HEAD_SIZE = 4, 2, 32
+SHARD_BYTES = 2_000_000
+VOCABULARY = 3072
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 TOKEN_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 MODEL_CONFIG = {
@@ -34,133 +40,76 @@ MODEL_CONFIG = {
     "attention_dropout": 0.0,
     **TOKEN_IDS,
     "dtype": "bfloat16",
-    "head_dim": HEAD_SIZE,
+    "head_dim": 32,
     "hidden_act": "silu",
-    "hidden_size": HIDDEN,
+    "hidden_size": 192,
     "initializer_range": 0.02,
-    "intermediate_size": INTERMEDIATE,
+    "intermediate_size": 512,
     "max_position_embeddings": 2048,
     "mlp_bias": False,
     "model_type": "llama",
-    "num_attention_heads": HEADS,
-    "num_hidden_layers": LAYERS,
-    "num_key_value_heads": KEY_VALUE_HEADS,
-    "rms_norm_eps": 1e-05,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
     "use_cache": True,
     "vocab_size": VOCABULARY,
 }
-
-Weights = npt.NDArray[np.uint16]
-"""bfloat16 values as their bits, since numpy has no such dtype."""
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Text:
+    """The tokens of the corpus, each document between the bos and the eos token."""
+
+    training: torch.Tensor
+    held_out: torch.Tensor
+    held_out_bytes: int
+    """Bytes of the held-out documents, one more for the end of each."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the checkpoint in the folder that the command line names."""
-    parser = argparse.ArgumentParser(description="Make the embedded model's files; the same bytes every time.")
+    """Make the checkpoint as the command line says."""
+    parser = argparse.ArgumentParser(description="Train the embedded model; after a kill, go on with the same command.")
+    parser.add_argument("work", type=Path, metavar="WORK", help="the folder for the corpus and the state of training")
     parser.add_argument("--out", type=Path, default=HERE / "tiny", metavar="FOLDER", help="default: %(default)s")
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    make(parser.parse_args(arguments).out)
+    parser.add_argument("--steps", type=int, default=20_000, help="the longest training (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end by then, the schedule too")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
+    make(given.work, given.out, training.Recipe(steps=given.steps, minutes=given.minutes, seed=SEED))
 
 
-def make(folder: Path) -> None:
-    """Write every file of the checkpoint into ``folder``."""
+def make(work: Path, folder: Path, recipe: training.Recipe) -> None:
+    """Gather, train and write every file of the checkpoint into ``folder``; what ``work`` has isn't made again."""
+    work.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", MODEL_CONFIG)
-    write_json(folder / "generation_config.json", TOKEN_IDS)
-    write_tokenizer(folder)
-    write_shards(folder, dict(draw_weights(np.random.RandomState(SEED))))
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    logger.info("%s: %d files, %d bytes", folder, len(list(folder.iterdir())), size)
+    gathered = corpus.read_or_gather(work / "corpus.json")
+    write_tokenizer(folder, gathered.texts(held_out=False))
+    text = encode(gathered, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    model = fresh_model()
+    progress = training.train(model, text.training, recipe, state=work / "state.pt")
+    model.bfloat16()
+    loss = training.held_out_loss(model, text.held_out, recipe.context)
+    write_checkpoint(folder, model.state_dict())
+    figures = card.Figures(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        training_tokens=len(text.training),
+        seen_tokens=progress.step * recipe.batches * recipe.rows * recipe.context,
+        steps=progress.step,
+        minutes=progress.seconds / 60,
+        held_out_tokens=len(text.held_out),
+        loss=loss,
+        bits_a_byte=loss * len(text.held_out) / text.held_out_bytes / math.log(2),
+    )
+    (folder / "README.md").write_text(card.write(figures, gathered.shares()), encoding="utf-8")
+    logger.info("%s: held-out loss %.3f nats a token, %.3f bits a byte", folder, loss, figures.bits_a_byte)
 
 
-def tensor_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the name and shape of every tensor, in the order of execution."""
-    queries, keys = HEADS * HEAD_SIZE, KEY_VALUE_HEADS * HEAD_SIZE
-    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (HIDDEN,)
-        yield f"{prefix}.self_attn.q_proj.weight", (queries, HIDDEN)
-        yield f"{prefix}.self_attn.k_proj.weight", (keys, HIDDEN)
-        yield f"{prefix}.self_attn.v_proj.weight", (keys, HIDDEN)
-        yield f"{prefix}.self_attn.o_proj.weight", (HIDDEN, queries)
-        yield f"{prefix}.post_attention_layernorm.weight", (HIDDEN,)
-        yield f"{prefix}.mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)
-        yield f"{prefix}.mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)
-        yield f"{prefix}.mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
-    yield "model.norm.weight", (HIDDEN,)
-    yield "lm_head.weight", (VOCABULARY, HIDDEN)
-
-
-def draw_weights(random: np.random.RandomState) -> Iterator[tuple[str, Weights]]:
-    """Yield every tensor by name.
-
-    The spreads are larger than a fresh model's: with the usual 0.02 the layers add next to nothing to the residual
-    stream, and the text is the last token repeated. The head gives nothing to special tokens and single bytes: greedy
-    text is made of whole pieces of words, runs to the length asked for, and never holds a stray control character.
-    """
-    for name, shape in tensor_shapes():
-        values = draw_normal(random, shape)
-        values = 1 + 0.1 * values if len(shape) == 1 else values * 1.5 / shape[1] ** 0.5
-        if name == "lm_head.weight":
-            values[: len(SPECIAL_TOKENS) + 256] = 0
-        yield name, to_bfloat16(values)
-
-
-def draw_normal(random: np.random.RandomState, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    """Return values that are as good as normal, of mean 0 and spread 1: each the sum of twelve uniform integers.
-
-    ``RandomState.normal`` goes through a logarithm, whose last bit is the machine's; a sum of integers is exact.
-    """
-    uniform = random.randint(0, 2**16, size=(12, *shape), dtype=np.uint16)
-    normal: npt.NDArray[np.float64] = (uniform.sum(axis=0, dtype=np.int64) - 6 * (2**16 - 1)) / 2**16
-    return normal
-
-
-def to_bfloat16(values: npt.NDArray[np.float64]) -> Weights:
-    """Return the bits of ``values`` in bfloat16, rounded to nearest, ties to even."""
-    bits = values.astype("<f4").view("<u4")
-    rounded: Weights = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
-    return rounded
-
-
-def write_shards(folder: Path, weights: Mapping[str, Weights]) -> None:
-    """Write ``weights`` in their order into shards of at most ``SHARD_BYTES``, and the index."""
-    shards: list[dict[str, Weights]] = [{}]
-    for name, values in weights.items():
-        held = sum(other.nbytes for other in shards[-1].values())
-        if held + values.nbytes > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = values
-    lies_in: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors(folder / file_name, shard)
-        lies_in |= dict.fromkeys(shard, file_name)
-    total = sum(values.nbytes for values in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": lies_in}
-    write_json(folder / "model.safetensors.index.json", index)
-
-
-def write_safetensors(path: Path, weights: Mapping[str, Weights]) -> None:
-    """Write one shard: the header's length in 8 bytes, the header in JSON padded to a multiple of 8, the data."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, values in weights.items():
-        end = offset + values.nbytes
-        header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    data = b"".join(values.tobytes() for values in weights.values())
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Train the tokenizer on ``corpus.txt`` and write it; each prompt is to begin with the bos token."""
+def write_tokenizer(folder: Path, texts: Sequence[str]) -> None:
+    """Train the tokenizer on ``texts`` and write it; each prompt is to begin with the bos token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -170,8 +119,7 @@ def write_tokenizer(folder: Path) -> None:
         special_tokens=list(SPECIAL_TOKENS.values()),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    paragraphs = (HERE / "corpus.txt").read_text(encoding="utf-8").split("\n\n")
-    tokenizer.train_from_iterator((" ".join(text.split()) for text in paragraphs), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     bos = SPECIAL_TOKENS["bos_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, TOKEN_IDS["bos_token_id"])]
@@ -181,6 +129,50 @@ def write_tokenizer(folder: Path) -> None:
     write_json(
         folder / "tokenizer_config.json", {**SPECIAL_TOKENS, **details, "tokenizer_class": "PreTrainedTokenizerFast"}
     )
+
+
+def encode(gathered: corpus.Corpus, tokenizer: Tokenizer) -> Text:
+    """Return the tokens of the corpus; the documents to learn from are shuffled."""
+    learnt, held_out = gathered.texts(held_out=False), gathered.texts(held_out=True)
+    random.Random(SEED).shuffle(learnt)
+    held_out_bytes = sum(len(text.encode()) + 1 for text in held_out)
+    return Text(_tokens(tokenizer, learnt), _tokens(tokenizer, held_out), held_out_bytes)
+
+
+def _tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> torch.Tensor:
+    bos, eos = TOKEN_IDS["bos_token_id"], TOKEN_IDS["eos_token_id"]
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return torch.tensor([token for encoding in encodings for token in (bos, *encoding.ids, eos)], dtype=torch.int16)
+
+
+def fresh_model() -> torch.nn.Module:
+    """Return the model before its training, in float32."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(**{**MODEL_CONFIG, "dtype": "float32", "use_cache": False})
+    # The plain formula of attention: its backward pass is faster on a processor than the fused one's.
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model
+
+
+def write_checkpoint(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write the configs, and ``weights`` in their order into shards of at most ``SHARD_BYTES`` with their index."""
+    write_json(folder / "config.json", MODEL_CONFIG)
+    write_json(folder / "generation_config.json", TOKEN_IDS)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in weights.items():
+        if name == "lm_head.weight":
+            continue  # tied to the embedding
+        if sum(other.nbytes for other in shards[-1].values()) + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = tensor.contiguous()
+    lies_in: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file_name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        save_file(shard, folder / file_name, metadata={"format": "pt"})
+        lies_in |= dict.fromkeys(shard, file_name)
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": lies_in}
+    write_json(folder / "model.safetensors.index.json", index)
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

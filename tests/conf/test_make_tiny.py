@@ -1,18 +1,18 @@
-"""The embedded model is what its script makes, and what transformers loads."""
+"""The embedded model is what its script makes, loads as transformers' own do, and speaks."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conf.checkpoints import make_tiny
+from conf.checkpoints import corpus, make_tiny, training
 
 COMMITTED = Path(make_tiny.__file__).parent / "tiny"
-PROMPT = "The stage manager raised her hand and"
+PROMPT = "Return the number of"
+STANDARD_LIBRARY = Path(json.__file__).parents[1]
 
 
 @pytest.fixture
@@ -25,18 +25,35 @@ def _refuse(*_: object) -> None:
     raise OSError("the embedded model must load offline")
 
 
-def test_made_again_it_has_the_same_bytes(tmp_path: Path) -> None:
-    make_tiny.main(["--out", str(tmp_path / "tiny")])
-    made = {path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir()}
-    committed = {path.name: path.read_bytes() for path in COMMITTED.iterdir()}
-    assert made.keys() == committed.keys()
-    assert [name for name in made if made[name] != committed[name]] == []
+def make(work: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Make a checkpoint of one layer from a few modules in twenty short steps; return its files."""
+    names = ("argparse.py", "logging/__init__.py", "tkinter/__init__.py", "typing.py", "subprocess.py")
+    files = tuple(STANDARD_LIBRARY / name for name in names)
+    monkeypatch.setattr(corpus, "HELD_OUT_SHARE", 3)
+    monkeypatch.setitem(make_tiny.MODEL_CONFIG, "num_hidden_layers", 1)
+    monkeypatch.setattr(corpus, "installed_sources", lambda: [corpus.Source("Python", "3", "PSF-2.0", files)])
+    make_tiny.make(work, folder, training.Recipe(steps=20, rows=2, context=16))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_twenty_steps_make_a_checkpoint_and_the_same_bytes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path / "work", tmp_path / "made", monkeypatch)
+    assert made.keys() >= {path.name for path in COMMITTED.iterdir() if path.suffix != ".safetensors"}
+    assert b"| Python | 3 | PSF-2.0 |" in made["README.md"]
+    again = make(tmp_path / "work again", tmp_path / "again", monkeypatch)
+    made.pop("README.md")  # it says how long it took
+    assert [name for name in made if made[name] != again[name]] == []
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_it_is_small_and_sharded() -> None:
     shards = sorted(COMMITTED.glob("*.safetensors"))
     assert len(shards) >= 3
-    assert sum(path.stat().st_size for path in COMMITTED.iterdir()) <= 5_000_000
+    assert sum(path.stat().st_size for path in COMMITTED.iterdir()) <= 8_000_000
 
 
 def test_the_index_names_every_tensor_where_it_lies() -> None:
@@ -51,18 +68,6 @@ def test_the_index_names_every_tensor_where_it_lies() -> None:
     assert total == index["metadata"]["total_size"]
 
 
-@pytest.mark.parametrize("value", [1.0, -0.1, 1 / 3, 1.00390625, 1.01171875, 65504.0, 0.0])
-def test_rounding_is_that_of_torch(value: float) -> None:
-    bits = make_tiny.to_bfloat16(np.array([value]))
-    assert torch.from_numpy(bits).view(torch.bfloat16).item() == torch.tensor(value).bfloat16().item()
-
-
-def test_values_spread_as_normal_ones_do() -> None:
-    values = make_tiny.draw_normal(np.random.RandomState(0), (100_000,))
-    assert abs(values.mean()) < 0.01
-    assert abs(values.std() - 1) < 0.01
-
-
 @pytest.mark.usefixtures("offline")
 def test_it_loads_and_speaks(recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = AutoTokenizer.from_pretrained(COMMITTED)
@@ -70,8 +75,7 @@ def test_it_loads_and_speaks(recwarn: pytest.WarningsRecorder, caplog: pytest.Lo
     inputs = tokenizer(PROMPT, return_tensors="pt")
     tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs.input_ids.shape[1] :]
     assert model.dtype == torch.bfloat16
-    assert len(tokens) == 16
-    assert len(set(tokens.tolist())) >= 8, "the text shouldn't be one token repeated"
+    assert len(set(tokens.tolist())) >= 5, "the text shouldn't be one token repeated"
     assert [str(warning.message) for warning in recwarn] == []
     assert caplog.messages == []
 
@@ -84,4 +88,4 @@ def test_the_tokenizer_takes_any_text_and_fills_the_vocabulary() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert ids[0] == tokenizer.bos_token_id == 0
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2)
-    assert len(tokenizer) == make_tiny.VOCABULARY
+    assert len(tokenizer) == json.loads((COMMITTED / "config.json").read_text())["vocab_size"]
