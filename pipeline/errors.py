@@ -7,6 +7,7 @@ broke, and what to do next. The command prints them in one line and exits with t
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +15,23 @@ from pathlib import Path
 from typing import ClassVar
 
 _LONGEST = 500
+_LONGEST_LINE = 4000
+_CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal obeys; a value that a message quotes may hold any of it. A line's end stands between two faults."""
 
 
 class OffstageError(Exception):
-    """What every error that a user can mend derives from."""
+    """What every error that a user can mend derives from.
+
+    Its text is fit for a terminal, whatever the value is that it quotes: control characters are escaped, and of a line
+    that is too long the middle is left out.
+    """
 
     exit_code: ClassVar[int] = 1
+
+    def __str__(self) -> str:
+        said = _CONTROLS.sub(lambda found: repr(found[0])[1:-1], super().__str__())
+        return "\n".join(map(_shortened, said.split("\n")))
 
 
 class ConfigError(OffstageError, ValueError):
@@ -109,6 +121,11 @@ def named(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def _shortened(line: str) -> str:
+    half = _LONGEST_LINE // 2
+    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
 
 
 def words_of(error: BaseException) -> str:

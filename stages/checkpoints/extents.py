@@ -8,6 +8,20 @@ from dataclasses import dataclass
 from stages.checkpoints.shard_files import ShardFile
 from stages.units import DTYPE_BYTES
 
+MAX_ELEMENTS = 2**63 - 1
+"""As many as a tensor can have, and as large as an offset can be."""
+
+
+def are_counts(values: object) -> bool:
+    """Return whether ``values``, as JSON gives them, are a list of numbers that can be sizes or offsets."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_ELEMENTS for value in values)
+
+
+def is_shape(values: object) -> bool:
+    """Return whether ``values``, as JSON gives them, are the shape of a tensor that there can be."""
+    sizes = values if isinstance(values, list) else []
+    return are_counts(values) and math.prod(size for size in sizes if size) <= MAX_ELEMENTS
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.extents import Extent, are_counts, is_shape
 from stages.checkpoints.shard_files import ShardFile, is_plain_name, opened, read_into
 
 DTYPES: Mapping[str, str] = {
@@ -31,7 +30,6 @@ DTYPES: Mapping[str, str] = {
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 1_000_000
-MAX_ELEMENTS = 2**63 - 1
 PADDING_BYTES = 4096
 """Padding up to here is alignment; more, when it is also most of the header, is refused."""
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -51,9 +49,9 @@ def read_header(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
 def check_name(path: Path, name: str) -> None:
     """Refuse a tensor name that is empty, can't be a file's name, or isn't text."""
     if not is_plain_name(name):
-        raise CheckpointError(f"{path}: tensor {name!r}: an empty name, or one with NUL or a path in it, is refused")
-    if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise CheckpointError(f"{path}: tensor {name!r}: the name is not text (lone surrogates)")
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: an empty name, one with NUL or a path in it, or one that is not text, is refused"
+        )
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,9 +119,9 @@ def _extent(file: ShardFile, name: str, fields: Any, *, start: int) -> Extent:
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{where}: unknown dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
-    if not _are_counts(shape) or math.prod(size for size in shape if size) > MAX_ELEMENTS:
+    if not is_shape(shape):
         raise CheckpointError(f"{where}: shape {str(shape)[:80]} is not a list of sizes")
-    if not _are_counts(offsets) or len(offsets) != 2:
+    if not are_counts(offsets) or len(offsets) != 2:
         raise CheckpointError(
             f"{where}: data_offsets {str(offsets)[:80]}: two offsets that are not negative belong here"
         )
@@ -136,10 +134,6 @@ def _extent(file: ShardFile, name: str, fields: Any, *, start: int) -> Extent:
             f"{where}: shape {shape} of {dtype} is {extent.bytes} bytes, its offsets span {end - begin}"
         )
     return extent
-
-
-def _are_counts(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_ELEMENTS for value in values)
 
 
 def _check_layout(file: ShardFile, extents: Mapping[str, Extent], *, start: int) -> None:

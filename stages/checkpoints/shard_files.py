@@ -40,8 +40,9 @@ class ShardFile:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether ``name`` can be a file's in a folder, and leads nowhere else."""
-    return name not in ("", ".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
+    """Return whether ``name`` can be a file's in a folder, and leads nowhere else. Lone surrogates are no text."""
+    is_text = name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
+    return is_text and name not in ("", ".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
 
 
 def locate(folder: Path, name: str, *, allow_links: bool = False) -> Path:
@@ -87,6 +88,8 @@ def check_regular(path: Path) -> os.stat_result:
         status = path.stat()
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; complete the checkpoint (download it again?)") from None
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r}: no name that a file can have; get the files again") from error
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):

@@ -19,7 +19,7 @@ from pipeline.atomic_files import replace_file, write_whole
 from pipeline.cache.block_sums import INDEX_NAME
 from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.extents import Extent, is_shape
 from stages.checkpoints.readers import read_extent
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular
@@ -57,14 +57,23 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 def weight_extent(path: Path, weight_info: Mapping[str, Any]) -> Extent:
     """Return where the tensor lies that is alone in the file ``path``; its index entry is ``weight_info``."""
-    dtype, shape = str(weight_info["dtype"]), tuple(weight_info["shape"])
-    if dtype not in DTYPE_BYTES:
-        raise CheckpointError(f"{path}: unknown dtype {dtype!r} in its index; known: {', '.join(DTYPE_BYTES)}")
+    dtype, shape = _dtype_name(path, weight_info.get("dtype")), weight_info.get("shape")
+    if not is_shape(list(shape) if isinstance(shape, tuple | torch.Size) else shape):
+        raise CheckpointError(f"{path}: {shape!r} in its index is no shape; offload the weights again")
+    shape = tuple(shape or ())
     count = int(math.prod(shape) * DTYPE_BYTES[dtype])
     size = check_regular(path).st_size if count else 0
     if size != count:
         raise CheckpointError(f"{path}: {size} bytes instead of the {count} that its index tells")
     return Extent(ShardFile(path.name, path, size, None, ""), 0, dtype, shape)
+
+
+def _dtype_name(path: Path, told: object) -> str:
+    """Return the name of a dtype that the index of ``path`` tells, or raise a ``CheckpointError``."""
+    if not isinstance(told, str) or told not in DTYPE_BYTES or not hasattr(torch, told):
+        known = ", ".join(name for name in DTYPE_BYTES if hasattr(torch, name))
+        raise CheckpointError(f"{path}: unknown dtype {told!r} in its index; known: {known}")
+    return told
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -128,15 +137,16 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         info = self.index[key]
         if info.get("safetensors_file") is None:
             return weight_extent(Path(self.save_folder or ".") / str(info.get("file", f"{key}.dat")), info)
-        file, entries = self._header(Path(info["safetensors_file"]))
+        file, entries = self._header(Path(str(info["safetensors_file"])))
         name = str(info.get("weight_name", key))
         if name not in entries:
             raise CheckpointError(f"{file.path}: holds no tensor {name!r}, which the offload index says it does")
         return entries[name]
 
     def _read(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
-        tensor = read_extent(self.extent(key))
-        return tensor.to(torch_dtype(str(info["dtype"]))) if "dtype" in info else tensor
+        extent = self.extent(key)
+        tensor = read_extent(extent)
+        return tensor.to(torch_dtype(_dtype_name(extent.file.path, info["dtype"]))) if "dtype" in info else tensor
 
     def _header(self, path: Path) -> tuple[ShardFile, dict[str, Extent]]:
         """Return the file ``path`` and its tensors, as they were read before if it is still that file."""

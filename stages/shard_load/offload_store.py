@@ -197,12 +197,16 @@ def claim(folder: Path, key: str) -> bool:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return what ``index.json`` in ``folder`` says of each tensor; nothing where none can be read."""
+    """Return what ``index.json`` in ``folder`` says of each tensor; nothing where none can be read.
+
+    What is said of a tensor is a mapping; one of which something else stands there isn't known.
+    """
     try:
         index = _read_json(folder / INDEX_NAME)
     except OSError:
         return {}
-    return index if isinstance(index, dict) else {}
+    members = index.items() if isinstance(index, dict) else ()
+    return {name: entry for name, entry in members if isinstance(entry, dict)}
 
 
 def _is_empty(folder: Path) -> bool:

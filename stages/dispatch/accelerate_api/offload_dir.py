@@ -77,7 +77,7 @@ def store_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
         if not tensor.is_meta:
             if name not in index or not _same(stored, index, name=name, tensor=tensor):
                 offload_state_dict(folder, {name: tensor})
-        elif name not in index or list(index[name].get("shape", tensor.shape)) != list(tensor.shape):
+        elif name not in index or index[name].get("shape", list(tensor.shape)) != list(tensor.shape):
             raise CheckpointError(
                 f"{folder}: has no tensor {name!r} of shape {list(tensor.shape)}, and neither has the model; "
                 "load the weights, or give the folder that they were offloaded to"
@@ -88,7 +88,7 @@ def _same(
     stored: Mapping[str, torch.Tensor], index: Mapping[str, Mapping[str, Any]], *, name: str, tensor: torch.Tensor
 ) -> bool:
     """Return whether the folder's tensor is this one; its shape and dtype are compared before its data is read."""
-    if list(index[name].get("shape", tensor.shape)) != list(tensor.shape):
+    if index[name].get("shape", list(tensor.shape)) != list(tensor.shape):
         return False
     try:
         found = stored[name]

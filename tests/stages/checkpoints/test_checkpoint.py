@@ -80,6 +80,8 @@ def test_safetensors_count_where_both_formats_are_there(folder: Path) -> None:
         ({"weight_map": {**MAP, "b": ".."}}, "'..' is not a plain file name"),
         ({"weight_map": {**MAP, "b": ""}}, "'' is not a plain file name"),
         ({"weight_map": {**MAP, "": ONE}}, "an empty name"),
+        ({"weight_map": {**MAP, "\ud800": ONE}}, "not text"),
+        ({"weight_map": {**MAP, "c": "\ud800.safetensors"}}, "not a plain file name"),
     ],
 )
 def test_a_bad_index_is_refused(folder: Path, index: object, words: str) -> None:

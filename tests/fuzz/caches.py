@@ -1,0 +1,172 @@
+"""What the cache keeps: manifests and artifacts, what was measured, offload stores. Served as it was, or made again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.cache import housekeeping
+from pipeline.cache.block_sums import find_store_damage
+from pipeline.cache.store import Store
+from stages.machine.kept_figures import kept_or_measured
+from stages.machine.kernels import are_factors
+from stages.machine.rates import coarse_rate, is_rate
+from stages.shard_load.offload_folder import OffloadedWeightsLoader, offload_state_dict
+from stages.shard_load.offload_store import StoredTensor, open_store
+from tests.fuzz.formats import ALONE, RIGHT, Format, files_of, require
+from tests.fuzz.mutations import BYTES, JSON, SEALED
+from tests.fuzz.weights import same
+
+STAGE, KEYS = "plan", ("a" * 64, "b" * 64)
+ARTIFACT = {"plan.json": b'{"main_device": "cpu"}', "pictures/plan.svg": b"<svg/>" * 50, "empty": b""}
+TENSORS = {
+    "a.weight": torch.arange(12.0).view(3, 4),
+    "b.bias": torch.arange(5, dtype=torch.int16),
+    "c": torch.ones(3).half(),
+}
+RATES = {"host": 10**10, "storage 64512": 2 * 10**9}
+KERNELS = {"torch 2; x86": {"mm bfloat16": [0, 0, 2.0], "bmm bfloat16": [0.5, 1, 4]}}
+
+
+def _write_artifact(folder: Path) -> None:
+    for name, content in ARTIFACT.items():
+        folder.joinpath(name).parent.mkdir(exist_ok=True)
+        folder.joinpath(name).write_bytes(content)
+
+
+def _make_artifacts(folder: Path) -> None:
+    for key in KEYS:
+        Store(folder).obtain(STAGE, key, _write_artifact)
+
+
+def _attempt_artifacts(folder: Path, pristine: Path) -> str:
+    """Find, judge, and obtain again: what is served is what was written, byte for byte."""
+    for entry in housekeeping.entries(folder):
+        damage = housekeeping.find_damage(entry)
+        found = Store(folder).find(STAGE, entry.key)
+        require((found is None) == (damage is not None), f"judged {damage!r}, and found {found!r}")
+    for key in KEYS:
+        artifact, _, _ = Store(folder).obtain(STAGE, key, _write_artifact)
+        require(artifact.files.keys() >= ARTIFACT.keys(), f"lists {sorted(artifact.files)}")
+        for name, content in ARTIFACT.items():
+            require(artifact.path(name).read_bytes() == content, f"{name} is another")
+            require(artifact.digest(name) == _digest(pristine, key, name), f"{name} has another hash")
+    return RIGHT
+
+
+def _digest(pristine: Path, key: str, name: str) -> str:
+    return str(json.loads((pristine / STAGE / key / "manifest.json").read_text())["files"][name]["sha256"])
+
+
+def _make_figures(folder: Path) -> None:
+    for name, figures, is_sound in (("rates", RATES, is_rate), ("kernels", KERNELS, are_factors)):
+        _figures(folder / f"{name}.json", figures, is_sound)
+
+
+def _figures(path: Path, figures: dict[str, Any], is_sound: Callable[[Any], bool]) -> dict[str, Any]:
+    probes: dict[str, Callable[[], Any]] = {name: lambda kept=figure: kept for name, figure in figures.items()}
+    return kept_or_measured(path, probes, is_sound=is_sound)
+
+
+def _attempt_figures(folder: Path, pristine: Path) -> str:
+    """Ask twice: what is wanted is there, sound, and the same the second time; sealed as it was, it is what it was."""
+    outcome = RIGHT
+    for name, figures, is_sound in (("rates", RATES, is_rate), ("kernels", KERNELS, are_factors)):
+        path = folder / f"{name}.json"
+        told = _told(path)
+        found = _figures(path, figures, is_sound)
+        require(all(key in found and is_sound(found[key]) for key in figures), f"found {found!r}")
+        require(found == _figures(path, figures, is_sound), "the second time another")
+        if any(found[key] != figures[key] for key in figures):
+            require(told is not None and all(told.get(key, found[key]) == found[key] for key in figures), f"{found!r}")
+            outcome = ALONE
+        for figure in found.values():
+            _use(figure)
+    return outcome
+
+
+def _use(figure: Any) -> None:
+    if isinstance(figure, dict):
+        require(all(len(tuple(factors)) == 3 for factors in figure.values()), f"{figure!r}")
+    else:
+        coarse_rate(figure)
+
+
+def _told(path: Path) -> dict[str, Any] | None:
+    """Return what a file says that was sealed again, as whoever can write to a cache can."""
+    try:
+        document = json.loads(path.read_bytes())
+        return dict(document["content"])
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+
+
+def _stored() -> dict[str, StoredTensor]:
+    return {
+        name: StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), (f"source.{name}",))
+        for name, tensor in TENSORS.items()
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _make_store(folder: Path) -> None:
+    _fill(folder / "offload")
+
+
+def _fill(folder: Path) -> dict[str, bytes]:
+    """Find all tensors in the store, put what isn't there, and return what each comes to."""
+    store, wanted = open_store(folder, "key"), _stored()
+    found = store.find_all(wanted, full=True)
+    with store.locked():
+        for name in wanted.keys() - found.keys():
+            store.put(name, wanted[name], memoryview(_bytes(TENSORS[name])))
+        store.publish()
+    found = store.find_all(wanted)
+    require(found.keys() == wanted.keys(), f"after filling, only {sorted(found)}")
+    return {name: file.path.read_bytes() for name, file in found.items()}
+
+
+def _attempt_store(folder: Path, pristine: Path) -> str:
+    """Fill the store again: what it serves is what was put, and what it didn't notice nobody harmed."""
+    place = folder / "offload"
+    data = {name: content for name, content in files_of(place).items() if name.endswith(".dat")}
+    whole = all(data.get(f"{name}.dat") == _bytes(tensor) for name, tensor in TENSORS.items())
+    same_index = (place / "index.json").read_bytes() == (pristine / "offload" / "index.json").read_bytes()
+    damage = find_store_damage(place)
+    require(not same_index or (damage is None) == whole, f"found {damage!r}, and the data is whole: {whole}")
+    served = _fill(place)
+    for name, content in served.items():
+        require(content == _bytes(TENSORS[name]), f"{name}: {content!r}")
+    return RIGHT
+
+
+def _make_folder(folder: Path) -> None:
+    offload_state_dict(folder / "offload", TENSORS)
+
+
+def _attempt_folder(folder: Path, _pristine: Path) -> str:
+    """Read each tensor as its index says: the bytes of its file, in that dtype and shape."""
+    loader = OffloadedWeightsLoader(save_folder=folder / "offload")
+    for name in loader:
+        tensor, told = loader[name], loader.index[name]
+        data = (folder / "offload" / str(told.get("file", f"{name}.dat"))).read_bytes()
+        wanted = torch.frombuffer(bytearray(data or b"\0" * 16), dtype=tensor.dtype)[: tensor.numel()].view(
+            tensor.shape
+        )
+        require(str(tensor.dtype) == f"torch.{told['dtype']}" and same(tensor, wanted), f"{name}: {tensor!r}")
+    return RIGHT
+
+
+FORMATS = (
+    Format("artifact", _make_artifacts, ("*/manifest.json", f"{STAGE}/*"), JSON, _attempt_artifacts),
+    Format("figures", _make_figures, ("*.json",), SEALED, _attempt_figures),
+    Format("store", _make_store, ("offload/*.json", "offload/*.json", "offload/*.dat"), JSON, _attempt_store),
+    Format("offload folder", _make_folder, ("offload/*",), (*JSON, *BYTES), _attempt_folder),
+)

@@ -1,0 +1,25 @@
+"""All formats by name, and the imports that their cases begin with."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from tests.fuzz import caches, commands, records, texts, weights
+from tests.fuzz.formats import Format
+from tests.fuzz.workers import modules_of
+
+FORMATS = {
+    kind.name: kind for kind in (*weights.FORMATS, *texts.FORMATS, *caches.FORMATS, *records.FORMATS, *commands.FORMATS)
+}
+
+
+def warm_up(chosen: Sequence[Format]) -> None:
+    """Import what whole commands import, so that it needn't be imported once for each case."""
+    if not any(kind.apart for kind in chosen):
+        return
+    with tempfile.TemporaryDirectory(prefix="offstage-fuzz-") as name:
+        for module in modules_of(commands.FORMATS[0], Path(name)):
+            import_module(module)

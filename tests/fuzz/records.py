@@ -1,0 +1,104 @@
+"""Run records from elsewhere: replayed, compared and reported, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from io import StringIO
+from pathlib import Path
+
+from pipeline.foreign_record import load_foreign, refuse_untrusted
+from pipeline.job import perform
+from pipeline.record import RunRecord, never_left_running
+from pipeline.replay import compare
+from pipeline.replay_command import _config_here, _report
+from pipeline.report.comparison import compare as compare_runs
+from pipeline.report.exports import as_csv, as_json, comparison_json
+from pipeline.report.page import comparison_page, report_page
+from pipeline.report.run_folders import find, find_one
+from pipeline.report.summary import summarise
+from pipeline.report.terminal import console, show_comparison, show_summary
+from tests.e2e.conftest import records_in
+from tests.fuzz.commands import CHECKPOINT, keep_figures, run_command, tokens_in
+from tests.fuzz.formats import RIGHT, Format, require
+from tests.fuzz.mutations import JSON
+from tests.fuzz.texts import TINY
+
+
+def _make_records(folder: Path) -> None:
+    """Keep the records of two runs, one of them of the whole checkpoint on disk."""
+    shutil.copytree(TINY, folder / "ckpt")
+    for name, more in (("one", ()), ("two", ("device_map=disk", "generate.prompts=[[5,6,7]]"))):
+        code, said = run_command((*CHECKPOINT, *more), folder)
+        require(code == 0, said)
+        (path,) = records_in(folder)
+        folder.joinpath("runs", name).mkdir(parents=True)
+        path.rename(folder / "runs" / name / "run.json")
+        shutil.rmtree(folder / "outputs" / "runs")
+    keep_figures(folder)
+
+
+def _attempt_reading(folder: Path, pristine: Path) -> str:
+    """Read a record as a replay does before it runs anything, and hold it against the one that it was."""
+    for name in ("one", "two"):
+        found = load_foreign(folder / "runs" / name)
+        refuse_untrusted(found, ())
+        whole = RunRecord.load(pristine / "runs" / name)
+        for first, second in ((found, whole), (whole, found)):
+            text = "\n".join(_report(compare(first.data, second.data)))
+            require("tokens" in text, text)
+    return RIGHT
+
+
+def _attempt_report(folder: Path, _pristine: Path) -> str:
+    """Report all runs, as a table, a page and two files; what isn't a record is listed with the reason."""
+    summary = summarise(find([folder / "runs"]))
+    require(bool(as_csv(summary)), "no table")
+    json.loads(as_json(summary))
+    shown, sys.stdout = sys.stdout, StringIO()
+    try:
+        show_summary(console(), summary)
+    finally:
+        shown, sys.stdout = sys.stdout, shown
+    return RIGHT
+
+
+def _attempt_page(folder: Path, _pristine: Path) -> str:
+    """Make the page of all runs and that of two, with their figures."""
+    require("<html" in report_page(summarise(find([folder / "runs"])), title="runs"), "no page")
+    comparison = compare_runs(find_one(folder / "runs" / "one"), find_one(folder / "runs" / "two"))
+    json.loads(comparison_json(comparison))
+    require("<html" in comparison_page(comparison), "no page")
+    show_comparison(console(), comparison)
+    return RIGHT
+
+
+def _attempt_replay(folder: Path, pristine: Path) -> str:
+    """Run a record again as the process of a replay does, in this one, and compare."""
+    os.chdir(folder)
+    then = load_foreign(folder / "runs" / "one")
+    refuse_untrusted(then, ())
+    place = folder / "outputs" / "runs" / "day" / "time"
+    now = RunRecord.start(place, overrides=[], config=_config_here(then, folder / "outputs"), environment={})
+    try:
+        with never_left_running(now):
+            perform(now, started=0.0, expected=then, cache=folder / "outputs" / "cache")
+    finally:
+        require(RunRecord.load(place).data["status"] != "running", "left running")
+    list(_report(compare(then.data, RunRecord.load(place).data)))
+    same = {key: then.config[key] for key in then.config} == RunRecord.load(pristine / "runs" / "one").config
+    if same:
+        wanted = RunRecord.load(pristine / "runs" / "one").data["outputs"]
+        require(tokens_in(folder) == [output["token_ids"] for output in wanted], f"tokens {tokens_in(folder)}")
+    return RIGHT
+
+
+_RECORDS = ("runs/*/run.json",)
+FORMATS = (
+    Format("record", _make_records, _RECORDS, JSON, _attempt_reading),
+    Format("report", _make_records, _RECORDS, JSON, _attempt_report),
+    Format("report page", _make_records, _RECORDS, JSON, _attempt_page, apart=True),
+    Format("replay", _make_records, ("runs/one/run.json",), JSON, _attempt_replay, apart=True),
+)

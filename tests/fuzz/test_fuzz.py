@@ -1,0 +1,27 @@
+"""The fuzzer in short: a few seeded cases of each format; ``python -m tests.fuzz`` tries as many as one asks for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.__main__ import ROOT
+
+
+def test_no_changed_input_gives_a_wrong_answer_a_traceback_or_a_hang(tmp_path: Path) -> None:
+    asked = ["--cases", "10", "--share", "0", "--seed", "1", "--save", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.fuzz", *asked], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" 10 cases") > 10
+
+
+def test_the_same_seed_gives_the_same_cases() -> None:
+    from tests.fuzz.caches import FORMATS
+    from tests.fuzz.workers import make_case
+
+    whole = {"plan/a/manifest.json": b'{"files": {"a": [1, 2]}}', "plan/b/manifest.json": b'{"key": "b"}'}
+    for number in range(50):
+        once, again = (make_case(FORMATS[0], whole, seed=3, number=number) for _ in range(2))
+        assert once == again
+    assert len({make_case(FORMATS[0], whole, seed=3, number=number).content for number in range(50)}) > 25
