@@ -1,4 +1,4 @@
-"""The host's allocator: what is freed goes back to the system at once.
+"""The host's allocator: what is freed goes back to the system, at once or when asked.
 
 By default the C library keeps freed blocks of up to 32 MB for later, in heaps that it can't shrink from the middle.
 A long prompt's activations are of that size, and what is kept of them stood for a fifth of a process's peak: memory
@@ -17,6 +17,13 @@ MAPPED_BYTES = 2**20
 KEPT_BYTES = 16 * 2**20
 """How much may be free at the end of the heap before it shrinks."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def return_heap() -> None:
+    """Have the C library give back what is free in its heaps now, in the middle of them too (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(0)
 
 
 def return_freed_memory() -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, closest, raise_faults
+from pipeline.malloc import return_freed_memory
 from pipeline.stage import Config, Stage
 from pipeline.stage_chain import StageChain
 from pipeline.typed_config import defaults, key_names, type_faults
@@ -22,6 +23,7 @@ from stages.checkpoints.hub import is_hub_id
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.dispatch.stage import DispatchStage
 from stages.empty_init.stage import EmptyInitStage
+from stages.machine.kept_figures import user_cache
 from stages.plan import plan as plans
 from stages.plan.stage import PlanStage
 from stages.shard_load.stage import ShardLoadStage
@@ -129,7 +131,8 @@ def load(
 
     ``max_memory`` are the bytes of weights that each device may hold (``{0: "12GB", "cpu": "20GB"}``); without it they
     are worked out from what is free, cgroups included, beside what ``batch_size`` sequences of ``max_length`` tokens
-    take, half of these as a prompt. ``device_map`` is a policy, a map of module names to devices, the path of a
+    take, half of these as a prompt; the process's C library then gives freed blocks of a MiB or more back at once, as
+    what is worked out relies on. ``device_map`` is a policy, a map of module names to devices, the path of a
     ``device_map.json``, or one device. ``cache`` is where skeletons, plans, measured rates and weights that must be
     converted are kept: by default ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves both.
 
@@ -143,6 +146,7 @@ def load(
     >>> with offstage.load("/ckpt/llama", max_memory={"cpu": "2GB"}) as loaded:  # doctest: +SKIP
     ...     loaded.model.generate(**loaded.tokenizer("Hello", return_tensors="pt"))
     """
+    return_freed_memory()
     stages: list[Stage[Any]] = [EmptyInitStage(), PlanStage(), ShardLoadStage(), DispatchStage()]
     config = _config(stages, _located(path_or_hub_id), options)
     config |= {
@@ -152,7 +156,7 @@ def load(
         "generate": {"prompts": [[0] * max(1, max_length // 2)] * batch_size, "max_length": max_length},
     }
     _check(stages, config)
-    folder = Path(cache) if cache is not None else _default_cache()
+    folder = Path(cache) if cache is not None else user_cache()
     chain = StageChain(stages, config, cache=folder.expanduser().absolute())
     with ExitStack() as undo:
         undo.callback(chain.release)
@@ -198,7 +202,3 @@ def _plain(device_map: Any) -> Any:
 
 def _id(device: Any) -> Any:
     return device if isinstance(device, int) else str(device)
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offstage"

@@ -28,11 +28,13 @@ from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet
 from stages.empty_init.rehearsal import call_with_tokens
 from stages.empty_init.skeleton import Moment, monomials
 
-_PROBES = ((2, 128), (2, 256), (3, 128), (3, 256), (2, 512), (3, 512))
+_PROBES = ((2, 128), (2, 256), (2, 512), (3, 128), (3, 256), (3, 512))
 """Sequences and length: as many as a polynomial has coefficients. Multiples of what models cut prompts into.
 
-The second shows whether a model runs other operators for longer prompts: none of the others need then be run.
+The second shows whether a model runs other operators for longer prompts: few of the others need then be run.
 """
+_LOOPS = 1.5
+"""A prompt twice as long that takes this many times the operators is gone through token by token."""
 _SHAPES = tuple((1 << i, 1 << j) for i in range(9) for j in range(18))
 """Where a moment must be the peak to be kept: up to 256 sequences of up to 131072 tokens."""
 _FACTORS = tuple(itertools.product((0, 1), (0, 1), (0, 1, 2, 4)))
@@ -57,6 +59,11 @@ class _Instant(NamedTuple):
     live: int
     kernel: str = ""
     operands: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes alive, and those of the operands and the result."""
+        return self.live, *self.operands
 
 
 @dataclass(slots=True)
@@ -108,35 +115,70 @@ class _Weighing(Faking):  # type: ignore[no-untyped-call]
 def weigh(model: nn.Module, blocks: Iterable[str]) -> tuple[Moment, ...]:
     """Return the moments of a forward of ``model`` that can be its peak; none where its code refuses fake tensors.
 
-    ``blocks`` names the classes of the repeated blocks. A model that runs other operators at another shape has no
-    moments either.
+    ``blocks`` names the classes of the repeated blocks. A model that runs other operators at another length (a loop
+    over the tokens, or over pieces of the prompt) has no moments that can be followed from shape to shape: what it
+    holds is taken to grow with the tokens from the widest moments of two shapes.
     """
     training = model.training
     try:
         with _shortened(model.eval(), set(blocks)):
-            runs = _alike(_run(model, sequences, length) for sequences, length in _PROBES)
+            runs, alike = _runs(model)
     except REFUSALS:
         return ()
     finally:
         model.train(training)
         Faking.cache_clear()  # it outlives the mode: one entry for each operator met
-    if not runs:
-        return ()
-    rows = [[(instant.live, *instant.operands) for instant in run] for run in runs]
+    if not alike:
+        return tuple(_growing(_PROBES[: len(runs)], runs))
+    rows = [[instant.sizes for instant in run] for run in runs]
     sizes = np.array(rows, dtype=np.float64)  # (probes, moments, 4)
     solved = np.linalg.solve(np.array([monomials(*probe) for probe in _PROBES], np.float64), sizes.reshape(6, -1))
     polynomials = np.round(solved, 2).reshape(sizes.shape) + 0.0  # no negative zeros
     return _peaks(polynomials, [instant.kernel for instant in runs[0]])
 
 
-def _alike(runs: Iterable[list[_Instant]]) -> list[list[_Instant]]:
-    """Return ``runs``, or none where one of them computes other products than the first, or has other moments."""
-    taken: list[list[_Instant]] = []
-    for run in runs:
-        taken.append(run)
-        if [instant.kernel for instant in run] != [instant.kernel for instant in taken[0]]:
-            return []
-    return taken
+def _runs(model: nn.Module) -> tuple[list[list[_Instant]], bool]:
+    """Return what is alive in the forward of each probe, and whether all of them compute the same products in turn.
+
+    Where the second doesn't, the third is the last; where it takes the longer, the longer the prompt, none follows it.
+    """
+    runs: list[list[_Instant]] = [_run(model, *_PROBES[0]), _run(model, *_PROBES[1])]
+    first = [instant.kernel for instant in runs[0]]
+    if [instant.kernel for instant in runs[1]] != first:
+        if len(runs[1]) < _LOOPS * len(first):
+            runs.append(_run(model, *_PROBES[2]))
+        return runs, False
+    for probe in _PROBES[2:]:
+        runs.append(_run(model, *probe))
+        if [instant.kernel for instant in runs[-1]] != first:
+            return runs[:3], False
+    return runs, True
+
+
+def _growing(probes: Sequence[tuple[int, int]], runs: Sequence[list[_Instant]]) -> Iterator[Moment]:
+    """Yield the widest moment of each kernel, and of all, on the line through the last two of ``runs``."""
+    before, after = (_widest(run) for run in runs[-2:])
+    fewer, more = (sequences * length for sequences, length in probes[-2:])
+    for kernel in sorted(before.keys() & after.keys()):
+        held, *operands = (
+            _line((fewer, low), (more, high))
+            for low, high in zip(before[kernel].sizes, after[kernel].sizes, strict=True)
+        )
+        yield Moment(held, kernel, tuple(operands) if kernel else ())
+
+
+def _line(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, ...]:
+    """Return the coefficients of the line through two points, each of tokens and bytes; it never falls."""
+    (fewer, low), (more, high) = first, second
+    slope = max(0.0, (high - low) / (more - fewer))
+    return high - slope * more, 0.0, 0.0, slope, 0.0, 0.0
+
+
+def _widest(run: Sequence[_Instant]) -> dict[str, _Instant]:
+    """Return the moment of each kernel that holds the most with its operands; without a name, the one of all."""
+    kernels = {instant.kernel for instant in run} - {""}
+    found = {name: max((one for one in run if one.kernel == name), key=lambda one: sum(one.sizes)) for name in kernels}
+    return {"": max(run, key=lambda instant: instant.live), **found}
 
 
 def _run(model: nn.Module, sequences: int, length: int) -> list[_Instant]:

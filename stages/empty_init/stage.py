@@ -55,7 +55,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 6
+    version = 7
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

@@ -1,8 +1,9 @@
 """What the host can still give: the smaller of what the system has available and what the process's cgroups allow.
 
 A container's limit isn't seen in ``/proc/meminfo``; a process that goes by it is killed. Limits nest: a group may hold
-no more than any of the groups around it. What this process itself holds is counted as available: a plan is the same
-whether it is made before or after heavy imports, and the process's own share is a stated term of the budget instead.
+no more than any of the groups around it. What this process holds of itself, Python and the libraries, is counted as
+available: a plan is the same whether it is made before or after heavy imports, and that share is a stated term of the
+budget instead. What it holds beyond is a caller's data, another model say, and isn't available.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from pathlib import Path
 
 from pipeline.cgroup_files import memory_groups, read_lines
 
+PROCESS_BYTES = 290 * 10**6
+"""What the process holds on the host beside weights: Python, torch and transformers, imported and warm."""
+
+_OWN_BYTES = PROCESS_BYTES * 5 // 4
+"""The most that counts as the process itself; a quarter more, since a rehearsal leaves some behind."""
 _UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Host memory in bytes, as this process would find it had it allocated nothing.
+    """Host memory in bytes, as this process would find it had it only begun.
 
     ``limit_bytes`` is the tightest cgroup limit, or null; ``available_bytes`` what the system and the groups leave.
     """
@@ -36,7 +42,7 @@ class Host:
 def host_memory(root: Path = Path("/")) -> Host:
     """Return this machine's host memory. ``root`` is where ``proc`` and ``sys`` lie."""
     system = _table(root / "proc/meminfo")
-    own = _table(root / "proc/self/status").get("RssAnon", 0) * 1024
+    own = min(_table(root / "proc/self/status").get("RssAnon", 0) * 1024, _OWN_BYTES)
     total, available = system["MemTotal"] * 1024, system["MemAvailable"] * 1024 + own
     limit: int | None = None
     for allowed, held in _limits(root):

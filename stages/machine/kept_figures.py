@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,11 @@ from pipeline.cache.manifest import DamagedError
 from pipeline.cache.sealed_files import read_sealed, settle_sealed, write_sealed
 
 _log = logging.getLogger("offstage")
+
+
+def user_cache() -> Path:
+    """Return where figures and artifacts are kept for those who name no folder: ``$XDG_CACHE_HOME/offstage``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offstage"
 
 
 def kept_or_measured(

@@ -1,8 +1,8 @@
 """Measuring what the host's kernels take beside operands and results, with matrices of some MB: half a second in all.
 
 The kernel keeps the peak of a process's resident memory and resets it when asked (``/proc/self/clear_refs``,
-proc(5)). Nothing else sees what oneDNN allocates. Blocks of a MiB and more are mapped and unmapped one by one
-(``pipeline.malloc``), so what one product took doesn't hide in what another left.
+proc(5)). Nothing else sees what oneDNN allocates. What one product took must not hide in what another left: what is
+free in the heap is given back to the system before each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from itertools import chain, starmap
 from pathlib import Path
 
 import torch
+
+from pipeline.malloc import return_heap
 
 _ROUNDS = 3
 _STEPS = 2
@@ -104,6 +106,7 @@ class PeakMeter:
         return sorted(self._once(call) for _ in range(_ROUNDS))[_ROUNDS // 2]
 
     def _once(self, call: Callable[[], torch.Tensor]) -> int:
+        return_heap()
         os.write(self._reset, b"5")
         before = self._read()
         result = call()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ConfigError
 from stages.machine.hardware import Hardware, coarse
+from stages.machine.host_memory import PROCESS_BYTES
 from stages.plan.placement import Homes
-from stages.plan.predict import PROCESS_BYTES
 from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
 
 MARGIN = 0.05

@@ -15,13 +15,14 @@ from pipeline.typed_config import read
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
 from stages.machine.hardware import Accelerator, Hardware, coarse
+from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from stages.machine.rates import Rates, local_rates, read_rates
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow
 from stages.plan.geometry import read_geometry, read_request
 from stages.plan.outline import Outline
-from stages.plan.predict import PROCESS_BYTES, Work, work
+from stages.plan.predict import Work, work
 from stages.plan.serving import Io, choose_io
 from stages.units import CPU, DeviceId
 

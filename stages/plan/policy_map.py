@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from pipeline.errors import ConfigError, closest
+from pipeline.malloc import return_freed_memory
+from pipeline.stage import MEASURED
+from stages.empty_init.describe import describe
 from stages.machine.hardware import Hardware, local_accelerators
 from stages.machine.host_memory import host_memory
+from stages.machine.kept_figures import user_cache
+from stages.machine.kernels import local_kernels
 from stages.plan.budgets import allow
 from stages.plan.checks import require_fit
 from stages.plan.functions import Sizes, get_max_memory
@@ -37,8 +43,8 @@ def map_by_policy(
     if policy not in POLICIES:
         near = closest(policy, POLICIES)
         raise ConfigError(f"device_map: {policy!r} is no policy{near}; give one of {', '.join(POLICIES)}, or a map")
-    declared = getattr(model, "_no_split_modules", None)
-    outline = outline_of(model, declared if no_split is None else no_split, dtype=dtype)
+    classes = getattr(model, "_no_split_modules", None) if no_split is None else no_split
+    outline = replace(outline_of(model, classes, dtype=dtype), gathers=True)
     budgets: Budgets = {CPU: 0, DISK: None, **(get_max_memory(max_memory) if max_memory else _free(model, outline))}
     placement = POLICIES[policy](outline, budgets)
     require_fit(outline, placement, budgets)
@@ -46,8 +52,14 @@ def map_by_policy(
 
 
 def _free(model: nn.Module, outline: Outline) -> Budgets:
-    """Return what this machine can give to weights beside ``REQUEST``."""
+    """Return what this machine can give to weights beside ``REQUEST``, as a run works it out: the model is rehearsed.
+
+    It changes how the C library gives memory back, which the figures of the machine's kernels rely on.
+    """
+    return_freed_memory()
     config: Any = getattr(model, "config", None)
     shape: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
-    needs = work(outline, geometry_of(shape), REQUEST)
+    rehearsed = describe(model, no_split=outline.skeleton.no_split)
+    forward = Outline(replace(outline.skeleton, moments=rehearsed.moments))
+    needs = work(forward, geometry_of(shape), REQUEST, local_kernels(user_cache() / MEASURED))
     return allow(None, Hardware(local_accelerators(), host_memory()), needed=needs.bytes).budgets

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates
 from stages.plan.geometry import Geometry, Request
@@ -22,9 +23,6 @@ from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
 PINNED_BYTES = 16 * 2**20
 """The host memory that weights pass through on their way from storage to an accelerator."""
-
-PROCESS_BYTES = 290 * 10**6
-"""What the process holds on the host beside weights: Python, torch and transformers, imported and warm."""
 
 
 @dataclass(frozen=True, slots=True)

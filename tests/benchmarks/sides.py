@@ -45,7 +45,8 @@ prompt = json.loads(sys.argv[6])
 options = {"max_memory": {"cpu": budget}} if budget else {}
 if door == "offstage.load":
     import offstage
-    model = offstage.load(folder, cache=work, **options).model
+    loaded = offstage.load(folder, cache=work, **options)
+    model = loaded.model
 else:
     if door.startswith("accelerate"):
         from accelerate import init_empty_weights, load_checkpoint_and_dispatch
@@ -65,7 +66,11 @@ class Clock(StoppingCriteria):
 ids = torch.tensor([prompt])
 out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
                      do_sample=False, stopping_criteria=StoppingCriteriaList([Clock()]))
-print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": out[0, ids.shape[1]:].tolist()}))
+said = {"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": out[0, ids.shape[1]:].tolist()}
+if door == "offstage.load":
+    stall = loaded.traffic.stall_seconds
+    said |= {"budget": loaded.plan.budgets["cpu"], "stall": stall, "forecast": dict(loaded.plan.forecast)}
+print(json.dumps(said))
 """
 
 Side = dict[str, Any]

@@ -27,11 +27,10 @@ from stages.dispatch.streaming.streamer import Streamer
 from stages.dispatch.streaming.waiting_tensor import WaitingSource, rebuild, send_waiting
 from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 from stages.machine.devices import Devices
-from stages.machine.host_memory import host_memory
+from stages.machine.host_memory import PROCESS_BYTES, host_memory
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves, resident_bytes
 from stages.plan.plan import Plan
-from stages.plan.predict import PROCESS_BYTES
 from stages.plan.serving import choose_io, serve
 from stages.shard_load.disk_weights import DiskWeights
 from stages.units import CPU, DISK, DeviceId

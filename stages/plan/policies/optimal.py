@@ -67,7 +67,7 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
     whole = balanced(outline, budgets)
     if not reserves(outline, whole):
         return whole
-    found = [sequential(outline, budgets), *_split(outline, budgets)]
+    found = [sequential(outline, budgets), *_split(outline, budgets), whole]
     return min(found, key=lambda placement: _cost(outline, placement, rates or Rates()))
 
 

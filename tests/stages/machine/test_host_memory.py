@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from stages.machine.hardware import coarse
-from stages.machine.host_memory import host_memory
+from stages.machine.host_memory import PROCESS_BYTES, host_memory
 
 GIB = 2**30
+OWN = 250 * 2**20
 V1 = "32 31 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V2 = "32 31 0:29 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 
@@ -15,7 +16,7 @@ V2 = "32 31 0:29 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 def write(root: Path, files: dict[str, str]) -> Path:
     system = {
         "proc/meminfo": f"MemTotal: {24 * GIB // 1024} kB\nMemAvailable: {20 * GIB // 1024} kB\n",
-        "proc/self/status": f"RssAnon: {GIB // 1024} kB\n",
+        "proc/self/status": f"RssAnon: {OWN // 1024} kB\n",
     }
     for name, text in {**system, **files}.items():
         path = root / name
@@ -26,7 +27,17 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 def test_without_a_limit_it_is_what_the_system_has_and_the_process_holds(tmp_path: Path) -> None:
     host = host_memory(write(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2}))
-    assert (host.available_bytes, host.limit_bytes, host.total_bytes) == (21 * GIB, None, 24 * GIB)
+    assert (host.available_bytes, host.limit_bytes, host.total_bytes) == (20 * GIB + OWN, None, 24 * GIB)
+
+
+def test_what_the_process_holds_beyond_its_libraries_is_not_available(tmp_path: Path) -> None:
+    files = {
+        "proc/self/status": f"RssAnon: {5 * GIB // 1024} kB\n",
+        "proc/self/cgroup": "0::/\n",
+        "proc/self/mountinfo": V2,
+    }
+    available = host_memory(write(tmp_path, files)).available_bytes
+    assert 20 * GIB + PROCESS_BYTES < available < 20 * GIB + 2 * PROCESS_BYTES
 
 
 def test_the_tightest_of_nested_groups_counts_in_version_2(tmp_path: Path) -> None:
@@ -35,7 +46,7 @@ def test_the_tightest_of_nested_groups_counts_in_version_2(tmp_path: Path) -> No
         "proc/self/cgroup": "0::/job/step\n",
         "proc/self/mountinfo": V2,
         f"{folder}/job/memory.max": f"{2 * GIB}\n",
-        f"{folder}/job/memory.stat": f"anon {GIB + 100}\nfile {5 * GIB}\n",
+        f"{folder}/job/memory.stat": f"anon {OWN + 100}\nfile {5 * GIB}\n",
         f"{folder}/job/step/memory.max": "max\n",
     }
     host = host_memory(write(tmp_path, files))
@@ -51,7 +62,7 @@ def test_the_tightest_of_nested_groups_counts_in_version_1(tmp_path: Path) -> No
         f"{folder}/memory.limit_in_bytes": "9223372036854771712\n",
         f"{folder}/job/memory.limit_in_bytes": f"{3 * GIB}\n",
         f"{folder}/job/step/memory.limit_in_bytes": f"{2 * GIB}\n",
-        f"{folder}/job/step/memory.stat": f"rss 5\ntotal_rss {GIB}\n",
+        f"{folder}/job/step/memory.stat": f"rss 5\ntotal_rss {OWN}\n",
     }
     assert host_memory(write(tmp_path, files)).available_bytes == 2 * GIB
 

@@ -11,12 +11,13 @@ from transformers import AutoTokenizer
 
 from pipeline.cache.sealed_files import write_sealed
 from stages.empty_init.skeleton import Moment, TensorSpec
+from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import Kernels
 from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from stages.plan.geometry import Geometry, Request, read_geometry, read_request, round_up
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
-from stages.plan.predict import PROCESS_BYTES, Work, predict, work
+from stages.plan.predict import Work, predict, work
 from stages.plan.stage import make_plan
 from tests.stages.plan.skeletons import outline
 
