@@ -20,6 +20,7 @@ from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, check_index
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.legacy_pickle import check_storages
 from stages.checkpoints.safetensors_header import check_name
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
 from stages.machine.aligned_memory import byte_view
@@ -158,6 +159,9 @@ def load_pickle(file: ShardFile) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{file.path}: holds {type(data).__name__}, not tensors by name")
     for name, tensor in data.items():
         _check_tensor(file.path, name, tensor)
+    if magic != ZIP_MAGIC:
+        with _load_errors(file.path):
+            check_storages(file.path, data.values())
     return dict(data)
 
 

@@ -82,7 +82,8 @@ def _attempt_figures(folder: Path, pristine: Path) -> str:
         require(all(key in found and is_sound(found[key]) for key in figures), f"found {found!r}")
         require(found == _figures(path, figures, is_sound), "the second time another")
         if any(found[key] != figures[key] for key in figures):
-            require(told is not None and all(told.get(key, found[key]) == found[key] for key in figures), f"{found!r}")
+            told = {key: figure for key, figure in (told or {}).items() if is_sound(figure)}
+            require(all(told.get(key, figures[key]) == found[key] for key in figures), f"{found!r}")
             outcome = ALONE
         for figure in found.values():
             _use(figure)

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import math
+import struct
 import zipfile
 from collections.abc import Callable, Sequence
 from random import Random
@@ -324,7 +325,7 @@ def _entries(content: bytes) -> list[tuple[str, bytes]]:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             return [(entry.filename, archive.read(entry)) for entry in archive.infolist()]
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError):
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, RuntimeError, struct.error):
         return []
 
 
