@@ -22,7 +22,7 @@ _COUNT_BYTES = 8
 
 
 def check_storages(path: Path, tensors: Iterable[torch.Tensor]) -> None:
-    """Raise a ``CheckpointError`` where ``tensors``, loaded from ``path``, have more bytes than were stored there."""
+    """Raise a ``CheckpointError`` where ``tensors``, loaded from ``path``, have other bytes than were stored there."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     needed = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     with os.fdopen(open_regular(path), "rb") as file:
@@ -30,7 +30,7 @@ def check_storages(path: Path, tensors: Iterable[torch.Tensor]) -> None:
         for _ in range(_PICKLES):
             keys = sum(isinstance(argument, str) for _, argument, _ in pickletools.genops(file))
         stored = os.fstat(file.fileno()).st_size - file.tell() - _COUNT_BYTES * keys
-    if needed > stored:
+    if needed != stored:
         raise CheckpointError(
-            f"{path}: its tensors have {needed} bytes, and {stored} are stored there: some are missing; get it again"
+            f"{path}: its tensors have {needed} bytes, and {stored} are stored there; get the file again"
         )

@@ -38,6 +38,12 @@ def test_a_storage_that_the_list_of_keys_leaves_out_is_refused(tmp_path: Path) -
     path.write_bytes(content.replace(key, key[:-1] + b"x", 1))
     with pytest.raises(CheckpointError, match=r"m\.bin"):
         open_reader(open_checkpoint(path))
+
+
+@pytest.mark.parametrize("after", [b"", b"\0" * 5000])
+def test_a_storage_of_one_of_two_twins_that_it_leaves_out_is_refused(tmp_path: Path, after: bytes) -> None:
+    path, state = saved(tmp_path / "m.bin")
+    content = path.read_bytes() + after
     twin = str(state["a"].untyped_storage()._cdata).encode()
     path.write_bytes(content.replace(twin, twin[:-1] + b"x", 1))
     with pytest.raises(CheckpointError, match=r"m\.bin"):
