@@ -86,13 +86,20 @@ class TracedScenario:
         """Run the scenario with ``fault``, then once without, and judge both."""
         self.stage.restore()
         name = fault.call.name
-        code = self._traced(name, "-e", f"inject={name}:error={fault.error}:when={fault.call.number}")
+        inject = f"inject={name}:error={fault.error}:when={fault.call.number}"
+        code = self._traced(name, "-e", inject, *self._only(fault.call.path))
         hit = [call.place for call in read_calls(self._log, self.stage.folder) if call.injected]
         stderr, records = self.stderr, self.stage.records()
         wrong = [*self._judge(code, stderr, retried=fault.error == RETRIED)]
         stage = (records[-1]["error"] or {}).get("stage") if code and records else None
         wrong += self._run_again()
         return FaultOutcome(fault, code, _own_lines(stderr)[0] if _own_lines(stderr) else "", stage, hit, wrong)
+
+    def _only(self, path: Path | None) -> list[str]:
+        """Return the options by which strace sees calls on ``path`` alone, as the run may write it."""
+        if path is None:
+            return []
+        return ["-P", str(path), "-P", str(path.relative_to(self.stage.folder))]
 
     def _judge(self, code: int, stderr: str, *, retried: bool) -> Iterator[str]:
         records = self.stage.records()

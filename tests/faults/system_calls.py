@@ -18,7 +18,7 @@ ERRORS = {
     "openat": OPENED, "read": READ, "pread64": READ, "preadv": READ, "preadv2": READ, "readv": READ,
     "write": WRITTEN, "pwrite64": WRITTEN, "pwritev": WRITTEN, "pwritev2": WRITTEN, "writev": WRITTEN,
     "fsync": ("EIO", "EINTR", "ENOSPC", "EDQUOT", "EINVAL"), "fdatasync": ("EIO", "EINTR", "ENOSPC", "EDQUOT"),
-    "msync": ("EIO",), "close": ("EIO", "EINTR", "ENOSPC"),
+    "msync": ("EIO",), "close": ("EIO", "ENOSPC", "EDQUOT"),
     "rename": CHANGED, "renameat": CHANGED, "renameat2": CHANGED, "mkdir": CHANGED, "mkdirat": CHANGED,
     "link": (*CHANGED, "EPERM", "EMLINK", "EOPNOTSUPP", "ENOSYS"), "linkat": CHANGED,
     "symlink": CHANGED, "symlinkat": CHANGED,
@@ -40,6 +40,8 @@ RETRIED = "EINTR"
 _LINE = re.compile(r"^(\d+) +(\w+)\((.*)$")
 _PLACE = re.compile(r'^(?:\d+|AT_FDCWD)?<([^<>]*)>(?:\(deleted\))?|"([^"]*)"')
 _MAPPED = re.compile(r"\d+<(/[^<>]*)>")
+_PASSING = re.compile(r"/\.tmp-|/runs/\d")
+"""What is in paths that no other run has."""
 _VARIABLE = (
     (re.compile(r"[0-9a-f]{32,}"), "*"),
     (re.compile(r"\d{4}-\d\d-\d\d(/\d\d-\d\d-\d\d-\d+-\d+)?"), lambda match: "DAY/RUN" if match[1] else "DAY"),
@@ -50,14 +52,17 @@ _VARIABLE = (
 
 @dataclass(frozen=True, slots=True)
 class SystemCall:
-    """One call: the thread that made it (0: the process's first), the how-many-th of that thread and name it is, the
-    kind of place that it works on, and whether it may write there.
+    """One call: the thread that made it (0: the process's first), the kind of place that it works on, whether it may
+    write there.
+
+    It is the ``number``-th of its thread and name; of those on ``path``, where that is one that every run works on.
     """
 
     thread: int
     name: str
     number: int
     place: str
+    path: Path | None
     creates: bool
     injected: bool
 
@@ -75,25 +80,28 @@ class SystemCall:
 def read_calls(log: Path, folder: Path) -> Iterator[SystemCall]:
     """Yield the calls in ``log`` that work on something in ``folder``, the working folder of the process."""
     threads: dict[str, int] = {}
-    counts: Counter[tuple[int, str]] = Counter()
+    counts: Counter[tuple[int, str, Path | None]] = Counter()
     for line in log.read_text(errors="replace").splitlines():
         match = _LINE.match(line)
         if match is None:
             continue
         thread, name, rest = threads.setdefault(match[1], len(threads)), match[2], match[3]
-        counts[thread, name] += 1
-        place = _place(name, rest, folder)
-        if place is not None and name in ERRORS and not _is_other_control(name, rest):
+        path = _path(name, rest, folder)
+        inside = path is not None and path.is_relative_to(folder) and path != folder
+        fixed = path if inside and not _PASSING.search(str(path)) else None
+        counts.update({(thread, name, None), (thread, name, fixed)})
+        if path is not None and inside and name in ERRORS and not _is_other_control(name, rest):
             creates = name == "openat" and re.search(r"O_CREAT|O_WRONLY|O_RDWR", rest) is not None
-            yield SystemCall(thread, name, counts[thread, name], place, creates, "(INJECTED)" in line)
+            number, place = counts[thread, name, fixed], _kind(path.relative_to(folder))
+            yield SystemCall(thread, name, number, place, fixed, creates, "(INJECTED)" in line)
 
 
 def _is_other_control(name: str, rest: str) -> bool:
     return name == "fcntl" and "LK" not in rest.split("=")[0]
 
 
-def _place(name: str, rest: str, folder: Path) -> str | None:
-    """Return what the call works on, relative to ``folder``, what varies from run to run replaced; None if outside."""
+def _path(name: str, rest: str, folder: Path) -> Path | None:
+    """Return what the call works on; None where it names nothing."""
     match = _MAPPED.search(rest) if name == "mmap" else _PLACE.search(rest)
     if match is None:
         return None
@@ -101,10 +109,12 @@ def _place(name: str, rest: str, folder: Path) -> str | None:
     quoted = re.search(r'"([^"]*)"', rest)
     if named is None or (rest.startswith("AT_FDCWD") and quoted):
         named = quoted[1] if quoted else ""
-    path = folder / named.removesuffix(" (deleted)")
-    if not path.is_relative_to(folder) or path == folder:
-        return None
-    place = str(path.relative_to(folder))
+    return folder / named.removesuffix(" (deleted)")
+
+
+def _kind(path: Path) -> str:
+    """Return ``path`` with what varies, by run or by file, replaced."""
+    place = str(path)
     for pattern, replacement in _VARIABLE:
         place = pattern.sub(replacement, place)
     return place
