@@ -109,7 +109,9 @@ def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int) -> str:
     parts = _own(plan, device)
     where = "the host" if device == CPU else f"accelerator {device}"
     terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in parts.items() if count)
-    most = parts["weights"] + parts["reserve"] - excess
+    # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
+    reserve = max(parts["reserve"], plan.reserve_bytes if device == plan.main_device else 0)
+    most = parts["weights"] + reserve - excess
     advice = f"the most that works is {most} bytes ({format_bytes(most)})"
     return (
         f"max_memory.{device}: the plan takes {format_bytes(sum(parts.values()))} on {where} ({terms}), which has"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig, PretrainedConfig
 
+from stages.units import format_bytes
 from tests.e2e.conftest import Finished
 
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -18,6 +20,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "opt": OPTConfig(hidden_size=512, ffn_dim=2048, num_hidden_layers=3, num_attention_heads=8, vocab_size=16000,
                      word_embed_proj_dim=512, max_position_embeddings=4096),
 }  # fmt: skip
+MIXTURE = MixtralConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+                        num_key_value_heads=2, vocab_size=512, num_local_experts=8)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -37,3 +41,27 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     request = sum(parts[name] for name in ("cache", "activations", "scratch"))
     assert request > 0.2 * predicted, "the prompts take too little for the test to prove anything"
     assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("io", ["direct", "mmap"])
+def test_a_host_that_is_too_small_is_told_the_bytes_that_the_record_predicts_and_a_budget_that_works(
+    io: str, tmp_path: Path, offstage_here: Callable[..., Finished]
+) -> None:
+    folder = tmp_path / "checkpoint"
+    AutoModelForCausalLM.from_config(MIXTURE, dtype=torch.float32).save_pretrained(folder)
+
+    def plan(budget: int, host: int) -> Finished:
+        hardware = f"+hardware.host.memory={host}"
+        given = (f"storage.io={io}", f"max_memory.cpu={budget}", hardware, "generate.prompts=[[5,6,7]]")
+        return offstage_here(f"model.path={folder}", "stop_after=plan", *given)
+
+    fits = plan(8_000_000, 10**9)
+    predicted = fits.record["memory"]["predicted"]["cpu"]
+    refused = plan(8_000_000, predicted - 1_000_000)
+    assert refused.code == 4
+    assert f"the plan takes {format_bytes(predicted)} on the host" in refused.err
+    most = re.search(r"the most that works is (\d+) bytes", refused.err)
+    assert most is not None
+    smaller = plan(int(most[1]), predicted - 1_000_000)
+    assert smaller.code == 0, smaller.err
+    assert smaller.record["memory"]["predicted"]["cpu"] <= predicted - 1_000_000

@@ -18,7 +18,7 @@ from tests.faults.system_calls import ERRORS, RETRIED, SystemCall, read_calls
 
 CODES = frozenset({0, 2, 3, 4, 5})
 _WARNING = re.compile(r"^\d{4}-\d\d-\d\d \S+ WARNING ")
-_SECONDS = 120
+_SECONDS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class TracedScenario:
         modules = root / "modules.json"
         server.fork(self.stage.arguments, folder=folder, modules=modules)
         code = server.go()
-        assert code == 0, self.stderr
+        assert code == 0, (code, self.stderr)
         server.import_modules(json.loads(modules.read_text()))
         self.answer = self.stage.records()[-1]["outputs"]
         self.stage.keep()
         self.stage.restore()
         code = self._traced(",".join(f"?{name}" for name in ERRORS))
-        assert code == 0, self.stderr
+        assert code == 0, (code, self.stderr)
         self.calls = [call for call in read_calls(self._log, folder) if _matters(call)]
 
     @property

@@ -80,7 +80,7 @@ class ForkServer:
         request = {"arguments": list(arguments), "folder": str(folder), "short": shortened}
         return int(self._ask({"fork": {**request, "modules": str(modules) if modules else None}}))
 
-    def go(self, *, seconds: int = 120) -> int:
+    def go(self, *, seconds: int = 250) -> int:
         """Let the run that was forked last begin, wait for its end and return its exit code, negative for a signal.
 
         After so many ``seconds`` SIGALRM ends it.
