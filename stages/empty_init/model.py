@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,20 @@ def _model_class(override: str | None, config: Any, *, folder: Path, remote: boo
     if type(config) in mapping:  # one of the Auto classes: it stands for the class of this config
         return mapping[type(config)]
     if not _is_model(found):
-        near = closest(name, (n for n in dir(transformers) if n.startswith(name[:3]) and n != name))
         where = "model.class" if override else f"{folder / 'config.json'}: architectures"
         raise (ConfigError if override else CheckpointError)(
-            f"{where}: {name!r} is no model class of transformers {transformers.__version__}{near}; set model.class"
+            f"{where}: {name!r} is no class of transformers {transformers.__version__} for a {config.model_type!r} "
+            f"model{closest(name, _classes_for(config))}; set model.class"
         )
     return found
+
+
+def _classes_for(config: Any) -> Iterator[str]:
+    """Yield the names of the classes that a model of ``config`` may be of, and the Auto classes that mean them."""
+    for auto in filter(re.compile("AutoModel").match, dir(transformers)):
+        mapping = getattr(getattr(transformers, auto), "_model_mapping", {})
+        if type(config) in mapping and _is_model(mapping[type(config)]):
+            yield from (auto, mapping[type(config)].__name__)
 
 
 def _is_model(found: object) -> bool:

@@ -39,7 +39,7 @@ def main() -> int:
                 for wrong in outcome.wrong:
                     say(f"    {wrong}")
             if given.json:
-                given.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
+                given.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1, default=str))
     for line in table(outcomes):
         say(line)
     return int(any(each.wrong for each in outcomes))
