@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from pipeline.errors import ConfigError, foreign
+from pipeline.errors import ConfigError, OffstageError, foreign
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 
@@ -14,6 +18,31 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.jso
 
 TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.spm", "*.codes")
 """All other files that one tokenizer or another is made from, or that say what the default options are."""
+
+
+_PANIC = "PanicException"
+"""The class of a panic in Rust, which has no other handle: each library that is built so has one of its own."""
+
+
+@contextmanager
+def tokenizing(kind: type[OffstageError], about: str, *, advice: str = "") -> Iterator[None]:
+    """Do as ``foreign`` around work of a tokenizer; what Rust writes to standard error about a panic is dropped."""
+    with tempfile.TemporaryFile() as said, foreign(kind, about, advice=advice):
+        sys.stderr.flush()
+        screen = os.dup(2)
+        os.dup2(said.fileno(), 2)
+        panicked = False
+        try:
+            yield
+        except BaseException as error:
+            panicked = type(error).__name__ == _PANIC
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(screen, 2)
+            os.close(screen)
+            said.seek(0)
+            os.write(2, b"" if panicked else said.read())
 
 
 def load_tokenizer(model: Mapping[str, Any]) -> Any:
@@ -29,5 +58,5 @@ def load_tokenizer(model: Mapping[str, Any]) -> Any:
     check_tokenizer(folder)
     remote = bool(model.get("trust_remote_code", False))
     advice = "; set model.tokenizer to a folder that has one that loads, or give token ids: generate.prompts=[[5,6,7]]"
-    with foreign(ConfigError, f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads", advice=advice):
+    with tokenizing(ConfigError, f"model.tokenizer: {str(folder)!r} holds no tokenizer that loads", advice=advice):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)

@@ -16,7 +16,7 @@ from pipeline.atomic_files import write_text
 from pipeline.errors import ConfigError, foreign
 from pipeline.stage import Context
 from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.tokenizers import load_tokenizer
+from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
@@ -151,7 +151,7 @@ def _check_words(model: Any, encoded: Sequence[Sequence[int]]) -> None:
 def _decoded(tokenizer: Any, row: Sequence[int]) -> str | None:
     if tokenizer is None:
         return None
-    with foreign(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
+    with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
         return str(tokenizer.decode(row, skip_special_tokens=True))
 
 

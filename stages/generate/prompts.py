@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError, Fault, foreign
+from pipeline.errors import ConfigError, Fault
 from pipeline.regular_files import read_regular
+from stages.checkpoints.tokenizers import tokenizing
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ def encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
 
 
 def _tokenize(prompt: str, tokenizer: Any) -> list[int]:
-    with foreign(ConfigError, f"generate.prompts: {prompt!r} can't be made tokens by the tokenizer"):
+    with tokenizing(ConfigError, f"generate.prompts: {prompt!r} can't be made tokens by the tokenizer"):
         return list(tokenizer(prompt)["input_ids"])
 
 

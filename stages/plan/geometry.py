@@ -7,14 +7,17 @@ plan isn't made again for every other prompt.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.errors import ConfigError
 from pipeline.regular_files import read_json, read_regular
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
+from stages.checkpoints.tokenizers import tokenizing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -112,7 +115,10 @@ def _tokens(prompt: str | Sequence[int], model: Mapping[str, Any]) -> int:
         return len(prompt)
     size = len(prompt.encode())
     tokenizer = _tokenizer(tokenizer_folder(model) or checkpoint_folder(model)) if size > _LEAST_LENGTH else None
-    return size // _BYTES_A_TOKEN + 1 if tokenizer is None else len(tokenizer.encode(prompt).ids)
+    with suppress(ConfigError), tokenizing(ConfigError, "generate.prompts"):  # which ``generate`` itself reports
+        if tokenizer is not None:
+            return len(tokenizer.encode(prompt).ids)
+    return size // _BYTES_A_TOKEN + 1
 
 
 @cache
@@ -125,8 +131,9 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
     check_tokenizer(folder)
     try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # noqa: BLE001  that is what the library raises, for whatever is wrong
+        with tokenizing(ConfigError, "model.tokenizer"):
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except ConfigError:
         return None
     tokenizer.no_padding()  # as generate encodes: what the file says of lengths is for training
     tokenizer.no_truncation()

@@ -147,7 +147,7 @@ class TracedScenario:
         tracer = subprocess.Popen([*command, "-p", str(process)], stderr=subprocess.PIPE, text=True)
         assert tracer.stderr is not None
         with tracer.stderr:
-            said = tracer.stderr.readline()
+            said = next((line for line in tracer.stderr if "resolved" not in line), "")
             if "attached" not in said:
                 raise OSError(f"strace can't be attached: {said}")
             code = self._server.go(seconds=_SECONDS)
