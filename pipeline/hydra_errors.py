@@ -30,6 +30,10 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
             return work()
         except COMPOSING_ERRORS as error:
             raise ConfigError(one_line(error)) from error
+        except UnboundLocalError as error:
+            if not isinstance(error.__context__, OSError):
+                raise
+            raise error.__context__ from None  # Hydra closes what it couldn't open
         except (AttributeError, AssertionError) as error:
             if not _comes_from_an_override(error):
                 raise

@@ -24,6 +24,8 @@ SAMPLE = 16
 """Blocks of a store that are checked whenever it is opened: tens of milliseconds."""
 INDEX_NAME = "index.json"
 """The file of an offload store that says what is in it."""
+MARKER_NAME = "offstage.json"
+"""The file that makes a folder an offload store, and says of what."""
 _IN_FLIGHT = 8
 
 

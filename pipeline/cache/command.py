@@ -16,6 +16,7 @@ from rich.table import Table
 
 from pipeline.atomic_files import mendable
 from pipeline.cache import housekeeping
+from pipeline.cache.block_sums import MARKER_NAME
 from pipeline.cache.housekeeping import CacheEntry
 from pipeline.cache.leftovers import move_aside
 from pipeline.command_exit import run_command
@@ -54,7 +55,16 @@ def _parser() -> argparse.ArgumentParser:
         ("du", _du, "what each stage takes"),
         ("verify", _verify, "hash everything again and set aside what is damaged; exits 1 if anything is"),
     ):
-        commands.add_parser(name, help=says, description=says).set_defaults(work=work)
+        command = commands.add_parser(name, help=says, description=says)
+        command.set_defaults(work=work)
+    command.add_argument(
+        "--offload-folder",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="an offload_folder of your own to check too (again for each): the cache doesn't know where these lie",
+    )
     pruner = commands.add_parser("prune", help="remove what isn't used any more; never what a running job uses")
     pruner.add_argument(
         "--older-than", type=_read_age, metavar="30d", help="unused for longer than this (s, m, h, d, w)"
@@ -121,7 +131,7 @@ def _prune(root: Path, given: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(root: Path, _given: argparse.Namespace) -> int:
+def _verify(root: Path, given: argparse.Namespace) -> int:
     began, found = time.perf_counter(), housekeeping.entries(root)
     damaged = [(entry, damage) for entry in found if (damage := housekeeping.find_damage(entry))]
     for entry, damage in damaged:
@@ -131,9 +141,20 @@ def _verify(root: Path, _given: argparse.Namespace) -> int:
     for path, damage in figures.items():
         move_aside(path, damage)
         _say(f"{path}: {damage}; set aside, to be measured again")
-    count = len(damaged) + len(figures)
-    _say(f"{_amount(found)} hashed in {time.perf_counter() - began:.1f} s, {count} damaged")
+    stores = {folder: housekeeping.find_store_damage(_store(folder)) for folder in given.offload_folder}
+    for folder in filter(stores.get, stores):
+        _say(f"{folder}: {stores[folder]}; the next run that uses it with verify=full makes that again")
+    count = len(damaged) + len(figures) + sum(damage is not None for damage in stores.values())
+    own = f" and {len(stores)} offload folder{'s' * (len(stores) != 1)}" if stores else ""
+    _say(f"{_amount(found)}{own} hashed in {time.perf_counter() - began:.1f} s, {count} damaged")
     return DAMAGED if count else 0
+
+
+def _store(folder: Path) -> Path:
+    """Return ``folder`` if an offload store lies there or below."""
+    if next(folder.rglob(MARKER_NAME), None) is None:
+        raise ConfigError(f"--offload-folder: no offload store lies in {folder}; give the offload_folder of a run")
+    return folder
 
 
 def _amount(found: Sequence[CacheEntry]) -> str:

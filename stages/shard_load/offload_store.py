@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.atomic_files import TEMPORARY, create_file, replace_file, sync_folder, write_whole
-from pipeline.cache.block_sums import INDEX_NAME, SummedFile, block_sums, find_damage, summed_file
+from pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, SummedFile, block_sums, find_damage, summed_file
 from pipeline.cache.leftovers import DAMAGED, move_aside
 from pipeline.cache.locks import locked
 from pipeline.errors import StorageError
@@ -33,7 +33,6 @@ from pipeline.regular_files import NotRegularError, read_json
 from stages.checkpoints.shard_files import ShardFile
 from stages.units import DTYPE_BYTES, format_bytes
 
-MARKER_NAME = "offstage.json"
 FORMAT_VERSION = 2
 _OLDER_FORMATS = (1,)
 """Without checksums: such a store is taken over, and every tensor in it made again as it is wanted."""

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,3 +133,66 @@ def test_damaged_figures_of_the_machine_are_found(offstage: Run, cache: Command,
     assert code == 1
     assert "rates.json: isn't JSON; set aside" in out
     assert cache("verify")[0] == 0
+
+
+def test_an_offload_folder_of_the_users_own_is_checked_where_it_is_named(
+    offstage: Run, cache: Command, tmp_path: Path
+) -> None:
+    given = ("dtype=float32", "device_map=disk", "generate.max_new_tokens=2", "offload_folder=mine")
+    first = offstage(*given)
+    assert first.code == 0, first.err
+    assert "5 artifacts" in cache("verify")[1]
+    assert "and 1 offload folder hashed" in cache("verify", "--offload-folder", "mine")[1]
+    (path,) = tmp_path.glob("mine/**/lm_head.weight.dat")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 4
+    path.write_bytes(data)
+    code, out, _ = cache("verify", "--offload-folder", "mine")
+    assert code == 1
+    assert "mine: tensor 'lm_head.weight' doesn't match its checksum (block 0)" in out
+    shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
+    again = offstage(*given, "verify=full")
+    assert (again.code, again.tokens) == (0, first.tokens)
+    assert cache("verify", "--offload-folder", "mine")[0] == 0
+
+
+def test_a_folder_that_is_no_offload_folder_is_named(cache: Command, tmp_path: Path) -> None:
+    tmp_path.joinpath("outputs", "cache").mkdir(parents=True)
+    code, _, err = cache("verify", "--offload-folder", "outputs")
+    assert code == 2
+    assert "no offload store lies in outputs" in err
+
+
+READ_ONLY = """
+mount --bind outputs/cache outputs/cache && mount -o remount,bind,ro outputs/cache && exec "$@"
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_what_a_read_only_cache_keeps_is_said(offstage: Run, tmp_path: Path) -> None:
+    mounted = ["unshare", "-m", "bash", "-c", READ_ONLY, "bash"]
+    assert offstage("stop_after=plan").code == 0
+    if subprocess.run([*mounted, "true"], cwd=tmp_path, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount")
+    before = artifacts(tmp_path)
+    command = [sys.executable, "-c", "from pipeline.commands import cache; cache()", "prune", "--max-size", "0B"]
+    done = subprocess.run([*mounted, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (5, "removed 0 artifacts (0 bytes)\n"), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "2 artifacts" in done.stderr
+    assert "may not be written to; change its permissions" in done.stderr
+    assert artifacts(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_what_lies_in_folders_without_permission_is_said(offstage: Run, cache: Command, tmp_path: Path) -> None:
+    assert offstage("stop_after=plan").code == 0
+    folder = tmp_path / "outputs" / "cache" / "plan"
+    folder.chmod(0o555)
+    try:
+        code, out, err = cache("prune", "--max-size", "0B")
+    finally:
+        folder.chmod(0o755)
+    assert (code, out.startswith("removed 1 artifact ")) == (5, True)
+    assert "1 artifact " in err
+    assert artifacts(tmp_path) == {"plan"}

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.test_faults import may_trace
 from tests.faults.campaign import TracedScenario, choose, rehearse
 from tests.faults.fork_server import ForkServer
-from tests.faults.system_calls import SystemCall, read_calls
+from tests.faults.system_calls import CREATED, LISTED, OPENED, READ, SystemCall, read_calls
 
 pytestmark = pytest.mark.skipif(not may_trace(), reason="strace isn't here, or may not trace")
 SAMPLE, SEED = 4, 11
@@ -69,10 +69,10 @@ def test_calls_are_counted_by_thread_and_places_told_by_their_kind(tmp_path: Pat
     shard = Path("/w/checkpoint/model-00001-of-00004.safetensors")
     tensor = Path("/w/outputs/cache/offload/HEX/lm_head.weight.dat".replace("HEX", "0123456789abcdef" * 2))
     assert list(read_calls(log, Path("/w"))) == [
-        SystemCall(0, "openat", 1, "outputs/cache/plan", PLAN, creates=False, injected=False),
-        SystemCall(0, "openat", 3, "outputs/runs/DAY/RUN/run.log", None, creates=False, injected=False),
-        SystemCall(0, "openat", 4, "outputs/cache/plan/.tmp-*", None, creates=True, injected=False),
-        SystemCall(0, "openat", 2, "outputs/cache/plan", PLAN, creates=False, injected=False),
-        SystemCall(1, "preadv2", 1, "checkpoint/model-*.safetensors", shard, creates=False, injected=False),
-        SystemCall(1, "preadv2", 1, "outputs/cache/offload/*/*.dat", tensor, creates=False, injected=True),
+        SystemCall(0, "openat", 1, "outputs/cache/plan", PLAN, LISTED, injected=False),
+        SystemCall(0, "openat", 3, "outputs/runs/DAY/RUN/run.log", None, OPENED, injected=False),
+        SystemCall(0, "openat", 4, "outputs/cache/plan/.tmp-*", None, CREATED, injected=False),
+        SystemCall(0, "openat", 2, "outputs/cache/plan", PLAN, LISTED, injected=False),
+        SystemCall(1, "preadv2", 1, "checkpoint/model-*.safetensors", shard, READ, injected=False),
+        SystemCall(1, "preadv2", 1, "outputs/cache/offload/*/*.dat", tensor, READ, injected=True),
     ]

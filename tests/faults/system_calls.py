@@ -10,8 +10,10 @@ from pathlib import Path
 
 CHANGED = ("EIO", "ENOSPC", "EROFS", "EDQUOT")
 """What a call gives that changes a folder."""
-OPENED = ("EIO", "EINTR", "EMFILE", "EACCES")
-CREATED = ("EIO", "EINTR", "EMFILE", "EACCES", "ENOSPC", "EROFS", "EDQUOT")
+LISTED = ("EIO", "EMFILE", "EACCES")
+"""What opening a folder gives; the interpreter doesn't try that again where it was interrupted."""
+OPENED = (*LISTED, "EINTR")
+CREATED = (*OPENED, "ENOSPC", "EROFS", "EDQUOT")
 READ = ("EIO", "EINTR")
 WRITTEN = ("EIO", "EINTR", "ENOSPC", "EDQUOT")
 ERRORS = {
@@ -52,8 +54,8 @@ _VARIABLE = (
 
 @dataclass(frozen=True, slots=True)
 class SystemCall:
-    """One call: the thread that made it (0: the process's first), the kind of place that it works on, whether it may
-    write there.
+    """One call: the thread that made it (0: the process's first), the kind of place that it works on, the errors that
+    it can give.
 
     It is the ``number``-th of its thread and name; of those on ``path``, where that is one that every run works on.
     """
@@ -63,13 +65,8 @@ class SystemCall:
     number: int
     place: str
     path: Path | None
-    creates: bool
+    errors: Sequence[str]
     injected: bool
-
-    @property
-    def errors(self) -> Sequence[str]:
-        """The errors that it can give."""
-        return CREATED if self.creates else ERRORS[self.name]
 
     @property
     def kind(self) -> str:
@@ -91,9 +88,14 @@ def read_calls(log: Path, folder: Path) -> Iterator[SystemCall]:
         fixed = path if inside and not _PASSING.search(str(path)) else None
         counts.update({(thread, name, None), (thread, name, fixed)})
         if path is not None and inside and name in ERRORS and not _is_other_control(name, rest):
-            creates = name == "openat" and re.search(r"O_CREAT|O_WRONLY|O_RDWR", rest) is not None
             number, place = counts[thread, name, fixed], _kind(path.relative_to(folder))
-            yield SystemCall(thread, name, number, place, fixed, creates, "(INJECTED)" in line)
+            yield SystemCall(thread, name, number, place, fixed, _errors(name, rest), "(INJECTED)" in line)
+
+
+def _errors(name: str, rest: str) -> Sequence[str]:
+    if name == "openat" and "O_DIRECTORY" in rest:
+        return LISTED
+    return CREATED if name == "openat" and re.search("O_CREAT|O_WRONLY|O_RDWR", rest) else ERRORS[name]
 
 
 def _is_other_control(name: str, rest: str) -> bool:
