@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.command_exit import FULL_ERROR, exit_with, heed_signals, last_resort, shows_all
@@ -50,6 +51,7 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
     import hydra
 
     from pipeline.config import choose_stages, register
+    from pipeline.errors import named
     from pipeline.hydra_errors import guarded_composing
     from pipeline.hydra_task import Task
     from pipeline.launchers import register_launchers
@@ -62,7 +64,8 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
     def compose() -> int:
         register()
         sys.argv[1:] = [choose_stages(argument) for argument in sys.argv[1:]]
-        hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(task)()
+        with named(Path("the run's folder")):  # what Hydra keeps there it writes without naming it in an error
+            hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(task)()
         return 0
 
     try:

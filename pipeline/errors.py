@@ -7,6 +7,7 @@ broke, and what to do next. The command prints them in one line and exits with t
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+_REFUSED = frozenset(
+    {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}
+)
+"""What isn't the fault of the file that is worked on."""
 _LONGEST = 500
 _LONGEST_LINE = 4000
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -103,13 +108,15 @@ def foreign(kind: type[OffstageError], about: str, *, advice: str = "") -> Itera
     """Turn whatever code that isn't ours raises inside into a ``kind`` that begins with ``about``.
 
     Such code raises what it likes, outside of ``Exception`` too (a panic in Rust); its own words are kept, in one line.
+    What a disk or the system refuses it stays a ``StorageError``, whatever it was asked for.
     """
     try:
         yield
     except (OffstageError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
-        raise kind(f"{about}: {words_of(error)}{advice}") from error
+        refused = isinstance(error, OSError) and error.errno in _REFUSED
+        raise (StorageError if refused else kind)(f"{about}: {words_of(error)}{advice}") from error
 
 
 @contextmanager

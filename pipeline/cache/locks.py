@@ -7,6 +7,7 @@ depends on a lock, and one that can't be had never fails a run.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,7 +38,9 @@ def locked(path: Path, *, work: str, wait: bool = True) -> Iterator[bool]:
 
 def _acquire(lock: BaseFileLock, path: Path, *, work: str, wait: bool) -> bool:
     try:
-        lock.acquire(timeout=0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it makes do with a stand-in where flock is missing
+            lock.acquire(timeout=0)
     except Timeout:
         return wait and _wait(lock, path, work)
     except _NO_LOCK:

@@ -10,6 +10,7 @@ import mmap
 
 import torch
 
+from pipeline.errors import named
 from stages.checkpoints.direct_file import DirectFile
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
@@ -23,7 +24,8 @@ class MappedFile:
     def __init__(self, file: ShardFile) -> None:
         self._file = DirectFile(file)
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = mmap.mmap(self._file.descriptor, file.size, flags=flags)
+        with named(file.path):
+            self._memory = mmap.mmap(self._file.descriptor, file.size, flags=flags)
 
     def check(self) -> None:
         """Raise a ``CheckpointError`` if the file has changed: a page of a file cut short would end the process."""

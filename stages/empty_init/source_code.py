@@ -21,6 +21,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from pathlib import Path
 
 from pipeline.errors import ConfigError
+from pipeline.regular_files import read_regular
 
 ABSENT = "absent"
 """What stands for a module that isn't there: an import that may fail counts from the day on that it doesn't."""
@@ -72,7 +73,7 @@ def source_files(folder: Path) -> list[Path]:
 def hashes(files: Iterable[Path], relative_to: Path | None = None) -> dict[str, str]:
     """Return the SHA-256 of each file by its path, or its path below ``relative_to``."""
     return {
-        str(file.relative_to(relative_to) if relative_to else file): hashlib.sha256(file.read_bytes()).hexdigest()
+        str(file.relative_to(relative_to) if relative_to else file): hashlib.sha256(read_regular(file)).hexdigest()
         for file in files
     }
 

@@ -122,8 +122,8 @@ class OffloadStore:
     def check_space(self, wanted: Sequence[StoredTensor]) -> None:
         """Refuse, before anything is written, to put into the folder what its disk has no room for, or can't take."""
         needed = sum(tensor.bytes for tensor in wanted)
-        free = shutil.disk_usage(self.folder).free
-        if needed > free:
+        free = _free_bytes(self.folder)
+        if free is not None and needed > free:
             raise StorageError(
                 f"{self.folder}: {len(wanted)} offloaded tensors need {format_bytes(needed)} ({needed} bytes), and "
                 f"{format_bytes(free)} are free; set offload_folder to a folder on a larger disk"
@@ -217,6 +217,14 @@ def _read_json(path: Path) -> Any:
     try:
         return read_json(path)
     except (FileNotFoundError, NotRegularError, ValueError):
+        return None
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Return how much the disk of ``folder`` has room for; null where it doesn't tell, and writing will show."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
         return None
 
 

@@ -1,7 +1,7 @@
 """Tries faults of the storage by hand: ``nice python -m tests.faults --minutes 50 --seed 1``.
 
-Needs strace. Prints what isn't as it must be when it is found, and a table in the end: call and error against
-outcomes. ``--json`` keeps every outcome.
+Needs strace, and with ``--short`` a C compiler. Prints what isn't as it must be when it is found, and a table in the
+end: call and error against outcomes. ``--json`` keeps every outcome.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.faults.campaign import FaultOutcome, choose, rehearse
+from tests.faults.campaign import FaultOutcome, choose, compile_short_counts, rehearse
 from tests.faults.fork_server import ForkServer
 from tests.faults.scenarios import SCENARIOS
 
@@ -25,8 +26,11 @@ def main() -> int:
     given = _arguments()
     outcomes: list[FaultOutcome] = []
     until = time.monotonic() + 60 * given.minutes
-    with tempfile.TemporaryDirectory(prefix="offstage-faults-") as root, ForkServer() as server:
-        rehearsed = rehearse(Path(root), server, given.scenarios)
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="offstage-faults-")))
+        library = compile_short_counts(root) if given.short else None
+        server = stack.enter_context(ForkServer(preload=library))
+        rehearsed = rehearse(root, server, given.scenarios, library)
         faults = [fault for fault in choose(rehearsed, given.seed) if given.only in str(fault)]
         say(f"{len(faults)} faults to try; {sum(len(each.calls) for each in rehearsed.values())} calls")
         for fault in faults[given.skip : given.skip + given.number]:
@@ -69,6 +73,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="only faults whose description has this in it")
     parser.add_argument("--scenarios", nargs="+", choices=names, default=names)
+    parser.add_argument("--short", action="store_true", help="short counts of reads and writes instead of errors")
     parser.add_argument("--all", action="store_true", help="print every outcome")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.cache import housekeeping
-from tests.faults.fork_server import ForkServer
+from tests.faults.fork_server import ForkServer, Shortening
 from tests.faults.scenarios import OUTPUTS, SCENARIOS, Scenario, ScenarioFolder
-from tests.faults.system_calls import ERRORS, RETRIED, SystemCall, read_calls
+from tests.faults.system_calls import ERRORS, RETRIED, SHORT_COUNT, SystemCall, read_calls, read_countable
 
 CODES = frozenset({0, 2, 3, 4, 5})
 _WARNING = re.compile(r"^\d{4}-\d\d-\d\d \S+ WARNING ")
@@ -48,10 +48,13 @@ class FaultOutcome:
 
 
 class TracedScenario:
-    """A scenario that ran once without a fault: its calls and its answer are known."""
+    """A scenario that ran once without a fault: its calls and its answer are known.
 
-    def __init__(self, scenario: Scenario, server: ForkServer, root: Path) -> None:
-        self.scenario, self._server = scenario, server
+    With ``library``, made of ``short_counts.c`` and loaded into the ``server``, its faults are short counts.
+    """
+
+    def __init__(self, scenario: Scenario, server: ForkServer, root: Path, library: Path | None = None) -> None:
+        self.scenario, self._server, self._library = scenario, server, library
         folder = root / scenario.name.replace(" ", "-")
         folder.mkdir(parents=True)
         self.stage = ScenarioFolder(scenario, folder)
@@ -64,9 +67,9 @@ class TracedScenario:
         self.answer = self.stage.records()[-1]["outputs"]
         self.stage.keep()
         self.stage.restore()
-        code = self._traced(",".join(f"?{name}" for name in ERRORS))
+        code = self._shortened("", 0) if library else self._traced(",".join(f"?{name}" for name in ERRORS))
         assert code == 0, (code, self.stderr)
-        self.calls = [call for call in read_calls(self._log, folder) if _matters(call)]
+        self.calls = [call for call in self._logged() if _matters(call)]
 
     @property
     def stderr(self) -> str:
@@ -85,12 +88,15 @@ class TracedScenario:
     def attempt(self, fault: StorageFault) -> FaultOutcome:
         """Run the scenario with ``fault``, then once without, and judge both."""
         self.stage.restore()
-        name = fault.call.name
-        inject = f"inject={name}:error={fault.error}:when={fault.call.number}"
-        code = self._traced(name, "-e", inject, *self._only(fault.call.path))
-        hit = [call.place for call in read_calls(self._log, self.stage.folder) if call.injected]
+        name, number = fault.call.name, fault.call.number
+        if self._library:
+            code = self._shortened(name, number)
+        else:
+            inject = f"inject={name}:error={fault.error}:when={number}"
+            code = self._traced(name, "-e", inject, *self._only(fault.call.path))
+        hit = [call.place for call in self._logged() if call.injected]
         stderr, records = self.stderr, self.stage.records()
-        wrong = [*self._judge(code, stderr, retried=fault.error == RETRIED)]
+        wrong = [*self._judge(code, stderr, retried=fault.error in (RETRIED, SHORT_COUNT))]
         stage = (records[-1]["error"] or {}).get("stage") if code and records else None
         wrong += self._run_again()
         return FaultOutcome(fault, code, _own_lines(stderr)[0] if _own_lines(stderr) else "", stage, hit, wrong)
@@ -106,7 +112,7 @@ class TracedScenario:
         if code not in CODES:
             yield f"exit code {code}"
         if retried and code:
-            yield "a call that was interrupted wasn't tried again"
+            yield "a call that was interrupted, or did less than all, wasn't tried again"
         if "Traceback" in stderr:
             yield "a traceback"
         if len(_own_lines(stderr)) != bool(code) or len(stderr) > 4000:
@@ -127,11 +133,6 @@ class TracedScenario:
         for path, damage in housekeeping.damaged_figures(cache).items():
             yield f"{path.name}: {damage}"
 
-    def leftovers(self) -> list[str]:
-        """Return what lies half-written in the outputs, under names that nothing trusts."""
-        found = (self.stage.folder / OUTPUTS).rglob(".tmp-*")
-        return [str(path.relative_to(self.stage.folder)) for path in found]
-
     def _run_again(self) -> Iterator[str]:
         before = len(self.stage.records())
         self._server.fork(self.stage.arguments, folder=self.stage.folder)
@@ -139,6 +140,16 @@ class TracedScenario:
         new = self.stage.records()[before:]
         if code or [record["outputs"] for record in new] != [self.answer]:
             yield f"the next run: exit code {code}, {self.stderr}"
+
+    def _logged(self) -> Iterator[SystemCall]:
+        return (read_countable if self._library else read_calls)(self._log, self.stage.folder)
+
+    def _shortened(self, name: str, number: int) -> int:
+        """Run the scenario with the ``number``-th call of ``name`` doing half of it; return the exit code."""
+        assert self._library is not None
+        short = Shortening(self._library, self.stage.folder, name, number, self._log)
+        self._server.fork(self.stage.arguments, folder=self.stage.folder, short=short)
+        return self._server.go(seconds=_SECONDS)
 
     def _traced(self, names: str, *options: str) -> int:
         """Run the scenario under strace, which writes calls of ``names`` to the log; return the exit code."""
@@ -163,9 +174,19 @@ def _own_lines(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if not _WARNING.match(line)]
 
 
-def rehearse(root: Path, server: ForkServer, names: Sequence[str]) -> dict[str, TracedScenario]:
+def rehearse(
+    root: Path, server: ForkServer, names: Sequence[str], library: Path | None = None
+) -> dict[str, TracedScenario]:
     """Return the scenarios of these ``names``, ready for faults; folders of theirs are made in ``root``."""
-    return {each.name: TracedScenario(each, server, root) for each in SCENARIOS if each.name in names}
+    return {each.name: TracedScenario(each, server, root, library) for each in SCENARIOS if each.name in names}
+
+
+def compile_short_counts(root: Path) -> Path:
+    """Return the library of ``short_counts.c``, made in ``root``; needs a C compiler."""
+    library = root / "short_counts.so"
+    source = Path(__file__).with_name("short_counts.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    return library
 
 
 def choose(rehearsed: dict[str, TracedScenario], seed: int) -> list[StorageFault]:

@@ -39,6 +39,9 @@ give. Not among them: what moves no data and can't fail for such a reason (lseek
 RETRIED = "EINTR"
 """The error after which POSIX has the call tried again: a run that meets it ends as it would have without."""
 
+SHORT_COUNT, SHORTENED = "short count", " SHORT"
+"""What stands for an error where a call does less than it was asked to, and the end of such a call's line in a log."""
+
 _LINE = re.compile(r"^(\d+) +(\w+)\((.*)$")
 _PLACE = re.compile(r'^(?:\d+|AT_FDCWD)?<([^<>]*)>(?:\(deleted\))?|"([^"]*)"')
 _MAPPED = re.compile(r"\d+<(/[^<>]*)>")
@@ -96,6 +99,17 @@ def _errors(name: str, rest: str) -> Sequence[str]:
     if name == "openat" and "O_DIRECTORY" in rest:
         return LISTED
     return CREATED if name == "openat" and re.search("O_CREAT|O_WRONLY|O_RDWR", rest) else ERRORS[name]
+
+
+def read_countable(log: Path, folder: Path) -> Iterator[SystemCall]:
+    """Yield the calls that ``log`` lists which can be told to do less; ``short_counts.c`` writes it."""
+    counts: Counter[str] = Counter()
+    for line in log.read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        counts[name] += 1
+        path = Path(rest.removesuffix(SHORTENED))
+        place = _kind(path.relative_to(folder))
+        yield SystemCall(0, name, counts[name], place, None, (SHORT_COUNT,), rest.endswith(SHORTENED))
 
 
 def _is_other_control(name: str, rest: str) -> bool:

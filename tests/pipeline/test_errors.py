@@ -1,8 +1,12 @@
 """The text of an error: one bearable line for each fault, whatever the values are that it quotes."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
-from pipeline.errors import CheckpointError, Fault, OffstageError, StorageError, raise_faults
+from pipeline.errors import CheckpointError, Fault, OffstageError, StorageError, foreign, named, raise_faults
 
 
 @pytest.mark.parametrize("kind", [OffstageError, CheckpointError, StorageError])
@@ -22,3 +26,27 @@ def test_each_fault_keeps_its_line() -> None:
         raise_faults([Fault("a", "b" * 5000), Fault("c", "d")])
     first, second = str(raised.value).split("\n")
     assert (first[:4], second) == ("a: b", "c: d")
+
+
+def raise_in_foreign(error: BaseException) -> None:
+    with foreign(CheckpointError, "model.path: no model", advice="; restore it"):
+        raise error
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENOMEM])
+def test_what_the_disk_refuses_code_that_is_not_ours_is_no_fault_of_its_file(number: int) -> None:
+    with pytest.raises(StorageError, match=r"model\.path: no model: OSError: .*; restore it"):
+        raise_in_foreign(OSError(number, os.strerror(number)))
+
+
+@pytest.mark.parametrize("error", [OSError("no such tokenizer"), FileNotFoundError(errno.ENOENT, "gone"), ValueError()])
+def test_what_else_it_raises_is_of_the_kind_asked_for(error: BaseException) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.path: no model: "):
+        raise_in_foreign(error)
+
+
+@pytest.mark.parametrize("already", [None, "other"])
+def test_an_error_without_a_file_names_the_one_that_is_worked_on(already: str | None) -> None:
+    error = OSError(errno.EIO, "bad", already)
+    with pytest.raises(OSError, match=f"bad: '{already or 'mine'}'"), named(Path("mine")):
+        raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -336,3 +337,16 @@ def test_a_stand_in_lock_that_a_killed_process_left_is_not_waited_for(
     assert holder.is_alive()
     go_on.set()
     holder.join()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_nothing_to_be_warned_of(
+    number: int, root: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def refuse(_file: int, _operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert Store(root).obtain("plan", KEY, write)[2] is False
+    assert_right(root)
+    assert [str(warning.message) for warning in recwarn] == []

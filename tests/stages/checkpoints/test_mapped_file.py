@@ -1,5 +1,6 @@
 import mmap
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,16 @@ def test_a_file_cut_short_is_noticed_before_a_page_of_it_is_touched(file: ShardF
     with pytest.raises(CheckpointError, match="the file changed while it was being served"):
         mapped.check()
     mapped.close()
+
+
+def test_a_map_that_there_is_no_room_for_names_its_file(file: ShardFile) -> None:
+    large = 2**42
+    os.truncate(file.path, large)
+    status = file.path.stat()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (large // 2, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"Cannot allocate memory: '{file.path}'"):
+            MappedFile(ShardFile(file.name, file.path, large, status.st_mtime_ns, ""))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)

@@ -1,5 +1,7 @@
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -95,6 +97,17 @@ def test_more_than_fits_is_refused_before_anything_is_written(tmp_path: Path) ->
     assert str(tmp_path) in str(caught.value)
     assert str(2**62) in str(caught.value)
     assert "offload_folder" in str(caught.value)
+
+
+def test_a_disk_that_does_not_tell_its_room_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_folder: Path) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(shutil, "disk_usage", unknown)
+    store = open_store(tmp_path, "k")
+    store.check_space([TENSOR])
+    fill(store, "a")
+    assert store.find_all({"a": TENSOR})
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
