@@ -16,7 +16,7 @@ from rich.table import Table
 
 from pipeline.atomic_files import mendable
 from pipeline.cache import housekeeping
-from pipeline.cache.block_sums import MARKER_NAME
+from pipeline.cache.block_sums import MARKER_NAME, find_store_damage
 from pipeline.cache.housekeeping import CacheEntry
 from pipeline.cache.leftovers import move_aside
 from pipeline.command_exit import run_command
@@ -141,7 +141,7 @@ def _verify(root: Path, given: argparse.Namespace) -> int:
     for path, damage in figures.items():
         move_aside(path, damage)
         _say(f"{path}: {damage}; set aside, to be measured again")
-    stores = {folder: housekeeping.find_store_damage(_store(folder)) for folder in given.offload_folder}
+    stores = {folder: find_store_damage(_store(folder)) for folder in given.offload_folder}
     for folder in filter(stores.get, stores):
         _say(f"{folder}: {stores[folder]}; the next run that uses it with verify=full makes that again")
     count = len(damaged) + len(figures) + sum(damage is not None for damage in stores.values())
