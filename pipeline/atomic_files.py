@@ -23,6 +23,7 @@ _ADVICE: Mapping[frozenset[int], str] = {
     _NO_SPACE: "free some space there, or set outputs to a folder on another disk",
     _NO_LEAVE: "change its permissions, or set outputs to a folder that you may write to",
     _IN_THE_WAY: "a file lies where a folder must be: move it away, or set outputs to another folder",
+    frozenset({errno.EMFILE, errno.ENFILE}): "let the process open more files (ulimit -n), and run again",
     frozenset({errno.ENOMEM}): "have the run hold less: lower max_memory.cpu, or set storage.io=direct",
 }
 _OTHERWISE = "check the disk and run again, or set outputs to a folder on another disk"

@@ -119,14 +119,22 @@ class MemoryMonitor:
             if self._thread is None:
                 return
             now = _held(self._process)
+            if now is None:
+                return
             self._run = _Sample(*map(max, self._run, now))
             self._timeline.add(time.perf_counter() - self._began, now.anonymous)
             self._stage_host_bytes = max(self._stage_host_bytes, now.anonymous)
 
 
-def _held(process: psutil.Process) -> _Sample:
-    """Return what ``process`` holds. Where the system doesn't count shared pages the resident set stands for both."""
-    memory = process.memory_info()
+def _held(process: psutil.Process) -> _Sample | None:
+    """Return what ``process`` holds. Where the system doesn't count shared pages the resident set stands for both.
+
+    Null where it doesn't tell now, to a process that may open no more files, say: the next sample may.
+    """
+    try:
+        memory = process.memory_info()
+    except (OSError, psutil.Error):
+        return None
     return _Sample(memory.rss - getattr(memory, "shared", 0), memory.rss)
 
 

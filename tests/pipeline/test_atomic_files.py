@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.atomic_files import create_file, replace_file, write_text, write_whole
+from pipeline.atomic_files import create_file, mendable, replace_file, write_text, write_whole
+from pipeline.errors import StorageError
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -36,6 +37,23 @@ def test_a_file_is_created_once(tmp_path: Path) -> None:
 
 def test_a_name_as_long_as_the_file_system_takes_can_be_written(tmp_path: Path) -> None:
     write_whole(tmp_path / ("a" * 255), b"data")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EDQUOT, "free some space"),
+        (errno.EROFS, "change its permissions"),
+        (errno.ENOTDIR, "a file lies where a folder must be"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.ENOMEM, "lower max_memory.cpu"),
+        (errno.EIO, "check the disk"),
+    ],
+)
+def test_each_refusal_says_what_to_do(number: int, words: str, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=f"{tmp_path}: {os.strerror(number)}; .*{words}"), mendable(tmp_path):
+        raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import mmap
+import resource
 import sys
 import threading
 import time
@@ -129,6 +130,22 @@ def test_it_leaves_no_thread_and_no_open_file(error: BaseException | None) -> No
             pass
     assert threading.active_count() == threads
     assert len(list(Path("/proc/self/fd").iterdir())) == files
+
+
+def test_a_process_that_may_open_no_file_is_watched_again_when_it_may(capfd: pytest.CaptureFixture[str]) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with MemoryMonitor(interval_seconds=0.001) as monitor:
+        seen = monitor.peak_host_bytes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        try:
+            time.sleep(0.05)
+            monitor.start_stage()
+            assert monitor.peak_host_bytes >= seen
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        with fill(64):
+            assert monitor.peak_host_bytes > seen + 64 * MIB - SLACK
+    assert "Exception in thread" not in capfd.readouterr().err
 
 
 def test_it_can_be_entered_again() -> None:
