@@ -13,7 +13,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pipeline.errors import ConfigError
-from stages.generate.prompts import Batch
+from stages.generate.prompts import Batch, token_ids
+
+END = "eos_token_id"
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ def decode_plainly(
     whole sequence, since nothing is known of caches. A row that met an end token repeats it.
     """
     tokens, ended = input_ids, torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    ends = _as_list(options.get("eos_token_id"))
+    ends = token_ids(END, options.get(END))
     for _ in range(options.get("max_new_tokens", 20)):
         chosen = choose(logits_of(model(tokens))[:, -1], tokens, options)
         if ends:
@@ -125,16 +127,7 @@ def trim(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
     return list(tokens[: stop + 1])
 
 
-def _as_list(value: int | Sequence[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
-
-
 def end_tokens(*sources: Any) -> list[int]:
     """Return the end tokens that the first of ``sources`` that has any names as ``eos_token_id``."""
-    found = (
-        source.get("eos_token_id") if isinstance(source, Mapping) else getattr(source, "eos_token_id", None)
-        for source in sources
-    )
-    return next((_as_list(value) for value in found if value is not None), [])
+    found = (source.get(END) if isinstance(source, Mapping) else getattr(source, END, None) for source in sources)
+    return next((token_ids(END, value) for value in found if value is not None), [])

@@ -24,6 +24,7 @@ from stages.generate import decode, options, prompts
 from stages.generate.inputs import GenerateInputs
 from stages.generate.metrics import Cost, Metrics, as_it_stands
 
+_PAD = "pad_token_id"
 WORDS_UNKNOWN = 2**63
 """A bound on token ids where the model doesn't say how many words it knows."""
 
@@ -82,9 +83,8 @@ class _Decoding:
         self._ends = decode.end_tokens(
             self._options, self._defaults, getattr(dispatched.model, "generation_config", None)
         )
-        pads = (self._options.get("pad_token_id"), getattr(self._defaults, "pad_token_id", None))
-        pads += (getattr(tokenizer, "pad_token_id", None), *self._ends, 0)
-        self._pad = int(next(pad for pad in pads if pad is not None))
+        pads = (self._options.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, tokenizer)))
+        self._pad = [*(token for pad in pads for token in prompts.token_ids(_PAD, pad)), *self._ends, 0][0]
 
     def run(self, encoded: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the new tokens of each prompt, in order."""

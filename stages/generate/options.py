@@ -12,7 +12,7 @@ from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
-from stages.generate.prompts import OWN_KEYS
+from stages.generate.prompts import OWN_KEYS, token_ids
 
 FILE_NAME = "generation_config.json"
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
@@ -34,6 +34,7 @@ def check_options(generate: Mapping[str, Any]) -> Iterable[Fault]:
     unknown = [name for name in options if name not in known]
     for name in unknown:
         yield Fault(f"generate.{name}", f"no such option{closest(name, [*known, *OWN_KEYS])}; see GenerationConfig")
+    yield from _token_faults(options)
     length = options.get("max_new_tokens", 1)
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         yield Fault("generate.max_new_tokens", f"{length!r} is no number of tokens; give a whole number from 1")
@@ -43,6 +44,15 @@ def check_options(generate: Mapping[str, Any]) -> Iterable[Fault]:
     except (ValueError, TypeError) as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         yield Fault("generate", f"transformers refuses these options: {message}")
+
+
+def _token_faults(options: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield those of ``options`` that should name tokens and don't: nothing in transformers looks at them early."""
+    for name in (name for name in options if name.endswith("_token_id")):
+        try:
+            token_ids(name, options[name])
+        except ConfigError as error:
+            yield Fault(f"generate.{name}", str(error).removeprefix(f"generate.{name}: "))
 
 
 def check_served(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
@@ -96,7 +106,10 @@ def checkpoint_defaults(folder: Path) -> GenerationConfig | None:
     if not folder.joinpath(FILE_NAME).is_file():
         return None
     with foreign(CheckpointError, f"{folder / FILE_NAME}", advice="; mend or remove the file"):
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        defaults = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    for fault in _token_faults(vars(defaults)):
+        raise CheckpointError(f"{folder / FILE_NAME}: {fault.key.removeprefix('generate.')}: {fault.message}")
+    return defaults
 
 
 def plain_options(options: Mapping[str, Any], defaults: GenerationConfig | None) -> dict[str, Any]:

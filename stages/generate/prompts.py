@@ -18,6 +18,7 @@ OWN_KEYS = ("prompts", "prompts_file", "batch_size")
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
 
 Prompt = str | list[int]
+_MOST = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,14 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def token_ids(option: str, value: object) -> list[int]:
+    """Return the token ids that an ``option`` names: none, one or a list; a ``ConfigError`` for anything else."""
+    found = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < _MOST for token in found):
+        raise ConfigError(f"generate.{option}: {value!r} is no token id; give a whole number, or leave it out")
+    return list(found)
 
 
 def read_prompts(generate: Mapping[str, Any]) -> list[Prompt]:

@@ -14,6 +14,7 @@ import math
 import struct
 import zipfile
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -184,7 +185,7 @@ def _repeat(place: _Place, _donor: Any, chance: Random) -> None:
     if isinstance(container, list):
         container[key:key] = [container[key]] * chance.choice((1, 2, 100, 3000))
     else:
-        container[f"{key}{chance.randrange(3)}"] = container[key]
+        container[f"{key}{chance.randrange(3)}"] = deepcopy(container[key])
 
 
 def _splice_value(place: _Place, donor: Any, chance: Random) -> None:
@@ -192,7 +193,7 @@ def _splice_value(place: _Place, donor: Any, chance: Random) -> None:
     container, key = place
     same = donor.get(key) if isinstance(donor, dict) and chance.random() < 0.5 else None
     other = _descend(donor, chance)
-    container[key] = same if same is not None else other[0][other[1]] if other else None
+    container[key] = deepcopy(same if same is not None else other[0][other[1]] if other else None)
 
 
 _EDITS: Sequence[_Edit] = (

@@ -21,6 +21,7 @@ from stages.empty_init.stage import EmptyInitStage
 from stages.generate import options, prompts
 from stages.plan import options as plan_options
 from stages.plan.options import PlanConfig
+from stages.units import parse_device
 from tests.fuzz.formats import RIGHT, Format, require
 from tests.fuzz.mutations import BYTES, JSON
 
@@ -149,10 +150,7 @@ def _attempt_map(folder: Path, pristine: Path) -> str:
         choice = plan_options.read_choice(str(path))
         told = json.loads(path.read_bytes())
         for name, device in choice.entries.items():
-            require(
-                name in told and str(told[name]).strip().lower().removeprefix("cuda:") == str(device),
-                f"{name!r}: {device!r} of {told.get(name)!r}",
-            )
+            require(parse_device(told[name]) == device, f"{name!r}: {device!r} of {told[name]!r}")
     return RIGHT
 
 

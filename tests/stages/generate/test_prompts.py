@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import CheckpointError, ConfigError
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.generate.options import check_options, checkpoint_defaults, plain_options
 from stages.generate.prompts import check_prompts, encode, make_batch, read_prompts
@@ -39,6 +39,10 @@ def test_good_prompts_pass() -> None:
         ({"prompt": ["x"]}, "did you mean 'prompts'"),
         ({"max_new_tokens": 0}, "generate.max_new_tokens: 0"),
         ({"max_new_tokens": "many"}, "generate.max_new_tokens: 'many'"),
+        ({"pad_token_id": "<pad>"}, "generate.pad_token_id: '<pad>' is no token id"),
+        ({"eos_token_id": 1.5}, "generate.eos_token_id: 1.5 is no token id"),
+        ({"eos_token_id": [1, True]}, "generate.eos_token_id: [1, True] is no token id"),
+        ({"eos_token_id": 2**63}, "is no token id"),
         ({"cache_implementation": "nonsense"}, "generate: transformers refuses these options"),
     ],
 )
@@ -78,6 +82,16 @@ def test_batches_pad_on_the_side_they_are_asked_to() -> None:
     assert left.input_ids.tolist() == [[1, 2, 3], [9, 9, 4]]
     assert right.input_ids.tolist() == [[1, 2, 3], [4, 9, 9]]
     assert right.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "value", ["[[1]]", "1.5", "true", "1e30", "NaN", "1000000000000000000000000000000", '{"a": 1}']
+)
+@pytest.mark.parametrize("name", ["eos_token_id", "pad_token_id", "decoder_start_token_id"])
+def test_defaults_that_name_no_token_are_refused_by_file_and_name(name: str, value: str, tmp_path: Path) -> None:
+    tmp_path.joinpath("generation_config.json").write_text(f'{{"{name}": {value}}}')
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{name}|generation_config\.json: TypeError"):
+        checkpoint_defaults(tmp_path)
 
 
 def test_the_plain_loop_refuses_options_it_does_not_know(tmp_path: Path) -> None:
