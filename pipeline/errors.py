@@ -125,7 +125,7 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:  # without a number it isn't the system's
             error.filename = str(path)
         raise
 

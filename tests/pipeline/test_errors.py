@@ -50,3 +50,8 @@ def test_an_error_without_a_file_names_the_one_that_is_worked_on(already: str | 
     error = OSError(errno.EIO, "bad", already)
     with pytest.raises(OSError, match=f"bad: '{already or 'mine'}'"), named(Path("mine")):
         raise error
+
+
+def test_an_error_of_a_library_that_only_derives_from_it_keeps_its_words() -> None:
+    with pytest.raises(OSError, match=r"^in a library's words$"), named(Path("mine")):
+        raise OSError("in a library's words")
