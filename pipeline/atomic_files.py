@@ -39,25 +39,14 @@ def storage_error(folder: Path, error: OSError) -> StorageError:
 
 
 @contextmanager
-def mendable(folder: Path) -> Iterator[None]:
-    """Turn every ``OSError`` of the block into a ``StorageError`` about ``folder``."""
-    try:
-        yield
-    except OffstageError:
-        raise
-    except OSError as error:
-        raise storage_error(folder, error) from error
-
-
-@contextmanager
-def typed_os_errors() -> Iterator[None]:
-    """Turn an ``OSError`` of the block into a ``StorageError`` about what the error names."""
+def mendable(folder: Path | None = None) -> Iterator[None]:
+    """Turn every ``OSError`` of the block into a ``StorageError`` about ``folder``, or about what the error names."""
     try:
         yield
     except (OffstageError, BrokenPipeError):
         raise
     except OSError as error:
-        raise storage_error(Path(os.fsdecode(error.filename or "a file")), error) from error
+        raise storage_error(folder or Path(os.fsdecode(error.filename or "a file")), error) from error
 
 
 def sync_folder(folder: Path) -> None:

@@ -63,11 +63,11 @@ def guarded(work: Callable[[], int], *, name: str = "offstage", show_all: bool |
 
     With ``show_all`` (by default: as the environment says) the error is raised on.
     """
-    from pipeline.atomic_files import typed_os_errors
+    from pipeline.atomic_files import mendable
     from pipeline.errors import OffstageError
 
     try:
-        with typed_os_errors():
+        with mendable():
             return work()
     except OffstageError as error:
         if shows_all() if show_all is None else show_all:

@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from pipeline.atomic_files import typed_os_errors
+from pipeline.atomic_files import mendable
 from pipeline.command_exit import last_resort
 from pipeline.config import resolve
 from pipeline.environment import environment
@@ -84,6 +84,6 @@ def start_record(config: DictConfig) -> RunRecord:
         config={},
         environment=environment(),
     )
-    with never_left_running(record), typed_os_errors():
+    with never_left_running(record), mendable():
         record.config = resolve(config)
     return record

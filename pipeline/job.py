@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from pipeline.atomic_files import typed_os_errors
+from pipeline.atomic_files import mendable
 from pipeline.command_exit import run_command
 from pipeline.errors import BudgetError, CheckpointError
 from pipeline.malloc import return_freed_memory
@@ -44,7 +44,7 @@ def perform(
     """
     return_freed_memory()
     console = Screen(soft_wrap=True)
-    with MemoryMonitor() as monitor, Ending(record, monitor) as ending, typed_os_errors():
+    with MemoryMonitor() as monitor, Ending(record, monitor) as ending, mendable():
         stages = check_config(record.config)
         watch = _Watch(record, group, expected)
         runner = ending.runner = Runner(

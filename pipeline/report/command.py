@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.atomic_files import mendable, replace_file
 from pipeline.command_exit import run_command
 from pipeline.errors import ConfigError
+from pipeline.terminal import Screen
 
 _DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv and
 report.json into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above several,
@@ -57,14 +58,14 @@ def _report(paths: Sequence[Path], *, output: Path | None) -> None:
     from pipeline.report.page import report_page
     from pipeline.report.run_folders import find
     from pipeline.report.summary import summarise
-    from pipeline.report.terminal import console, show_summary
+    from pipeline.report.terminal import show_summary
 
     summary = summarise(find(paths))
     title = ", ".join(str(path) for path in paths)
     folder = _folder(paths[0], output)
     written = {"html": report_page(summary, title=title), "csv": as_csv(summary), "json": as_json(summary)}
     _write(folder, {f"report.{kind}": text for kind, text in written.items()})
-    screen = console()
+    screen = Screen()
     show_summary(screen, summary)
     screen.print(f"\n{folder / 'report.html'}", markup=False, soft_wrap=True)
 
@@ -75,12 +76,12 @@ def _compare(one: Path, other: Path, *, output: Path | None) -> None:
     from pipeline.report.exports import comparison_json
     from pipeline.report.page import comparison_page
     from pipeline.report.run_folders import find_one
-    from pipeline.report.terminal import console, show_comparison
+    from pipeline.report.terminal import show_comparison
 
     comparison = compare(find_one(one), find_one(other))
     folder = _folder(one, output)
     _write(folder, {"compare.html": comparison_page(comparison), "compare.json": comparison_json(comparison)})
-    screen = console()
+    screen = Screen()
     show_comparison(screen, comparison)
     screen.print(f"\n{folder / 'compare.html'}", markup=False, soft_wrap=True)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.report.differences import flatten, spread
 from pipeline.report.placements import in_tier_order, read_layers
 from pipeline.report.quantities import MISSING, Kind, tell
-from pipeline.report.records import Answer, Bytes, Number, Run
+from pipeline.report.records import Answer, Number, Run
 
 _SAME = "No change."
 
@@ -107,15 +107,11 @@ def _plan(before: Run, after: Run) -> Section:
 
 
 def _memory(before: Run, after: Run) -> Section:
-    parts: list[tuple[str, Callable[[Run], Bytes]]] = [
-        ("budget", lambda run: run.budget),
-        ("predicted", lambda run: run.predicted),
-        ("measured", lambda run: run.measured),
-    ]
     changes = []
-    for title, held in parts:
-        for device in in_tier_order([*held(before), *held(after)]):
-            changes += _change(f"{title} {device}", held(before).get(device), held(after).get(device))
+    for title, held in before.memory.items():
+        now = after.memory[title]
+        for device in in_tier_order([*held, *now]):
+            changes += _change(f"{title} {device}", held.get(device), now.get(device))
     return Section("Memory", tuple(changes), () if changes else (_SAME,), numeric=True)
 
 

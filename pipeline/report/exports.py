@@ -5,24 +5,19 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pipeline.report.comparison import RunComparison
 from pipeline.report.differences import Spread
 from pipeline.report.placements import in_tier_order
-from pipeline.report.records import Bytes, Run
+from pipeline.report.records import Run
 from pipeline.report.run_folders import Job
 from pipeline.report.speed import bound_seconds
 from pipeline.report.summary import Summary
 
 SCHEMA_VERSION = 1
-_MEMORY: Mapping[str, Callable[[Run], Bytes]] = {
-    "budget": lambda run: run.budget,
-    "predicted": lambda run: run.predicted,
-    "measured": lambda run: run.measured,
-}
 
 
 def as_csv(summary: Summary) -> str:
@@ -41,8 +36,8 @@ def _row(job: Job, differences: Sequence[Spread]) -> dict[str, object]:
     row |= {"error_stage": run.failed_stage, "error_type": run.error_type, "reason": run.reason}
     for entry in differences:
         row |= {f"config.{entry.key}": value for value, names in entry.values if job.name in names}
-    for section, held in _MEMORY.items():
-        row |= {f"{section}_bytes.{device}": held(run).get(device) for device in in_tier_order(held(run))}
+    for section, held in run.memory.items():
+        row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
     row["metrics.bound"] = run.bound or None
     row["bound_seconds_per_token"] = bound_seconds(run)
@@ -64,7 +59,7 @@ def as_json(summary: Summary) -> str:
         "schema_version": SCHEMA_VERSION,
         "jobs": [_job(job) for job in summary.jobs],
         "unreadable": [{"path": str(problem.path), "reason": problem.reason} for problem in summary.problems],
-        "failures": [{"job": failure.job.name, "reason": failure.reason} for failure in summary.failures],
+        "failures": [{"job": job.name, "reason": job.run.failure} for job in summary.failures],
         "config_differences": _spreads(summary.differences),
         "environment": _spreads(summary.environments),
         "seconds_per_token_by_budget": [asdict(series) for series in summary.series],
@@ -83,7 +78,7 @@ def _job(job: Job) -> dict[str, Any]:
         "status": run.status,
         "error": {"stage": run.failed_stage, "type": run.error_type, "message": run.reason} if run.reason else None,
         "overrides": list(run.overrides),
-        "memory": {section: dict(held(run)) for section, held in _MEMORY.items()},
+        "memory": {section: dict(held) for section, held in run.memory.items()},
         "metrics": {**run.metrics, "bound": run.bound or None, "bound_seconds_per_token": bound_seconds(run)},
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }

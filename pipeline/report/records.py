@@ -79,6 +79,19 @@ class Run:
     cap_bytes: Number | None
     bound: str = ""
 
+    @property
+    def memory(self) -> Mapping[str, Bytes]:
+        """Budget, prediction and measurement under the names that the record has for them."""
+        return {"budget": self.budget, "predicted": self.predicted, "measured": self.measured}
+
+    @property
+    def failure(self) -> str:
+        """Why the run isn't completed, in one line; empty where it is."""
+        if self.status == "completed":
+            return ""
+        where = f"{self.failed_stage}: " if self.failed_stage else ""
+        return where + (" ".join(self.reason.split()) or self.error_type or "the record gives no reason")
+
     def metric(self, name: str) -> Number | None:
         """Return the metric ``name``, None where it isn't known."""
         return self.metrics.get(name)

@@ -11,29 +11,25 @@ from pipeline.report.placements import Placements, read_placements
 from pipeline.report.quantities import tell
 from pipeline.report.run_folders import Found, Job, Problem
 from pipeline.report.speed import RATE, SECONDS, Front, Series, pareto, speed_series
-from pipeline.report.table import Column, job_table, reason
+from pipeline.report.table import Column, job_table
 
 MOST_ROWS = 40
 """As many rows as a plot shows. A longer one can't be read, and the table has every job."""
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A job that isn't completed, and why."""
-
-    job: Job
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
-    """The numbers of a report; ``answers`` has each different output once, with the jobs that gave it."""
+    """The numbers of a report.
+
+    ``failures`` are the jobs that aren't completed; ``answers`` has each different output once, with the jobs that gave
+    it.
+    """
 
     jobs: tuple[Job, ...]
     problems: tuple[Problem, ...]
     statuses: tuple[tuple[str, int], ...]
     table: tuple[Column, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[Job, ...]
     differences: tuple[Spread, ...]
     environments: tuple[Spread, ...]
     series: tuple[Series, ...]
@@ -50,7 +46,7 @@ def summarise(found: Found) -> Summary:
         problems=found.problems,
         statuses=tuple(Counter(job.run.status for job in jobs).most_common()),
         table=job_table(jobs, differences),
-        failures=tuple(Failure(job, reason(job.run)) for job in jobs if job.run.status != "completed"),
+        failures=tuple(job for job in jobs if job.run.failure),
         differences=differences,
         environments=environments(jobs),
         series=speed_series(jobs, differences),

@@ -25,11 +25,6 @@ class Column:
     cells: tuple[str, ...]
     numeric: bool = False
 
-    @property
-    def heading(self) -> str:
-        """The title with its unit."""
-        return f"{self.title}, {self.unit}" if self.unit else self.title
-
 
 def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Column, ...]:
     """Return the columns of the table of jobs; one that has nothing to say about any job is left out."""
@@ -48,18 +43,9 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Colum
         Column("bound by", "", tuple(job.run.bound or MISSING for job in jobs)),
         *_peaks(jobs),
         Column("status", "", tuple(_status(job.run) for job in jobs)),
-        Column("reason", "", tuple(reason(job.run) or MISSING for job in jobs)),
+        Column("reason", "", tuple(job.run.failure or MISSING for job in jobs)),
     ]
     return tuple(column for column in columns if set(column.cells) - {MISSING})
-
-
-def reason(run: Run) -> str:
-    """Return in one line why a run isn't completed, empty where it is."""
-    if run.status == "completed":
-        return ""
-    where = f"{run.failed_stage}: " if run.failed_stage else ""
-    why = " ".join(run.reason.split()) or run.error_type or "the record gives no reason"
-    return where + why
 
 
 def devices(jobs: Sequence[Job], held: Callable[[Run], Bytes]) -> list[str]:

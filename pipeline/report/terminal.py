@@ -12,14 +12,8 @@ from rich.table import Table
 from pipeline.report.comparison import RunComparison, Section
 from pipeline.report.summary import Summary
 from pipeline.report.table import Column
-from pipeline.terminal import Screen
 
 _COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow", "running": "yellow"}
-
-
-def console() -> Console:
-    """Return the console; where the output is no terminal, its lines are long enough not to be folded."""
-    return Screen()
 
 
 def show_summary(screen: Console, summary: Summary) -> None:
@@ -27,8 +21,8 @@ def show_summary(screen: Console, summary: Summary) -> None:
     columns = [column for column in summary.table if column.title != "reason"]
     if columns:
         screen.print(_table(columns))
-    for failure in summary.failures:
-        screen.print(f"\n{escape(failure.job.name)} {escape(failure.job.run.status)}: {escape(failure.reason)}")
+    for job in summary.failures:
+        screen.print(f"\n{escape(job.name)} {escape(job.run.status)}: {escape(job.run.failure)}")
     for problem in summary.problems:
         screen.print(f"\n{escape(str(problem.path))}: {escape(problem.reason)}")
 

@@ -17,7 +17,7 @@ FIGURES: Mapping[str, float | str] = {
 
 def table(folder: Path) -> dict[str, tuple[str, ...]]:
     jobs = find([folder]).jobs
-    return {column.heading: column.cells for column in job_table(jobs, ())}
+    return {", ".join(filter(None, (column.title, column.unit))): column.cells for column in job_table(jobs, ())}
 
 
 def test_the_table_tells_how_fast_weights_came_and_what_was_waited_for(tmp_path: Path) -> None:
