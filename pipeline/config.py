@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
 from functools import partial
 from importlib import resources
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf knows only these
 
 from hydra.core.config_store import ConfigStore
@@ -23,13 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.errors import ConfigError, Fault, closest
 from pipeline.installed_stages import stage_configs
-from pipeline.typed_config import KEYS, defaults, key_names, type_faults, unknown_keys
+from pipeline.typed_config import KEYS, PATHS, absolute, defaults, key_names, type_faults, unknown_keys
 
 TRACKERS = ("mlflow", "trackio")
-_HUB_PATHS = ("model.path", "model.tokenizer")
-_PATHS = ("outputs", "offload_folder", "model.path", "model.tokenizer", "generate.prompts_file", "tracker.folder")
 _STAGE_LIST = re.compile(r"stages=\[([\w\s,]*)\]")
-_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +34,9 @@ class RunConfig:
 
     stages: list[str] = field(default_factory=list)
     stop_after: str | None = None
-    outputs: str = "outputs"
+    outputs: str = field(default="outputs", metadata={PATHS: {"": absolute}})
     enforce_memory: bool = False
-    tracker: Mapping[str, Any] = field(default_factory=dict)
+    tracker: Mapping[str, Any] = field(default_factory=dict, metadata={PATHS: {"folder": absolute}})
 
 
 def config_classes() -> list[type[Any]]:
@@ -115,26 +111,19 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     plain["max_memory"] = {key.name: str(value) for key, value in (plain["max_memory"] or {}).items()}
-    for dotted in _PATHS:
-        _make_absolute(plain, dotted)
+    for name, key, locate in _paths():
+        node, last = (plain.get(name), key) if key else (plain, name)
+        if isinstance(node, dict) and isinstance(node.get(last), str) and node[last]:
+            node[last] = locate(node[last])
     return {str(key): value for key, value in plain.items()}
 
 
-def _make_absolute(plain: dict[Any, Any], dotted: str) -> None:
-    """Make the path under the ``dotted`` key absolute, so that a record means the same from any folder."""
-    *parents, last = dotted.split(".")
-    node = plain
-    for key in parents:
-        node = node.get(key) or {}
-    if dotted in _HUB_PATHS and _names_hub(node.get(last)):
-        return
-    if isinstance(node.get(last), str) and node[last]:
-        node[last] = str(Path(node[last]).expanduser().absolute())
-
-
-def _names_hub(path: Any) -> bool:
-    """Return whether ``path`` reads ``org/name`` and nothing is there: the id of a checkpoint on the Hub."""
-    return isinstance(path, str) and bool(_HUB_ID.fullmatch(path)) and not Path(path).exists()
+def _paths() -> Iterator[tuple[str, str, Callable[[str], str]]]:
+    """Yield each key that is a path, the key below it where it is in a mapping, and what makes it mean one place."""
+    for kind in config_classes():
+        for entry in fields(kind):
+            for key, locate in entry.metadata.get(PATHS, {}).items():
+                yield entry.name, key, locate
 
 
 def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:

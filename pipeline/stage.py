@@ -115,7 +115,8 @@ class Stage(Protocol[Inputs]):
 
     A stage has them below its own name, as one field that is a dataclass itself: ``mystage.key=3``. They are there as
     soon as the stage is installed, whether a run lists it or not. What a stage gets of a config, ``read`` makes one
-    of these of it (``pipeline.typed_config``); their types are checked by then.
+    of these of it (``pipeline.typed_config``); their types are checked by then, and what its fields' metadata names as
+    ``PATHS`` is absolute.
     """
 
     def check(self, config: Config) -> Iterable[Fault]:

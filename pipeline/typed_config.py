@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,10 @@ Device = Enum("Device", {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk":
 
 KEYS = "keys"
 """What a field's metadata has under this name is the Enum that the keys of its mapping are members of."""
+
+PATHS = "paths"
+"""What a field's metadata has under this name says which paths it holds: the key of each in the field's mapping, or
+``""`` for the field itself, and the function that makes the path one that means the same from any folder."""
 
 Keys = TypeVar("Keys")
 
@@ -41,6 +46,11 @@ def defaults(kind: type[Any]) -> dict[str, Any]:
         value = _default(entry)
         found[entry.name] = defaults(type(value)) if is_dataclass(value) else value
     return found
+
+
+def absolute(path: str) -> str:
+    """Return ``path`` as an absolute one."""
+    return str(Path(path).expanduser().absolute())
 
 
 def read(kind: type[Keys], config: Mapping[str, Any]) -> Keys:

@@ -9,22 +9,31 @@ A resolved config has every folder as an absolute path, so ``org/name`` there is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
+from pipeline.typed_config import absolute
 from stages.checkpoints.weight_files import LAYOUTS, WeightNames, shard_names
 
 DEFAULT_REVISION = "main"
 _CONFIG = "config.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 
 
 def is_hub_id(path: object) -> bool:
     """Return whether the ``model.path`` of a resolved config names a checkpoint on the Hub."""
     return isinstance(path, str) and path.count("/") == 1 and not Path(path).is_absolute()
+
+
+def located(path: str) -> str:
+    """Return ``path`` as a resolved config has it: absolute, unless it reads ``org/name`` and nothing is there."""
+    return path if _HUB_ID.fullmatch(path) and not Path(path).exists() else absolute(path)
 
 
 def checkpoint_folder(model: Mapping[str, Any]) -> Path:
@@ -82,7 +91,7 @@ def _weights(repo: str, folder: Path) -> Path:
     for layout in LAYOUTS:
         if _is_complete(folder):
             break
-        _fetch("model.path", repo, commit, [_literal(name) for name in _names(folder, layout)])
+        _fetch("model.path", repo, commit, [escape(name) for name in _names(folder, layout)])
     return folder
 
 
@@ -134,8 +143,3 @@ def _is_complete(folder: Path) -> bool:
 def _names(folder: Path, layout: WeightNames) -> list[str]:
     """Return the files of that format: those that its index names if it is in ``folder``, else the single one."""
     return shard_names(folder / layout.index) or [layout.single]
-
-
-def _literal(name: str) -> str:
-    """Return a pattern that matches ``name`` alone."""
-    return "".join(f"[{mark}]" if mark in "*?[" else mark for mark in name)

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
-from pipeline.typed_config import fits, unknown_keys
+from pipeline.typed_config import PATHS, fits, unknown_keys
 from stages.checkpoints.bounds import bounded
-from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot
+from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot, located
 from stages.checkpoints.shard_files import check_texts
 from stages.empty_init.identity import WHERE_CODE_IS_FOUND, identity, quantization_fault, resolve_dtype
 from stages.empty_init.skeleton import FILE_NAME, from_json
@@ -35,7 +35,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 class EmptyInitConfig:
     """What the model is, and the dtype of its weights."""
 
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict, metadata={PATHS: {"path": located, "tokenizer": located}})
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
-from pipeline.typed_config import read
+from pipeline.typed_config import PATHS, absolute, read
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
 from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
@@ -27,7 +27,7 @@ FILE_NAME = "generation.json"
 class GenerateConfig:
     """The prompts and options of transformers' ``GenerationConfig`` by their own names, and the seed of sampling."""
 
-    generate: Mapping[str, Any] = field(default_factory=dict)
+    generate: Mapping[str, Any] = field(default_factory=dict, metadata={PATHS: {"prompts_file": absolute}})
     seed: int = 0
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import CheckpointError, Fault, StorageError
+from pipeline.typed_config import PATHS, absolute
 from stages.checkpoints.checkpoint import Checkpoint, Depth, open_checkpoint
 from stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, weights_path
 
@@ -16,7 +17,7 @@ from stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, wei
 class ShardLoadConfig:
     """Where weights go that can't be read from the checkpoint as they are, and how much is checked."""
 
-    offload_folder: str | None = None
+    offload_folder: str | None = field(default=None, metadata={PATHS: {"": absolute}})
     offload_state_dict: bool = False
     strict: bool = True
     check_finite: bool = False
