@@ -113,13 +113,16 @@ class Skeleton:
         return {tensor.name: tensor for tensor in self.tensors}
 
     @cached_property
-    def leaders(self) -> dict[str, str]:
-        """The name that stands for each tied tensor: the first of its group."""
-        return {name: group[0] for group in self.tied for name in group}
+    def _groups(self) -> dict[str, tuple[str, ...]]:
+        return {name: group for group in self.tied for name in group}
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return all names of the tensor ``name``: its own, or those of its tied group."""
+        return self._groups.get(name, (name,))
 
     def leader(self, name: str) -> str:
         """Return the name that stands for the tensor ``name``: its own, or the first of its tied group."""
-        return self.leaders.get(name, name)
+        return self.names_of(name)[0]
 
     @cached_property
     def unique(self) -> tuple[TensorSpec, ...]:

@@ -6,7 +6,7 @@ Names and signatures are those that scripts written against accelerate know.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,14 +22,14 @@ from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
 from stages.empty_init.tied import check_tied_parameters_on_same_device
 from stages.machine.devices import torch_device
+from stages.shard_load.homes import AnyDevice, device_id, homes_of
 from stages.shard_load.load import Load, check_twins, prepare
 from stages.shard_load.offload_store import OffloadStore, claim
 from stages.shard_load.placed_weights import PlacedWeights, fill_store, place
 from stages.shard_load.tensor_in_module import torch_type
-from stages.units import CPU, DISK, DeviceId, parse_device
+from stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]
-AnyDevice = torch.device | str | int
 _UNSUPPORTED = {
     "offload_8bit_bnb": "weights are not quantized here",
     "broadcast_from_rank0": "every process loads what it needs itself",
@@ -47,8 +47,10 @@ def load_state_dict(
     found = {}
     for name, entry in reader.entries.items():
         tensor = reader.read(name, torch_dtype(entry.dtype))
-        mapped = device_map is not None and longest_prefix(name, device_map) is not None
-        found[name] = tensor.to(torch_device(home_of(name, device_map or {}) if mapped else CPU))
+        prefix = longest_prefix(name, device_map or {})
+        found[name] = tensor.to(
+            torch_device(device_id(device_map[prefix]) if device_map and prefix is not None else CPU)
+        )
     return found
 
 
@@ -68,7 +70,8 @@ def load_checkpoint_in_model(  # the field's signature
 ) -> None:
     """Load ``checkpoint`` (a folder, a weights file or an index) into ``model``, each tensor where the map says.
 
-    Without a map all goes to the cpu; a name that the map leaves out follows one that it is tied to. Tensors mapped to
+    Without a map all goes to the cpu; a name that the map leaves out follows one that it is tied to, and of several
+    devices for one tied tensor the fastest counts. Tensors mapped to
     ``disk`` become meta tensors in the model; ``offload_folder`` gets an ``index.json`` that says where each can be
     read (``OffloadedWeightsLoader`` does), and the data of those that the checkpoint doesn't hold as they are. Buffers
     go to disk only with ``offload_buffers``. With ``offload_state_dict`` host weights of ``.bin`` files wait on disk
@@ -82,7 +85,7 @@ def load_checkpoint_in_model(  # the field's signature
     """
     _refuse_unsupported(offload_8bit_bnb=offload_8bit_bnb, broadcast_from_rank0=broadcast_from_rank0)
     skeleton = with_dtype(describe(model, rehearsed=False), dtype, keep_in_fp32_modules or ())
-    homes = dict(_homes(skeleton, device_map, offload_buffers=offload_buffers))
+    homes = _homes(skeleton, device_map or {"": CPU}, offload_buffers=offload_buffers)
     source = open_checkpoint(Path(checkpoint))
     load = prepare(model, skeleton, homes=homes, checkpoint=source, strict=strict, partial=not strict)
     if load.on_disk and offload_folder is None:
@@ -112,15 +115,6 @@ def fill_model(load: Load, folder: Path | None, *, spills: bool) -> PlacedWeight
     return place(load, files, spill_folder=(folder or Path.cwd()) if spills else None)
 
 
-def home_of(name: str, device_map: Mapping[str, AnyDevice]) -> DeviceId:
-    """Return the device id of the tensor ``name``: that of its longest prefix in ``device_map``."""
-    prefix = longest_prefix(name, device_map)
-    if prefix is None:
-        raise ConfigError(f"device_map: leaves out {name!r}; map it, or '' for all that is not mapped")
-    device = device_map[prefix]
-    return parse_device(str(device) if isinstance(device, torch.device) else device)
-
-
 def _refuse_unsupported(**options: bool) -> None:
     for name, value in options.items():
         if value:
@@ -143,22 +137,12 @@ def with_dtype(skeleton: Skeleton, dtype: torch.dtype | str | None, kept: Sequen
     return replace(skeleton, tensors=tuple(cast(spec) for spec in skeleton.tensors))
 
 
-def _homes(
-    skeleton: Skeleton, device_map: Mapping[str, AnyDevice] | None, *, offload_buffers: bool
-) -> Iterator[tuple[str, DeviceId]]:
-    """Yield each tensor's name and device; a buffer that no checkpoint holds need not be on the map."""
-    twins = {name: group for group in skeleton.tied for name in group}
-    if device_map:
-        check_tied_parameters_on_same_device(skeleton.tied, device_map)
-    for spec in skeleton.tensors:
-        names = twins.get(spec.name, (spec.name,))
-        mapped = [name for name in names if device_map and longest_prefix(name, device_map) is not None]
-        if device_map and (mapped or spec.persistent):
-            home = home_of([*mapped, spec.name][0], device_map)
-            kept = spec.kind == "buffer" and home == DISK and not offload_buffers
-            yield spec.name, CPU if kept else home
-        else:
-            yield spec.name, CPU
+def _homes(skeleton: Skeleton, device_map: Mapping[str, AnyDevice], *, offload_buffers: bool) -> dict[str, DeviceId]:
+    """Return each tensor's device; buffers stay on the cpu where the map says disk, unless ``offload_buffers``."""
+    homes = homes_of(skeleton, device_map, otherwise=CPU)
+    check_tied_parameters_on_same_device(skeleton.tied, device_map)
+    buffers = [] if offload_buffers else [spec.name for spec in skeleton.tensors if spec.kind == "buffer"]
+    return homes | {name: CPU for name in buffers if homes[name] == DISK}
 
 
 def _claimed(folder: Path, load: Load) -> OffloadStore:
@@ -180,6 +164,6 @@ def _references(load: Load) -> dict[str, dict[str, object]]:
         where = {"file": f"{spec.name}.dat"}
         if extent is not None:
             where = {"safetensors_file": str(extent.file.path.absolute()), "weight_name": source}
-        names = load.names_of(spec.name) if extent is not None else load.names_of(spec.name)[1:]
+        names = load.skeleton.names_of(spec.name) if extent is not None else load.skeleton.names_of(spec.name)[1:]
         found |= {name: {**known, **where} for name in names}
     return found

@@ -107,10 +107,9 @@ def match_checkpoint(
 
 def _loaded(skeleton: Skeleton) -> Iterable[tuple[tuple[str, ...], TensorSpec]]:
     """Yield the tensors that a checkpoint is to hold, tied ones once, with all the names of each."""
-    groups = {group[0]: group for group in skeleton.tied}
     for spec in skeleton.unique:
         if spec.persistent:
-            yield groups.get(spec.name, (spec.name,)), spec
+            yield skeleton.names_of(spec.name), spec
 
 
 def _twins(made: Mapping[str, Step], present: list[str]) -> list[tuple[str, str]]:

@@ -81,10 +81,6 @@ class Load:
         specs = (*self.resident, *self.computed_buffers)
         return HostBlock([spec.bytes for spec in specs if self.homes.get(spec.name, CPU) == CPU])
 
-    def names_of(self, leader: str) -> tuple[str, ...]:
-        """Return all names of a tensor."""
-        return next((group for group in self.skeleton.tied if group[0] == leader), (leader,))
-
     @property
     def main_dtype(self) -> str:
         """The dtype of most of the model's bytes: what ``auto`` comes to."""

@@ -113,7 +113,7 @@ def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
     by_name: dict[str, Extent] = {}
     for spec in load.on_disk:
         extent = load.served.get(spec.name) or Extent(files[spec.name], 0, spec.dtype, spec.shape)
-        by_name |= dict.fromkeys(load.names_of(spec.name), extent)
+        by_name |= dict.fromkeys(load.skeleton.names_of(spec.name), extent)
     return by_name
 
 
@@ -150,7 +150,7 @@ def refuse_infinite_served(load: Load) -> None:
 
 
 def _bind_home(load: Load, name: str, tensor: torch.Tensor, devices: Devices) -> None:
-    bind(load.model, load.names_of(name), _put(load, tensor, load.homes[name], devices))
+    bind(load.model, load.skeleton.names_of(name), _put(load, tensor, load.homes[name], devices))
 
 
 def _put(load: Load, tensor: torch.Tensor, home: DeviceId, devices: Devices) -> torch.Tensor:
@@ -161,7 +161,7 @@ def _settle_others(load: Load, devices: Devices) -> None:
     """Put the buffers that keep their values on their devices, and take from the model what lies on disk."""
     for spec in load.on_disk:
         tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
-        bind(load.model, load.names_of(spec.name), tensor)
+        bind(load.model, load.skeleton.names_of(spec.name), tensor)
     for spec in load.computed_buffers:
         buffer = load.model.get_buffer(spec.name)
         bind(load.model, (spec.name,), _put(load, buffer, load.homes.get(spec.name, CPU), devices))

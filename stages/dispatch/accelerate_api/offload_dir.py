@@ -47,8 +47,7 @@ def locate_weights(
 
 def _known_name(name: str, skeleton: Skeleton, stored: OffloadedWeightsLoader) -> str:
     """Return the name that the folder has ``name`` by: its own, or that of a twin."""
-    names = next((group for group in skeleton.tied if name in group), (name,))
-    return next((known for known in (name, *names) if known in stored.index), name)
+    return next((known for known in (name, *skeleton.names_of(name)) if known in stored.index), name)
 
 
 def _extent(stored: OffloadedWeightsLoader, name: str, spec: TensorSpec, folder: Path | None) -> Extent:

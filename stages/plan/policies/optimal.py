@@ -99,8 +99,7 @@ def _split(outline: Outline, budgets: Budgets) -> Iterable[Placement]:
 
 def _is_table(outline: Outline, leader: str) -> bool:
     """Return whether the tensor is only looked up, under each of its names: on disk it costs next to nothing."""
-    group = next((group for group in outline.skeleton.tied if leader in group), (leader,))
-    return set(group) <= outline.lookups
+    return outline.lookups.issuperset(outline.skeleton.names_of(leader))
 
 
 def _without(outline: Outline, layers: Sequence[Layer], names: set[str]) -> list[Layer]:
