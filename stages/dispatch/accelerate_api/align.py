@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stages.dispatch.accelerate_api.hooks import ModelHook
+from stages.dispatch.accelerate_api.stand_ins import bound_tensors
 from stages.dispatch.streaming.waiting_tensor import (
     WaitingSource,
     WaitingTensor,
@@ -135,13 +136,13 @@ class AlignDevicesHook(ModelHook):
             place.brought = tensor
         if device is None:
             return args, kwargs
-        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=_as_keys(self.skip_keys))
+        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let the weights go, and send the output to where the input was if that is wanted."""
         self.forward_failed(module)
         if self.io_same_device and self.input_device is not None:
-            output = send_to_device(output, self.input_device, skip_keys=_as_keys(self.skip_keys))
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
@@ -221,10 +222,8 @@ class AlignDevicesHook(ModelHook):
 
 def _places(module: nn.Module, *, recurse: bool) -> Iterator[_BoundTensor]:
     for prefix, owner in module.named_modules() if recurse else [("", module)]:
-        tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
-        for table, attribute in [(entries, name) for entries in tables for name in entries]:
-            if table[attribute] is not None:
-                yield _BoundTensor(table, attribute, f"{prefix}.{attribute}" if prefix else attribute)
+        for table, attribute in bound_tensors(owner):
+            yield _BoundTensor(table, attribute, f"{prefix}.{attribute}" if prefix else attribute)
 
 
 def _shares_memory(tensor: torch.Tensor, weights: Mapping[str, torch.Tensor], name: str) -> bool:
@@ -235,7 +234,3 @@ def _shares_memory(tensor: torch.Tensor, weights: Mapping[str, torch.Tensor], na
         return _shares_memory(tensor, weights.state_dict, name)
     held = weights.get(name) if isinstance(weights, dict) else None
     return held is not None and held.device == tensor.device and held.data_ptr() == tensor.data_ptr()
-
-
-def _as_keys(skip_keys: SkipKeys) -> list[str]:
-    return [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())

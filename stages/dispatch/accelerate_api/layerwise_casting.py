@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.hooks import ModelHook, add_hook_to_module
+from stages.dispatch.accelerate_api.hooks import add_hook_to_module
+from stages.dispatch.accelerate_api.stand_ins import StandInHook, Table, bound_tensors, stand_in
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
 
 CASTABLE = (
@@ -19,7 +19,7 @@ CASTABLE = (
 """The layers that hold most of a model's weights and lose little by the cast."""
 
 
-class LayerwiseCastingHook(ModelHook):
+class LayerwiseCastingHook(StandInHook):
     """Keeps the floats of a module in ``storage_dtype``, and casts them to ``compute_dtype`` for each call.
 
     The cast copies are let go after the call, so that nothing is cast back. Weights that are offloaded rest in their
@@ -27,10 +27,10 @@ class LayerwiseCastingHook(ModelHook):
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        super().__init__()
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._casts: list[_Cast] = []
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Cast the floats of ``module`` to the storage dtype: the same tensors, with other data."""
@@ -44,21 +44,9 @@ class LayerwiseCastingHook(ModelHook):
         for table, name in _floats(module):
             stored = table[name]
             copied = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-            table[name] = copied if copied.requires_grad else rebuild(stored, copied)
-            self._casts.append(_Cast(table, name, stored, table[name]))
+            copied = copied if copied.requires_grad else rebuild(stored, copied)
+            self.stand_ins.append(stand_in(table, name, copied))
         return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Bind the stored tensors again."""
-        self.forward_failed(module)
-        return output
-
-    def forward_failed(self, module: nn.Module) -> None:
-        """Bind the stored tensors again."""
-        for cast in self._casts:
-            if cast.table.get(cast.name) is cast.copied:
-                cast.table[cast.name] = cast.stored
-        self._casts.clear()
 
 
 def attach_layerwise_casting_hooks(  # the field's signature
@@ -85,16 +73,6 @@ def attach_layerwise_casting_hooks(  # the field's signature
         add_hook_to_module(layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
 
 
-@dataclass(slots=True)
-class _Cast:
-    """The ``copied`` tensor that stands in the place of the ``stored`` one."""
-
-    table: dict[str, Any]
-    name: str
-    stored: torch.Tensor
-    copied: torch.Tensor
-
-
 def _layers(
     module: nn.Module, name: str, *, patterns: list[str], classes: tuple[type[nn.Module], ...]
 ) -> Iterator[nn.Module]:
@@ -108,9 +86,8 @@ def _layers(
         yield from _layers(child, inner, patterns=patterns, classes=classes)
 
 
-def _floats(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+def _floats(module: nn.Module) -> Iterator[tuple[Table, str]]:
     for owner in module.modules():
-        tables: list[dict[str, Any]] = [owner._parameters, owner._buffers]
-        for table, name in [(entries, name) for entries in tables for name in entries]:
-            if table[name] is not None and table[name].is_floating_point():
+        for table, name in bound_tensors(owner):
+            if table[name].is_floating_point():
                 yield table, name

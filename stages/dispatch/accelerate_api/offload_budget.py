@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.hooks import ModelHook, add_hook_to_module
+from stages.dispatch.accelerate_api.hooks import add_hook_to_module
+from stages.dispatch.accelerate_api.stand_ins import StandInHook, bound_tensors, stand_in
 from stages.dispatch.streaming.waiting_tensor import rebuild
 
 
@@ -48,14 +49,14 @@ def maybe_offload_to_cpu(
     return module
 
 
-class _HostParameters(ModelHook):
+class _HostParameters(StandInHook):
     """Keeps the parameters ``chosen`` on the host, and binds copies of them on ``device`` for each call."""
 
     def __init__(self, chosen: list[nn.Parameter], device: torch.device) -> None:
+        super().__init__()
         self.device = device
         self._chosen = chosen
         self._homes = [parameter.device for parameter in chosen]
-        self._bound: list[tuple[dict[str, Any], str, nn.Parameter, torch.Tensor]] = []
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Send the parameters to the host, in pinned memory where there is an accelerator to copy to."""
@@ -69,25 +70,12 @@ class _HostParameters(ModelHook):
         on_host = {id(parameter) for parameter in self._chosen}
         copies: dict[int, torch.Tensor] = {}
         for owner in module.modules():
-            table: dict[str, Any] = owner._parameters
-            for name, bound in [(n, p) for n, p in table.items() if id(p) in on_host]:
+            for table, name in [(t, n) for t, n in bound_tensors(owner) if id(t[n]) in on_host]:
+                bound = table[name]
                 if id(bound) not in copies:
                     copies[id(bound)] = rebuild(bound, bound.detach().to(self.device, non_blocking=True))
-                table[name] = copies[id(bound)]
-                self._bound.append((table, name, bound, copies[id(bound)]))
+                self.stand_ins.append(stand_in(table, name, copies[id(bound)]))
         return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Bind the parameters on the host again."""
-        self.forward_failed(module)
-        return output
-
-    def forward_failed(self, module: nn.Module) -> None:
-        """Bind the parameters on the host again."""
-        for table, name, parameter, copied in self._bound:
-            if table.get(name) is copied:
-                table[name] = parameter
-        self._bound.clear()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Put the parameters back where they were."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from stages.dispatch.accelerate_api.align import AlignDevicesHook, AnyDevice, resolve_device
 from stages.dispatch.accelerate_api.hooks import hooks_of
+from stages.dispatch.accelerate_api.stand_ins import StandIn, bound_tensors, stand_in
 from stages.dispatch.streaming.state_on_host import state_on_host
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
 from stages.empty_init.skeleton import parent
@@ -52,7 +52,7 @@ def align_module_device(module: nn.Module, execution_device: AnyDevice | None = 
     device = resolve_device(execution_device)
     offloaded = offloaded_tensors(module)
     stays = {} if device is None else dict(module.named_parameters(recurse=False))
-    aligned: list[_Aligned] = []
+    aligned: list[StandIn] = []
     try:
         for name, waiting in offloaded.items():
             aligned.append(_bind(module, name, waiting.now(device or waiting.source.device)))
@@ -62,7 +62,9 @@ def align_module_device(module: nn.Module, execution_device: AnyDevice | None = 
         yield
     finally:
         for one in reversed(aligned):
-            one.restore()
+            has_data = not (isinstance(one.before, WaitingTensor) or one.before.is_meta or one.tensor.is_meta)
+            if one.leave() and has_data:
+                one.before.data.copy_(one.tensor.detach())  # what was written to it
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
@@ -98,27 +100,7 @@ def get_state_dict_from_offload(
     return state_dict
 
 
-@dataclass(slots=True)
-class _Aligned:
-    """A tensor that stands in the place of another for a while."""
-
-    table: dict[str, Any]
-    attribute: str
-    before: torch.Tensor
-    tensor: torch.Tensor
-
-    def restore(self) -> None:
-        """Put the other one back, with what was written to this one; what somebody bound meanwhile stays."""
-        if self.table[self.attribute] is not self.tensor:
-            return
-        if not (isinstance(self.before, WaitingTensor) or self.before.is_meta or self.tensor.is_meta):
-            self.before.data.copy_(self.tensor.detach())
-        self.table[self.attribute] = self.before
-
-
-def _bind(module: nn.Module, name: str, data: torch.Tensor) -> _Aligned:
+def _bind(module: nn.Module, name: str, data: torch.Tensor) -> StandIn:
     owner, attribute = module.get_submodule(parent(name)), name.rpartition(".")[2]
-    table: dict[str, Any] = owner._parameters if attribute in owner._parameters else owner._buffers
-    before = table[attribute]
-    table[attribute] = rebuild(before, data)
-    return _Aligned(table, attribute, before, table[attribute])
+    table = next(table for table, bound in bound_tensors(owner) if bound == attribute)
+    return stand_in(table, attribute, rebuild(table[attribute], data))

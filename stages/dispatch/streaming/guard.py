@@ -8,7 +8,6 @@ that nothing on the instance is overwritten; the class comes back when the hooks
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,14 +22,8 @@ _STREAMED = "_streamed_weights"
 _MAP = "hf_device_map"
 
 
-def guard(
-    model: nn.Module,
-    main_device: torch.device | None,
-    device_map: Mapping[str, Any] | None = None,
-    *,
-    streamed: tuple[str, ...] = (),
-) -> None:
-    """Make ``model`` refuse to be moved and name ``main_device`` as its device; a ``device_map`` is noted on it.
+def guard(model: nn.Module, main_device: torch.device, *, streamed: tuple[str, ...]) -> None:
+    """Make ``model`` refuse to be moved and name ``main_device`` as its device.
 
     ``streamed`` are weights that are brought in for each use, wherever they wait; those on meta are seen to be.
     A model that has no property ``device`` gets none.
@@ -39,13 +32,11 @@ def guard(
     kind = type(model)
     body: dict[str, Any] = {"_apply": _apply, _MARK: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
     body[_STREAMED] = streamed
-    if isinstance(getattr(kind, "device", None), property) and main_device is not None:
+    if isinstance(getattr(kind, "device", None), property):
         body["device"] = property(lambda self: main_device)
     body |= {name: method for name, method in _METHODS.items() if hasattr(kind, name)}
     body["__qualname__"] = kind.__qualname__
     model.__class__ = type(kind.__name__, (kind,), body)
-    if device_map is not None:
-        setattr(model, _MAP, dict(device_map))
 
 
 def is_guarded(model: nn.Module) -> bool:

@@ -12,14 +12,14 @@ from stages.dispatch.transfer.values import first_device, send_to_device
 
 
 def move_inputs(
-    model: nn.Module, entries: Mapping[str, torch.device], *, skip_keys: Collection[str] | None = None
+    model: nn.Module, entries: Mapping[str, torch.device], *, skip_keys: str | Collection[str] | None = None
 ) -> Iterator[Callable[[], None]]:
     """Hook ``model`` so that inputs go to the device of each entry (module name → device); yield what unhooks it.
 
     ``skip_keys`` are keyword arguments that aren't moved; by default those that a transformers model declares.
     """
     declared = getattr(model, "_skip_keys_device_placement", None) or ()
-    skip = set(declared if skip_keys is None else skip_keys)
+    skip = declared if skip_keys is None else skip_keys
 
     def align(device: torch.device) -> Callable[..., tuple[Any, Any]]:
         return lambda _module, args, kwargs: (

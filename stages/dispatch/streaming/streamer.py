@@ -88,7 +88,7 @@ class Streamer:
         host: HostBlock | None = None,
         trace: Trace | None = None,
         open_link: OpenLink = open_link,
-        skip_keys: Collection[str] | None = None,
+        skip_keys: str | Collection[str] | None = None,
     ) -> None:
         self.traffic, self.trace = Traffic(), trace
         self._model, self._extents = model, extents
