@@ -79,7 +79,8 @@ def guarded(work: Callable[[], int], *, name: str = "offstage", show_all: bool |
 def last_resort(work: Callable[[], int], *, name: str = "offstage", show_all: bool | None = None) -> int:
     """Return what ``work`` returns; where it raises what nobody foresaw, one line says so and where its traceback lies.
 
-    This is the only place that catches everything. An interrupt and a pipe that nobody reads are foreseen.
+    This is the only place where that ends: whoever else catches everything raises it on. An interrupt and a pipe that
+    nobody reads are foreseen.
     """
     try:
         return work()

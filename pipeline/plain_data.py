@@ -21,3 +21,12 @@ def walk(data: object, place: str = "") -> Iterator[tuple[str, Any]]:
         elif isinstance(node, list | tuple):
             inner = [(f"{place}[{index}]", value) for index, value in enumerate(node)]
         waiting += reversed(inner)
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what is no mapping of keys, lists as a whole and empty mappings too, by its dotted key."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

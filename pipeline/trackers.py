@@ -10,11 +10,12 @@ import importlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pipeline.plain_data import leaves
 from pipeline.record import RunRecord
 
 _log = logging.getLogger("offstage")
@@ -35,16 +36,6 @@ def track(record: RunRecord) -> None:
         _log.warning(
             "tracker=%s: %s: %s; the run itself is in %s", tracker["kind"], type(error).__name__, error, record.path
         )
-
-
-def params(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the scalars and lists of a resolved config under their dotted keys."""
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from params(value, f"{name}.")
-        else:
-            yield name, value
 
 
 def metrics(record: Mapping[str, Any]) -> dict[str, float]:
@@ -73,7 +64,7 @@ def _to_mlflow(record: RunRecord, tracker: Mapping[str, Any]) -> None:
         mlflow.create_experiment(tracker["experiment"], artifact_location=str(folder / "artifacts"))
     mlflow.set_experiment(tracker["experiment"])
     with mlflow.start_run(run_name=_name(record)) as run:
-        mlflow.log_params({name: str(value)[:_LONGEST_PARAM] for name, value in params(record.config)})
+        mlflow.log_params({name: str(value)[:_LONGEST_PARAM] for name, value in leaves(record.config)})
         mlflow.log_metrics(metrics(record.data))
         for file in (record.path, record.path.with_name(_LOG_NAME)):
             if file.is_file():
@@ -86,7 +77,7 @@ def _to_mlflow(record: RunRecord, tracker: Mapping[str, Any]) -> None:
 def _to_trackio(record: RunRecord, tracker: Mapping[str, Any]) -> None:
     os.environ["TRACKIO_DIR"] = str(tracker["folder"])  # read when the library is imported
     trackio: Any = importlib.import_module("trackio")
-    config = {name: str(value) for name, value in params(record.config)}
+    config = {name: str(value) for name, value in leaves(record.config)}
     trackio.init(project=tracker["experiment"], name=_name(record), config=config)
     trackio.log({**metrics(record.data), "status": record.data["status"]})
     trackio.finish()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.plain_data import leaves
 from pipeline.report.quantities import tell
 from pipeline.report.run_folders import Job
 
@@ -26,15 +27,9 @@ class Spread:
         return len(self.values) > 1
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(tree: Mapping[str, Any]) -> dict[str, str]:
     """Return the leaves of ``tree`` by their dotted keys, as text; an empty mapping has none."""
-    flat: dict[str, str] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = as_text(value)
-    return flat
+    return {key: as_text(value) for key, value in leaves(tree) if value != {}}
 
 
 def as_text(value: Any) -> str:

@@ -61,7 +61,6 @@ class SafetensorsReader:
     """Reads tensors of safetensors files."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
         self.entries = checkpoint.entries
 
     def borrow(self, name: str) -> torch.Tensor:

@@ -28,6 +28,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     "tokenizer": (str | None, "is no text; give a folder that has one, or null"),
     "no_split": (Sequence[str] | None, "is no list of class names; give one, or null"),
     "trust_remote_code": (bool, "is neither true nor false"),
+    "allow_links": (bool, "is neither true nor false"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.generate import decode, options, prompts
 from stages.generate.inputs import GenerateInputs
-from stages.generate.metrics import Cost, Metrics, as_it_stands
+from stages.generate.metrics import Cost, Metrics
 
 _PAD = "pad_token_id"
 WORDS_UNKNOWN = 2**63
@@ -113,11 +113,11 @@ class _Decoding:
     def _run_batch(self, batch: prompts.Batch, bar: Any) -> list[list[int]]:
         traffic = self._dispatched.streamer.traffic
         marks: list[Traffic] = []
-        clock = decode.Clock(tick=bar.update, first=lambda: marks.append(as_it_stands(traffic)))
+        clock = decode.Clock(tick=bar.update, first=lambda: marks.append(replace(traffic)))  # which goes on counting
         began = time.perf_counter()
         tokens = self._decode(batch, clock)
         if clock.times:
-            self._cost.add(clock.times, began=began, sequences=len(tokens), first=marks[0], last=as_it_stands(traffic))
+            self._cost.add(clock.times, began=began, sequences=len(tokens), first=marks[0], last=traffic)
         return [[int(token) for token in row] for row in tokens]
 
     def _decode(self, batch: prompts.Batch, clock: decode.Clock) -> torch.Tensor:

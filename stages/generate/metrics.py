@@ -7,7 +7,7 @@ runs many positions in one pass and says nothing about the next token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from stages.dispatch.transfer.carrier import Traffic
@@ -71,8 +71,3 @@ class Cost:
             "stall_seconds_per_token": self.stall_seconds / steps if steps else None,
             "bound": self.bound() if steps else None,
         }
-
-
-def as_it_stands(traffic: Traffic) -> Traffic:
-    """Return a copy of ``traffic``, which goes on counting."""
-    return replace(traffic)

@@ -8,7 +8,7 @@ from pipeline.errors import BudgetError, ConfigError, closest
 from stages.empty_init.skeleton import longest_prefix
 from stages.machine.hardware import Hardware
 from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement, reserves, resident_bytes
+from stages.plan.placement import Budgets, Placement, Shortage, find_shortage
 from stages.plan.plan import Plan
 from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
@@ -73,17 +73,10 @@ def require_ties_together(outline: Outline, homes: Mapping[str, DeviceId], key: 
 
 
 def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> None:
-    """Raise ``BudgetError``, with the least budget that would work, where a device can't hold weights and reserve.
-
-    A device that ``budgets`` doesn't list holds nothing, except that disk is then unlimited.
-    """
-    held = resident_bytes(outline, placement.homes)
-    kept = reserves(outline, placement)
-    for device in in_tier_order([*held, *kept]):
-        budget = budgets.get(device, None if device == DISK else 0)
-        needed = held.get(device, 0) + kept.get(device, 0)
-        if budget is not None and needed > budget:
-            raise BudgetError(_shortage(device, budget=budget, held=held.get(device, 0), kept=kept.get(device, 0)))
+    """Raise ``BudgetError``, with the least budget that would work, where a device can't hold weights and reserve."""
+    shortage = find_shortage(outline, placement, budgets)
+    if shortage is not None:
+        raise BudgetError(_told(shortage))
 
 
 def require_room(plan: Plan, machine: Hardware) -> None:
@@ -119,7 +112,8 @@ def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int) -> str:
     )
 
 
-def _shortage(device: DeviceId, *, budget: int, held: int, kept: int) -> str:
+def _told(shortage: Shortage) -> str:
+    device, budget, held, kept = shortage.device, shortage.budget, shortage.held, shortage.kept
     where = "the host" if device == CPU else "the disk" if device == DISK else f"accelerator {device}"
     wants = [f"{format_bytes(held)} of weights"] if held or not kept else []
     wants += [f"a reserve of {format_bytes(kept)} for the largest streamed layer"] if kept else []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Homes, Placement, fits, held_bytes, main_device, reserves
+from stages.plan.placement import Budgets, Homes, Placement, find_shortage, held_bytes, main_device, reserves
 from stages.units import CPU, DeviceId, in_tier_order
 
 Filling = Callable[[Outline, Budgets], Homes]
@@ -59,7 +59,9 @@ def place(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
     that another doesn't.)
     """
     placements = [_best(outline, budgets, way) for way in dict.fromkeys((filling, fill))]
-    return max(placements, key=lambda found: (fits(outline, found, budgets), held_bytes(outline, found.homes)))
+    return max(
+        placements, key=lambda found: (find_shortage(outline, found, budgets) is None, held_bytes(outline, found.homes))
+    )
 
 
 def _best(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:

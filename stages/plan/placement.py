@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from stages.empty_init.skeleton import upward
 from stages.plan.outline import Layer, Outline
 from stages.plan.serving import Serving, is_streamed, serving_of, waits_on
-from stages.units import CPU, DeviceId, in_tier_order
+from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 Budgets = Mapping[DeviceId, int | None]
 """Bytes of weights that each device may hold; None is unlimited, a device that isn't listed holds nothing."""
@@ -29,6 +29,16 @@ class Placement:
 
     homes: Homes
     main: DeviceId
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A device whose ``budget`` is less than the weights ``held`` on it and the reserve ``kept`` there, in bytes."""
+
+    device: DeviceId
+    budget: int
+    held: int
+    kept: int
 
 
 def main_device(homes: Homes) -> DeviceId:
@@ -97,11 +107,18 @@ def held_bytes(outline: Outline, homes: Homes) -> tuple[int, int]:
     return sum(count for device, count in held.items() if isinstance(device, int)), held.get(CPU, 0)
 
 
-def fits(outline: Outline, placement: Placement, budgets: Budgets) -> bool:
-    """Return whether every device can hold its weights and its reserve; one that isn't listed holds nothing."""
+def find_shortage(outline: Outline, placement: Placement, budgets: Budgets) -> Shortage | None:
+    """Return the first device that can't hold its weights and its reserve; null where all can.
+
+    A device that ``budgets`` doesn't list holds nothing, except that disk is then unlimited.
+    """
     held, kept = resident_bytes(outline, placement.homes), reserves(outline, placement)
-    rooms = {device: budgets.get(device, 0) for device in {**held, **kept}}
-    return all(room is None or held.get(device, 0) + kept.get(device, 0) <= room for device, room in rooms.items())
+    for device in in_tier_order([*held, *kept]):
+        budget = budgets.get(device, None if device == DISK else 0)
+        found = Shortage(device, budget or 0, held.get(device, 0), kept.get(device, 0))
+        if budget is not None and found.held + found.kept > budget:
+            return found
+    return None
 
 
 def fold(outline: Outline, homes: Homes) -> dict[str, DeviceId]:

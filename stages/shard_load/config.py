@@ -34,8 +34,6 @@ def faults(given: ShardLoadConfig, model: Mapping[str, Any]) -> Iterable[Fault]:
     yield from _check_checkpoint(model, given.depth)
     if given.offload_folder is not None:
         yield from _check_offload_folder(given.offload_folder, model)
-    if not isinstance(model.get("allow_links", False), bool):
-        yield Fault("model.allow_links", f"{model['allow_links']!r} is neither true nor false")
 
 
 def open_weights(model: Mapping[str, Any], *, depth: Depth = "headers") -> Checkpoint:

@@ -2,11 +2,22 @@
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from pipeline.errors import CheckpointError, Fault, OffstageError, StorageError, foreign, named, raise_faults
+from pipeline.errors import (
+    CheckpointError,
+    ConfigError,
+    Fault,
+    OffstageError,
+    StorageError,
+    foreign,
+    named,
+    raise_faults,
+)
+from stages.units import parse_size
 
 
 @pytest.mark.parametrize("kind", [OffstageError, CheckpointError, StorageError])
@@ -55,3 +66,22 @@ def test_an_error_without_a_file_names_the_one_that_is_worked_on(already: str | 
 def test_an_error_of_a_library_that_only_derives_from_it_keeps_its_words() -> None:
     with pytest.raises(OSError, match=r"^in a library's words$"), named(Path("mine")):
         raise OSError("in a library's words")
+
+
+def test_what_foreign_code_raises_is_worded_as_what_it_is_about() -> None:
+    with pytest.raises(ConfigError, match=r"^generate: .*unterminated"), foreign(ConfigError, "generate"):
+        re.compile("(")
+
+
+def test_what_code_of_ours_raises_that_foreign_code_called_is_not() -> None:
+    with pytest.raises(ValueError, match=r"^<re.Match .* is not a size") as fault, foreign(ConfigError, "generate"):
+        re.sub("x", parse_size, "x")  # type: ignore[call-overload]
+    assert not isinstance(fault.value, ConfigError)
+
+
+def test_what_the_block_asks_of_our_own_code_is_still_about_what_foreign_code_gave() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"^generate: ValueError: 'x' is not a size"),
+        foreign(ConfigError, "generate"),
+    ):
+        parse_size("x")

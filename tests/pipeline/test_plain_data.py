@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipeline.plain_data import walk
+from pipeline.plain_data import leaves, walk
 
 
 def test_every_node_comes_with_its_place_and_before_what_is_in_it() -> None:
@@ -25,3 +25,7 @@ def test_no_depth_is_too_much() -> None:
     for _ in range(5_000):
         deep = [deep]
     assert [node for _, node in walk(deep)][-1] == 1
+
+
+def test_leaves_stand_under_dotted_keys() -> None:
+    assert dict(leaves({"a": {"b": 1, "c": {}}, "d": [1]})) == {"a.b": 1, "a.c": {}, "d": [1]}

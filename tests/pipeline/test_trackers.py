@@ -10,7 +10,7 @@ import pytest
 from pipeline.config import check
 from pipeline.record import RunRecord, StageRecord
 from pipeline.stage import Report
-from pipeline.trackers import metrics, params, track
+from pipeline.trackers import metrics, track
 
 
 def finished(folder: Path, kind: str | None) -> RunRecord:
@@ -21,10 +21,6 @@ def finished(folder: Path, kind: str | None) -> RunRecord:
     record.merge(Report(metrics={"load_seconds": 1.25}, memory={"measured": {"cpu": 10}}))
     record.finish("completed")
     return record
-
-
-def test_a_config_becomes_dotted_params() -> None:
-    assert dict(params({"a": {"b": 1, "c": {}}, "d": [1]})) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
 def test_a_record_becomes_the_numbers_that_are_known(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from stages.plan.outline import Layer, Outline
 from stages.plan.placement import (
     Budgets,
     Placement,
-    fits,
+    find_shortage,
     held_bytes,
     reserves,
     resident_bytes,
@@ -93,7 +93,7 @@ def _split(outline: Outline, budgets: Budgets) -> Iterable[Placement]:
     homes |= {name: main for layer in rest for name in layer.owned if name not in streamed}
     homes |= _below(outline, [name for layer in rest for name in layer.owned if name in streamed], main, budgets)
     placement = Placement(homes, main)
-    if main in homes.values() and fits(outline, placement, budgets):
+    if main in homes.values() and find_shortage(outline, placement, budgets) is None:
         yield placement
 
 

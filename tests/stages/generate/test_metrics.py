@@ -3,7 +3,7 @@
 import pytest
 
 from stages.dispatch.transfer.carrier import Traffic
-from stages.generate.metrics import Cost, as_it_stands
+from stages.generate.metrics import Cost
 
 NOTHING = Traffic()
 
@@ -53,10 +53,3 @@ def test_one_token_tells_nothing_of_decoding() -> None:
     metrics = found.metrics()
     assert metrics.pop("prefill_seconds") == 2.0
     assert set(metrics.values()) == {None}
-
-
-def test_a_count_as_it_stands_does_not_go_on() -> None:
-    traffic = Traffic(streamed_bytes=1)
-    noted = as_it_stands(traffic)
-    traffic.streamed_bytes = 2
-    assert noted.streamed_bytes == 1

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from stages.plan.outline import Outline
-from stages.plan.placement import fits, held_bytes, reserves, resident_bytes, streamed_bytes
+from stages.plan.placement import find_shortage, held_bytes, reserves, resident_bytes, streamed_bytes
 from stages.plan.policies.optimal import optimal, subset_sums
 from stages.plan.policies.sequential import sequential
 from stages.units import CPU, DISK, DeviceId
@@ -32,7 +32,7 @@ def test_less_is_streamed_than_with_whole_layers(host: int) -> None:
     budgets: dict[DeviceId, int | None] = {CPU: host, DISK: None}
     model = llama()
     ours, theirs = optimal(model, budgets), sequential(model, budgets)
-    assert fits(model, ours, budgets)
+    assert find_shortage(model, ours, budgets) is None
     assert resident_bytes(model, ours.homes)[DISK] < 0.95 * resident_bytes(model, theirs.homes)[DISK]
     assert reserves(model, ours)[CPU] < reserves(model, theirs)[CPU]
 
@@ -43,7 +43,7 @@ def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:
     table = replace(skeleton.modules[1], looks_up=True)
     model = Outline(replace(skeleton, modules=(skeleton.modules[0], table, *skeleton.modules[2:])))
     ours, theirs = optimal(model, budgets), sequential(model, budgets)
-    assert fits(model, ours, budgets)
+    assert find_shortage(model, ours, budgets) is None
     assert ours.homes["embed.weight"] == DISK
     assert sum(streamed_bytes(model, ours).values()) < 0.9 * sum(streamed_bytes(model, theirs).values())
 
@@ -66,7 +66,7 @@ def test_what_waits_on_host_and_disk_is_mixed_evenly() -> None:
     halves: list[dict[str, int]] = [{CPU: 0, DISK: 0}, {CPU: 0, DISK: 0}]
     for index, name in enumerate(name for name, home in placement.homes.items() if home in (CPU, DISK)):
         halves[index % 2][str(placement.homes[name])] += model.sizes[name]
-    assert fits(model, placement, budgets)
+    assert find_shortage(model, placement, budgets) is None
     assert held_bytes(model, placement.homes)[1] > 5.7 * 10**8
 
 
