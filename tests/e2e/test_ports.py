@@ -1,6 +1,7 @@
 """Scripts as users of accelerate write them, run with its functions and, only their imports changed, with ours.
 
-Each is run twice, in processes of its own, and must print the same.
+Each is run twice, in processes of its own, and must print the same. All that are run with one of the two are forked
+from one process, so that the libraries, which take longer than any script, are imported once.
 """
 
 import importlib.util
@@ -8,12 +9,12 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RUNNER = Path(__file__).with_name("run_scripts.py")
 SCRIPTS = sorted((Path(__file__).parent / "ports").glob("*.py"))
 
 
@@ -22,15 +23,35 @@ def ported(text: str) -> str:
     return re.sub(r"^from accelerate[\w.]* import", "from offstage import", text, flags=re.MULTILINE)
 
 
-def printed(text: str, folder: Path) -> str:
-    """Return what a script prints that is run in an empty folder; one that fails shows its traceback."""
-    folder.mkdir()
-    (folder / "script.py").write_text(text)
+@pytest.fixture(scope="module")
+def accelerates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders in which the scripts were run as they are."""
+    return run_all("accelerate", tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders in which they were run with their imports changed."""
+    return run_all("offstage", tmp_path_factory.mktemp("offstage"))
+
+
+def run_all(library: str, folder: Path) -> Path:
+    for script in SCRIPTS:
+        text = script.read_text()
+        folder.joinpath(script.stem).mkdir()
+        folder.joinpath(script.stem, "script.py").write_text(text if library == "accelerate" else ported(text))
     path = os.pathsep.join([str(ROOT), str(ROOT / "stages/python_api")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "script.py"], cwd=folder, env=env, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    folders = [folder / script.stem for script in SCRIPTS]
+    modules = f"torch,transformers.modeling_utils,{library}"
+    subprocess.run([sys.executable, RUNNER, modules, *folders], env=env, check=True)
+    return folder
+
+
+def printed(folder: Path) -> str:
+    """Return what a script printed; one that failed shows its traceback."""
+    assert folder.joinpath("status").read_text() == "0", folder.joinpath("errors").read_text()
+    return folder.joinpath("printed").read_text()
 
 
 def test_there_are_sixteen_and_only_their_imports_name_accelerate() -> None:
@@ -43,16 +64,13 @@ def test_there_are_sixteen_and_only_their_imports_name_accelerate() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate isn't installed")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_script_prints_the_same_with_only_its_imports_changed(script: Path, tmp_path: Path) -> None:
-    text = script.read_text()
-    with ThreadPoolExecutor(2) as pool:
-        expected = pool.submit(printed, text, tmp_path / "accelerate")
-        found = pool.submit(printed, ported(text), tmp_path / "offstage")
-    assert found.result() == expected.result()
-    assert expected.result()
+def test_a_script_prints_the_same_with_only_its_imports_changed(script: Path, accelerates: Path, ours: Path) -> None:
+    expected = printed(accelerates / script.stem)
+    assert printed(ours / script.stem) == expected
+    assert expected
 
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is not None, reason="the scripts are run beside accelerate")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_a_ported_script_runs(script: Path, tmp_path: Path) -> None:
-    assert printed(ported(script.read_text()), tmp_path / "offstage")
+def test_a_ported_script_runs(script: Path, ours: Path) -> None:
+    assert printed(ours / script.stem)
