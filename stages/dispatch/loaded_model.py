@@ -19,9 +19,10 @@ from pipeline.stage import Config, Stage
 from pipeline.stage_chain import StageChain
 from pipeline.typed_config import defaults, key_names, type_faults
 from stages.checkpoints.dtypes import dtype_name
-from stages.checkpoints.hub import is_hub_id
+from stages.checkpoints.hub import located
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.dispatch.stage import DispatchStage
+from stages.empty_init.identity import MODEL_KEYS
 from stages.empty_init.stage import EmptyInitStage
 from stages.machine.kept_figures import user_cache
 from stages.plan import plan as plans
@@ -37,14 +38,7 @@ if TYPE_CHECKING:
     from stages.dispatch.transfer.carrier import Traffic
 
 PathLike = str | os.PathLike[str]
-MODEL_KEYS: Mapping[str, object] = {
-    "revision": None,
-    "class": None,
-    "tokenizer": None,
-    "no_split": None,
-    "trust_remote_code": False,
-    "allow_links": False,
-}
+_OPTIONS = {name: default for name, default in MODEL_KEYS.items() if name not in ("kind", "path")}
 """The keys below ``model`` that say what a checkpoint is, with their defaults."""
 
 
@@ -148,7 +142,7 @@ def load(
     """
     return_freed_memory()
     stages: list[Stage[Any]] = [EmptyInitStage(), PlanStage(), ShardLoadStage(), DispatchStage()]
-    config = _config(stages, _located(path_or_hub_id), options)
+    config = _config(stages, located(os.fspath(path_or_hub_id)), options)
     config |= {
         "dtype": dtype_name(dtype),
         "device_map": _plain(device_map),
@@ -170,10 +164,10 @@ def load(
 def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config that ``options`` and the defaults of the stages come to."""
     keys = key_names(stage.config_class for stage in stages)
-    unknown = [name for name in options if name not in keys and name not in MODEL_KEYS]
+    unknown = [name for name in options if name not in keys and name not in _OPTIONS]
     if unknown:
-        raise ConfigError(f"{unknown[0]}: unknown option{closest(unknown[0], [*keys, *MODEL_KEYS])}")
-    node = {name: options.get(name, default) for name, default in MODEL_KEYS.items()}
+        raise ConfigError(f"{unknown[0]}: unknown option{closest(unknown[0], [*keys, *_OPTIONS])}")
+    node = {name: options.get(name, default) for name, default in _OPTIONS.items()}
     config = {key: value for stage in stages for key, value in defaults(stage.config_class).items()}
     config |= {name: value for name, value in options.items() if name in keys}
     return {**config, "model": {"kind": "pretrained", "path": path, **node}}
@@ -184,12 +178,6 @@ def _check(stages: Sequence[Stage[Any]], config: Config) -> None:
     raise_faults([fault for stage in stages for fault in type_faults(stage.config_class, config)])
     raise_faults([fault for stage in stages for fault in stage.check(config)])
     raise_faults([fault for stage in stages for fault in stage.examine(config)])
-
-
-def _located(path: PathLike) -> str:
-    """Return ``path`` as a config has it: absolute, unless it reads like a Hub id and nothing is there."""
-    given = Path(path).expanduser()
-    return str(path) if is_hub_id(str(path)) and not given.exists() else str(given.absolute())
 
 
 def _plain(device_map: Any) -> Any:

@@ -19,7 +19,13 @@ from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.weight_files import weight_files
 from stages.empty_init.source_code import code_identity, hashes, imports, source_files
 
-OWN_KEYS = ("kind", "path", "revision", "no_split", "tokenizer", "trust_remote_code", "allow_links")
+MODEL_KEYS: Mapping[str, object] = {
+    "kind": "pretrained", "path": None, "revision": None, "class": None, "tokenizer": None, "no_split": None,
+    "trust_remote_code": False, "allow_links": False,
+}  # fmt: skip
+"""What may stand under ``model`` where it is a checkpoint, with its default."""
+
+OWN_KEYS = MODEL_KEYS.keys() - {"class"}
 """The keys of ``model`` that are ours; for ``model=module`` all others are arguments of its constructor."""
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")

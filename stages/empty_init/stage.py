@@ -14,13 +14,10 @@ from pipeline.typed_config import PATHS, fits, unknown_keys
 from stages.checkpoints.bounds import bounded
 from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot, located
 from stages.checkpoints.shard_files import check_texts
-from stages.empty_init.identity import WHERE_CODE_IS_FOUND, identity, quantization_fault, resolve_dtype
+from stages.empty_init.identity import MODEL_KEYS, WHERE_CODE_IS_FOUND, identity, quantization_fault, resolve_dtype
 from stages.empty_init.skeleton import FILE_NAME, from_json
 from stages.empty_init.source_code import find_module
 from stages.units import format_bytes
-
-MODEL_KEYS = ("kind", "path", "revision", "class", "tokenizer", "no_split", "trust_remote_code", "allow_links")
-"""What may stand under ``model`` where it is a checkpoint; a module's other keys are arguments of its constructor."""
 
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "path": (str | None, "is no text; give the folder that holds the checkpoint"),
@@ -68,7 +65,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             yield Fault("model.kind", f"{kind!r} is no kind of model; give model=pretrained or model=module")
             return
         if kind == "pretrained":
-            yield from unknown_keys(model, MODEL_KEYS, above="model.")
+            yield from unknown_keys(model, list(MODEL_KEYS), above="model.")
         faults = [
             Fault(f"model.{key}", f"{model[key]!r} {rule}")
             for key, (hint, rule) in _TYPES.items()

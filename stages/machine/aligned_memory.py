@@ -77,7 +77,7 @@ def tensor_in(memory: Bytes | mmap.mmap, begin: int, dtype: torch.dtype, shape: 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous cpu ``tensor`` as writable bytes."""
-    flat = tensor.detach().view(-1) if tensor.dim() else tensor.detach().reshape(1)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # of one element, a view may have any stride
     return flat.view(torch.uint8).numpy().data
 
 

@@ -44,10 +44,10 @@ def hardware(config: Mapping[str, Any]) -> Hardware:
     """Return the machine that the config's ``hardware`` describes: this one, where ``devices`` is null."""
     described = config.get("hardware") or {}
     devices = described.get("devices")
-    host = described.get("host")
+    size = None if described.get("host") is None else parse_size(described["host"]["memory"])
     return Hardware(
         local_accelerators() if devices is None else simulated(devices),
-        host_memory() if host is None else Host.of_size(parse_size(host["memory"])),
+        host_memory() if size is None else Host(size, size),
     )
 
 

@@ -26,17 +26,12 @@ _UNLIMITED = 1 << 62
 class Host:
     """Host memory in bytes, as this process would find it had it only begun.
 
-    ``limit_bytes`` is the tightest cgroup limit, or null; ``available_bytes`` what the system and the groups leave.
+    ``total_bytes`` is what there is, or the tightest cgroup limit; ``available_bytes`` what the system and the groups
+    leave.
     """
 
     total_bytes: int
     available_bytes: int
-    limit_bytes: int | None = None
-
-    @classmethod
-    def of_size(cls, count: int) -> Host:
-        """Return a host of ``count`` bytes with nothing in it."""
-        return cls(count, count)
 
 
 def host_memory(root: Path = Path("/")) -> Host:
@@ -44,11 +39,9 @@ def host_memory(root: Path = Path("/")) -> Host:
     system = _table(root / "proc/meminfo")
     own = min(_table(root / "proc/self/status").get("RssAnon", 0) * 1024, _OWN_BYTES)
     total, available = system["MemTotal"] * 1024, system["MemAvailable"] * 1024 + own
-    limit: int | None = None
     for allowed, held in _limits(root):
-        limit = allowed if limit is None else min(limit, allowed)
-        available = min(available, allowed - max(0, held - own))
-    return Host(total if limit is None else min(total, limit), max(0, min(available, total)), limit)
+        total, available = min(total, allowed), min(available, allowed - max(0, held - own))
+    return Host(total, max(0, min(available, total)))
 
 
 def _table(path: Path) -> dict[str, int]:

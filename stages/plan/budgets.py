@@ -59,7 +59,7 @@ def _given(max_memory: Mapping[str, str], machine: Hardware) -> Allowance:
         if isinstance(device, int) and device >= len(machine.accelerators):
             notes.append(f"max_memory.{device} is unused: {_absent(device, machine)}")
         else:
-            budgets[device] = _parse(key, size, _size_of(device, machine))
+            budgets[device] = _parse(key, size, size_of(device, machine))
     return Allowance(_ordered(budgets), notes=tuple(notes))
 
 
@@ -70,9 +70,10 @@ def _parse(key: str, size: int | str, whole: int | None) -> int:
         raise ConfigError(f"max_memory.{key}: {error}") from error
 
 
-def _size_of(device: DeviceId, machine: Hardware) -> int | None:
+def size_of(device: DeviceId, machine: Hardware) -> int | None:
+    """Return the bytes of memory that ``device`` has; null where that isn't known."""
     if isinstance(device, int):
-        return machine.accelerators[device].total_bytes
+        return machine.accelerators[device].total_bytes if device < len(machine.accelerators) else None
     return machine.host.total_bytes if device == CPU else None
 
 

@@ -18,7 +18,7 @@ from pipeline.errors import closest
 from stages.machine.hardware import Hardware, local_accelerators
 from stages.machine.host_memory import host_memory
 from stages.plan import checks
-from stages.plan.budgets import allow
+from stages.plan.budgets import allow, size_of
 from stages.plan.module_sizes import Classes, outline_of
 from stages.plan.placement import Budgets, fold, reserves, resident_bytes
 from stages.plan.policies import POLICIES
@@ -136,17 +136,9 @@ def _machine() -> Hardware:
 
 
 def _parse(device: int | str, size: int | str) -> int:
-    if isinstance(size, str) and size.strip().endswith("%"):
-        return _share(parse_device(device), size)
-    return parse_size(size)
-
-
-def _share(device: DeviceId, size: str) -> int:
-    """Return the bytes of a share of ``device``, which must be here."""
-    machine = _machine()
-    if isinstance(device, int) and device < len(machine.accelerators):
-        return parse_size(size, of=machine.accelerators[device].total_bytes)
-    return parse_size(size, of=machine.host.total_bytes if device == CPU else None)
+    """Return ``size`` in bytes; a share is one of ``device``, which must be here."""
+    is_share = isinstance(size, str) and size.strip().endswith("%")
+    return parse_size(size, of=size_of(parse_device(device), _machine()) if is_share else None)
 
 
 def _with_disk(budgets: Mapping[DeviceId, int]) -> Budgets:

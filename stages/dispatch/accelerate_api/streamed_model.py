@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from stages.checkpoints.extents import Extent
 from stages.dispatch.accelerate_api.align import SkipKeys
 from stages.dispatch.accelerate_api.engine_hook import EngineHook
 from stages.dispatch.accelerate_api.hooks import add_hook_to_module
+from stages.dispatch.accelerate_api.stand_ins import bound_tensors
 from stages.dispatch.dispatch_plan import ModulePlan, make_dispatch_plan
 from stages.dispatch.streaming.streamer import Streamer
 from stages.dispatch.streaming.waiting_tensor import WaitingSource, rebuild, send_waiting
@@ -87,7 +87,7 @@ def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sou
         for name, part in dispatch_plan.parts.items():
             placer.place(name, part)
         hook.streamer = Streamer(
-            model, dispatch_plan, extents=sources.extents, devices=devices, skip_keys=_as_keys(wanted.skip_keys)
+            model, dispatch_plan, extents=sources.extents, devices=devices, skip_keys=wanted.skip_keys
         )
         undo.pop_all()
     add_hook_to_module(model, hook, append=True)
@@ -167,9 +167,7 @@ class _Placer:
     def place(self, name: str, part: ModulePlan) -> None:
         """Place what the module ``name`` holds directly."""
         module, device = self.model.get_submodule(name), self.devices.torch_device(part.execution)
-        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
-        places = [(table, attribute) for table in tables for attribute, value in table.items() if value is not None]
-        for table, attribute in places:
+        for table, attribute in bound_tensors(module):
             tensor, full_name = table[attribute], f"{name}.{attribute}" if name else attribute
             if full_name in part.serving:
                 self.hook.send_away(table, attribute, self._waiting(tensor, full_name, device))
@@ -200,7 +198,3 @@ class _Placer:
         if value.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no data; load it, or give it in state_dict")
         return value
-
-
-def _as_keys(skip_keys: SkipKeys) -> list[str] | None:
-    return [skip_keys] if isinstance(skip_keys, str) else skip_keys
