@@ -38,8 +38,8 @@ def artifacts(folder: Path) -> set[str]:
     return {path.parent.parent.name for path in folder.glob("outputs/cache/*/*/manifest.json")}
 
 
-def test_everything_is_listed_counted_verified_and_pruned(offstage: Run, cache: Command, tmp_path: Path) -> None:
-    assert offstage("generate.max_new_tokens=2").code == 0
+def test_everything_is_listed_counted_verified_and_pruned(offstage_here: Run, cache: Command, tmp_path: Path) -> None:
+    assert offstage_here("generate.max_new_tokens=2").code == 0
     assert all(stage in cache("list")[1] for stage in STAGES)
     assert "all" in cache("du")[1]
     assert "5 artifacts" in cache("verify")[1]
@@ -49,28 +49,28 @@ def test_everything_is_listed_counted_verified_and_pruned(offstage: Run, cache: 
     assert artifacts(tmp_path) == set(STAGES)
     assert "removed 5" in cache("prune", "--max-size", "0B")[1]
     assert artifacts(tmp_path) == set()
-    assert offstage("generate.max_new_tokens=2").code == 0
+    assert offstage_here("generate.max_new_tokens=2").code == 0
 
 
-def test_old_is_what_was_not_used_for_long(offstage: Run, cache: Command, tmp_path: Path) -> None:
-    offstage("generate.max_new_tokens=2")
+def test_old_is_what_was_not_used_for_long(offstage_here: Run, cache: Command, tmp_path: Path) -> None:
+    offstage_here("generate.max_new_tokens=2")
     long_ago = time.time() - 40 * 86400
     for folder in tmp_path.glob("outputs/cache/*/*"):
         os.utime(folder, (long_ago, long_ago))
-    offstage("stop_after=plan")
+    offstage_here("stop_after=plan")
     cache("prune", "--older-than", "30d")
     assert artifacts(tmp_path) == {"empty_init", "plan"}
 
 
-def test_damage_is_found_and_set_aside(offstage: Run, cache: Command, tmp_path: Path) -> None:
-    offstage("generate.max_new_tokens=2")
+def test_damage_is_found_and_set_aside(offstage_here: Run, cache: Command, tmp_path: Path) -> None:
+    offstage_here("generate.max_new_tokens=2")
     (path,) = tmp_path.glob("outputs/cache/generate/*/generation.json")
     path.write_text(path.read_text().replace("a", "b", 1))
     code, out, _ = cache("verify")
     assert code == 1
     assert "generation.json doesn't match its hash; set aside as .damaged-" in out
     assert cache("verify")[0] == 0
-    assert not offstage("generate.max_new_tokens=2").cached["generate"]
+    assert not offstage_here("generate.max_new_tokens=2").cached["generate"]
 
 
 @pytest.mark.parametrize(
@@ -106,10 +106,10 @@ def test_what_a_running_job_uses_is_kept(cache: Command, tmp_path: Path) -> None
 
 
 def test_a_bit_flipped_in_an_offload_store_is_found_and_made_again(
-    offstage: Run, cache: Command, tmp_path: Path
+    offstage_here: Run, cache: Command, tmp_path: Path
 ) -> None:
     given = ("dtype=float32", "device_map=disk", "generate.max_new_tokens=2")
-    first = offstage(*given)
+    first = offstage_here(*given)
     assert first.code == 0, first.err
     assert cache("verify")[0] == 0
     (path,) = tmp_path.glob("outputs/cache/offload/*/lm_head.weight.dat")
@@ -121,12 +121,12 @@ def test_a_bit_flipped_in_an_offload_store_is_found_and_made_again(
     assert "tensor 'lm_head.weight' doesn't match its checksum (block 0); set aside as .damaged-" in out
     assert cache("verify")[0] == 0
     shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
-    again = offstage(*given)
+    again = offstage_here(*given)
     assert (again.code, again.tokens) == (0, first.tokens)
 
 
-def test_damaged_figures_of_the_machine_are_found(offstage: Run, cache: Command, tmp_path: Path) -> None:
-    offstage("stop_after=plan")
+def test_damaged_figures_of_the_machine_are_found(offstage_here: Run, cache: Command, tmp_path: Path) -> None:
+    offstage_here("stop_after=plan")
     path = tmp_path / "outputs" / "cache" / "hardware" / "rates.json"
     path.write_text("{")
     code, out, _ = cache("verify")

@@ -204,16 +204,19 @@ def test_two_processes_on_an_empty_cache_share_one_artifact_a_key(tmp_path: Path
         assert len(list(tmp_path.glob(f"outputs/cache/{stage}/*/manifest.json"))) == 1
 
 
-def test_killed_at_any_moment_the_next_run_is_right(offstage: Run, tmp_path: Path) -> None:
+def test_killed_while_any_stage_is_written_the_next_run_is_right(offstage: Run, tmp_path: Path) -> None:
     import random
 
     chance = random.Random(5)
     expected = offstage("generate.max_new_tokens=4", "outputs=reference")
     tokens = json.loads(next(tmp_path.glob("reference/runs/*/*/run.json")).read_text())["outputs"]
     assert expected.code == 0
-    for _ in range(10):
+    for stage in ("empty_init", "plan", "dispatch", "generate"):
         process = start(tmp_path, "generate.max_new_tokens=4")
-        time.sleep(chance.uniform(0.3, 6))
+        while process.poll() is None and not any(tmp_path.glob(f"outputs/cache/{stage}/*")):
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.05))
+        assert process.poll() is None, "it was at work on that stage"
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
     done = offstage("generate.max_new_tokens=4")
