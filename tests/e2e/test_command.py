@@ -1,7 +1,6 @@
 """The main job on the embedded model, as a newcomer meets it."""
 
 import json
-import os
 import re
 import signal
 import subprocess
