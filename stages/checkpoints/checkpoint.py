@@ -79,12 +79,17 @@ def open_checkpoint(path: Path, *, allow_links: bool = False, depth: Depth = "he
     return _read_files(path, SUFFIXES[path.suffix], [path], depth=depth)
 
 
-def identity(checkpoint: Checkpoint) -> Mapping[str, object]:
-    """Return what identifies ``checkpoint`` without hashing its weights.
+def fingerprint_of(path: Path, *, allow_links: bool = False) -> Mapping[str, object]:
+    """Return what identifies the checkpoint at ``path`` without hashing its weights.
 
     That is the SHA-256 of the config's and the index's bytes, and each shard's name, size, mtime and header
     hash (which is empty if only the index was looked at).
     """
+    return identity(open_checkpoint(path, allow_links=allow_links))
+
+
+def identity(checkpoint: Checkpoint) -> Mapping[str, object]:
+    """Return what identifies ``checkpoint``, which is open already; see ``fingerprint_of``."""
     folder = checkpoint.folder
     return {
         "format": checkpoint.format,

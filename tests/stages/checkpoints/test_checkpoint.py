@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import identity, open_checkpoint
+from stages.checkpoints.checkpoint import fingerprint_of, open_checkpoint
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -198,10 +198,10 @@ def touch_header(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [touch_config, touch_index, touch_mtime, touch_header])
 def test_the_fingerprint_changes_with_the_checkpoint(folder: Path, change: object) -> None:
-    before = identity(open_checkpoint(folder))
-    assert identity(open_checkpoint(folder)) == before
+    before = fingerprint_of(folder)
+    assert fingerprint_of(folder) == before
     change(folder)
-    assert identity(open_checkpoint(folder)) != before
+    assert fingerprint_of(folder) != before
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -209,17 +209,16 @@ def test_the_fingerprint_of_a_bin_changes_with_its_values(tmp_path: Path, old: b
     path = tmp_path / "x.bin"
     torch.save({"a": torch.ones(8)}, path, _use_new_zipfile_serialization=not old)
     before = path.stat()
-    first = identity(open_checkpoint(path))
+    first = fingerprint_of(path)
     torch.save({"a": torch.zeros(8)}, path, _use_new_zipfile_serialization=not old)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert identity(open_checkpoint(path)) != first
+    assert fingerprint_of(path) != first
 
 
 def test_the_fingerprint_needs_no_torch_and_little_time(folder: Path) -> None:
     code = (
-        "import sys, pathlib; import stages.shard_load.stage;"
-        "from stages.checkpoints.checkpoint import identity, open_checkpoint;"
-        f"identity(open_checkpoint(pathlib.Path({str(folder)!r})));"
+        "import sys, pathlib; from stages.checkpoints.checkpoint import fingerprint_of; import stages.shard_load.stage;"
+        f"fingerprint_of(pathlib.Path({str(folder)!r}));"
         "assert not {'torch', 'transformers', 'numpy'} & {*sys.modules}"
     )
     began = time.perf_counter()
