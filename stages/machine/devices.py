@@ -15,7 +15,10 @@ import torch
 
 from pipeline.errors import BudgetError
 from stages.machine.aligned_memory import Bytes, Room, private_bytes, room_for
-from stages.units import CPU, DeviceId, format_bytes
+from stages.units import CPU, DeviceId, format_bytes, parse_device
+
+AnyDevice = int | str | torch.device
+"""A device as the field writes it."""
 
 
 class Ledger:
@@ -130,6 +133,18 @@ def full(device: DeviceId | None, count: int) -> BudgetError:
         f"max_memory.{device}: accelerator {device} is full: {format_bytes(count)} more of weights don't fit beside"
         " what it holds, this process's or another's; lower the budget, or free memory there"
     )
+
+
+def device_id(device: AnyDevice) -> DeviceId:
+    """Return the device id of ``device``: the index of an accelerator, whatever its kind is called."""
+    try:
+        return parse_device(device if isinstance(device, int) else str(device))
+    except ValueError:
+        kind = str(device).partition(":")[0]
+        here = torch.accelerator.current_accelerator()
+        if here is None or kind != here.type:
+            raise
+        return torch.device(device).index or 0
 
 
 def torch_device(device: DeviceId) -> torch.device:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipeline.errors import closest
+from stages.machine.devices import device_id
 from stages.machine.hardware import Hardware, local_accelerators
 from stages.machine.host_memory import host_memory
 from stages.plan import checks
@@ -103,9 +104,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     puts the names of one tied tensor on different devices. Names of nothing in the model are a ``UserWarning``.
     """
     outline = outline_of(model)
-    devices = {
-        name: parse_device(device if isinstance(device, int) else str(device)) for name, device in device_map.items()
-    }
+    devices = {name: device_id(device) for name, device in device_map.items()}
     strangers = [name for name in devices if name not in outline.names]
     if strangers:
         told = ", ".join(f"{name!r}{closest(name, outline.names)}" for name in strangers)

@@ -21,8 +21,8 @@ from stages.checkpoints.readers import open_reader
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
 from stages.empty_init.tied import check_tied_parameters_on_same_device
-from stages.machine.devices import torch_device
-from stages.shard_load.homes import AnyDevice, device_id, homes_of
+from stages.machine.devices import AnyDevice, device_id, torch_device
+from stages.shard_load.homes import homes_of
 from stages.shard_load.load import Load, check_twins, prepare
 from stages.shard_load.offload_store import OffloadStore, claim
 from stages.shard_load.placed_weights import PlacedWeights, fill_store, place

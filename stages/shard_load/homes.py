@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from pipeline.errors import ConfigError
 from stages.empty_init.skeleton import Skeleton, longest_prefix
-from stages.units import DeviceId, parse_device, tier
-
-AnyDevice = int | str | torch.device
-
-
-def device_id(device: AnyDevice) -> DeviceId:
-    """Return the device id of ``device``: the index of an accelerator, whatever its kind is called."""
-    try:
-        return parse_device(device if isinstance(device, int) else str(device))
-    except ValueError:
-        kind = str(device).partition(":")[0]
-        here = torch.accelerator.current_accelerator()
-        if here is None or kind != here.type:
-            raise
-        return torch.device(device).index or 0
+from stages.machine.devices import AnyDevice, device_id
+from stages.units import DeviceId, tier
 
 
 def homes_of(skeleton: Skeleton, device_map: Mapping[str, AnyDevice], *, otherwise: DeviceId) -> dict[str, DeviceId]:

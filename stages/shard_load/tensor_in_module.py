@@ -16,9 +16,9 @@ from pipeline.errors import ConfigError
 from stages.checkpoints.dtypes import dtype_name
 from stages.empty_init.skeleton import parent
 from stages.empty_init.tied import find_tied_parameters, retie_parameters
+from stages.machine.devices import AnyDevice
 from stages.shard_load.offload_folder import OffloadedWeightsLoader
 
-AnyDevice = torch.device | str | int
 TiedMap = dict[int, dict[Any, torch.Tensor]]
 
 

@@ -20,11 +20,10 @@ from stages.dispatch.streaming.waiting_tensor import (
     send_waiting,
 )
 from stages.dispatch.transfer.values import first_device, send_to_device
-from stages.machine.devices import torch_device
+from stages.machine.devices import AnyDevice, torch_device
 from stages.shard_load import OffloadedWeightsLoader, PrefixedDataset
 from stages.units import parse_device
 
-AnyDevice = int | str | torch.device
 TiedMap = dict[int, dict[torch.device, torch.Tensor]]
 SkipKeys = str | list[str] | None
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from stages.dispatch.accelerate_api.align import AnyDevice, resolve_device
+from stages.dispatch.accelerate_api.align import resolve_device
 from stages.empty_init.skeleton import Skeleton
+from stages.machine.devices import AnyDevice
 from stages.units import CPU, DISK
 
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor, bring_home, send_waiting
+from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor, bring_home, rebuild, send_waiting
 from stages.machine.aligned_memory import HostBlock
 
 
@@ -39,8 +39,7 @@ class Slot:
         """Put ``tensor`` in the place of what waits, as a parameter like it where that is one."""
         if self.table[self.attribute] is self.waiting:
             tensor = tensor.data  # its own count of writes: the staging memory around it is written all the time
-            parameter = isinstance(self.waiting, nn.Parameter)
-            self.bound = nn.Parameter(tensor, requires_grad=self.waiting.requires_grad) if parameter else tensor
+            self.bound = rebuild(self.waiting, tensor)
             self.table[self.attribute], self.version = self.bound, _writes(self.bound)
 
     def unbind(self) -> None:
@@ -107,7 +106,7 @@ def settle(slots: Sequence[Slot], host: HostBlock | None) -> list[HostBlock]:
     data = {id(slot.host): slot.host for slot in slots if slot.host is not None}
     strays = {key: tensor for key, tensor in data.items() if host is None or tensor not in host}
     block = HostBlock([tensor.nbytes for tensor in strays.values()])
-    moved = {key: _moved(tensor, block) for key, tensor in strays.items()}
+    moved = {key: rebuild(tensor, block.hold(tensor.detach())) for key, tensor in strays.items()}
     for slot in slots:
         if id(slot.host) in moved:
             _move(slot, moved[id(slot.host)])
@@ -122,8 +121,3 @@ def _move(slot: Slot, tensor: torch.Tensor) -> None:
         slot.waiting.keep(tensor)
     else:
         slot.wait_as(tensor)
-
-
-def _moved(tensor: torch.Tensor, block: HostBlock) -> torch.Tensor:
-    inside = block.hold(tensor.detach())
-    return nn.Parameter(inside, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else inside
