@@ -73,6 +73,15 @@ def read_json(path: Path, *, pairs: Callable[[list[tuple[str, Any]]], Any] | Non
     return parse_json(read_regular(path), pairs=pairs)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``; an empty one where there is none that can be read."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def parse_json(data: bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Return what the JSON text ``data`` says, as ``read_json`` does."""
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.regular_files import read_json
+from pipeline.regular_files import read_object
 from pipeline.report.records import Run
 from pipeline.report.run_folders import Job
 
@@ -76,13 +76,14 @@ def read_placements(jobs: Sequence[Job], *, most: int) -> Placements:
 
 
 def read_layers(run: Run) -> tuple[PlacedLayer, ...]:
-    """Return the layers of a run's plan: from its artifact, else the record's own map, none where neither is there."""
+    """Return the layers of a run's plan: from its artifact, else the record's own map, none where neither is
+    there: a pruned cache is no fault of the report."""
     folder = _artifact(run)
-    plan = _read(folder / _PLAN) if folder else {}
+    plan = read_object(folder / _PLAN) if folder else {}
     homes, names = plan.get("homes"), plan.get("reasons")
     if isinstance(homes, dict) and isinstance(names, dict) and homes and names:
         return _layers(homes, list(names))
-    entries = (_read(folder / _MAP) if folder else {}) or run.device_map
+    entries = (read_object(folder / _MAP) if folder else {}) or run.device_map
     return tuple(PlacedLayer(name, (str(device),)) for name, device in entries.items())
 
 
@@ -105,12 +106,3 @@ def _layers(homes: Mapping[str, Any], names: Sequence[str]) -> tuple[PlacedLayer
         if above in held:
             held[above].add(str(device))
     return tuple(PlacedLayer(name, tuple(in_tier_order(devices))) for name, devices in held.items() if devices)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``, empty where there is none: a pruned cache is no fault of the report."""
-    try:
-        content = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.errors import CheckpointError
 from pipeline.plain_data import walk
-from pipeline.regular_files import read_json
+from pipeline.regular_files import read_object
 
 FILE_NAME = "tokenizer.json"
 MOST = 10**5
@@ -27,13 +27,8 @@ def check_tokenizer(folder: Path) -> None:
     A file that can't be read at all is for the library to report.
     """
     path = folder / FILE_NAME
-    try:
-        content = read_json(path)
-    except (OSError, ValueError):
-        return
     growth = 1.0
-    steps = {key: value for key, value in content.items() if key not in _DATA} if isinstance(content, dict) else {}
-    for _, part in walk(steps):
+    for _, part in walk({key: value for key, value in read_object(path).items() if key not in _DATA}):
         growth *= _growth(part) if isinstance(part, dict) else 1
         if growth > MOST:
             raise CheckpointError(

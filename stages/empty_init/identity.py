@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.errors import CheckpointError
 from pipeline.plain_data import walk
-from pipeline.regular_files import parse_json, read_json, read_regular
+from pipeline.regular_files import parse_json, read_object, read_regular
 from stages.checkpoints.hub import checkpoint_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.weight_files import weight_files
@@ -74,7 +74,7 @@ def remote_code(folder: Path, names_it: str) -> dict[str, str]:
     is written there as ``REPOSITORY--MODULE.CLASS``.
     """
     folders = {"": folder}
-    for reference in _texts(_auto_map(folder / names_it)):
+    for reference in _texts(read_object(folder / names_it).get("auto_map")):
         repository, separator, _ = reference.partition("--")
         if separator:
             folders[f"{repository}/"] = checkpoint_folder({"path": repository})
@@ -85,14 +85,6 @@ def remote_code(folder: Path, names_it: str) -> dict[str, str]:
         for file, digest in hashes(files[name], place).items()
     }
     return found | code_identity(imports(file for group in files.values() for file in group))
-
-
-def _auto_map(file: Path) -> object:
-    try:
-        parsed = read_json(file)
-    except (OSError, ValueError, RecursionError):
-        return None  # whoever needs the file says what is wrong with it
-    return parsed.get("auto_map") if isinstance(parsed, dict) else None
 
 
 def quantization_fault(folder: Path) -> str | None:

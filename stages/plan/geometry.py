@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
-from pipeline.regular_files import read_json, read_regular
+from pipeline.regular_files import read_object, read_regular
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
@@ -54,12 +54,7 @@ class Request:
 
 def read_geometry(model: Mapping[str, Any]) -> Geometry:
     """Return the shape that the ``config.json`` of the config's ``model`` states; nothing where there is none."""
-    path = checkpoint_folder(model) / "config.json"
-    try:
-        config = read_json(path)
-    except (OSError, ValueError):
-        return Geometry()
-    return geometry_of(config)
+    return geometry_of(read_object(checkpoint_folder(model) / "config.json"))
 
 
 def geometry_of(config: Mapping[str, Any]) -> Geometry:

@@ -29,7 +29,7 @@ from pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, SummedFile, block
 from pipeline.cache.leftovers import DAMAGED, move_aside
 from pipeline.cache.locks import locked
 from pipeline.errors import StorageError
-from pipeline.regular_files import NotRegularError, read_json
+from pipeline.regular_files import NotRegularError, read_json, read_object
 from stages.checkpoints.shard_files import ShardFile
 from stages.units import DTYPE_BYTES, format_bytes
 
@@ -200,12 +200,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
     What is said of a tensor is a mapping; one of which something else stands there isn't known.
     """
-    try:
-        index = _read_json(folder / INDEX_NAME)
-    except OSError:
-        return {}
-    members = index.items() if isinstance(index, dict) else ()
-    return {name: entry for name, entry in members if isinstance(entry, dict)}
+    return {name: entry for name, entry in read_object(folder / INDEX_NAME).items() if isinstance(entry, dict)}
 
 
 def _is_empty(folder: Path) -> bool:
