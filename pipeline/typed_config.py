@@ -8,7 +8,7 @@ override what a frozen class declares.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -40,12 +40,10 @@ _MANY: Mapping[type, str] = {bool: "flags", int: "whole numbers", float: "number
 
 
 def defaults(kind: type[Any]) -> dict[str, Any]:
-    """Return the keys of the typed config ``kind`` with their defaults, as plain data."""
-    found = {}
-    for entry in fields(kind):
-        value = _default(entry)
-        found[entry.name] = defaults(type(value)) if is_dataclass(value) else value
-    return found
+    """Return the keys of the typed config ``kind`` with their defaults, as plain data; each must have one."""
+    made = kind()
+    values = {entry.name: getattr(made, entry.name) for entry in fields(kind)}
+    return {name: defaults(type(value)) if is_dataclass(value) else value for name, value in values.items()}
 
 
 def absolute(path: str) -> str:
@@ -122,15 +120,6 @@ def _rule(hint: Any, value: object) -> str:
         return "is no mapping of keys to values"
     many = next((_MANY[arm] for arm in get_args(hint) if arm in _MANY), None)
     return "is no list" + (f" of {many}" if many else "")
-
-
-def _default(entry: Field[Any]) -> Any:
-    """Return the default of a field; a key without one is no key that a config can leave out."""
-    if entry.default_factory is not MISSING:
-        return entry.default_factory()
-    if entry.default is MISSING:
-        raise TypeError(f"{entry.name}: a key of a typed config needs a default")
-    return entry.default
 
 
 def key_names(kinds: Iterable[type[Any]]) -> list[str]:

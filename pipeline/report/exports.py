@@ -12,7 +12,6 @@ from typing import Any
 from pipeline.report.comparison import RunComparison
 from pipeline.report.differences import Spread
 from pipeline.report.placements import in_tier_order
-from pipeline.report.records import Run
 from pipeline.report.run_folders import Job
 from pipeline.report.speed import bound_seconds
 from pipeline.report.summary import Summary
@@ -65,7 +64,10 @@ def as_json(summary: Summary) -> str:
         "seconds_per_token_by_budget": [asdict(series) for series in summary.series],
         "pareto_front": [asdict(point) for point in summary.front.best],
         "placements": [asdict(plan) for plan in summary.placements.plans],
-        "answers": [{"jobs": list(names), "outputs": _answers(job.run)} for job, names in summary.answers],
+        "answers": [
+            {"jobs": list(names), "outputs": [asdict(answer) for answer in job.run.answers]}
+            for job, names in summary.answers
+        ],
     }
     return json.dumps(content, indent=1) + "\n"
 
@@ -82,10 +84,6 @@ def _job(job: Job) -> dict[str, Any]:
         "metrics": {**run.metrics, "bound": run.bound or None, "bound_seconds_per_token": bound_seconds(run)},
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }
-
-
-def _answers(run: Run) -> list[dict[str, Any]]:
-    return [asdict(answer) for answer in run.answers]
 
 
 def _spreads(entries: Sequence[Spread]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from rich.console import Console
 from rich.markup import escape
@@ -63,5 +62,5 @@ def _changes(section: Section) -> Table:
         table.add_column(heading, justify="right" if section.numeric and place else "left", overflow="fold")
     for change in section.changes:
         cells = [change.key, change.before, change.after, change.ratio]
-        table.add_row(*(escape(cell) for _, cell in zip_longest(headings, cells[: len(headings)], fillvalue="")))
+        table.add_row(*map(escape, cells[: len(headings)]))
     return table
