@@ -6,7 +6,7 @@ Only this module asks the machine. A policy gets budgets, so that the same input
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,20 +46,16 @@ def hardware(config: Mapping[str, Any]) -> Hardware:
     devices = described.get("devices")
     size = None if described.get("host") is None else parse_size(described["host"]["memory"])
     return Hardware(
-        local_accelerators() if devices is None else simulated(devices),
+        local_accelerators() if devices is None else tuple(map(simulated, devices)),
         host_memory() if size is None else Host(size, size),
     )
 
 
-def simulated(devices: Sequence[Mapping[str, Any]]) -> tuple[Accelerator, ...]:
-    """Return the accelerators that the config lists: ``[{memory: 24GB}, …]``.
+def simulated(device: Mapping[str, Any]) -> Accelerator:
+    """Return an accelerator that the config lists: ``{memory: 24GB}``.
 
-    A device may have a ``name``, and a ``ledger``: to rehearse what happens on one that has less than it says.
+    It may have a ``name``, and a ``ledger``: to rehearse what happens on one that has less than it says.
     """
-    return tuple(_simulated(device) for device in devices)
-
-
-def _simulated(device: Mapping[str, Any]) -> Accelerator:
     size, ledger = parse_size(device["memory"]), device.get("ledger")
     capacity = None if ledger is None else parse_size(ledger)
     return Accelerator(str(device.get("name", "simulated")), size, size, simulated=True, ledger_bytes=capacity)

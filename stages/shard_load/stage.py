@@ -16,7 +16,7 @@ from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
 from stages.shard_load.config import ShardLoadConfig, faults, open_weights
-from stages.shard_load.offload_store import OffloadStore, open_store
+from stages.shard_load.offload_store import open_store
 from stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
@@ -160,21 +160,15 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> Load:
     return prepare(model, skeleton, homes=inputs.plan.homes, checkpoint=checkpoint, strict=inputs.strict)
 
 
-def _store(inputs: ShardLoadInputs, context: Context, load: Load) -> OffloadStore:
-    """Return the offload store of this checkpoint in this dtype."""
-    key = load.store_key
-    needed = sum(tensor.bytes for tensor in load.stored.values())
-    return open_store(Path(inputs.offload_folder or context.cache / "offload" / key), key, needed_bytes=needed)
-
-
 def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[str, ShardFile]:
     """Return the files of what must be in the offload store; none is opened where nothing must."""
     from stages.shard_load.placed_weights import fill_store
 
     if not load.stored:
         return {}
-    store, full = _store(inputs, context, load), inputs.verify == "full"
-    return fill_store(load, store, check_finite=inputs.check_finite, full=full)
+    key, needed = load.store_key, sum(tensor.bytes for tensor in load.stored.values())
+    store = open_store(Path(inputs.offload_folder or context.cache / "offload" / key), key, needed_bytes=needed)
+    return fill_store(load, store, check_finite=inputs.check_finite, full=inputs.verify == "full")
 
 
 def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
