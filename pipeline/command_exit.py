@@ -105,6 +105,9 @@ def run_command(name: str, work: Callable[[], int]) -> None:
 
 def exit_with(name: str, work: Callable[[], int]) -> None:
     """Exit with the code that ``work`` returns, 130 where it was interrupted; an unread output is no fault."""
+    import logging
+
+    logging.raiseExceptions = False  # a log on a full disk would put a traceback on the screen for each line
     code = 0
     try:
         code = work()

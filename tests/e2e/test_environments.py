@@ -159,3 +159,12 @@ def test_a_file_system_that_is_full_is_said_in_one_line(tmp_path: Path) -> None:
     if subprocess.run(["bash", "-c", f"{mount} true"], capture_output=True, check=False).returncode:
         pytest.skip("may not mount")
     one_line(shell(tmp_path, f"{mount} RUN", f"outputs={small}", *PLAN), 5, "No space left")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
+def test_a_log_that_cannot_be_written_is_no_reason_to_end(tmp_path: Path) -> None:
+    tmp_path.joinpath("here").mkdir()
+    tmp_path.joinpath("here", "run.log").symlink_to("/dev/full")
+    done = shell(tmp_path, "RUN", "hydra.run.dir=here", *PLAN)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(tmp_path.joinpath("here", "run.json").read_text())["status"] == "completed"
