@@ -31,9 +31,10 @@ from stages.units import CPU, DeviceId
 class PlanInputs:
     """The model by the key of its ``skeleton``, the map that was asked for, the resolved budgets, the request's work.
 
-    ``io`` and ``tight`` are all that free memory changes of a plan: how the host reads, and the memory that is free
-    where it may be too little, else null. ``simulated`` has the accelerators that the config lists; those that are
-    here stand in ``machine``, since their free memory is in the budgets already.
+    ``io``, ``pages_stay`` and ``tight`` are all that free memory changes of a plan: how the host reads, whether what
+    it maps stays in memory, and the memory that is free where it may be too little, else null. ``simulated`` has the
+    accelerators that the config lists; those that are here stand in ``machine``, since their free memory is in the
+    budgets already.
     """
 
     skeleton: str
@@ -44,6 +45,7 @@ class PlanInputs:
     work: Work
     rates: Rates
     io: Io
+    pages_stay: bool
     tight: int | None
     outline: Outline = field(compare=False)
     machine: Hardware = field(compare=False)
@@ -59,6 +61,7 @@ def gather_inputs(
     given, model = read(options.PlanConfig, config), config.get("model") or {}
     needs = work(outline, read_geometry(model), read_request(config.get("generate") or {}, model), kernels)
     allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
+    streaming = _streaming(machine, outline, allowance, needs)
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
@@ -67,7 +70,8 @@ def gather_inputs(
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
         work=needs,
         rates=rates,
-        io=choose_io(given.storage.io, **_streaming(machine, outline, allowance, needs)),
+        io=choose_io(given.storage.io, **streaming),
+        pages_stay=choose_io("auto", **streaming) == "mmap",
         tight=_tight(machine, outline, allowance, needs),
         outline=outline,
         machine=machine,

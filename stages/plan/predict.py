@@ -90,12 +90,15 @@ def compute_dtype(outline: Outline) -> str:
     return max(count, key=lambda dtype: count[dtype], default="float32")
 
 
-def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates) -> Plan:
-    """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token."""
+def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, pages_stay: bool = False) -> Plan:
+    """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token.
+
+    Where ``pages_stay``, what is mapped is read from storage once, and is in memory for every token that follows.
+    """
     streamed: Counter[DeviceId] = Counter()
     for name, serving in plan.serving.items():
         if is_streamed(serving):
-            streamed[waits_on(serving)] += outline.sizes[name]
+            streamed[CPU if pages_stay and serving == "map" else waits_on(serving)] += outline.sizes[name]
     seconds = token_seconds(streamed, plan.resident_bytes, main=plan.main_device, rates=rates)
     bound = max(seconds, key=lambda name: seconds[name])
     forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": sum(streamed.values())}

@@ -75,8 +75,5 @@ def is_streamed(serving: Serving | None) -> bool:
 
 
 def waits_on(serving: Serving) -> DeviceId:
-    """Return where a tensor waits between its uses, as far as it matters to what brings it: on disk, or in memory.
-
-    What is mapped is mapped because its pages stay in memory.
-    """
-    return CPU if serving in ("copy", "map") else DISK
+    """Return where a tensor waits between its uses, as far as it matters to what brings it: on disk, or in memory."""
+    return CPU if serving == "copy" else DISK

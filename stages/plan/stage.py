@@ -104,7 +104,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     plan = assemble(outline, placement, allowance, policy=choice.policy, io=inputs.io)
     require_writable(plan, outline.skeleton.written)
     plan = replace(plan, ledgers=ledgers(inputs.machine, plan.budgets))
-    plan = predict(outline, plan, inputs.work, inputs.rates)
+    plan = predict(outline, plan, inputs.work, inputs.rates, pages_stay=inputs.pages_stay)
     require_room(plan, inputs.machine)
     return plan
 

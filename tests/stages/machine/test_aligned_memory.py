@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.machine.aligned_memory import private_bytes, room_for, tensor_in
+from stages.machine.aligned_memory import byte_view, private_bytes, room_for, tensor_in
 
 DATA = np.arange(64, dtype=np.uint8)
 
@@ -24,6 +24,13 @@ def test_a_tensor_is_a_view_of_its_bytes_unless_its_address_is_not_aligned(begin
 def test_a_tensor_of_nothing_needs_no_bytes_and_one_number_has_no_shape() -> None:
     assert tensor_in(DATA, 64, torch.float32, (0, 5)).shape == (0, 5)
     assert tensor_in(DATA.copy(), 8, torch.int16, ()).item() == 8 + 256 * 9
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(6, dtype=torch.int16)[1::5][:1], torch.tensor(1, dtype=torch.int16)])
+def test_the_bytes_of_one_number_are_seen_whatever_the_stride(tensor: torch.Tensor) -> None:
+    assert bytes(byte_view(tensor)) == b"\x01\x00"
+    byte_view(tensor)[0] = 7
+    assert tensor.item() == 7
 
 
 def test_neighbours_share_no_storage_and_keep_the_memory_alive() -> None:
