@@ -203,11 +203,11 @@ def test_two_processes_on_an_empty_cache_share_one_artifact_a_key(tmp_path: Path
         assert len(list(tmp_path.glob(f"outputs/cache/{stage}/*/manifest.json"))) == 1
 
 
-def test_killed_while_any_stage_is_written_the_next_run_is_right(offstage: Run, tmp_path: Path) -> None:
+def test_killed_while_any_stage_is_written_the_next_run_is_right(offstage_here: Run, tmp_path: Path) -> None:
     import random
 
     chance = random.Random(5)
-    expected = offstage("generate.max_new_tokens=4", "outputs=reference")
+    expected = offstage_here("generate.max_new_tokens=4", "outputs=reference")
     tokens = json.loads(next(tmp_path.glob("reference/runs/*/*/run.json")).read_text())["outputs"]
     assert expected.code == 0
     for stage in ("empty_init", "plan", "dispatch", "generate"):
@@ -217,6 +217,6 @@ def test_killed_while_any_stage_is_written_the_next_run_is_right(offstage: Run, 
         time.sleep(chance.uniform(0, 0.05))
         process.kill()
         process.communicate()
-    done = offstage("generate.max_new_tokens=4")
+    done = offstage_here("generate.max_new_tokens=4")
     assert done.code == 0, done.err
     assert done.record["outputs"] == tokens

@@ -45,18 +45,18 @@ def lay_out(repository: Path) -> None:
         (snapshot / file.name).symlink_to(f"../../blobs/{tag(file)}")
 
 
-def test_what_the_cache_holds_runs_without_a_network(offstage: Run, hub_home: Path) -> None:
+def test_what_the_cache_holds_runs_without_a_network(offstage: Run, offstage_here: Run, hub_home: Path) -> None:
     lay_out(hub_home)
     by_id = offstage(*RUN)
     assert by_id.code == 0, by_id.err
     assert by_id.record["config"]["model"]["path"] == "org/name"
-    by_folder = offstage(f"model.path={hub_home / 'snapshots' / COMMIT}", *RUN[1:])
+    by_folder = offstage_here(f"model.path={hub_home / 'snapshots' / COMMIT}", *RUN[1:])
     assert by_folder.tokens == by_id.tokens
     assert by_folder.cached["empty_init"], "one model under two names has one skeleton"
     assert offstage(*RUN, f"model.revision={COMMIT}").code == 0
 
 
-def test_a_tokenizer_may_come_from_the_hub(offstage: Run, hub_home: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_may_come_from_the_hub(offstage: Run, offstage_here: Run, hub_home: Path, tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "special*", "vocab*"))
     run = (f"model.path={tmp_path / 'bare'}", "model.tokenizer=org/name", "generate.prompts=[a cue]", *RUN[3:])
     refused = offstage(*run)
@@ -66,7 +66,7 @@ def test_a_tokenizer_may_come_from_the_hub(offstage: Run, hub_home: Path, tmp_pa
     done = offstage(*run)
     assert done.code == 0, done.err
     assert done.record["outputs"][0]["text"]
-    assert done.tokens == offstage(f"model.path={TINY}", *run[2:]).tokens
+    assert done.tokens == offstage_here(f"model.path={TINY}", *run[2:]).tokens
 
 
 @pytest.mark.parametrize("gone", ["everything", "a shard", "the config"])

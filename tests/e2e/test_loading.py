@@ -125,10 +125,10 @@ def test_a_check_that_does_not_exist_is_refused(
 
 
 def test_kills_while_the_store_is_written_leave_the_next_run_right(
-    offstage: Run, checkpoint: Path, tmp_path: Path
+    offstage_here: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
     cast = (f"model.path={checkpoint}", *SHORT, "dtype=float16", "device_map=disk")
-    expected = offstage(*cast).tokens
+    expected = offstage_here(*cast).tokens
     shutil.rmtree(tmp_path / "outputs" / "cache")
     chance, cut_short = random.Random(4), []
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_kills_while_the_store_is_written_leave_the_next_run_right(
         cut_short.append(not list(tmp_path.glob("outputs/cache/shard_load/*/manifest.json")))
         shutil.rmtree(tmp_path / "outputs" / "cache" / "generate", ignore_errors=True)
     assert any(cut_short), "no kill hit the load; the test shows nothing"
-    done = offstage(*cast)
+    done = offstage_here(*cast)
     assert done.code == 0, done.err
     assert done.tokens == expected
 
