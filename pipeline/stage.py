@@ -101,6 +101,9 @@ class Stage(Protocol[Inputs]):
 
     A stage that derives from this class needs no ``check``, ``examine`` or ``revive`` where these have nothing to do.
 
+    A stage with an attribute ``resumes`` that is true gets the folder of a build that was killed or interrupted, as it
+    was left, and goes on there; others begin with an empty one.
+
     What a stage depends on is gathered once a run, as a value. The key is made from that value and the work is done
     from it, so that what lies under a key is what the key says, whatever the machine would answer by then.
     """

@@ -89,7 +89,10 @@ class StageChain:
         """Have the artifact of ``name``, built now if the cache lacks it; return whether it was there."""
         stage, key = self.stages[name], self.key(name)
         artifact, live, cached = self._store.obtain(
-            name, key, lambda folder: stage.build(self._inputs[name], self, folder)
+            name,
+            key,
+            lambda folder: stage.build(self._inputs[name], self, folder),
+            resumes=getattr(stage, "resumes", False),
         )
         self.artifacts[name] = artifact
         if live is not None:

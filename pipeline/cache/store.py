@@ -71,12 +71,15 @@ class Store:
                 with locked(folder, work=f"builds {stage}", wait=False) as ours:
                     return _settle(folder) if ours else None
 
-    def obtain(self, stage: str, key: str, write: Callable[[Path], T]) -> tuple[Artifact, T | None, bool]:
+    def obtain(
+        self, stage: str, key: str, write: Callable[[Path], T], *, resumes: bool = False
+    ) -> tuple[Artifact, T | None, bool]:
         """Return the artifact of ``key``, what ``write`` returned, and whether the artifact was there before.
 
         ``write`` is called with an empty folder to fill, and only if no artifact is found; else its part is
         None. The folder is renamed afterwards, so what ``write`` returns must not depend on where it lies.
-        Whatever ``write`` raises leaves nothing behind.
+        Whatever ``write`` raises leaves nothing behind; but where it ``resumes``, the folder is what the last one that
+        was killed, or raised, left of the same key, until ``sweep`` takes it.
         """
         folder = self._folder(stage, key)
         found = self.find(stage, key)
@@ -91,7 +94,7 @@ class Store:
                 found = _settle(folder)
             if found is not None:
                 return found, None, True
-            artifact, made = _build(folder, write)
+            artifact, made = _build(folder, write, resumes=resumes)
             return artifact, made, False
 
     def sweep(self, *, older_than_seconds: float = 86400.0) -> None:
@@ -145,16 +148,22 @@ def _inode(folder: Path) -> int | None:
         return None
 
 
-def _build(folder: Path, write: Callable[[Path], T]) -> tuple[Artifact, T]:
-    building = folder.with_name(f"{BUILDING}{uuid.uuid4().hex}")
+def _build(folder: Path, write: Callable[[Path], T], *, resumes: bool) -> tuple[Artifact, T]:
+    building = folder.with_name(f"{BUILDING}{folder.name if resumes else uuid.uuid4().hex}")
+    published = False
     try:
         with mendable(folder.parent):
-            building.mkdir()
+            building.mkdir(exist_ok=resumes)
         made = _write(building, write)
         with mendable(folder.parent):
-            return _publish(building, folder), made
+            artifact, published = _publish(building, folder), True
+            return artifact, made
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        if published or not resumes:
+            shutil.rmtree(building, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                building.rmdir()  # there is nothing to go on with
 
 
 def _write(building: Path, write: Callable[[Path], T]) -> T:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,26 @@ from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.generate import decode, options, prompts
+from stages.generate.batches import Asked, make_batches
 from stages.generate.inputs import GenerateInputs
 from stages.generate.metrics import Cost, Metrics
+from stages.generate.progress import FILE_NAME as PROGRESS, Progress, Row
+from stages.generate.sampling import SeededRows
+from stages.plan.prompts import MOST
 
 _PAD = "pad_token_id"
-WORDS_UNKNOWN = 2**63
+_TOLD = ("prompt", "text", "token_ids", "batch")
+"""What the record has of each sequence."""
+WORDS_UNKNOWN = MOST
 """A bound on token ids where the model doesn't say how many words it knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """``outputs``: one ``{prompt, text, token_ids}`` a sequence; ``measured``: device → peak bytes."""
+    """``outputs``: one ``{prompt, text, token_ids, batch}`` a sequence; ``measured``: device → peak bytes.
+
+    Sequences with one number of a ``batch`` were decoded together.
+    """
 
     outputs: list[dict[str, Any]]
     metrics: Metrics
@@ -46,20 +56,19 @@ class Generation:
             self.trace.save(file.with_name(TRACE_NAME))
 
 
-def perform(inputs: GenerateInputs, context: Context) -> Generation:
-    """Generate what ``inputs`` ask for, on the live model of the stage dispatch."""
-    tokenizer, asked = load_tokenizer(inputs.model), inputs.prompts
-    encoded = prompts.encode(asked, tokenizer)
+def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generation:
+    """Generate what ``inputs`` ask for, on the live model of the stage dispatch.
+
+    Each batch is kept in ``folder`` as it finishes; those that are there already, of a run that was killed, are taken.
+    """
+    tokenizer, progress = load_tokenizer(inputs.model), Progress(folder / PROGRESS)
+    encoder = prompts.Encoder.of(inputs.options, tokenizer)
+    encoded = [encoder.encode(name, prompt) for name, prompt in zip(inputs.names, inputs.prompts, strict=True)]
     dispatched: Dispatched = context.live("dispatch")
     _check_words(dispatched.model, encoded)
     decoding = _Decoding(dispatched, inputs, tokenizer)
-    torch.manual_seed(inputs.seed)
-    rows = decoding.run(encoded)
-    copies = max(len(rows) // len(asked), 1)
-    outputs = [
-        {"prompt": asked[index // copies], "text": _decoded(tokenizer, row), "token_ids": row}
-        for index, row in enumerate(rows)
-    ]
+    decoding.run(encoded, progress)
+    outputs = [{name: row[name] for name in _TOLD} for row in progress.settle()]
     measured = _measured(context) | {str(device): peak for device, peak in dispatched.devices.peaks.items()}
     return Generation(outputs, decoding.metrics(), measured, dispatched.streamer.trace)
 
@@ -68,64 +77,82 @@ class _Decoding:
     """Runs the batches of one generation and sums up what they cost."""
 
     def __init__(self, dispatched: Dispatched, inputs: GenerateInputs, tokenizer: Any) -> None:
-        self._dispatched = dispatched
-        self._batch_size = inputs.options.get("batch_size")
+        self._dispatched, self._inputs, self._tokenizer = dispatched, inputs, tokenizer
         self._cost = Cost()
-        self._options = options.given_options(inputs.options)
         self._defaults = options.checkpoint_defaults(checkpoint_folder(inputs.model))
         self._uses_transformers = decode.has_generate(dispatched.model)
         if self._uses_transformers and self._defaults is not None:
             dispatched.model.generation_config = self._defaults
-        if not self._uses_transformers:
-            self._options = options.plain_options(self._options, self._defaults)
-        stops = self._options.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
-        self._call = {**self._options, "tokenizer": tokenizer} if stops else self._options
-        self._ends = decode.end_tokens(
-            self._options, self._defaults, getattr(dispatched.model, "generation_config", None)
+        config = getattr(dispatched.model, "config", None)
+        self._side = "right" if getattr(config, "is_encoder_decoder", False) else "left"
+
+    def run(self, encoded: Sequence[Sequence[int]], progress: Progress) -> None:
+        """Answer every prompt, in batches, those apart that ``progress`` has."""
+        given = self._inputs.options
+        batches = make_batches(
+            [self._asked(index, ids) for index, ids in enumerate(encoded)],
+            size=given.get("batch_size"),
+            alone=bool(given.get("exact")),
+            padded=self._uses_transformers,
         )
-        pads = (self._options.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, tokenizer)))
-        self._pad = [*(token for pad in pads for token in prompts.token_ids(_PAD, pad)), *self._ends, 0][0]
+        left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
+        steps = sum(batch[0].options.get("max_new_tokens") or 0 for batch in left.values())
+        with tqdm(total=steps or None, desc="generate", unit="token", disable=None, leave=False) as bar:
+            for number, batch in left.items():
+                if len(batches) > 1:
+                    bar.set_postfix_str(f"{len(progress.done)} of {len(batches)} batches")
+                progress.add(self._rows(number, batch, self._run_batch(batch, bar)))
 
-    def run(self, encoded: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the new tokens of each prompt, in order."""
-        steps = self._options.get("max_new_tokens")
-        batches = self._batches(encoded)
-        total = steps * len(batches) if steps else None
-        rows: list[list[int]] = []
-        with tqdm(total=total, desc="generate", unit="token", disable=None, leave=False) as bar:
-            for batch in batches:
-                rows += [decode.trim(row, self._ends) for row in self._run_batch(batch, bar)]
-        return rows
+    def _asked(self, index: int, ids: Sequence[int]) -> Asked:
+        """Return prompt ``index`` with the options that it is answered with: its own, then those of all."""
+        own = options.given_options({**self._inputs.options, **self._inputs.prompts[index].options})
+        seed = own.pop("seed", (self._inputs.seed + index) % 2**63)
+        if not self._uses_transformers:
+            own = options.plain_options(own, self._defaults)
+        return Asked(index, ids, seed, own)
 
-    def _batches(self, encoded: Sequence[Sequence[int]]) -> list[prompts.Batch]:
-        """Cut ``encoded`` into batches. The plain loop knows no masks, so there prompts of one length go together."""
-        size = self._batch_size or len(encoded)
-        groups: list[list[Sequence[int]]] = []
-        for ids in encoded:
-            full = not groups or len(groups[-1]) == size
-            if full or (not self._uses_transformers and len(groups[-1][0]) != len(ids)):
-                groups.append([])
-            groups[-1].append(ids)
-        config = getattr(self._dispatched.model, "config", None)
-        side = "right" if getattr(config, "is_encoder_decoder", False) else "left"
-        return [prompts.make_batch(group, pad=self._pad, side=side) for group in groups]
+    def _rows(self, number: int, batch: Sequence[Asked], tokens: Sequence[Sequence[int]]) -> list[Row]:
+        """Return what is told of each sequence of the batch: a prompt may have several, one after another."""
+        copies = max(1, len(tokens) // len(batch))
+        return [
+            {
+                "index": batch[place // copies].index,
+                "batch": number,
+                "rows": len(tokens),
+                "prompt": self._inputs.prompts[batch[place // copies].index].content,
+                "text": _decoded(self._tokenizer, row),
+                "token_ids": list(row),
+            }
+            for place, row in enumerate(tokens)
+        ]
 
-    def _run_batch(self, batch: prompts.Batch, bar: Any) -> list[list[int]]:
-        traffic = self._dispatched.streamer.traffic
+    def _run_batch(self, batch: Sequence[Asked], bar: Any) -> list[list[int]]:
+        """Return the new tokens of each sequence."""
+        given, traffic = batch[0].options, self._dispatched.streamer.traffic
+        ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
+        padded = prompts.make_batch([one.ids for one in batch], pad=self._pad(given, ends), side=self._side)
         marks: list[Traffic] = []
         clock = decode.Clock(tick=bar.update, first=lambda: marks.append(replace(traffic)))  # which goes on counting
+        torch.manual_seed(batch[0].seed)
         began = time.perf_counter()
-        tokens = self._decode(batch, clock)
+        with SeededRows([one.seed for one in batch]) if given.get("do_sample", True) else nullcontext():
+            tokens = self._decode(padded, given, clock)
         if clock.times:
             self._cost.add(clock.times, began=began, sequences=len(tokens), first=marks[0], last=traffic)
-        return [[int(token) for token in row] for row in tokens]
+        return [decode.trim([int(token) for token in row], ends) for row in tokens]
 
-    def _decode(self, batch: prompts.Batch, clock: decode.Clock) -> torch.Tensor:
+    def _pad(self, given: Mapping[str, Any], ends: Sequence[int]) -> int:
+        pads = (given.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, self._tokenizer)))
+        return [*(token for pad in pads for token in prompts.token_ids(_PAD, pad)), *ends, 0][0]
+
+    def _decode(self, batch: prompts.Batch, given: Mapping[str, Any], clock: decode.Clock) -> torch.Tensor:
         model, device = self._dispatched.model, self._dispatched.device
-        if self._uses_transformers:
-            with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
-                return decode.decode_with_transformers(model, batch, self._call, device=device, clock=clock)
-        return decode.decode_plainly(model, batch.input_ids.to(device), self._options, clock=clock)
+        if not self._uses_transformers:
+            return decode.decode_plainly(model, batch.input_ids.to(device), given, clock=clock)
+        stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
+        call = {**given, "tokenizer": self._tokenizer} if stops else given
+        with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
+            return decode.decode_with_transformers(model, batch, call, device=device, clock=clock)
 
     def metrics(self) -> Metrics:
         """Return the run record's metrics: of loading, of decoding, and of the whole generation's traffic."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.generate.prompts import Prompt
+from stages.plan.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,8 @@ class GenerateInputs:
     """The tokens depend on the model, the prompts and every option; the metrics on the placement too.
 
     ``skeleton`` and ``weights`` are the keys of what earlier stages left, so of all that made it, the model's code too;
-    ``placement`` is the hash of the dispatch plan. ``options`` are those of the config but for the prompts; ``text``
+    ``placement`` is the hash of the dispatch plan. ``names`` says where each of the ``prompts`` stands. ``options`` are
+    those of the config but for the prompts; ``text``
     has the hashes of the files that say how text becomes tokens and which options are the default, and ``kernels`` the
     variables of the environment that choose kernels; ``model`` is the config's node of that name.
     """
@@ -23,6 +24,7 @@ class GenerateInputs:
     weights: str
     placement: str
     prompts: Sequence[Prompt]
+    names: Sequence[str] = field(compare=False)
     options: Mapping[str, Any]
     seed: int
     trace: bool

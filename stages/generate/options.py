@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.generation.logits_process import NoBadWordsLogitsProcessor
+from transformers.generation import logits_process as processors
 
-from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign
+from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
-from stages.generate.prompts import OWN_KEYS, token_ids
+from stages.generate.prompts import token_ids
+from stages.plan.prompts import OWN_KEYS, read_prompts
 
 FILE_NAME = "generation_config.json"
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
@@ -20,6 +21,23 @@ PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p",
 
 CACHES = ("dynamic", "static")
 """The values of ``cache_implementation`` whose caches stay where the model computes."""
+
+
+_PROCESSORS: Mapping[str, Callable[[Any], object]] = {
+    "repetition_penalty": processors.RepetitionPenaltyLogitsProcessor,
+    "no_repeat_ngram_size": processors.NoRepeatNGramLogitsProcessor,
+}
+_WARPERS: Mapping[str, Callable[[Any], object]] = {
+    "temperature": processors.TemperatureLogitsWarper,
+    "top_k": processors.TopKLogitsWarper,
+    "top_p": processors.TopPLogitsWarper,
+    "min_p": processors.MinPLogitsWarper,
+    "typical_p": processors.TypicalLogitsWarper,
+    "epsilon_cutoff": processors.EpsilonLogitsWarper,
+    "eta_cutoff": processors.EtaLogitsWarper,
+}
+_UNUSED = {"no_repeat_ngram_size": 0, "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0, "eta_cutoff": 0}
+"""The values with which an option changes nothing, and that its processor refuses."""
 
 
 def given_options(generate: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +71,22 @@ def _token_faults(options: Mapping[str, Any]) -> Iterable[Fault]:
             token_ids(name, options[name])
         except ConfigError as error:
             yield Fault(f"generate.{name}", str(error).removeprefix(f"generate.{name}: "))
+
+
+def check_own_options(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield what is wrong with the options that single prompts bring."""
+    seen: list[Mapping[str, Any]] = []
+    for name, prompt in read_prompts(generate).items():
+        if not prompt.options or prompt.options in seen:
+            continue
+        seen.append(prompt.options)
+        own = dict(prompt.options)
+        seed = own.pop("seed", 0)
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            yield Fault(f"{name}.seed", f"{seed!r} is no seed; give a whole number from 0 to 2**63 - 1")
+        both = {**generate, **own}
+        for fault in list(check_options(both)) or check_served(both, model):
+            yield Fault(f"{name}{fault.key.removeprefix('generate')}", fault.message, fault.error)
 
 
 def check_served(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
@@ -96,9 +130,21 @@ def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[
         yield "cache_implementation", f"is no cache that a run can have; give {' or '.join(CACHES)}, or leave it out"
     if options.get("stop_strings") and load_tokenizer(model) is None:
         yield "stop_strings", "needs a tokenizer, and the checkpoint has none; set model.tokenizer"
+    for name, processor in _processors(options):
+        try:
+            processor(options[name])
+        except (ValueError, TypeError) as error:
+            yield name, f"is refused by transformers: {words_of(error)}"
     words = options.get("bad_words_ids")
     if words is not None:
-        NoBadWordsLogitsProcessor(words, eos_token_id=options.get("eos_token_id"))
+        processors.NoBadWordsLogitsProcessor(words, eos_token_id=options.get("eos_token_id"))
+
+
+def _processors(options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any], object]]]:
+    """Yield the options of one value that change logits, with what transformers makes of them when it generates."""
+    for name, processor in ({**_PROCESSORS, **(_WARPERS if options.get("do_sample") else {})}).items():
+        if options.get(name) not in (None, _UNUSED.get(name)):
+            yield name, processor
 
 
 def checkpoint_defaults(folder: Path) -> GenerationConfig | None:

@@ -1,24 +1,22 @@
-"""Prompts: strings or token ids, from the config or a file, as padded batches."""
+"""Prompts as token ids, and these as padded batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.regular_files import read_regular
-from stages.checkpoints.tokenizers import tokenizing
+from pipeline.regular_files import read_object
+from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from stages.plan.prompts import MOST, Message, Prompt, read_prompts
 
 if TYPE_CHECKING:
     import torch
 
-OWN_KEYS = ("prompts", "prompts_file", "batch_size")
-"""The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
-
-Prompt = str | list[int]
-_MOST = 2**63
+_CONTEXT = ("max_position_embeddings", "n_positions")
+"""What a ``config.json`` calls the most tokens that the model has positions for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,81 +27,93 @@ class Batch:
     attention_mask: torch.Tensor
 
 
-def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
-    """Yield what is wrong with the prompts and the batch size of the config node ``generate``."""
-    size, file = generate.get("batch_size"), generate.get("prompts_file")
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        yield Fault("generate.batch_size", f"{size!r} is no batch size; give a whole number from 1, or null for all")
-    if file is not None:
-        if not Path(file).is_file():
-            yield Fault("generate.prompts_file", f"{file!r} is no file; give a text file with one prompt a line")
-        return
-    prompts = generate.get("prompts")
-    if not isinstance(prompts, list) or not prompts:
-        yield Fault("generate.prompts", f"{prompts!r} is no list of prompts; give generate.prompts=['…'] or [[5,6,7]]")
-        return
-    for index, prompt in enumerate(prompts):
-        if not _is_prompt(prompt):
-            yield Fault(f"generate.prompts[{index}]", f"{prompt!r} is neither text in UTF-8 nor a list of token ids")
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Makes token ids of prompts; ``tokenizer`` is null where the checkpoint has none.
+
+    ``chat`` says whether text is what a user says in a chat: true, false, or auto (where the tokenizer has a template
+    for chats). ``system`` is the message that such a chat begins with.
+    """
+
+    tokenizer: Any
+    chat: bool | str = "auto"
+    system: str | None = None
+
+    @classmethod
+    def of(cls, generate: Mapping[str, Any], tokenizer: Any) -> Encoder:
+        """Return the encoder that the config node ``generate`` asks for."""
+        chat = generate.get("chat")
+        return cls(tokenizer, "auto" if chat is None else chat, generate.get("system"))
+
+    def encode(self, name: str, prompt: Prompt) -> list[int]:
+        """Return the token ids of ``prompt``, which stands at ``name``, or raise ``ConfigError``."""
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{name}: {prompt.text!r} is text and the checkpoint has no tokenizer; "
+                "set model.tokenizer to a folder that has one, or give token ids: generate.prompts=[[5,6,7]]"
+            )
+        messages = self._messages(prompt)
+        with tokenizing(ConfigError, f"{name}: {prompt.text!r} can't be made tokens by the tokenizer"):
+            ids = list(self.tokenizer(prompt.text)["input_ids"]) if messages is None else self._chat(messages)
+        if not ids:
+            raise ConfigError(f"{name}: {prompt.text!r} has no tokens; give a longer prompt")
+        return [int(i) for i in ids]
+
+    def _messages(self, prompt: Prompt) -> list[Message] | None:
+        """Return the chat that ``prompt`` is or begins, null if it is text to go on with."""
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        given = prompt.messages
+        if (given is not None or self.chat is True) and not has_template:
+            raise ConfigError(
+                "generate.chat: the tokenizer has no template for chats; give text and generate.chat=false, "
+                "or set model.tokenizer to a folder whose tokenizer has one"
+            )
+        if given is None and (self.chat is False or not has_template):
+            return None
+        messages = [{"role": "user", "content": prompt.text}] if given is None else given
+        opens = messages[0]["role"] == "system" or self.system is None
+        return messages if opens else [{"role": "system", "content": self.system or ""}, *messages]
+
+    def _chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a chat, up to where the model's answer begins."""
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _is_prompt(value: Any) -> bool:
-    if isinstance(value, str):
-        return bool(value) and _is_unicode(value)
-    ids = value if isinstance(value, list) else []
-    return bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether UTF-8 has ``text``: what came from bytes that aren't UTF-8 holds halves of characters."""
+def check_encoded(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield the first prompt that can't be made tokens, and those that are longer than the model's context."""
+    prompts, context = read_prompts(generate), _context(model)
+    needs = any(prompt.token_ids is None for prompt in prompts.values())
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        encoder = Encoder.of(generate, load_tokenizer(model) if needs else None)
+        lengths = {name: len(encoder.encode(name, prompt)) for name, prompt in prompts.items()}
+    except ConfigError as error:
+        key, _, message = str(error).partition(": ")
+        yield Fault(key, message)
+        return
+    for name, length in lengths.items():
+        if context is not None and length > context:
+            yield Fault(name, f"{length} tokens are more than the model's context of {context}; shorten it")
+
+
+def _context(model: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a decoder has positions for, null where its config doesn't say."""
+    config = read_object(checkpoint_folder(model) / "config.json")
+    if config.get("is_encoder_decoder"):
+        return None
+    config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+    found = [config[name] for name in _CONTEXT if type(config.get(name)) is int and config[name] > 0]
+    return found[0] if found else None
 
 
 def token_ids(option: str, value: object) -> list[int]:
     """Return the token ids that an ``option`` names: none, one or a list; a ``ConfigError`` for anything else."""
     found = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < _MOST for token in found):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < MOST for token in found):
         raise ConfigError(f"generate.{option}: {value!r} is no token id; give a whole number, or leave it out")
     return list(found)
-
-
-def read_prompts(generate: Mapping[str, Any]) -> list[Prompt]:
-    """Return the prompts of the config node ``generate``; blank lines of a prompts file are passed over."""
-    if generate.get("prompts_file") is None:
-        return list(generate["prompts"])
-    file = Path(generate["prompts_file"])
-    try:
-        lines = [line for line in read_regular(file).decode("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"generate.prompts_file: {str(file)!r} can't be read as UTF-8 text: {error}") from error
-    if not lines:
-        raise ConfigError(f"generate.prompts_file: {str(file)!r} holds no prompt; write one a line")
-    return list(lines)
-
-
-def encode(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of each prompt. A string needs a tokenizer: a ``ConfigError`` where there is none."""
-    encoded = []
-    for prompt in prompts:
-        if isinstance(prompt, str) and tokenizer is None:
-            raise ConfigError(
-                f"generate.prompts: {prompt!r} is text and the checkpoint has no tokenizer; "
-                "set model.tokenizer to a folder that has one, or give token ids: generate.prompts=[[5,6,7]]"
-            )
-        ids = _tokenize(prompt, tokenizer) if isinstance(prompt, str) else prompt
-        if not ids:
-            raise ConfigError(f"generate.prompts: {prompt!r} has no tokens; give a longer prompt")
-        encoded.append([int(i) for i in ids])
-    return encoded
-
-
-def _tokenize(prompt: str, tokenizer: Any) -> list[int]:
-    with tokenizing(ConfigError, f"generate.prompts: {prompt!r} can't be made tokens by the tokenizer"):
-        return list(tokenizer(prompt)["input_ids"])
 
 
 def make_batch(ids: Sequence[Sequence[int]], *, pad: int, side: str) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -17,10 +17,13 @@ from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from stages.empty_init.identity import remote_code
 from stages.empty_init.source_code import hashes
 from stages.generate.inputs import GenerateInputs
-from stages.generate.prompts import check_prompts, read_prompts
+from stages.generate.progress import FILE_NAME as GENERATIONS
 from stages.machine.kernels import choosers
+from stages.plan.prompts import check_prompts, read_prompts
 
 FILE_NAME = "generation.json"
+_SHOWN = 20
+"""How many generations are shown on the screen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,16 @@ class GenerateConfig:
 
 
 class GenerateStage(Stage[GenerateInputs]):
-    """Leaves ``generation.json``: prompts, texts, token ids, metrics. It has no live half."""
+    """Leaves ``generation.json``: prompts, texts, token ids, metrics. It has no live half.
+
+    A build that was killed is gone on with: what it had generated is in ``generations.jsonl``.
+    """
 
     name = "generate"
-    version = 3
+    version = 4
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
+    resumes = True
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the prompts and the seed."""
@@ -48,20 +55,23 @@ class GenerateStage(Stage[GenerateInputs]):
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield the generation options that transformers doesn't know, and those that a run can't serve."""
-        from stages.generate.options import check_options, check_served
+        from stages.generate.options import check_options, check_own_options, check_served
+        from stages.generate.prompts import check_encoded
 
-        yield from (faults := list(check_options(config["generate"])))
-        if not faults:
-            yield from check_served(config["generate"], config["model"])
+        generate, model = config["generate"], config["model"]
+        faults = list(check_options(generate)) or list(check_served(generate, model))
+        yield from faults or list(check_own_options(generate, model)) or check_encoded(generate, model)
 
     def gather(self, context: Context) -> GenerateInputs:
         """Return the model's identity and placement, the prompts and every option."""
         given, config = read(GenerateConfig, context.config), context.config
+        prompts = read_prompts(given.generate)
         return GenerateInputs(
             skeleton=context.artifact("empty_init").key,
             weights=context.artifact("shard_load").key,
             placement=context.artifact("dispatch").digest(DISPATCH_PLAN),
-            prompts=read_prompts(given.generate),
+            prompts=list(prompts.values()),
+            names=list(prompts),
             options={key: value for key, value in given.generate.items() if key not in ("prompts", "prompts_file")},
             seed=given.seed,
             trace=config["trace"],
@@ -72,10 +82,10 @@ class GenerateStage(Stage[GenerateInputs]):
         )
 
     def build(self, inputs: GenerateInputs, context: Context, folder: Path) -> Any:
-        """Generate, and write ``generation.json``."""
+        """Generate, and write ``generation.json`` and ``generations.jsonl``, which grows by a line a sequence."""
         from stages.generate.generation import perform
 
-        perform(inputs, context).save(folder / FILE_NAME)
+        perform(inputs, context, folder).save(folder / FILE_NAME)
 
     def report(self, artifact: Artifact) -> Report:
         """Return the outputs, metrics and measured memory of the generation, and the texts for the screen."""
@@ -87,8 +97,15 @@ class GenerateStage(Stage[GenerateInputs]):
             memory={"measured": data["measured"]},
             metrics=data["metrics"],
             outputs=tuple(data["outputs"]),
-            screen="\n".join(_shown(output) for output in data["outputs"]),
+            screen="\n".join(_screen(data["outputs"], artifact.path(GENERATIONS))),
         )
+
+
+def _screen(outputs: Sequence[Mapping[str, Any]], file: Path) -> Iterator[str]:
+    """Yield the lines that show ``outputs``, all of which ``file`` has."""
+    yield from map(_shown, outputs[:_SHOWN])
+    if len(outputs) > _SHOWN:
+        yield f"… and {len(outputs) - _SHOWN} more, all in {file}"
 
 
 def _shown(output: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ plan isn't made again for every other prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
-from pipeline.regular_files import read_object, read_regular
+from pipeline.regular_files import read_object
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
+from stages.plan.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _LEAST_LENGTH = 64
+_TEMPLATE_TOKENS = 32
 _BYTES_A_TOKEN = 3
 """How many bytes of text make one token where no tokenizer says it: byte-level vocabularies have 3 to 5."""
 
@@ -82,10 +84,12 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 def read_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
     """Return how much the config's ``generate`` asks of ``model``, whose tokenizer counts the tokens of long texts."""
     prompts = _prompts(generate)
-    copies = max(_number(generate, "num_beams", 1), _number(generate, "num_return_sequences", 1))
-    sequences = min(len(prompts), _number(generate, "batch_size", len(prompts))) * copies
+    alone = 1 if generate.get("exact") else len(prompts)
+    asked = [generate, *(prompt.options for prompt in prompts if prompt.options)]
+    copies = max(_number(one, key, 1) for one in asked for key in ("num_beams", "num_return_sequences"))
+    sequences = min(alone, _number(generate, "batch_size", len(prompts))) * copies
     prompt = max(_tokens(prompt, model) for prompt in prompts)
-    length = prompt + _number(generate, "max_new_tokens", _number(generate, "max_length", 0))
+    length = prompt + max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
     return Request(sequences, round_up(max(_LEAST_LENGTH, prompt)), round_up(max(_LEAST_LENGTH, length)))
 
 
@@ -95,25 +99,27 @@ def _number(generate: Mapping[str, Any], key: str, default: int) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
 
 
-def _prompts(generate: Mapping[str, Any]) -> list[Any]:
-    """Return the prompts, at least one; a file that can't be read is reported by ``generate`` itself."""
-    path = generate.get("prompts_file")
-    if isinstance(path, str) and Path(path).is_file():
-        return read_regular(Path(path)).decode(errors="replace").splitlines() or [""]
-    prompts = generate.get("prompts")
-    return [prompts] if isinstance(prompts, str) else list(prompts or [""])
+def _prompts(generate: Mapping[str, Any]) -> list[Prompt]:
+    """Return the prompts, at least one; what is none is reported by ``generate`` itself."""
+    try:
+        return list(read_prompts(generate).values())
+    except ConfigError:
+        return [Prompt("")]
 
 
-def _tokens(prompt: str | Sequence[int], model: Mapping[str, Any]) -> int:
-    """Return how many tokens ``prompt`` has; of a text with no more bytes than the least length has tokens, at most."""
-    if not isinstance(prompt, str):
-        return len(prompt)
-    size = len(prompt.encode())
+def _tokens(prompt: Prompt, model: Mapping[str, Any]) -> int:
+    """Return how many tokens ``prompt`` has; of a text with no more bytes than the least length has tokens, at most.
+
+    What a template puts around the messages of a chat is put at so many tokens for each.
+    """
+    if prompt.token_ids:
+        return len(prompt.token_ids)
+    size, around = len(prompt.text.encode()), _TEMPLATE_TOKENS * len(prompt.messages or ())
     tokenizer = _tokenizer(tokenizer_folder(model) or checkpoint_folder(model)) if size > _LEAST_LENGTH else None
     with suppress(ConfigError), tokenizing(ConfigError, "generate.prompts"):  # which ``generate`` itself reports
         if tokenizer is not None:
-            return len(tokenizer.encode(prompt).ids)
-    return size // _BYTES_A_TOKEN + 1
+            return around + len(tokenizer.encode(prompt.text).ids)
+    return around + size // _BYTES_A_TOKEN + 1
 
 
 @cache

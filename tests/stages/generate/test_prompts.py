@@ -1,18 +1,35 @@
+import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import CheckpointError, ConfigError
 from stages.checkpoints.tokenizers import load_tokenizer
-from stages.generate.options import check_options, checkpoint_defaults, plain_options
-from stages.generate.prompts import check_prompts, encode, make_batch, read_prompts
+from stages.generate.options import check_options, check_own_options, checkpoint_defaults, plain_options
+from stages.generate.prompts import Encoder, check_encoded, make_batch
+from stages.plan.prompts import Prompt, check_prompts, read_prompts
 
 
 @pytest.mark.parametrize(
     ("node", "words"),
     [
         ({"prompts": []}, "generate.prompts: [] is no list of prompts"),
-        ({"prompts": "text"}, "generate.prompts: 'text' is no list"),
+        ({"prompts": ""}, "generate.prompts: '' is no list"),
+        (
+            {"prompts": [{"prompt": "a", "token_ids": [1]}]},
+            "generate.prompts[0]: {'prompt': 'a', 'token_ids': [1]} has 2",
+        ),
+        ({"prompts": [{"promt": "a"}]}, "did you mean 'prompt'"),
+        (
+            {"prompts": [{"messages": [{"role": "user"}]}]},
+            "generate.prompts[0].messages: [{'role': 'user'}] is no list",
+        ),
+        ({"prompts": [{"prompt": "a", "batch_size": 3}]}, "generate.prompts[0]: 'batch_size' is the same for all"),
+        ({"prompts": ["a"], "chat": "maybe"}, "generate.chat: 'maybe'"),
+        ({"prompts": ["a"], "system": 3}, "generate.system: 3"),
+        ({"prompts": ["a"], "exact": "yes"}, "generate.exact: 'yes'"),
         ({"prompts": ["ok", ""]}, "generate.prompts[1]: '' is neither"),
         ({"prompts": [[1, "2"]]}, "generate.prompts[0]: [1, '2'] is neither"),
         ({"prompts": [[-1]]}, "generate.prompts[0]: [-1] is neither"),
@@ -51,6 +68,12 @@ def test_bad_options_are_named(options: dict, words: str) -> None:
     assert words in text
 
 
+def test_options_that_change_nothing_pass(tmp_path: Path) -> None:
+    unused = {"do_sample": True, "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "no_repeat_ngram_size": 0}
+    prompts = ["a", {"prompt": "b", **unused}, {"prompt": "c", "temperature": 0.0, "do_sample": False}]
+    assert list(check_own_options({"prompts": prompts}, {"kind": "pretrained", "path": str(tmp_path)})) == []
+
+
 def test_known_options_pass() -> None:
     node = {"prompts": ["a"], "num_beams": 2, "repetition_penalty": 1.1, "temperature": None, "eos_token_id": [1, 2]}
     assert list(check_options(node)) == []
@@ -59,20 +82,94 @@ def test_known_options_pass() -> None:
 def test_a_prompts_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("first one\n\nsecond: ä\n", encoding="utf-8")
-    assert read_prompts({"prompts_file": str(file)}) == ["first one", "second: ä"]
+    read = read_prompts({"prompts_file": str(file)})
+    assert read == {
+        "generate.prompts_file line 1": Prompt("first one"),
+        "generate.prompts_file line 3": Prompt("second: ä"),
+    }
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no prompt"):
         read_prompts({"prompts_file": str(file)})
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="UTF-8"):
+    file.write_bytes(b"good\n\xff\xfe\n")
+    with pytest.raises(ConfigError, match=r"line 2: .* isn't UTF-8"):
         read_prompts({"prompts_file": str(file)})
+
+
+def test_a_file_of_json_lines_has_texts_token_ids_and_chats_with_options_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    chat = [{"role": "user", "content": "Hi"}]
+    lines = [{"prompt": "a", "max_new_tokens": 3}, {"token_ids": [5, 6]}, {"messages": chat, "seed": 4}, "b", [7]]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert list(read_prompts({"prompts_file": str(file)}).values()) == [
+        Prompt("a", {"max_new_tokens": 3}), Prompt([5, 6]), Prompt(chat, {"seed": 4}), Prompt("b"), Prompt([7])
+    ]  # fmt: skip
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"\n')
+    with pytest.raises(ConfigError, match=r"prompts_file line 2: .* is no JSON"):
+        read_prompts({"prompts_file": str(file)})
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ({"max_tokens": 3}, "generate.prompts[1].max_tokens: no such option"),
+        ({"max_new_tokens": 0}, "generate.prompts[1].max_new_tokens: 0 is no number of tokens"),
+        ({"seed": -1}, "generate.prompts[1].seed: -1 is no seed"),
+        (
+            {"do_sample": True, "top_p": 1.5},
+            "generate.prompts[1].top_p: 1.5 is refused by transformers: ValueError: `top_p`",
+        ),
+        ({"do_sample": True, "temperature": 0.0}, "generate.prompts[1].temperature: 0.0 is refused"),
+        ({"do_sample": True, "top_k": -4}, "generate.prompts[1].top_k: -4 is refused"),
+        ({"repetition_penalty": -1.0}, "generate.prompts[1].repetition_penalty: -1.0 is refused"),
+    ],
+)
+def test_a_prompts_own_options_are_checked_under_its_name(own: dict, words: str, tmp_path: Path) -> None:
+    model = {"kind": "pretrained", "path": str(tmp_path)}
+    (fault,) = check_own_options({"prompts": ["a", {"prompt": "b", **own}]}, model)
+    assert str(fault).startswith(words)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<me>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatting() -> PreTrainedTokenizerFast:
+    words = {"?": 0, "<user>": 1, "<system>": 2, "<me>": 3, "Hi": 4, "Be": 5}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<[a-z]+>"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", chat_template=TEMPLATE)
+
+
+def test_text_is_what_a_user_says_where_the_tokenizer_has_a_template(chatting: PreTrainedTokenizerFast) -> None:
+    chat = Prompt([{"role": "user", "content": "Hi"}])
+    assert Encoder(chatting).encode("here", Prompt("Hi")) == [1, 4, 3] == Encoder(chatting).encode("here", chat)
+    assert Encoder(chatting, chat=False).encode("here", Prompt("Hi")) == [4]
+    assert Encoder(chatting, system="Be").encode("here", Prompt("Hi")) == [2, 5, 1, 4, 3]
+
+
+def test_a_chat_without_a_template_says_what_to_do(chatting: PreTrainedTokenizerFast) -> None:
+    plain = PreTrainedTokenizerFast(tokenizer_object=chatting.backend_tokenizer, unk_token="?")
+    chat = Prompt([{"role": "user", "content": "x"}])
+    assert Encoder(plain).encode("here", Prompt("Hi")) == [4]
+    for encoder, prompt in ((Encoder(plain, chat=True), Prompt("Hi")), (Encoder(plain), chat)):
+        with pytest.raises(ConfigError, match=r"generate\.chat: the tokenizer has no template"):
+            encoder.encode("here", prompt)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path) -> None:
+    tmp_path.joinpath("config.json").write_text('{"max_position_embeddings": 4}')
+    (fault,) = check_encoded({"prompts": [[1] * 4, [1] * 5]}, {"path": str(tmp_path)})
+    assert str(fault).startswith("generate.prompts[1]: 5 tokens are more than the model's context of 4")
 
 
 def test_text_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
     assert load_tokenizer({"path": str(tmp_path)}) is None
-    assert encode([[5, 6]], None) == [[5, 6]]
-    with pytest.raises(ConfigError, match=r"'hello' is text.*generate\.prompts=\[\[5,6,7\]\]"):
-        encode(["hello"], None)
+    assert Encoder(None).encode("here", Prompt([5, 6])) == [5, 6]
+    with pytest.raises(ConfigError, match=r"here: 'hello' is text.*generate\.prompts=\[\[5,6,7\]\]"):
+        Encoder(None).encode("here", Prompt("hello"))
     with pytest.raises(ConfigError, match=r"model\.tokenizer: .* holds no tokenizer that loads"):
         load_tokenizer({"path": "/x", "tokenizer": str(tmp_path)})
 

@@ -1,0 +1,52 @@
+"""Which prompts are decoded together.
+
+A batch has one set of options, and prompts of like length, so that little of it is padding. It is made of the prompts
+alone: a run that goes on where another was killed makes the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ALONE = ("prompt_lookup_num_tokens",)
+"""Options that transformers takes for one sequence at a time only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt to answer: its place among all, its token ids, its seed, and all options that it is answered with."""
+
+    index: int
+    ids: Sequence[int]
+    seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_batches(asked: Sequence[Asked], *, size: int | None, alone: bool, padded: bool = True) -> list[list[Asked]]:
+    """Return ``asked`` in batches of at most ``size`` prompts (null: any number), or each ``alone``.
+
+    Unless they can be ``padded`` the prompts of a batch have one length. In a batch they keep their order; the batches
+    with the longest prompts come first, so that what doesn't fit shows at once.
+    """
+
+    def together(one: Asked) -> Hashable:
+        return json.dumps(one.options, sort_keys=True), None if padded else len(one.ids)
+
+    batches: list[list[Asked]] = []
+    for group in _groups(asked, together):
+        longest_first = sorted(group, key=lambda one: -len(one.ids))
+        single = alone or any(group[0].options.get(option) for option in ALONE)
+        step = 1 if single else size or len(group)
+        pieces = (longest_first[start : start + step] for start in range(0, len(group), step))
+        batches += [sorted(piece, key=lambda one: one.index) for piece in pieces]
+    return batches
+
+
+def _groups(asked: Sequence[Asked], key: Callable[[Asked], Hashable]) -> Iterator[list[Asked]]:
+    found: dict[Hashable, list[Asked]] = {}
+    for one in asked:
+        found.setdefault(key(one), []).append(one)
+    yield from found.values()

@@ -1,0 +1,72 @@
+"""Generations as they finish: a file that grows by a line for each, so that a run that was killed goes on where it was.
+
+Each line is the JSON of one sequence, with a checksum of its own in the end: what a kill cut short, or a disk changed,
+is generated again. A batch is written in one piece, and counts only where all of its lines are there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.atomic_files import write_whole
+from pipeline.errors import named
+from pipeline.regular_files import read_regular
+
+FILE_NAME = "generations.jsonl"
+Row = Mapping[str, Any]
+"""A generation: the ``index`` of its prompt, the number of its ``batch``, how many ``rows`` that has, and the rest."""
+
+
+class Progress:
+    """The generations in ``file``, which is made where it isn't there; ``done`` has the whole batches by number."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.done: dict[int, list[Row]] = {}
+        found: dict[int, list[Row]] = defaultdict(list)
+        lines = read_regular(file).splitlines(keepends=True) if file.exists() else []
+        for row in filter(None, map(_read, lines)):
+            found[row["batch"]].append(row)
+        self.done = {number: rows for number, rows in found.items() if len(rows) == rows[0]["rows"]}
+        if sum(map(len, self.done.values())) < len(lines):
+            self._write([row for rows in self.done.values() for row in rows])
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Append the ``rows`` of a batch, and have them on the disk."""
+        self.done[rows[0]["batch"]] = list(rows)
+        with named(self._file), self._file.open("ab") as file:
+            file.write(b"".join(map(_line, rows)))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def settle(self) -> list[Row]:
+        """Put all rows in the order of the prompts, in the file too, and return them."""
+        rows = sorted((row for rows in self.done.values() for row in rows), key=lambda row: int(row["index"]))
+        self._write(rows)
+        return rows
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        write_whole(self._file, b"".join(map(_line, rows)))
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps({**row, "crc32": _sum(row)}).encode() + b"\n"
+
+
+def _read(line: bytes) -> Row | None:
+    """Return the row of a line, null where it isn't what was written, to its end."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and row.pop("crc32", None) == _sum(row) else None
+
+
+def _sum(row: Row) -> int:
+    return zlib.crc32(json.dumps(row).encode())

@@ -1,0 +1,166 @@
+"""What a model is asked: prompts from the config, or from a file of text or JSON lines.
+
+A prompt is text, the messages of a chat, or token ids. As a mapping it may bring options of its own, by the names that
+``generate`` has for all. They are read here, below the stage that answers them, since a plan leaves room for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError, Fault, closest
+from pipeline.regular_files import read_regular
+
+OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact")
+"""The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
+
+MOST = 2**63
+"""Token ids are smaller."""
+
+_CONTENTS = ("prompt", "token_ids", "messages")
+_KINDS = "give text, a list of token ids, or a mapping with one of prompt, token_ids and messages"
+_JSON_LINES = (".jsonl", ".ndjson")
+_FILES = "give a text file with one prompt a line, or a .jsonl one"
+
+Message = dict[str, str]
+Content = str | list[int] | list[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked, and the ``options`` that are its own: of the ``GenerationConfig``, or a ``seed``."""
+
+    content: Content
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> list[Message] | None:
+        """The messages of a chat, null if this isn't one."""
+        return [one for one in self.content if isinstance(one, dict)] or None
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The token ids, null if these must be made of text."""
+        given = [] if isinstance(self.content, str) else self.content
+        return [one for one in given if isinstance(one, int)] or None
+
+    @property
+    def text(self) -> str:
+        """The text, all messages of a chat together; empty if token ids were given."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(message["content"] for message in self.messages or ())
+
+
+def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield what is wrong with the prompts of the config node ``generate``, and with the keys that are ours."""
+    size, chat, system, exact = (generate.get(key) for key in ("batch_size", "chat", "system", "exact"))
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        yield Fault("generate.batch_size", f"{size!r} is no batch size; give a whole number from 1, or null for all")
+    if chat not in (None, "auto", True, False):
+        yield Fault("generate.chat", f"{chat!r} is neither true, false nor auto")
+    if system is not None and not _is_text(system):
+        yield Fault("generate.system", f"{system!r} is no text; give what the system's message says, or null")
+    if exact not in (None, True, False):
+        yield Fault("generate.exact", f"{exact!r} is neither true nor false")
+    try:
+        read_prompts(generate)
+    except ConfigError as error:
+        key, _, message = str(error).partition(": ")
+        yield Fault(key, message)
+
+
+def read_prompts(generate: Mapping[str, Any]) -> dict[str, Prompt]:
+    """Return the prompts of the config node ``generate``, each by where it stands: ``generate.prompts[0]``, a line.
+
+    Blank lines of a file are passed over. Raises ``ConfigError`` for what is no prompt.
+    """
+    file = generate.get("prompts_file")
+    if file is not None:
+        return _of_file(Path(str(file)))
+    prompts = generate.get("prompts")
+    listed = [prompts] if isinstance(prompts, str) and prompts else prompts
+    if not isinstance(listed, list) or not listed:
+        raise ConfigError(f"generate.prompts: {prompts!r} is no list of prompts; give generate.prompts=['…']")
+    return {name: _prompt(name, given) for name, given in ((f"generate.prompts[{i}]", p) for i, p in enumerate(listed))}
+
+
+def _of_file(file: Path) -> dict[str, Prompt]:
+    key = "generate.prompts_file"
+    if not file.is_file():
+        raise ConfigError(f"{key}: {str(file)!r} is no file; {_FILES}")
+    try:
+        lines = read_regular(file).splitlines()
+    except OSError as error:
+        raise ConfigError(f"{key}: {str(file)!r} can't be read: {error.strerror or error}") from error
+    found: dict[str, Prompt] = {}
+    for number, line in enumerate(lines, start=1):
+        name = f"{key} line {number}"
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name}: {str(file)!r} isn't UTF-8 there ({error}); save it as UTF-8") from error
+        if text.strip():
+            found[name] = _prompt(name, _json(name, text) if file.suffix in _JSON_LINES else text)
+    if not found:
+        raise ConfigError(f"{key}: {str(file)!r} holds no prompt; write one a line")
+    return found
+
+
+def _json(name: str, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: {line[:80]!r} is no JSON ({error}); {_KINDS}") from error
+
+
+def _prompt(name: str, given: Any) -> Prompt:
+    """Return what was ``given`` under ``name`` as a prompt."""
+    if not isinstance(given, Mapping):
+        return Prompt(_content(name, given, ("prompt", "token_ids")))
+    kinds = [kind for kind in _CONTENTS if kind in given]
+    if len(kinds) != 1:
+        near = "" if kinds else "".join(closest(str(key), _CONTENTS) for key in list(given)[:1])
+        raise ConfigError(f"{name}: {dict(given)!r} has {len(kinds)} of {', '.join(_CONTENTS)}{near}; give one of them")
+    options = {str(key): value for key, value in given.items() if key not in kinds and value is not None}
+    mine = [key for key in options if key in OWN_KEYS]
+    if mine:
+        raise ConfigError(f"{name}: {mine[0]!r} is the same for all prompts; give generate.{mine[0]}")
+    return Prompt(_content(f"{name}.{kinds[0]}", given[kinds[0]], kinds), options)
+
+
+def _content(name: str, value: Any, kinds: Sequence[str]) -> Content:
+    """Return ``value`` if it is of one of the ``kinds``."""
+    if "prompt" in kinds and _is_text(value):
+        return str(value)
+    if "token_ids" in kinds and _is_list_of_ids(value):
+        return list(value)
+    if "messages" in kinds and isinstance(value, list) and value and all(map(_is_message, value)):
+        return [dict(message) for message in value]
+    if "messages" in kinds:
+        raise ConfigError(f"{name}: {value!r} is no list of messages; each is {{role: …, content: …}}, both text")
+    raise ConfigError(f"{name}: {value!r} is neither text in UTF-8 nor a list of token ids; {_KINDS}")
+
+
+def _is_list_of_ids(value: Any) -> bool:
+    ids = value if isinstance(value, list) else []
+    return bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MOST for i in ids)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"role", "content"} and all(map(_is_text, value.values()))
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether ``value`` is text that UTF-8 has: what came from other bytes holds halves of characters."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

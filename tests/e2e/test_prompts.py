@@ -1,0 +1,112 @@
+"""Thousands of prompts: each answered once, whatever kills a run, and as it would be alone where that is asked for."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Finished, start
+
+COUNT = 40
+FIXED = ("generate.prompts_file=prompts.jsonl", "generate.max_new_tokens=6", "generate.batch_size=4")
+
+
+def write_prompts(folder: Path, count: int) -> None:
+    chance = random.Random(7)
+    lines = [{"token_ids": [chance.randrange(3, 200) for _ in range(chance.randrange(1, 24))]} for _ in range(count)]
+    lines[3]["max_new_tokens"] = 2
+    folder.joinpath("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def generations(finished: Finished) -> list[dict]:
+    folder = next(Path(stage["artifact"]) for stage in finished.record["stages"] if stage["name"] == "generate")
+    return [json.loads(line) for line in folder.joinpath("generations.jsonl").read_text().splitlines()]
+
+
+def part_of(folder: Path) -> Path | None:
+    return next(iter(folder.glob("outputs/cache/generate/.tmp-*/generations.jsonl")), None)
+
+
+def killed_after(folder: Path, lines: int, *options: str) -> bool:
+    """Run the command, and kill it when so many generations are on the disk; return whether it was still at it."""
+    with start(folder, *options) as process:
+        while process.poll() is None:
+            part = part_of(folder)
+            if part is not None and part.read_bytes().count(b"\n") >= lines:
+                process.kill()
+            time.sleep(0.002)
+    return process.returncode == -signal.SIGKILL
+
+
+SAMPLED = ("generate.do_sample=true", "seed=5")
+
+
+@pytest.mark.parametrize(("options", "kills"), [((), (1, 12, 24)), (SAMPLED, (8,))], ids=["greedy", "sampled"])
+def test_killed_again_and_again_no_prompt_is_answered_twice(
+    tmp_path: Path, offstage: Callable[..., Finished], options: tuple[str, ...], kills: tuple[int, ...]
+) -> None:
+    write_prompts(tmp_path, COUNT)
+    whole = generations(offstage(*FIXED, *options))
+    tmp_path.joinpath("outputs").rename(tmp_path / "first")
+    assert [row["index"] for row in whole] == list(range(COUNT))
+    assert len(whole[3]["token_ids"]) == 2
+    kept: list[bytes] = []
+    for lines in kills:
+        if killed_after(tmp_path, lines, *FIXED, *options):
+            part = part_of(tmp_path)
+            assert part is not None
+            lasting = part.read_bytes().splitlines()
+            assert lasting[: len(kept)] == kept, "what was answered is kept as it was"
+            kept = lasting
+    assert len(kept) >= 4
+    finished = offstage(*FIXED, *options)
+    assert finished.code == 0, finished.err
+    assert generations(finished) == whole
+    assert part_of(tmp_path) is None
+
+
+def test_a_batch_is_told_and_exact_answers_are_those_of_each_prompt_alone(
+    tmp_path: Path, offstage_here: Callable[..., Finished]
+) -> None:
+    prompts = [[5, 6, 7], [8, 9], [4] * 30]
+    batched = offstage_here(f"generate.prompts={prompts}", "generate.max_new_tokens=4", "generate.batch_size=2")
+    assert [output["batch"] for output in batched.record["outputs"]] == [0, 1, 0]
+    exact = offstage_here(f"generate.prompts={prompts}", "generate.max_new_tokens=4", "generate.exact=true")
+    alone = [offstage_here(f"generate.prompts=[{ids}]", "generate.max_new_tokens=4") for ids in prompts]
+    told = [[output["token_ids"] for output in run.record["outputs"]] for run in (exact, *alone)]
+    assert told[0] == [tokens for run in told[1:] for tokens in run]
+
+
+def test_prompt_lookup_takes_several_prompts(offstage_here: Callable[..., Finished]) -> None:
+    ids = "generate.prompts=[[5,6,5,6,5],[7,8,7,8,7,8],[9,9,9]]"
+    plain = offstage_here(ids, "generate.max_new_tokens=5", "generate.exact=true")
+    guessed = offstage_here(ids, "generate.max_new_tokens=5", "generate.prompt_lookup_num_tokens=2")
+    assert guessed.code == 0, guessed.err
+    assert [o["token_ids"] for o in guessed.record["outputs"]] == [o["token_ids"] for o in plain.record["outputs"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": ""}', "generate.prompts_file line 2.prompt: '' is neither text in UTF-8"),
+        ('{"token_ids": [1], "do_sample": true, "top_p": 1.5}', "line 2.top_p: 1.5 is refused by transformers"),
+        ('{"prompt": "x"', 'generate.prompts_file line 2: \'{"prompt": "x"\' is no JSON'),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "generate.chat: the tokenizer has no template for chats"),
+        (json.dumps({"token_ids": [3] * 5000}), "generate.prompts_file line 2: 5000 tokens are more than"),
+    ],
+)
+def test_a_bad_line_is_named_before_any_weight_is_read(
+    tmp_path: Path, offstage_here: Callable[..., Finished], line: str, words: str
+) -> None:
+    tmp_path.joinpath("p.jsonl").write_text('{"prompt": "fine"}\n' + line + "\n")
+    done = offstage_here("generate.prompts_file=p.jsonl")
+    assert done.code == 2
+    assert words in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert not tmp_path.joinpath("outputs/cache/shard_load").exists()

@@ -1,0 +1,45 @@
+"""A sample is its prompt's own: not its batch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stages.generate.prompts import make_batch
+from stages.generate.sampling import SeededRows
+
+PROMPTS = [[5, 6, 7, 8], [9, 4, 3, 1], [2, 2, 6, 7]]
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, **shape)).double().eval()
+
+
+def sampled(llama: LlamaForCausalLM, prompts: list[list[int]], seeds: list[int], **options: object) -> list[list[int]]:
+    batch = make_batch(prompts, pad=0, side="left")
+    with SeededRows(seeds):
+        return llama.generate(
+            batch.input_ids, attention_mask=batch.attention_mask, do_sample=True, max_new_tokens=8, **options
+        ).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2}], ids=str)
+def test_a_prompt_draws_the_same_alone_and_beside_others(llama: LlamaForCausalLM, options: dict[str, int]) -> None:
+    together = sampled(llama, PROMPTS, [3, 4, 5], **options)
+    alone = [
+        row
+        for prompt, seed in zip(PROMPTS, [3, 4, 5], strict=True)
+        for row in sampled(llama, [prompt], [seed], **options)
+    ]
+    assert together == alone
+
+
+def test_alone_it_draws_what_transformers_draws(llama: LlamaForCausalLM) -> None:
+    torch.manual_seed(11)
+    tokens = torch.tensor([PROMPTS[0]])
+    theirs = llama.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=True, max_new_tokens=8).tolist()
+    assert sampled(llama, PROMPTS[:1], [11]) == theirs
