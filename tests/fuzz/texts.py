@@ -18,9 +18,11 @@ from pipeline.errors import raise_faults
 from pipeline.stage import Context
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.empty_init.stage import EmptyInitStage
-from stages.generate import options, prompts
+from stages.generate import options
+from stages.generate.prompts import Encoder
 from stages.plan import options as plan_options
 from stages.plan.options import PlanConfig
+from stages.plan.prompts import Prompt, check_prompts, read_prompts
 from stages.units import parse_device
 from tests.fuzz.formats import RIGHT, Format, require
 from tests.fuzz.mutations import BYTES, JSON
@@ -103,7 +105,7 @@ def _attempt_tokenizer(folder: Path, pristine: Path) -> str:
     ]
     place = changed[0].parent if changed else folder / "plain"
     tokenizer = load_tokenizer(_node(place))
-    (ids,) = prompts.encode([TEXT], tokenizer)
+    ids = Encoder(tokenizer, chat=False).encode("text", Prompt(TEXT))
     require(all(isinstance(token, int) for token in ids), f"tokens {ids!r}")
     from stages.generate.generation import _decoded
 
@@ -156,14 +158,20 @@ def _attempt_map(folder: Path, pristine: Path) -> str:
 
 def _make_prompts(folder: Path) -> None:
     folder.joinpath("prompts.txt").write_text("The weights wait\n\noffstage é\nuntil their cue\n", encoding="utf-8")
+    lines = [{"prompt": "The weights", "max_new_tokens": 3}, {"token_ids": [5, 6, 7], "seed": 4}, "wait", [8, 9]]
+    folder.joinpath("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _attempt_prompts(folder: Path, _pristine: Path) -> str:
-    asked = {"prompts": None, "prompts_file": str(folder / "prompts.txt"), "batch_size": None}
-    raise_faults(list(prompts.check_prompts(asked)))
-    read = prompts.read_prompts(asked)
-    require(all(isinstance(line, str) and line.strip() for line in read), f"{read!r}")
-    prompts.encode(read, load_tokenizer(_node(TINY)))
+    encoder = Encoder(load_tokenizer(_node(TINY)))
+    for path in (folder / "prompts.txt", folder / "prompts.jsonl"):
+        asked = {"prompts": None, "prompts_file": str(path), "batch_size": None}
+        raise_faults(list(check_prompts(asked)))
+        read = read_prompts(asked)
+        require(all(prompt.token_ids or prompt.text.strip() for prompt in read.values()), f"{read!r}")
+        raise_faults(list(options.check_own_options(asked, _node(TINY))))
+        for name, prompt in read.items():
+            encoder.encode(name, prompt)
     return RIGHT
 
 
@@ -172,5 +180,5 @@ FORMATS = (
     Format("tokenizer", _make_tokenizers, ("*/*token*.json", "*/*.jinja"), JSON, _attempt_tokenizer),
     Format("generation config", _make_generation, (options.FILE_NAME,), JSON, _attempt_generation),
     Format("device map", _make_maps, ("*.json",), JSON, _attempt_map),
-    Format("prompts", _make_prompts, ("prompts.txt",), BYTES, _attempt_prompts),
+    Format("prompts", _make_prompts, ("prompts.txt", "prompts.jsonl"), BYTES, _attempt_prompts),
 )
