@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO, Any
 
 from pipeline.errors import ConfigError, OffstageError, foreign
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
@@ -22,27 +22,43 @@ TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.spm", "*.codes")
 
 _PANIC = "PanicException"
 """The class of a panic in Rust, which has no other handle: each library that is built so has one of its own."""
+_STANDARD_ERROR = 2
+_one_at_a_time = threading.Lock()
+"""Held while standard error is set aside: whoever set it aside meanwhile would bring back the wrong one."""
 
 
 @contextmanager
 def tokenizing(kind: type[OffstageError], about: str, *, advice: str = "") -> Iterator[None]:
     """Do as ``foreign`` around work of a tokenizer; what Rust writes to standard error about a panic is dropped."""
-    with tempfile.TemporaryFile() as said, foreign(kind, about, advice=advice):
-        sys.stderr.flush()
-        screen = os.dup(2)
-        os.dup2(said.fileno(), 2)
-        panicked = False
-        try:
-            yield
-        except BaseException as error:
-            panicked = type(error).__name__ == _PANIC
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(screen, 2)
-            os.close(screen)
-            said.seek(0)
-            os.write(2, b"" if panicked else said.read())
+    with _without_words_of_panics(), foreign(kind, about, advice=advice):
+        yield
+
+
+@contextmanager
+def _without_words_of_panics() -> Iterator[None]:
+    """Keep what is written to standard error until it is known that nothing panicked, then write it."""
+    with _one_at_a_time, ExitStack() as stack:
+        with suppress(OSError):  # no standard error, or no room for what is said: then it is as it is
+            said = stack.enter_context(tempfile.TemporaryFile())
+            stack.enter_context(_set_aside(said))
+        yield
+
+
+@contextmanager
+def _set_aside(said: IO[bytes]) -> Iterator[None]:
+    screen = os.dup(_STANDARD_ERROR)
+    os.dup2(said.fileno(), _STANDARD_ERROR)
+    panicked = False
+    try:
+        yield
+    except OffstageError as error:
+        panicked = type(error.__cause__).__name__ == _PANIC
+        raise
+    finally:
+        os.dup2(screen, _STANDARD_ERROR)
+        os.close(screen)
+        said.seek(0)
+        os.write(_STANDARD_ERROR, b"" if panicked else said.read())
 
 
 def load_tokenizer(model: Mapping[str, Any]) -> Any:

@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -50,3 +52,27 @@ def test_what_else_is_said_meanwhile_reaches_the_screen(capfd: pytest.CaptureFix
     with pytest.raises(ConfigError, match=r"model\.tokenizer: ValueError: no"):
         warn_and_fail()
     assert capfd.readouterr().err == "a warning\n"
+
+
+def test_without_standard_error_a_tokenizer_works_as_well(capfd: pytest.CaptureFixture[str]) -> None:
+    screen = os.dup(2)
+    os.close(2)
+    try:
+        with tokenizing(ConfigError, "model.tokenizer"):
+            done = True
+    finally:
+        os.dup2(screen, 2)
+        os.close(screen)
+    assert done
+
+
+def test_threads_that_load_tokenizers_leave_standard_error_as_it_was() -> None:
+    before = os.fstat(2).st_ino
+
+    def load(_number: int) -> None:
+        with tokenizing(ConfigError, "model.tokenizer"):
+            time.sleep(0.002)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(load, range(64)))
+    assert os.fstat(2).st_ino == before
