@@ -69,7 +69,7 @@ class Task:
                 return supervise(record, capped=capped, show_all=self.show_all)
             return perform(record, started=started)
         finally:
-            track(RunRecord.load(record.path))
+            track(record.config, record.path)
 
 
 def start_record(config: DictConfig) -> RunRecord:

@@ -17,25 +17,24 @@ from typing import Any
 
 from pipeline.plain_data import leaves
 from pipeline.record import RunRecord
+from pipeline.stage import Config
 
 _log = logging.getLogger("offstage")
 _LONGEST_PARAM = 500
 _LOG_NAME = "run.log"
 
 
-def track(record: RunRecord) -> None:
-    """Log ``record`` to the tracker that its config names, if it names one."""
-    tracker: Mapping[str, Any] = record.config.get("tracker") or {}
+def track(config: Config, path: Path) -> None:
+    """Log the record in ``path`` to the tracker that its ``config`` names, if it names one."""
+    tracker: Mapping[str, Any] = config.get("tracker") or {}
     log = {"mlflow": _to_mlflow, "trackio": _to_trackio}.get(str(tracker.get("kind")))
     if log is None or find_spec(tracker["kind"]) is None:
         return  # the config's checks have said so
-    Path(tracker["folder"]).mkdir(parents=True, exist_ok=True)
     try:
-        log(record, tracker)
+        Path(tracker["folder"]).mkdir(parents=True, exist_ok=True)
+        log(RunRecord.load(path), tracker)
     except (OSError, RuntimeError, ValueError, _library_error(tracker["kind"])) as error:
-        _log.warning(
-            "tracker=%s: %s: %s; the run itself is in %s", tracker["kind"], type(error).__name__, error, record.path
-        )
+        _log.warning("tracker=%s: %s: %s; the run itself is in %s", tracker["kind"], type(error).__name__, error, path)
 
 
 def metrics(record: Mapping[str, Any]) -> dict[str, float]:

@@ -13,6 +13,10 @@ from pipeline.stage import Report
 from pipeline.trackers import metrics, track
 
 
+def tracked(record: RunRecord) -> None:
+    track(record.config, record.path)
+
+
 def finished(folder: Path, kind: str | None) -> RunRecord:
     tracker = {"kind": kind, "folder": str(folder / "store"), "experiment": "offstage"}
     config = {"tracker": tracker, "seed": 3, "generate": {"prompts": ["a"]}}
@@ -39,8 +43,26 @@ def test_what_is_no_number_is_not_logged_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [None, "not_a_tracker"])
 def test_no_tracker_is_no_work(kind: str | None, tmp_path: Path) -> None:
-    track(finished(tmp_path, kind))
+    tracked(finished(tmp_path, kind))
     assert not tmp_path.joinpath("store").exists()
+
+
+@pytest.mark.skipif(not any(map(find_spec, ("mlflow", "trackio"))), reason="needs a tracker's library")
+def test_a_tracker_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kind = next(kind for kind in ("mlflow", "trackio") if find_spec(kind))
+    record = finished(tmp_path, kind)
+    tmp_path.joinpath("store").touch()
+    tracked(record)
+    record.path.unlink()
+    tracked(record)
+    assert [f"the run itself is in {record.path}" in warning for warning in caplog.messages] == [True, True]
+
+
+@pytest.mark.parametrize("kind", [None, "not_a_tracker"])
+def test_a_record_that_cannot_be_read_is_nothing_to_a_run_without_a_tracker(kind: str | None, tmp_path: Path) -> None:
+    record = finished(tmp_path, kind)
+    record.path.unlink()
+    tracked(record)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +84,7 @@ def test_a_tracker_that_cannot_be_had_is_a_fault(
 def test_mlflow_keeps_params_metrics_and_artifacts(tmp_path: Path) -> None:
     mlflow: Any = pytest.importorskip("mlflow", reason="the extra mlflow isn't installed")
     pytest.importorskip("sqlalchemy", reason="mlflow is here without what its databases need")
-    track(finished(tmp_path, "mlflow"))
+    tracked(finished(tmp_path, "mlflow"))
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
     (run,) = mlflow.search_runs(experiment_names=["offstage"], output_format="list")
     assert run.info.status == "FINISHED"
@@ -73,5 +95,5 @@ def test_mlflow_keeps_params_metrics_and_artifacts(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="the extra trackio isn't installed")
 def test_trackio_keeps_the_run(tmp_path: Path) -> None:
-    track(finished(tmp_path, "trackio"))
+    tracked(finished(tmp_path, "trackio"))
     assert tmp_path.joinpath("store", "offstage.db").is_file()
