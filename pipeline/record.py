@@ -225,7 +225,8 @@ def never_left_running(record: RunRecord) -> Iterator[None]:
         yield
     except BaseException as error:
         written = RunRecord.load(record.path)
-        if written.data["status"] == "running":
+        unfinished = written.data["status"] == "running"
+        if unfinished or (written.data["status"] == "completed" and isinstance(error, StorageError)):
             written.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=error)
         raise
 

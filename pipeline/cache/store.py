@@ -24,11 +24,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.atomic_files import mendable, storage_error, sync_folder
+from pipeline.atomic_files import TEMPORARY, mendable, storage_error, sync_folder
 from pipeline.cache.leases import SHARED, Leases, lease_path
 from pipeline.cache.leftovers import BUILDING, move_aside, remove_leftovers
 from pipeline.cache.locks import locked
-from pipeline.cache.manifest import DamagedError, seal, verify
+from pipeline.cache.manifest import MANIFEST, DamagedError, seal, verify
 from pipeline.errors import OffstageError, StorageError
 from pipeline.stage import Artifact
 
@@ -154,6 +154,7 @@ def _build(folder: Path, write: Callable[[Path], T], *, resumes: bool) -> tuple[
     try:
         with mendable(folder.parent):
             building.mkdir(exist_ok=resumes)
+            _forget_publishing(building)
         made = _write(building, write)
         with mendable(folder.parent):
             artifact, published = _publish(building, folder), True
@@ -164,6 +165,13 @@ def _build(folder: Path, write: Callable[[Path], T], *, resumes: bool) -> tuple[
         else:
             with suppress(OSError):
                 building.rmdir()  # there is nothing to go on with
+
+
+def _forget_publishing(building: Path) -> None:
+    """Remove what a build that got as far as its publishing left in ``building``: the manifest, files half-written."""
+    for path in building.iterdir():
+        if path.name == MANIFEST or path.name.startswith(TEMPORARY):
+            path.unlink()
 
 
 def _write(building: Path, write: Callable[[Path], T]) -> T:

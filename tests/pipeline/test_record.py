@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import CheckpointError, StorageError
-from pipeline.record import RunRecord, StageRecord
+from pipeline.record import RunRecord, StageRecord, never_left_running
 from pipeline.stage import Report
 
 STAGE = StageRecord(
@@ -251,3 +251,21 @@ def test_a_reader_always_sees_a_whole_record(folder: Path) -> None:
         seen.add(json.dumps(read(folder)["outputs"]))
     writer.join()
     assert len(seen) > 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StorageError("the folder: Input/output error"), "failed"),  # as the exit code says
+        (BrokenPipeError(), "completed"),  # nobody reads what is shown of it
+        (KeyboardInterrupt(), "completed"),
+    ],
+)
+def test_a_completed_run_whose_record_may_not_last_is_no_completed_one(
+    error: BaseException, status: str, tmp_path: Path
+) -> None:
+    record = RunRecord.start(tmp_path, overrides=[], config={}, environment={})
+    record.finish("completed")
+    with pytest.raises(type(error)), never_left_running(record):
+        raise error
+    assert RunRecord.load(tmp_path).data["status"] == status
