@@ -2,7 +2,7 @@
 
 English that the project has a right to, and that every machine with the project's dependencies has already. The files
 are parsed, never imported. Only prose is kept: a paragraph is a few sentences of ordinary words; code, doctests, tables
-and lists of parameters go. A paragraph that stands in several places, as in the copies of one method among many
+and the names of parameters go. A paragraph that stands in several places, as in the copies of one method among many
 classes, is taken once. Packages whose metadata names a licence that asks for more than a notice are left out.
 """
 

@@ -16,8 +16,9 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def train(model: torch.nn.Module, tokens: torch.Tensor, recipe: Recipe, *, state
     optimizers = _optimizers(model, recipe)
     progress = _resume(model, optimizers, state)
     saved_at = time.monotonic()
-    with ThreadPoolExecutor(recipe.batches, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+    with _single_threads(recipe.batches) as threads:
         while progress.share(recipe) < 1:
             started = time.monotonic()
             factor = rate_factor(progress.share(recipe), recipe.warm_up)
@@ -84,6 +85,18 @@ def train(model: torch.nn.Module, tokens: torch.Tensor, recipe: Recipe, *, state
                 _save(model, optimizers, progress, state)
                 saved_at = time.monotonic()
     return progress
+
+
+@contextmanager
+def _single_threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Give threads whose operations, and those of this thread meanwhile, are each computed by one thread alone."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(usual)
 
 
 def rate_factor(share: float, warm_up: float) -> float:

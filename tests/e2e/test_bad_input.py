@@ -44,14 +44,14 @@ def refused(done: Finished, code: int, *words: str) -> None:
         (["max_memory.gpu=1GB"], ["gpu"]),
         (["dtype=float8"], ["dtype: 'float8' is none of auto, float32, float16, bfloat16"]),
         (["device_map={model.embed_tokens: cpu, model.layer: cpu}"], ["model.layer", "did you mean 'model.layers'"]),
-        (["device_map={model: cpu}"], ["device_map", "lm_head"]),
+        (["device_map={model.layers: cpu}"], ["device_map", "model.embed_tokens"]),
         (["device_map={model: cpu, lm_head: gpu}"], ["device_map", "'gpu' is not a device"]),
         (["device_map=gone.json"], ["device_map", "gone.json"]),
         (["device_map={'bad"], ["device_map"]),
         (["model=pretraind"], ["pretraind"]),
         (["model=module"], ["model._target_: no value"]),
         (["model=module", "model._target_=no.such.Class", f"model.path={TINY}"], ["model._target_", "no.such.Class"]),
-        (["generate.prompts=[[99999]]"], ["token id 99999", "1024 words"]),
+        (["generate.prompts=[[99999]]"], ["token id 99999", "3072 words"]),
         (["stop_after=nothing"], ["stop_after: 'nothing'"]),
         (["seed=-3"], ["seed: -3"]),
     ],
@@ -133,10 +133,10 @@ def test_a_bad_checkpoint_is_one_line_and_exit_3(harm: str, checkpoint: Path, of
 
 def test_a_config_of_other_sizes_than_the_weights_is_refused(checkpoint: Path, offstage_here: Run) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
-    (checkpoint / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
+    (checkpoint / "config.json").write_text(json.dumps({**config, "hidden_size": 96}))
     done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=2MB")
     assert done.code == CHECKPOINT
-    assert "model.embed_tokens.weight" in done.err
+    assert "k_proj.weight' is [64, 192] instead of [64, 96]" in done.err
     assert "Traceback" not in done.err
 
 

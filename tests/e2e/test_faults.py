@@ -123,7 +123,7 @@ def test_letting_go_of_the_model_closes_its_files(checkpoint: Path, tmp_path: Pa
 
 READS = "preadv,preadv2"
 """What the interpreter makes of ``os.preadv``, with which weights are read directly: the one or the other."""
-DISK = ("device_map=disk", "max_memory.cpu=400KB", "storage.io=direct", "generate.prompts=[[5,6,7]]")
+DISK = ("device_map=disk", "max_memory.cpu=1.2MB", "storage.io=direct", "generate.prompts=[[5,6,7]]")
 LENGTH = ("generate.max_new_tokens=16", "generate.min_new_tokens=16")
 
 

@@ -29,10 +29,10 @@ def ask_for(checkpoint: Path, **options: Any) -> None:
 def test_stop_strings_end_the_text_from_the_config_and_from_the_checkpoint(
     offstage_here: Run, checkpoint: Path
 ) -> None:
-    given = (f"model.path={checkpoint}", PROMPT)
+    given = (f"model.path={checkpoint}", PROMPT, "generate.min_new_tokens=12")
     plain = offstage_here(*given, "generate.max_new_tokens=12")
     text = plain.record["outputs"][0]["text"]
-    word = text.split()[3]
+    word = list(dict.fromkeys(text.split()))[3]
     stopped = offstage_here(*given, "generate.max_new_tokens=12", f"generate.stop_strings=['{word}']")
     assert stopped.code == 0, stopped.err
     assert stopped.record["outputs"][0]["text"].rstrip().endswith(word)

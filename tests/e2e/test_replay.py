@@ -26,7 +26,8 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def run_path(offstage: Run, checkpoint: Path, tmp_path: Path) -> Path:
     """The record of one completed run."""
-    done = offstage(f"model.path={checkpoint}", "max_memory.cpu=1.5MB", "generate.max_new_tokens=6")
+    length = ("generate.max_new_tokens=6", "generate.min_new_tokens=6")
+    done = offstage(f"model.path={checkpoint}", "max_memory.cpu=3MB", *length)
     assert done.code == 0, done.err
     (path,) = records_in(tmp_path)
     return path
@@ -101,7 +102,7 @@ def test_stored_artifacts_alone_can_be_compared(run_path: Path, replay: Replay) 
 
 
 def test_an_option_changed_in_the_record_gives_other_tokens_and_is_named(run_path: Path, replay: Replay) -> None:
-    edit(run_path, lambda record: record["config"]["generate"].update(max_new_tokens=4))
+    edit(run_path, lambda record: record["config"]["generate"].update(max_new_tokens=4, min_new_tokens=4))
     code, out, _ = replay(run_path)
     assert code == 1
     assert "different; sequence 0, token 4: was " in out
@@ -110,7 +111,7 @@ def test_an_option_changed_in_the_record_gives_other_tokens_and_is_named(run_pat
 
 
 def test_a_budget_changed_in_the_record_moves_modules_and_keeps_the_tokens(run_path: Path, replay: Replay) -> None:
-    edit(run_path, lambda record: record["config"]["max_memory"].update(cpu="3MB"))
+    edit(run_path, lambda record: record["config"]["max_memory"].update(cpu="6MB"))
     code, out, _ = replay(run_path)
     assert code == 0
     assert "modules moved" in out

@@ -18,7 +18,7 @@ TOKENS = "generate.max_new_tokens=6"
 DEVICES = 4
 
 
-def machine(*, memory: str = "3MB", ledger: str | None = None) -> str:
+def machine(*, memory: str = "6MB", ledger: str | None = None) -> str:
     """Return an override: four accelerators, the last of which holds only ``ledger``, whatever it says."""
     last = f"{{memory: {memory}, ledger: {ledger}}}" if ledger else f"{{memory: {memory}}}"
     return f"hardware.devices=[{', '.join([f'{{memory: {memory}}}'] * (DEVICES - 1) + [last])}]"
@@ -29,7 +29,7 @@ def budgets(accelerator: str, host: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "given", [budgets("1.2MB", "1MB"), budgets("800KB", "400KB")], ids=["all on accelerators", "some streamed"]
+    "given", [budgets("2.4MB", "2MB"), budgets("2MB", "1.2MB")], ids=["all on accelerators", "some streamed"]
 )
 def test_four_simulated_accelerators_give_the_tokens_of_the_cpu_within_their_budgets(
     given: str, offstage_here: Run
@@ -63,7 +63,7 @@ def test_the_host_is_predicted_with_what_the_simulated_accelerators_hold(
 
 
 def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(offstage_here: Run) -> None:
-    given = ("hardware.devices=[{memory: 3MB}]", "max_memory={0: 1MB, cpu: 1MB}", "device_map=sequential")
+    given = ("hardware.devices=[{memory: 6MB}]", "max_memory={0: 2MB, cpu: 2MB}", "device_map=sequential")
     done = offstage_here(*given, TOKENS)
     assert done.code == 0, done.err
     metrics = done.record["metrics"]
@@ -73,11 +73,11 @@ def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(of
     assert metrics["bound"] in ("storage", "link", "compute")
     plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
     peak = done.record["memory"]["measured"]["0"]
-    assert plan["resident_bytes"]["0"] < peak <= plan["resident_bytes"]["0"] + plan["reserve_bytes"] <= 10**6
+    assert plan["resident_bytes"]["0"] < peak <= plan["resident_bytes"]["0"] + plan["reserve_bytes"] <= 2 * 10**6
 
 
 def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Run) -> None:
-    done = offstage_here(machine(ledger="500KB"), budgets("1.2MB", "1MB"), "device_map=balanced", TOKENS)
+    done = offstage_here(machine(ledger="500KB"), budgets("2.4MB", "2MB"), "device_map=balanced", TOKENS)
     assert done.code == BUDGET_EXIT
     assert "the simulated accelerator 3 is full" in done.err
     assert "Traceback" not in done.err
@@ -85,7 +85,7 @@ def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Ru
 
 
 def test_a_plan_that_an_accelerator_cannot_hold_is_refused_before_a_weight_is_read(offstage_here: Run) -> None:
-    done = offstage_here(machine(memory="1MB"), budgets("1.2MB", "1MB"), "device_map=balanced", TOKENS)
+    done = offstage_here(machine(memory="2MB"), budgets("2.4MB", "2MB"), "device_map=balanced", TOKENS)
     assert done.code == BUDGET_EXIT
     assert "max_memory.0: the plan takes" in done.err
     assert "the most that works is" in done.err

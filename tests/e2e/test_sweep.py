@@ -16,7 +16,7 @@ from tests.benchmarks.caps import can_cap
 from tests.e2e.conftest import Finished, finish, records_in, start
 
 Run = Callable[..., Finished]
-SLOW = "max_memory.cpu=0.9MB"
+SLOW = "max_memory.cpu=1.9MB"
 LONG = (2001, 2002, 2003)
 """Tokens of a job that runs long enough to be hit."""
 
@@ -69,7 +69,7 @@ def test_killed_interrupted_and_refused_jobs_leave_the_others_alone(tmp_path: Pa
 
 
 def test_every_job_has_a_process_of_its_own_that_is_gone_afterwards(offstage: Run, tmp_path: Path) -> None:
-    done = offstage("-m", "max_memory.cpu=1.2MB,8MB", "generate.max_new_tokens=2")
+    done = offstage("-m", "max_memory.cpu=2.4MB,8MB", "generate.max_new_tokens=2")
     assert done.code == 0, done.err
     assert "2 of 2 jobs completed" in done.out
     assert list(job_processes(tmp_path)) == []
@@ -155,7 +155,7 @@ def test_a_run_that_keeps_to_its_plan_completes_under_its_cap(offstage: Run) -> 
     done = offstage("enforce_memory=true", "generate.max_new_tokens=3")
     assert done.code == 0, done.err
     assert done.record["enforcement"]["enforced"]
-    assert "The weights wait offstage" in done.out
+    assert done.record["outputs"][0]["prompt"] in done.out
 
 
 def test_a_cap_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch, offstage_here: Run, capfd: Any) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"not installed: {', '.j
 def test_three_jobs_through_sbatch_leave_their_results_in_the_same_place(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    arguments = ["-m", "hydra/launcher=submitit_slurm", "max_memory.cpu=1.2MB,100KB,8MB", "generate.max_new_tokens=3"]
+    arguments = ["-m", "hydra/launcher=submitit_slurm", "max_memory.cpu=2.4MB,100KB,8MB", "generate.max_new_tokens=3"]
     with cluster(tmp_path_factory.mktemp("slurm")) as slurm:
         variables = environment({"SLURM_CONF": slurm["SLURM_CONF"]})
         done = run([*COMMAND, *arguments], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=280)

@@ -14,7 +14,7 @@ CHECKPOINT = "checkpoint"
 OUTPUTS = "outputs"
 _COMMON = (
     "device_map=sequential",
-    "max_memory.cpu=1.4MB",
+    "max_memory.cpu=2.8MB",
     "generate.prompts=[[5,6,7],waits]",
     "generate.max_new_tokens=4",
 )

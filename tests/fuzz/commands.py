@@ -28,7 +28,7 @@ from tests.fuzz.texts import TINY
 
 CODES = (2, 3, 4, 5)
 TOKENS = 3
-CHECKPOINT = ("model.path=ckpt", "max_memory.cpu=2MB", f"generate.max_new_tokens={TOKENS}", "storage.io=direct")
+CHECKPOINT = ("model.path=ckpt", "max_memory.cpu=4.5MB", f"generate.max_new_tokens={TOKENS}", "storage.io=direct")
 ON_DISK = (*CHECKPOINT, "dtype=float32", "device_map=disk")
 
 

@@ -30,7 +30,7 @@ def sweep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "made":
         write_sweep(folder, metrics={"storage_bandwidth_bytes_per_second": 1.6e9, "predicted_seconds_per_token": 0.7})
     else:
-        arguments = ["-m", "max_memory.cpu=0.1MB,1.9MB,8MB", "device_map=sequential", f"hydra.sweep.dir={folder}"]
+        arguments = ["-m", "max_memory.cpu=0.1MB,3.8MB,8MB", "device_map=sequential", f"hydra.sweep.dir={folder}"]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         subprocess.run(
             [sys.executable, "-c", PIPELINE, *arguments, f"outputs={folder / 'out'}"],
