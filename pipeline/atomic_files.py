@@ -10,7 +10,7 @@ import errno
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.errors import OffstageError, StorageError, named
@@ -85,7 +85,12 @@ def create_file(path: Path, text: str) -> None:
         FileExistsError: something of that name is there already; it is left as it is.
     """
     _write_beside(path, text.encode(), lambda written: _link(written, path))
-    sync_folder(path.parent)
+    try:
+        sync_folder(path.parent)
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+        raise
 
 
 def _write_beside(path: Path, data: bytes | memoryview, publish: Callable[[Path], None]) -> None:
@@ -97,7 +102,8 @@ def _write_beside(path: Path, data: bytes | memoryview, publish: Callable[[Path]
             os.fsync(file.fileno())
         publish(written)
     finally:
-        written.unlink(missing_ok=True)
+        with suppress(OSError):  # published or not, what can't be removed is only in the way
+            written.unlink(missing_ok=True)
 
 
 def _link(written: Path, path: Path) -> None:

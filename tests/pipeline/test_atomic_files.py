@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import atomic_files
 from pipeline.atomic_files import create_file, mendable, replace_file, write_text, write_whole
 from pipeline.errors import StorageError
 
@@ -60,3 +61,23 @@ def test_each_refusal_says_what_to_do(number: int, words: str, tmp_path: Path) -
 def test_a_write_that_fails_names_its_file() -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         write_text(Path("/dev/full"), "text")
+
+
+def test_a_file_whose_name_may_not_last_is_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_folder: Path) -> None:
+        raise OSError(errno.EIO, "bad")
+
+    monkeypatch.setattr(atomic_files, "sync_folder", fail)
+    with pytest.raises(OSError, match="bad"):
+        create_file(tmp_path / "run.json", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_leftover_that_cannot_be_removed_fails_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    create_file(tmp_path / "run.json", "text")
+    replace_file(tmp_path / "run.json", "more")
+    assert (tmp_path / "run.json").read_text() == "more"
