@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -50,10 +51,22 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**clean, "HF_HUB_OFFLINE": "1", **(extra or {})}
 
 
+def heed_signals() -> None:
+    """Have the process that is started heed every signal, whatever these tests themselves were told to ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """Start the command in ``folder`` and return its process."""
     return subprocess.Popen(
-        [*COMMAND, *arguments], cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*COMMAND, *arguments],
+        cwd=folder,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=heed_signals,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import COMMAND, environment, records_in, start
+from tests.e2e.conftest import COMMAND, environment, heed_signals, records_in, start
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -37,6 +37,7 @@ def test_a_signal_during_imports_leaves_no_traceback(number: signal.Signals, mil
     process = subprocess.Popen(
         [sys.executable, "-c", program, "generate.max_new_tokens=100000", "generate.prompts=[[5,6,7]]"],
         cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=heed_signals,
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.read(1)
