@@ -6,38 +6,22 @@ is made one in which the rest can rely on its streams, its arguments and its cur
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 from pipeline.command_exit import exit_at_signals
 from pipeline.process_setup import set_up
 
 
-def offstage() -> None:
-    """Run the command ``offstage``."""
-    _enter("offstage", "pipeline.app")
-
-
-def cache() -> None:
-    """Run the command ``offstage-cache``."""
-    _enter("offstage-cache", "pipeline.cache.command")
-
-
-def replay() -> None:
-    """Run the command ``offstage-replay``."""
-    _enter("offstage-replay", "pipeline.replay_command")
-
-
-def report() -> None:
-    """Run the command ``offstage-report``."""
-    _enter("offstage-report", "pipeline.report.command")
-
-
-def job() -> None:
-    """Run one job in this process, which another waits for."""
-    _enter("offstage", "pipeline.job")
-
-
 def _enter(name: str, module: str) -> None:
     exit_at_signals(name)
     set_up(name)
     import_module(module).main()
+
+
+offstage = partial(_enter, "offstage", "pipeline.app")
+cache = partial(_enter, "offstage-cache", "pipeline.cache.command")
+replay = partial(_enter, "offstage-replay", "pipeline.replay_command")
+report = partial(_enter, "offstage-report", "pipeline.report.command")
+job = partial(_enter, "offstage", "pipeline.job")
+"""One job in this process, which another waits for."""

@@ -28,12 +28,12 @@ _TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 
 def is_hub_id(path: object) -> bool:
     """Return whether the ``model.path`` of a resolved config names a checkpoint on the Hub."""
-    return isinstance(path, str) and path.count("/") == 1 and not Path(path).is_absolute()
+    return isinstance(path, str) and _HUB_ID.fullmatch(path) is not None
 
 
 def located(path: str) -> str:
     """Return ``path`` as a resolved config has it: absolute, unless it reads ``org/name`` and nothing is there."""
-    return path if _HUB_ID.fullmatch(path) and not Path(path).exists() else absolute(path)
+    return path if is_hub_id(path) and not Path(path).exists() else absolute(path)
 
 
 def checkpoint_folder(model: Mapping[str, Any]) -> Path:

@@ -72,12 +72,9 @@ def from_json(data: Mapping[str, Any]) -> DispatchPlan:
 
 def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
     """Return the dispatch plan of a model with this ``skeleton`` placed by this ``plan``."""
-    owned: dict[str, list[str]] = {}
-    for tensor in skeleton.tensors:
-        owned.setdefault(parent(tensor.name), []).append(tensor.name)
     parts = {}
-    for module, names in owned.items():
-        serving = {name: plan.serving[name] for name in names if name in plan.serving}
+    for module, tensors in skeleton.by_module.items():
+        serving = {spec.name: plan.serving[spec.name] for spec in tensors if spec.name in plan.serving}
         parts[module] = ModulePlan(plan.execution[module], serving, (module, *skeleton.borrowers.get(module, ())))
     return DispatchPlan(
         main_device=plan.main_device,

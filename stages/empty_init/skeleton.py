@@ -113,6 +113,14 @@ class Skeleton:
         return {tensor.name: tensor for tensor in self.tensors}
 
     @cached_property
+    def by_module(self) -> dict[str, list[TensorSpec]]:
+        """The tensors that each module holds itself; modules that hold none aren't there."""
+        found: dict[str, list[TensorSpec]] = {}
+        for tensor in self.tensors:
+            found.setdefault(parent(tensor.name), []).append(tensor)
+        return found
+
+    @cached_property
     def _groups(self) -> dict[str, tuple[str, ...]]:
         return {name: group for group in self.tied for name in group}
 

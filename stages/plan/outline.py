@@ -54,10 +54,8 @@ class Outline:
     @cached_property
     def direct(self) -> dict[str, list[str]]:
         """The tensors that each module holds itself."""
-        found: dict[str, list[str]] = {module.name: [] for module in self.skeleton.modules}
-        for name in self.sizes:
-            found.setdefault(parent(name), []).append(name)
-        return found
+        held = {name: [spec.name for spec in tensors] for name, tensors in self.skeleton.by_module.items()}
+        return {module.name: [] for module in self.skeleton.modules} | held
 
     @cached_property
     def children(self) -> dict[str, list[str]]:

@@ -95,7 +95,7 @@ def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sou
 
 def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     """Return the plan that ``wanted`` spells out."""
-    execution = {module: _computes(tensors, wanted) for module, tensors in _by_module(skeleton).items()}
+    execution = {module: _computes(tensors, wanted) for module, tensors in skeleton.by_module.items()}
     homes = {spec.name: _lies_on(spec, execution[parent(spec.name)], wanted) for spec in skeleton.tensors}
     leaders = {skeleton.leader(name): home for name, home in homes.items()}
     outline, placement = Outline(skeleton), Placement(leaders, wanted.main)
@@ -120,13 +120,6 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     )
 
 
-def _by_module(skeleton: Skeleton) -> dict[str, list[TensorSpec]]:
-    found: dict[str, list[TensorSpec]] = {}
-    for spec in skeleton.tensors:
-        found.setdefault(parent(spec.name), []).append(spec)
-    return found
-
-
 def _computes(tensors: Sequence[TensorSpec], wanted: Wanted) -> DeviceId:
     """Return where a module of these ``tensors`` computes: where most of it is accelerated, or on the main device."""
     held: Counter[DeviceId] = Counter()
@@ -145,7 +138,7 @@ def _with_preloaded(skeleton: Skeleton, classes: Collection[str]) -> Skeleton:
     """Return ``skeleton`` with the modules of ``classes`` as users of all tensors below them."""
     whole = [module.name for module in skeleton.modules if module.class_name in classes]
     users = {
-        name: [above for above in whole if not above or name.startswith(f"{above}.")] for name in _by_module(skeleton)
+        name: [above for above in whole if not above or name.startswith(f"{above}.")] for name in skeleton.by_module
     }
     borrowers = {
         name: tuple(dict.fromkeys([*skeleton.borrowers.get(name, ()), *users.get(name, ())]))
