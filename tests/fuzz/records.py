@@ -19,7 +19,8 @@ from pipeline.report.exports import as_csv, as_json, comparison_json
 from pipeline.report.page import comparison_page, report_page
 from pipeline.report.run_folders import find, find_one
 from pipeline.report.summary import summarise
-from pipeline.report.terminal import console, show_comparison, show_summary
+from pipeline.report.terminal import show_comparison, show_summary
+from pipeline.terminal import Screen
 from tests.e2e.conftest import records_in
 from tests.fuzz.commands import CHECKPOINT, keep_figures, run_command, tokens_in
 from tests.fuzz.formats import RIGHT, Format, require
@@ -59,7 +60,7 @@ def _attempt_report(folder: Path, _pristine: Path) -> str:
     json.loads(as_json(summary))
     shown, sys.stdout = sys.stdout, StringIO()
     try:
-        show_summary(console(), summary)
+        show_summary(Screen(), summary)
     finally:
         shown, sys.stdout = sys.stdout, shown
     return RIGHT
@@ -71,7 +72,7 @@ def _attempt_page(folder: Path, _pristine: Path) -> str:
     comparison = compare_runs(find_one(folder / "runs" / "one"), find_one(folder / "runs" / "two"))
     json.loads(comparison_json(comparison))
     require("<html" in comparison_page(comparison), "no page")
-    show_comparison(console(), comparison)
+    show_comparison(Screen(), comparison)
     return RIGHT
 
 
