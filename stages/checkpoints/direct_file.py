@@ -9,6 +9,7 @@ import errno
 import os
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pipeline.errors import StorageError
@@ -120,4 +121,5 @@ class DirectFile:
 
 def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:
-        os.close(descriptor)
+        with suppress(OSError):  # closed all the same; it may happen as the process ends, where nobody could be told
+            os.close(descriptor)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline.errors import CheckpointError
+from stages.checkpoints.direct_file import DirectFile
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.mapped_file import MappedFile
 from stages.checkpoints.shard_files import ShardFile
@@ -64,3 +65,9 @@ def test_a_map_that_there_is_no_room_for_names_its_file(file: ShardFile) -> None
             MappedFile(ShardFile(file.name, file.path, large, status.st_mtime_ns, ""))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_a_file_that_cannot_be_closed_is_nothing_to_its_user(file: ShardFile) -> None:
+    direct = DirectFile(file)
+    os.close(direct.descriptor)
+    direct.close()
