@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import walk_tb
 from typing import ClassVar
 
 _REFUSED = frozenset(
@@ -24,7 +23,6 @@ _LONGEST = 500
 _LONGEST_LINE = 4000
 _CONTROLS = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """What a terminal obeys; a value that a message quotes may hold any of it. A line's end stands between two faults."""
-_OWN = ("pipeline", "stages")
 
 
 class OffstageError(Exception):
@@ -111,15 +109,12 @@ def foreign(kind: type[OffstageError], about: str, *, advice: str = "") -> Itera
 
     Such code raises what it likes, outside of ``Exception`` too (a panic in Rust); its own words are kept, in one line.
     What a disk or the system refuses it stays a ``StorageError``, whatever it was asked for.
-    What code of ours raises that it calls back is no fault of a user's, and passes.
     """
     try:
         yield
     except (OffstageError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
-        if _is_ours(error):
-            raise
         refused = isinstance(error, OSError) and error.errno in _REFUSED
         raise (StorageError if refused else kind)(f"{about}: {words_of(error)}{advice}") from error
 
@@ -138,13 +133,6 @@ def named(path: Path) -> Iterator[None]:
 def _shortened(line: str) -> str:
     half = _LONGEST_LINE // 2
     return line if len(line) <= _LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Return whether ``error`` was raised by code of ours that foreign code had called."""
-    names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
-    ours = [name.partition(".")[0] in _OWN for name in names[2:]]  # below the block
-    return ours[-1:] == [True] and not all(ours)
 
 
 def words_of(error: BaseException) -> str:
