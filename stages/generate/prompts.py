@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError, Fault
+from pipeline.errors import ConfigError, Fault, OffstageError
 from pipeline.regular_files import read_object
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
@@ -83,11 +83,21 @@ class Encoder:
 
 
 def check_encoded(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
-    """Yield the first prompt that can't be made tokens, and those that are longer than the model's context."""
-    prompts, context = read_prompts(generate), _context(model)
-    needs = any(prompt.token_ids is None for prompt in prompts.values())
+    """Yield the first prompt that can't be made tokens, and those that are longer than the model's context.
+
+    What is wrong with the checkpoint or its tokenizer is said by who opens them.
+    """
+    prompts, tokenizer = read_prompts(generate), None
     try:
-        encoder = Encoder.of(generate, load_tokenizer(model) if needs else None)
+        if not model.get("path") or not checkpoint_folder(model).is_dir():
+            return
+        if any(prompt.token_ids is None for prompt in prompts.values()):
+            tokenizer = load_tokenizer(model)
+        context = _context(model)
+    except OffstageError:
+        return
+    try:
+        encoder = Encoder.of(generate, tokenizer)
         lengths = {name: len(encoder.encode(name, prompt)) for name, prompt in prompts.items()}
     except ConfigError as error:
         key, _, message = str(error).partition(": ")

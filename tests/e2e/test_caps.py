@@ -72,7 +72,8 @@ def test_the_automatic_budget_stays_below_the_cap_and_says_why(checkpoint: Path,
 
 
 def test_a_budget_that_the_cap_cannot_hold_is_refused_before_a_weight_is_read(checkpoint: Path, tmp_path: Path) -> None:
-    arguments = [*COMMAND, "model=pretrained", f"model.path={checkpoint}", "max_memory.cpu=300MB"]
+    given = ("model=pretrained", f"model.path={checkpoint}", "max_memory.cpu=300MB", "generate.prompts=[[5,6,7]]")
+    arguments = [*COMMAND, *given]
     done = run_capped(arguments, 450 * MIB, cwd=tmp_path, env=environment())
     assert done.returncode == 4, done.stderr
     assert "max_memory.cpu: the plan takes" in done.stderr

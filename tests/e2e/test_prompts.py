@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import Finished, start
 
-COUNT = 40
+COUNT = 24
 FIXED = ("generate.prompts_file=prompts.jsonl", "generate.max_new_tokens=6", "generate.batch_size=4")
 
 
@@ -47,7 +47,7 @@ def killed_after(folder: Path, lines: int, *options: str) -> bool:
 SAMPLED = ("generate.do_sample=true", "seed=5")
 
 
-@pytest.mark.parametrize(("options", "kills"), [((), (1, 12, 24)), (SAMPLED, (8,))], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("options", "kills"), [((), (1, 8, 16)), (SAMPLED, (8,))], ids=["greedy", "sampled"])
 def test_killed_again_and_again_no_prompt_is_answered_twice(
     tmp_path: Path, offstage: Callable[..., Finished], options: tuple[str, ...], kills: tuple[int, ...]
 ) -> None:
