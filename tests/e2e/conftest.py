@@ -17,6 +17,9 @@ import pytest
 COMMAND = [sys.executable, "-c", "from pipeline.commands import offstage; offstage()"]
 
 
+Replay = Callable[..., tuple[int, str, str]]
+
+
 @dataclass(frozen=True)
 class Finished:
     """One finished command: its exit code, what it printed, and the records of the runs it made."""
@@ -106,5 +109,21 @@ def offstage_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -
         captured = capfd.readouterr()
         new = [record for path, record in records_in(tmp_path).items() if path not in before]
         return Finished(int(exit_info.value.code or 0), captured.out, captured.err, new)
+
+    return run
+
+
+@pytest.fixture
+def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Replay:
+    """Return a function that replays what it is given, in this test's empty folder: exit code, output, errors."""
+    from pipeline.replay_command import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_info:
+            main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return int(exit_info.value.code or 0), captured.out, captured.err
 
     return run

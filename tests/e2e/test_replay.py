@@ -10,10 +10,9 @@ import pytest
 
 from pipeline.cache.sealed_files import read_sealed
 from stages.machine.rates import coarse_rate
-from tests.e2e.conftest import Finished, records_in
+from tests.e2e.conftest import Finished, Replay, records_in
 
 Run = Callable[..., Finished]
-Replay = Callable[..., tuple[int, str, str]]
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
 
 
@@ -31,22 +30,6 @@ def run_path(offstage: Run, checkpoint: Path, tmp_path: Path) -> Path:
     assert done.code == 0, done.err
     (path,) = records_in(tmp_path)
     return path
-
-
-@pytest.fixture
-def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Replay:
-    """Return a function that replays a run: exit code, output, errors."""
-    from pipeline.replay_command import main
-
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_info:
-            main([str(argument) for argument in arguments])
-        captured = capfd.readouterr()
-        return int(exit_info.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import finish, records_in, start
+from tests.e2e.conftest import Replay, finish, records_in, start
 
 Record = dict[str, Any]
-Replay = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +23,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.code == 0, done.err
     (path,) = records_in(folder)
     return path
-
-
-@pytest.fixture
-def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Replay:
-    """Return a function that replays what it is given, in an empty folder: exit code and errors."""
-    from pipeline.replay_command import main
-
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as exit_info:
-            main([str(argument) for argument in arguments])
-        return int(exit_info.value.code or 0), capfd.readouterr().err
-
-    return run
 
 
 def sent(finished: Path, folder: Path, change: Callable[[Record], object]) -> Path:
@@ -85,7 +69,7 @@ def test_code_that_a_record_names_does_not_run(
     word, change = gadgets(str(canary))[gadget]
     path = sent(finished, tmp_path, change)
     trust = [flag for each in (word, "torch.nn.Sequential") for flag in ("--trust", each)]
-    code, err = replay(path, *(trust if trusted else []))
+    code, _, err = replay(path, *(trust if trusted else []))
     imported = trusted and gadget == "a module of the current folder"  # the user has said that its code may run
     assert canary.exists() == imported, err
     if trusted and word == "remote-code":
@@ -98,7 +82,7 @@ def test_nothing_is_written_where_a_record_says(finished: Path, replay: Replay, 
     other = tmp_path / "other"
     named = {"outputs": str(other), "offload_folder": str(other), "tracker": {"kind": "mlflow", "folder": str(other)}}
     path = sent(finished, tmp_path, lambda record: record["config"].update(named))
-    code, err = replay(path)
+    code, _, err = replay(path)
     assert code == 0, err
     assert not other.exists()
     assert len(records_in(tmp_path)) == 1, "the replay's own, in outputs of the current folder"
@@ -154,7 +138,7 @@ DAMAGES: dict[str, Callable[[Record], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_record_is_refused_in_one_line(damage: str, finished: Path, replay: Replay, tmp_path: Path) -> None:
-    code, err = replay(sent(finished, tmp_path, DAMAGES[damage]))
+    code, _, err = replay(sent(finished, tmp_path, DAMAGES[damage]))
     assert (code, "Traceback" in err) == (2, False), err
     assert err.count("\n") == 1, err
     assert not list(tmp_path.glob("outputs/runs/*/*/.cache"))
@@ -178,5 +162,5 @@ FILES: dict[str, Callable[[Path], object]] = {
 def test_a_file_that_is_no_record_is_refused_in_one_line(file: str, replay: Replay, tmp_path: Path) -> None:
     path = tmp_path / "sent.json"
     FILES[file](path)
-    code, err = replay(path)
+    code, _, err = replay(path)
     assert (code, err.count("\n"), "Traceback" in err) == (2, 1, False), err
