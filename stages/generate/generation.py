@@ -32,8 +32,6 @@ from stages.plan.prompts import MOST
 _PAD = "pad_token_id"
 _TOLD = ("prompt", "text", "token_ids", "batch")
 """What the record has of each sequence."""
-WORDS_UNKNOWN = MOST
-"""A bound on token ids where the model doesn't say how many words it knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,7 @@ class _Decoding:
     def _asked(self, index: int, ids: Sequence[int]) -> Asked:
         """Return prompt ``index`` with the options that it is answered with: its own, then those of all."""
         own = options.given_options({**self._inputs.options, **self._inputs.prompts[index].options})
-        seed = own.pop("seed", (self._inputs.seed + index) % 2**63)
+        seed = own.pop("seed", (self._inputs.seed + index) % MOST)
         if not self._uses_transformers:
             own = options.plain_options(own, self._defaults)
         return Asked(index, ids, seed, own)
@@ -169,7 +167,7 @@ def _check_words(model: Any, encoded: Sequence[Sequence[int]]) -> None:
     """Refuse token ids that the model has no embedding for, before its forward trips over them."""
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    words = getattr(text_config, "vocab_size", None) or WORDS_UNKNOWN
+    words = getattr(text_config, "vocab_size", None) or MOST
     largest = max(max(ids) for ids in encoded)
     if largest >= words:
         raise ConfigError(f"generate.prompts: token id {largest} is beyond the model's {words} words; give ids below")

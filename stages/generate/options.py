@@ -13,7 +13,7 @@ from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreig
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.generate.prompts import token_ids
-from stages.plan.prompts import OWN_KEYS, read_prompts
+from stages.plan.prompts import OWN_KEYS, Prompt, check_seed
 
 FILE_NAME = "generation_config.json"
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
@@ -73,17 +73,17 @@ def _token_faults(options: Mapping[str, Any]) -> Iterable[Fault]:
             yield Fault(f"generate.{name}", str(error).removeprefix(f"generate.{name}: "))
 
 
-def check_own_options(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
-    """Yield what is wrong with the options that single prompts bring."""
+def check_own_options(
+    prompts: Mapping[str, Prompt], generate: Mapping[str, Any], model: Mapping[str, Any]
+) -> Iterable[Fault]:
+    """Yield what is wrong with the options that single ``prompts`` bring, each set of them once."""
     seen: list[Mapping[str, Any]] = []
-    for name, prompt in read_prompts(generate).items():
+    for name, prompt in prompts.items():
         if not prompt.options or prompt.options in seen:
             continue
         seen.append(prompt.options)
         own = dict(prompt.options)
-        seed = own.pop("seed", 0)
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-            yield Fault(f"{name}.seed", f"{seed!r} is no seed; give a whole number from 0 to 2**63 - 1")
+        yield from check_seed(f"{name}.seed", own.pop("seed", 0))
         both = {**generate, **own}
         for fault in list(check_options(both)) or check_served(both, model):
             yield Fault(f"{name}{fault.key.removeprefix('generate')}", fault.message, fault.error)

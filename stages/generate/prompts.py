@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault, OffstageError
-from pipeline.regular_files import read_object
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
-from stages.plan.prompts import MOST, Message, Prompt, read_prompts
+from stages.plan.geometry import read_geometry
+from stages.plan.prompts import MOST, Message, Prompt
 
 if TYPE_CHECKING:
     import torch
-
-_CONTEXT = ("max_position_embeddings", "n_positions")
-"""What a ``config.json`` calls the most tokens that the model has positions for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +79,18 @@ class Encoder:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def check_encoded(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
-    """Yield the first prompt that can't be made tokens, and those that are longer than the model's context.
+def check_encoded(
+    prompts: Mapping[str, Prompt], generate: Mapping[str, Any], model: Mapping[str, Any]
+) -> Iterable[Fault]:
+    """Yield the first of ``prompts`` that can't be made tokens, and those that are longer than the model's context.
 
     What is wrong with the checkpoint or its tokenizer is said by who opens them.
     """
-    prompts, tokenizer = read_prompts(generate), None
     try:
         if not model.get("path") or not checkpoint_folder(model).is_dir():
             return
-        if any(prompt.token_ids is None for prompt in prompts.values()):
-            tokenizer = load_tokenizer(model)
-        context = _context(model)
+        needs = any(prompt.token_ids is None for prompt in prompts.values())
+        tokenizer, context = load_tokenizer(model) if needs else None, read_geometry(model).context
     except OffstageError:
         return
     try:
@@ -104,18 +101,8 @@ def check_encoded(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iter
         yield Fault(key, message)
         return
     for name, length in lengths.items():
-        if context is not None and length > context:
+        if 0 < context < length:
             yield Fault(name, f"{length} tokens are more than the model's context of {context}; shorten it")
-
-
-def _context(model: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a decoder has positions for, null where its config doesn't say."""
-    config = read_object(checkpoint_folder(model) / "config.json")
-    if config.get("is_encoder_decoder"):
-        return None
-    config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
-    found = [config[name] for name in _CONTEXT if type(config.get(name)) is int and config[name] > 0]
-    return found[0] if found else None
 
 
 def token_ids(option: str, value: object) -> list[int]:

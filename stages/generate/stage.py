@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import Fault
+from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, absolute, read
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
@@ -19,7 +19,7 @@ from stages.empty_init.source_code import hashes
 from stages.generate.inputs import GenerateInputs
 from stages.generate.progress import FILE_NAME as GENERATIONS
 from stages.machine.kernels import choosers
-from stages.plan.prompts import check_prompts, read_prompts
+from stages.plan.prompts import check_prompts, check_seed, read_prompts
 
 FILE_NAME = "generation.json"
 _SHOWN = 20
@@ -50,8 +50,7 @@ class GenerateStage(Stage[GenerateInputs]):
         """Yield what is wrong with the prompts and the seed."""
         given = read(GenerateConfig, config)
         yield from check_prompts(given.generate)
-        if not 0 <= given.seed < 2**63:
-            yield Fault("seed", f"{given.seed} is no seed; give a whole number from 0 to 2**63 - 1")
+        yield from check_seed("seed", given.seed)
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield the generation options that transformers doesn't know, and those that a run can't serve."""
@@ -59,8 +58,14 @@ class GenerateStage(Stage[GenerateInputs]):
         from stages.generate.prompts import check_encoded
 
         generate, model = config["generate"], config["model"]
-        faults = list(check_options(generate)) or list(check_served(generate, model))
-        yield from faults or list(check_own_options(generate, model)) or check_encoded(generate, model)
+        yield from (faults := list(check_options(generate)) or list(check_served(generate, model)))
+        if faults:
+            return
+        try:
+            prompts = read_prompts(generate)
+        except ConfigError:
+            return  # ``check`` says it
+        yield from list(check_own_options(prompts, generate, model)) or check_encoded(prompts, generate, model)
 
     def gather(self, context: Context) -> GenerateInputs:
         """Return the model's identity and placement, the prompts and every option."""

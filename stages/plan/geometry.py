@@ -31,13 +31,17 @@ _BYTES_A_TOKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The shape of a decoder: ``cached`` is the elements of keys and values a layer keeps for a token."""
+    """The shape of a decoder: ``cached`` is the elements of keys and values a layer keeps for a token.
+
+    ``context`` is how many tokens it has positions for, 0 where its config doesn't say, and for an encoder-decoder.
+    """
 
     layers: int = 0
     cached: int = 0
     hidden: int = 0
     intermediate: int = 0
     vocabulary: int = 0
+    context: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ def read_geometry(model: Mapping[str, Any]) -> Geometry:
 
 def geometry_of(config: Mapping[str, Any]) -> Geometry:
     """Return the shape that ``config``, the content of a ``config.json``, states."""
+    two_halves = bool(config.get("is_encoder_decoder"))
     config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
@@ -72,12 +77,13 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
         hidden=hidden,
         intermediate=_first(config, "intermediate_size", "ffn_dim", "n_inner", "d_ff") or 4 * hidden,
         vocabulary=_first(config, "vocab_size"),
+        context=0 if two_halves else _first(config, "max_position_embeddings", "n_positions"),
     )
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
     """Return the first of ``names`` that ``config`` has as a number, or 0."""
-    found = [config[name] for name in names if isinstance(config.get(name), int)]
+    found = [config[name] for name in names if type(config.get(name)) is int]
     return int(found[0]) if found else 0
 
 

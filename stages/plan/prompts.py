@@ -19,7 +19,7 @@ OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact")
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
 
 MOST = 2**63
-"""Token ids are smaller."""
+"""Token ids and seeds are smaller."""
 
 _CONTENTS = ("prompt", "token_ids", "messages")
 _KINDS = "give text, a list of token ids, or a mapping with one of prompt, token_ids and messages"
@@ -72,6 +72,12 @@ def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
     except ConfigError as error:
         key, _, message = str(error).partition(": ")
         yield Fault(key, message)
+
+
+def check_seed(key: str, seed: object) -> Iterable[Fault]:
+    """Yield a fault of ``key`` if ``seed`` isn't one."""
+    if type(seed) is not int or not 0 <= seed < MOST:
+        yield Fault(key, f"{seed!r} is no seed; give a whole number from 0 to 2**63 - 1")
 
 
 def read_prompts(generate: Mapping[str, Any]) -> dict[str, Prompt]:

@@ -110,3 +110,10 @@ def test_a_bad_line_is_named_before_any_weight_is_read(
     assert words in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
+
+
+def test_a_bad_file_hides_no_other_fault(offstage_here: Callable[..., Finished]) -> None:
+    done = offstage_here("generate.prompts_file=gone.txt", "generate.batch_size=0", "max_memory.cpu=much")
+    assert done.code == 2
+    told = [line.removeprefix("offstage: ").partition(":")[0] for line in done.err.splitlines()]
+    assert sorted(told) == ["generate.batch_size", "generate.prompts_file", "max_memory.cpu"]

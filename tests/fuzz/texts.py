@@ -169,7 +169,7 @@ def _attempt_prompts(folder: Path, _pristine: Path) -> str:
         raise_faults(list(check_prompts(asked)))
         read = read_prompts(asked)
         require(all(prompt.token_ids or prompt.text.strip() for prompt in read.values()), f"{read!r}")
-        raise_faults(list(options.check_own_options(asked, _node(TINY))))
+        raise_faults(list(options.check_own_options(read, asked, _node(TINY))))
         for name, prompt in read.items():
             encoder.encode(name, prompt)
     return RIGHT

@@ -70,8 +70,8 @@ def test_bad_options_are_named(options: dict, words: str) -> None:
 
 def test_options_that_change_nothing_pass(tmp_path: Path) -> None:
     unused = {"do_sample": True, "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "no_repeat_ngram_size": 0}
-    prompts = ["a", {"prompt": "b", **unused}, {"prompt": "c", "temperature": 0.0, "do_sample": False}]
-    assert list(check_own_options({"prompts": prompts}, {"kind": "pretrained", "path": str(tmp_path)})) == []
+    asked = {"prompts": ["a", {"prompt": "b", **unused}, {"prompt": "c", "temperature": 0.0, "do_sample": False}]}
+    assert list(check_own_options(read_prompts(asked), asked, {"kind": "pretrained", "path": str(tmp_path)})) == []
 
 
 def test_known_options_pass() -> None:
@@ -125,7 +125,8 @@ def test_a_file_of_json_lines_has_texts_token_ids_and_chats_with_options_of_thei
 )
 def test_a_prompts_own_options_are_checked_under_its_name(own: dict, words: str, tmp_path: Path) -> None:
     model = {"kind": "pretrained", "path": str(tmp_path)}
-    (fault,) = check_own_options({"prompts": ["a", {"prompt": "b", **own}]}, model)
+    asked = {"prompts": ["a", {"prompt": "b", **own}]}
+    (fault,) = check_own_options(read_prompts(asked), asked, model)
     assert str(fault).startswith(words)
 
 
@@ -161,7 +162,8 @@ def test_a_chat_without_a_template_says_what_to_do(chatting: PreTrainedTokenizer
 
 def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path) -> None:
     tmp_path.joinpath("config.json").write_text('{"max_position_embeddings": 4}')
-    (fault,) = check_encoded({"prompts": [[1] * 4, [1] * 5]}, {"path": str(tmp_path)})
+    asked = {"prompts": [[1] * 4, [1] * 5]}
+    (fault,) = check_encoded(read_prompts(asked), asked, {"path": str(tmp_path)})
     assert str(fault).startswith("generate.prompts[1]: 5 tokens are more than the model's context of 4")
 
 
