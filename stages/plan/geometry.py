@@ -1,32 +1,19 @@
 """What a request takes beside weights: the shape of the model, read from its ``config.json``, and that of the request.
 
-Sizes are upper bounds that don't need the model's code. Lengths are rounded up, and to at least 64 tokens, so that a
-plan isn't made again for every other prompt.
+Sizes are upper bounds that don't need the model's code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.errors import ConfigError
 from pipeline.regular_files import read_object
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
-from stages.checkpoints.tokenizer_limits import check_tokenizer
-from stages.checkpoints.tokenizers import tokenizing
-from stages.plan.prompts import Prompt, read_prompts
+from stages.checkpoints.hub import checkpoint_folder
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-_LEAST_LENGTH = 64
-_TEMPLATE_TOKENS = 32
-_BYTES_A_TOKEN = 3
-"""How many bytes of text make one token where no tokenizer says it: byte-level vocabularies have 3 to 5."""
+LEAST_LENGTH = 64
+"""Shorter sequences are planned for as if they had so many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +33,22 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """How much is asked for at once: ``sequences``, the tokens of the longest ``prompt``, its ``length`` in the end."""
+    """How much is asked for at once: ``sequences``, the tokens of the longest ``prompt``, its ``length`` in the end.
+
+    ``length`` is 0 where one forward is all: then no keys and values are kept for a next token. ``positions`` is of how
+    many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
+    together, softmax is taken at once; null: of all.
+    """
 
     sequences: int = 1
-    prompt: int = _LEAST_LENGTH
-    length: int = _LEAST_LENGTH
+    prompt: int = LEAST_LENGTH
+    length: int = LEAST_LENGTH
+    positions: int = 1
+    normalised: int | None = None
 
     @property
     def tokens(self) -> int:
-        """The tokens that all sequences have together in the end."""
+        """The tokens that all sequences have together in the end, of which keys and values are kept."""
         return self.sequences * self.length
 
 
@@ -85,66 +79,6 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
     """Return the first of ``names`` that ``config`` has as a number, or 0."""
     found = [config[name] for name in names if type(config.get(name)) is int]
     return int(found[0]) if found else 0
-
-
-def read_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
-    """Return how much the config's ``generate`` asks of ``model``, whose tokenizer counts the tokens of long texts."""
-    prompts = _prompts(generate)
-    alone = 1 if generate.get("exact") else len(prompts)
-    asked = [generate, *(prompt.options for prompt in prompts if prompt.options)]
-    copies = max(_number(one, key, 1) for one in asked for key in ("num_beams", "num_return_sequences"))
-    sequences = min(alone, _number(generate, "batch_size", len(prompts))) * copies
-    prompt = max(_tokens(prompt, model) for prompt in prompts)
-    length = prompt + max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
-    return Request(sequences, round_up(max(_LEAST_LENGTH, prompt)), round_up(max(_LEAST_LENGTH, length)))
-
-
-def _number(generate: Mapping[str, Any], key: str, default: int) -> int:
-    """Return the count under ``key``; the default too where it is no count, which ``generate`` itself reports."""
-    value = generate.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
-
-
-def _prompts(generate: Mapping[str, Any]) -> list[Prompt]:
-    """Return the prompts, at least one; what is none is reported by ``generate`` itself."""
-    try:
-        return list(read_prompts(generate).values())
-    except ConfigError:
-        return [Prompt("")]
-
-
-def _tokens(prompt: Prompt, model: Mapping[str, Any]) -> int:
-    """Return how many tokens ``prompt`` has; of a text with no more bytes than the least length has tokens, at most.
-
-    What a template puts around the messages of a chat is put at so many tokens for each.
-    """
-    if prompt.token_ids:
-        return len(prompt.token_ids)
-    size, around = len(prompt.text.encode()), _TEMPLATE_TOKENS * len(prompt.messages or ())
-    tokenizer = _tokenizer(tokenizer_folder(model) or checkpoint_folder(model)) if size > _LEAST_LENGTH else None
-    with suppress(ConfigError), tokenizing(ConfigError, "generate.prompts"):  # which ``generate`` itself reports
-        if tokenizer is not None:
-            return around + len(tokenizer.encode(prompt.text).ids)
-    return around + size // _BYTES_A_TOKEN + 1
-
-
-@cache
-def _tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of ``folder``; null where there is none that loads, which ``generate`` itself reports.
-
-    It needs neither torch nor transformers, so a run that is served from the cache can afford it.
-    """
-    from tokenizers import Tokenizer
-
-    check_tokenizer(folder)
-    try:
-        with tokenizing(ConfigError, "model.tokenizer"):
-            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except ConfigError:
-        return None
-    tokenizer.no_padding()  # as generate encodes: what the file says of lengths is for training
-    tokenizer.no_truncation()
-    return tokenizer
 
 
 def round_up(count: int) -> int:

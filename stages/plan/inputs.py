@@ -20,9 +20,10 @@ from stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from stages.machine.rates import Rates, local_rates, read_rates
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow
-from stages.plan.geometry import read_geometry, read_request
+from stages.plan.geometry import read_geometry
 from stages.plan.outline import Outline
 from stages.plan.predict import Work, work
+from stages.plan.requests import read_request
 from stages.plan.serving import Io, choose_io
 from stages.units import CPU, DeviceId
 
@@ -59,7 +60,7 @@ def gather_inputs(
     ``rates`` and ``kernels`` are those of the machine.
     """
     given, model = read(options.PlanConfig, config), config.get("model") or {}
-    needs = work(outline, read_geometry(model), read_request(config.get("generate") or {}, model), kernels)
+    needs = work(outline, read_geometry(model), read_request(config), kernels)
     allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
     streaming = _streaming(machine, outline, allowance, needs)
     return PlanInputs(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from operator import mul
 
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels
@@ -45,20 +46,39 @@ class Work:
 def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernels = NOMINAL) -> Work:
     """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.
 
-    The moments of the prompt's forward are the rehearsal's. Beside them stand the logits of the last position, in the
-    model's dtype and twice in float32, and what decoding takes with a whole cache: a layer's keys and values are
-    copied as they grow, and repeated for every head. ``kernels`` says what those of the host take.
+    The moments of the prompt's forward are the rehearsal's, which asks for the logits of one position of a sequence.
+    Beside them stand the logits that the request asks for, and what decoding takes with a whole cache: a layer's keys
+    and values are copied as they grow, and repeated for every head. ``kernels`` says what those of the host take.
     """
-    width = int(DTYPE_BYTES[compute_dtype(outline)])
+    dtype = compute_dtype(outline)
+    width = int(DTYPE_BYTES[dtype])
     cache = geometry.layers * geometry.cached * request.tokens * width
-    logits = request.sequences * geometry.vocabulary * (width + 2 * 4)
     grown = request.tokens * (geometry.cached + 2 * geometry.hidden) * width
     found = [moment.at(request.sequences, request.prompt, kernels) for moment in outline.skeleton.moments]
     if not found:
-        rows = request.tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width
-        found = [(rows, 0), (0, _scratch_bytes(outline, kernels))]
-    activations = max(logits, grown, *(held for held, _ in found))
+        tokens = request.sequences * max(request.prompt, request.length)
+        found = [
+            (tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width, 0),
+            (0, _scratch_bytes(outline, kernels)),
+        ]
+    found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()))
+    activations = max(grown, *(held for held, _ in found))
     return Work(cache, activations, max(0, max(map(sum, found)) - activations))
+
+
+def _logits(geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...]) -> Iterator[tuple[int, int]]:
+    """Yield the activations and the scratch of the moments that make ``request``'s logits and then take their softmax.
+
+    They are made in the model's dtype, of ``width`` bytes, by a product whose kernel takes the factors of ``head``
+    beside; softmax has those that it takes at once twice in float32.
+    """
+    rows = request.sequences * request.positions
+    hidden, logits = rows * geometry.hidden * width, rows * geometry.vocabulary * width
+    at_once = rows if request.normalised is None else min(rows, request.normalised)
+    if request.positions > 1:  # of one position of each the rehearsal has the product
+        weight = geometry.hidden * geometry.vocabulary * width
+        yield 2 * hidden + logits, round(sum(map(mul, head, (hidden, weight, logits))))
+    yield logits + at_once * geometry.vocabulary * 2 * 4, 0
 
 
 def _scratch_bytes(outline: Outline, kernels: Kernels) -> int:

@@ -2,19 +2,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from pipeline.cache.sealed_files import write_sealed
 from stages.empty_init.skeleton import Moment, TensorSpec
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import Kernels
 from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
-from stages.plan.geometry import Geometry, Request, read_geometry, read_request, round_up
+from stages.plan.geometry import Geometry, Request, read_geometry
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.predict import Work, predict, work
@@ -53,31 +51,6 @@ def test_a_model_without_a_config_has_no_cache(tmp_path: Path) -> None:
     assert read_geometry({"path": str(tmp_path)}) == read_geometry({}) == Geometry()
 
 
-def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
-    assert (
-        read_request({"prompts": ["one"], "max_new_tokens": 5}, {})
-        == read_request({"prompts": ["two"]}, {})
-        == Request()
-    )
-    assert read_request({"prompts": ["one", "two"]}, {}) == Request(sequences=2)
-    long = read_request({"prompts": [[1] * 1000], "max_new_tokens": 1000, "num_beams": 3}, {})
-    assert long.sequences == 3
-    assert 1000 <= long.prompt <= 1000 * 9 / 8
-    assert 6000 <= long.tokens <= 6000 * 9 / 8
-    assert [round_up(count) for count in (0, 1, 15, 16, 17, 1000)] == [0, 1, 15, 16, 18, 1024]
-
-
-def test_the_tokens_of_a_long_text_are_counted_by_its_models_tokenizer(tmp_path: Path) -> None:
-    tiny = {"path": str(resources.files("conf") / "checkpoints" / "tiny")}
-    text = "weights wait offstage until their cue, " * 40
-    counted = len(AutoTokenizer.from_pretrained(tiny["path"])(text)["input_ids"])
-    assert read_request({"prompts": [text]}, tiny).prompt == round_up(counted)
-    assert read_request({"prompts": [text]}, {"path": "x", "tokenizer": tiny["path"]}).prompt == round_up(counted)
-    (tmp_path / "tokenizer.json").write_text("{")
-    for model in ({"path": str(tmp_path)}, {"path": str(tmp_path / "none")}):
-        assert read_request({"prompts": [text]}, model).prompt == round_up(len(text) // 3 + 1)
-
-
 def test_the_cache_counts_layers_tokens_and_the_dtype() -> None:
     model = outline({"w": 10})
     needs = work(model, Geometry(layers=2, cached=8, hidden=4, vocabulary=10), Request(sequences=2, length=512))
@@ -113,6 +86,20 @@ def test_decoding_holds_a_layer_of_the_cache_twice_and_repeated_for_every_head()
     model = Outline(replace(outline({"w": 10}).skeleton, moments=(Moment(NOTHING),)))
     needs = work(model, Geometry(layers=9, cached=8, hidden=16), Request(1, 10, 1000))
     assert needs.activation_bytes == 1000 * (8 + 2 * 16) * 4
+
+
+def test_logits_of_a_whole_window_are_held_at_once_and_normalised_piece_by_piece() -> None:
+    model = Outline(replace(outline({"w": 10}).skeleton, moments=(Moment(NOTHING),)))
+    geometry, kernels = Geometry(layers=9, cached=8, hidden=4, vocabulary=100), {"mm float32": (1.0, 2.0, 3.0)}
+    one = work(model, geometry, Request(2, 10, 0), kernels)
+    assert (one.cache_bytes, one.activation_bytes, one.scratch_bytes) == (0, 2 * 100 * (4 + 8), 0)
+    window = Request(2, 10, 0, positions=10, normalised=5)
+    whole, pieces = (work(model, geometry, request, {}) for request in (replace(window, normalised=None), window))
+    assert whole.activation_bytes == 20 * 100 * (4 + 8)
+    assert pieces.activation_bytes == 20 * 100 * 4 + 5 * 100 * 8
+    head = work(model, geometry, window, kernels)
+    product = 2 * 20 * 4 * 4 + 20 * 100 * 4 + 20 * 4 * 4 + 2 * 4 * 100 * 4 + 3 * 20 * 100 * 4
+    assert head.activation_bytes + head.scratch_bytes == product
 
 
 def planned(model: Outline, **max_memory: str) -> Plan:

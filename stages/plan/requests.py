@@ -1,0 +1,102 @@
+"""How much each stage asks of the model at once: what a plan leaves room for beside weights.
+
+A stage that runs the model has a reader here, below itself, by its name: from its own node of the config to a
+``Request``. Lengths are rounded up, and to at least 64 tokens, so that a plan isn't made again for every other prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError
+from pipeline.stage import Config
+from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from stages.checkpoints.tokenizer_limits import check_tokenizer
+from stages.checkpoints.tokenizers import tokenizing
+from stages.plan.geometry import LEAST_LENGTH, Request, round_up
+from stages.plan.prompts import Prompt, read_prompts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_TEMPLATE_TOKENS = 32
+_BYTES_A_TOKEN = 3
+"""How many bytes of text make one token where no tokenizer says it: byte-level vocabularies have 3 to 5."""
+
+Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
+"""What a stage asks: from its node of the config, and the node ``model``."""
+
+
+def read_request(config: Config) -> Request:
+    """Return what the last of the config's stages that runs the model asks of it; ``generate`` where none is listed."""
+    asking = [name for name in config.get("stages") or () if name in READERS]
+    name = asking[-1] if asking else "generate"
+    return READERS[name](config.get(name) or {}, config.get("model") or {})
+
+
+def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
+    """Return how much the config's ``generate`` asks of ``model``, whose tokenizer counts the tokens of long texts."""
+    prompts = _prompts(generate)
+    alone = 1 if generate.get("exact") else len(prompts)
+    asked = [generate, *(prompt.options for prompt in prompts if prompt.options)]
+    copies = max(_number(one, key, 1) for one in asked for key in ("num_beams", "num_return_sequences"))
+    sequences = min(alone, _number(generate, "batch_size", len(prompts))) * copies
+    prompt = max(_tokens(prompt, model) for prompt in prompts)
+    length = prompt + max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
+    return Request(sequences, round_up(max(LEAST_LENGTH, prompt)), round_up(max(LEAST_LENGTH, length)))
+
+
+def _number(generate: Mapping[str, Any], key: str, default: int) -> int:
+    """Return the count under ``key``; the default too where it is no count, which ``generate`` itself reports."""
+    value = generate.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+
+
+def _prompts(generate: Mapping[str, Any]) -> list[Prompt]:
+    """Return the prompts, at least one; what is none is reported by ``generate`` itself."""
+    try:
+        return list(read_prompts(generate).values())
+    except ConfigError:
+        return [Prompt("")]
+
+
+def _tokens(prompt: Prompt, model: Mapping[str, Any]) -> int:
+    """Return how many tokens ``prompt`` has; of a text with no more bytes than the least length has tokens, at most.
+
+    What a template puts around the messages of a chat is put at so many tokens for each.
+    """
+    if prompt.token_ids:
+        return len(prompt.token_ids)
+    size, around = len(prompt.text.encode()), _TEMPLATE_TOKENS * len(prompt.messages or ())
+    tokenizer = _tokenizer(tokenizer_folder(model) or checkpoint_folder(model)) if size > LEAST_LENGTH else None
+    with suppress(ConfigError), tokenizing(ConfigError, "generate.prompts"):  # which ``generate`` itself reports
+        if tokenizer is not None:
+            return around + len(tokenizer.encode(prompt.text).ids)
+    return around + size // _BYTES_A_TOKEN + 1
+
+
+@cache
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer of ``folder``; null where there is none that loads, which ``generate`` itself reports.
+
+    It needs neither torch nor transformers, so a run that is served from the cache can afford it.
+    """
+    from tokenizers import Tokenizer
+
+    check_tokenizer(folder)
+    try:
+        with tokenizing(ConfigError, "model.tokenizer"):
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except ConfigError:
+        return None
+    tokenizer.no_padding()  # as generate encodes: what the file says of lengths is for training
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+READERS: Mapping[str, Reader] = {"generate": generate_request}
+"""The stages that run the model, by name."""

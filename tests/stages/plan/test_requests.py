@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from stages.plan.geometry import Request, round_up
+from stages.plan.requests import generate_request, read_request
+
+
+@pytest.mark.parametrize("stages", [None, [], ["empty_init", "plan"], ["plan", "generate"], ["generate", "of_another"]])
+def test_the_last_stage_that_runs_the_model_decides_what_is_asked(stages: list[str] | None) -> None:
+    config = {"generate": {"prompts": ["one", "two"]}} | ({} if stages is None else {"stages": stages})
+    assert read_request(config) == Request(sequences=2)
+
+
+def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
+    assert (
+        generate_request({"prompts": ["one"], "max_new_tokens": 5}, {})
+        == generate_request({"prompts": ["two"]}, {})
+        == Request()
+    )
+    assert generate_request({"prompts": ["one", "two"]}, {}) == Request(sequences=2)
+    long = generate_request({"prompts": [[1] * 1000], "max_new_tokens": 1000, "num_beams": 3}, {})
+    assert long.sequences == 3
+    assert 1000 <= long.prompt <= 1000 * 9 / 8
+    assert 6000 <= long.tokens <= 6000 * 9 / 8
+    assert [round_up(count) for count in (0, 1, 15, 16, 17, 1000)] == [0, 1, 15, 16, 18, 1024]
+
+
+def test_the_tokens_of_a_long_text_are_counted_by_its_models_tokenizer(tmp_path: Path) -> None:
+    tiny = {"path": str(resources.files("conf") / "checkpoints" / "tiny")}
+    text = "weights wait offstage until their cue, " * 40
+    counted = len(AutoTokenizer.from_pretrained(tiny["path"])(text)["input_ids"])
+    assert generate_request({"prompts": [text]}, tiny).prompt == round_up(counted)
+    assert generate_request({"prompts": [text]}, {"path": "x", "tokenizer": tiny["path"]}).prompt == round_up(counted)
+    (tmp_path / "tokenizer.json").write_text("{")
+    for model in ({"path": str(tmp_path)}, {"path": str(tmp_path / "none")}):
+        assert generate_request({"prompts": [text]}, model).prompt == round_up(len(text) // 3 + 1)
