@@ -13,7 +13,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pipeline.errors import ConfigError
-from stages.generate.prompts import Batch, token_ids
+from stages.generate.prompts import token_ids
+from stages.inference.padding import Batch
 
 END = "eos_token_id"
 

@@ -23,10 +23,13 @@ from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.generate import decode, options, prompts
 from stages.generate.batches import Asked, make_batches
-from stages.generate.inputs import GenerateInputs
+from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.metrics import Cost, Metrics
-from stages.generate.progress import FILE_NAME as PROGRESS, Progress, Row
 from stages.generate.sampling import SeededRows
+from stages.inference.measured import measured_peaks
+from stages.inference.padding import Batch, make_batch
+from stages.inference.progress import Progress, Row
+from stages.inference.tokens import check_words
 from stages.plan.prompts import MOST
 
 _PAD = "pad_token_id"
@@ -59,16 +62,15 @@ def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generatio
 
     Each batch is kept in ``folder`` as it finishes; those that are there already, of a run that was killed, are taken.
     """
-    tokenizer, progress = load_tokenizer(inputs.model), Progress(folder / PROGRESS)
+    tokenizer, progress = load_tokenizer(inputs.model), Progress(folder / GENERATIONS)
     encoder = prompts.Encoder.of(inputs.options, tokenizer)
     encoded = [encoder.encode(name, prompt) for name, prompt in zip(inputs.names, inputs.prompts, strict=True)]
     dispatched: Dispatched = context.live("dispatch")
-    _check_words(dispatched.model, encoded)
+    check_words(dispatched.model, encoded, key="generate.prompts")
     decoding = _Decoding(dispatched, inputs, tokenizer)
     decoding.run(encoded, progress)
     outputs = [{name: row[name] for name in _TOLD} for row in progress.settle()]
-    measured = _measured(context) | {str(device): peak for device, peak in dispatched.devices.peaks.items()}
-    return Generation(outputs, decoding.metrics(), measured, dispatched.streamer.trace)
+    return Generation(outputs, decoding.metrics(), measured_peaks(context, dispatched), dispatched.streamer.trace)
 
 
 class _Decoding:
@@ -128,7 +130,7 @@ class _Decoding:
         """Return the new tokens of each sequence."""
         given, traffic = batch[0].options, self._dispatched.streamer.traffic
         ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
-        padded = prompts.make_batch([one.ids for one in batch], pad=self._pad(given, ends), side=self._side)
+        padded = make_batch([one.ids for one in batch], pad=self._pad(given, ends), side=self._side)
         marks: list[Traffic] = []
         clock = decode.Clock(tick=bar.update, first=lambda: marks.append(replace(traffic)))  # which goes on counting
         torch.manual_seed(batch[0].seed)
@@ -143,7 +145,7 @@ class _Decoding:
         pads = (given.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, self._tokenizer)))
         return [*(token for pad in pads for token in prompts.token_ids(_PAD, pad)), *ends, 0][0]
 
-    def _decode(self, batch: prompts.Batch, given: Mapping[str, Any], clock: decode.Clock) -> torch.Tensor:
+    def _decode(self, batch: Batch, given: Mapping[str, Any], clock: decode.Clock) -> torch.Tensor:
         model, device = self._dispatched.model, self._dispatched.device
         if not self._uses_transformers:
             return decode.decode_plainly(model, batch.input_ids.to(device), given, clock=clock)
@@ -163,26 +165,8 @@ class _Decoding:
         }
 
 
-def _check_words(model: Any, encoded: Sequence[Sequence[int]]) -> None:
-    """Refuse token ids that the model has no embedding for, before its forward trips over them."""
-    config: Any = getattr(model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    words = getattr(text_config, "vocab_size", None) or MOST
-    largest = max(max(ids) for ids in encoded)
-    if largest >= words:
-        raise ConfigError(f"generate.prompts: token id {largest} is beyond the model's {words} words; give ids below")
-
-
 def _decoded(tokenizer: Any, row: Sequence[int]) -> str | None:
     if tokenizer is None:
         return None
     with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
         return str(tokenizer.decode(row, skip_special_tokens=True))
-
-
-def _measured(context: Context) -> dict[str, int]:
-    """Return the peaks so far: of the host's anonymous memory, and of every accelerator in use."""
-    peaks = {"cpu": context.host_peak()}
-    if torch.cuda.is_available():
-        peaks |= {str(i): torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())}
-    return peaks

@@ -1,27 +1,19 @@
-"""Prompts as token ids, and these as padded batches."""
+"""Prompts as token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.errors import ConfigError, Fault, OffstageError
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from stages.inference.tokens import encode_text
 from stages.plan.geometry import read_geometry
 from stages.plan.prompts import MOST, Message, Prompt
 
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Prompts of one batch: ``input_ids`` and ``attention_mask``, int64 of shape (prompts, longest prompt)."""
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
+_INSTEAD = "generate.prompts=[[5,6,7]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +38,12 @@ class Encoder:
         """Return the token ids of ``prompt``, which stands at ``name``, or raise ``ConfigError``."""
         if prompt.token_ids is not None:
             return prompt.token_ids
-        if self.tokenizer is None:
-            raise ConfigError(
-                f"{name}: {prompt.text!r} is text and the checkpoint has no tokenizer; "
-                "set model.tokenizer to a folder that has one, or give token ids: generate.prompts=[[5,6,7]]"
-            )
-        messages = self._messages(prompt)
-        with tokenizing(ConfigError, f"{name}: {prompt.text!r} can't be made tokens by the tokenizer"):
-            ids = list(self.tokenizer(prompt.text)["input_ids"]) if messages is None else self._chat(messages)
-        if not ids:
-            raise ConfigError(f"{name}: {prompt.text!r} has no tokens; give a longer prompt")
-        return [int(i) for i in ids]
+        messages = None if self.tokenizer is None else self._messages(prompt)
+        if messages is None:
+            return encode_text(name, prompt.text, self.tokenizer, instead=_INSTEAD)
+        with tokenizing(ConfigError, f"{name}: {prompt.text!r} can't be put in the tokenizer's template for chats"):
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return encode_text(name, text, self.tokenizer, instead=_INSTEAD, special=False)
 
     def _messages(self, prompt: Prompt) -> list[Message] | None:
         """Return the chat that ``prompt`` is or begins, null if it is text to go on with."""
@@ -72,11 +59,6 @@ class Encoder:
         messages = [{"role": "user", "content": prompt.text}] if given is None else given
         opens = messages[0]["role"] == "system" or self.system is None
         return messages if opens else [{"role": "system", "content": self.system or ""}, *messages]
-
-    def _chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a chat, up to where the model's answer begins."""
-        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def check_encoded(
@@ -111,17 +93,3 @@ def token_ids(option: str, value: object) -> list[int]:
     if not all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < MOST for token in found):
         raise ConfigError(f"generate.{option}: {value!r} is no token id; give a whole number, or leave it out")
     return list(found)
-
-
-def make_batch(ids: Sequence[Sequence[int]], *, pad: int, side: str) -> Batch:
-    """Return ``ids`` as one batch, padded with ``pad`` on ``side`` ("left" for decoders, "right" for encoders)."""
-    import torch
-
-    longest = max(map(len, ids))
-    tokens = torch.full((len(ids), longest), pad, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, prompt in enumerate(ids):
-        place = slice(longest - len(prompt), None) if side == "left" else slice(0, len(prompt))
-        tokens[row, place] = torch.tensor(prompt)
-        mask[row, place] = 1
-    return Batch(tokens, mask)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, absolute, read
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
-from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
-from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
-from stages.empty_init.identity import remote_code
-from stages.empty_init.source_code import hashes
-from stages.generate.inputs import GenerateInputs
-from stages.generate.progress import FILE_NAME as GENERATIONS
-from stages.machine.kernels import choosers
+from stages.generate.inputs import GENERATIONS, GenerateInputs
+from stages.inference.inputs import gather_model
 from stages.plan.prompts import check_prompts, check_seed, read_prompts
 
 FILE_NAME = "generation.json"
@@ -69,21 +62,14 @@ class GenerateStage(Stage[GenerateInputs]):
 
     def gather(self, context: Context) -> GenerateInputs:
         """Return the model's identity and placement, the prompts and every option."""
-        given, config = read(GenerateConfig, context.config), context.config
+        given = read(GenerateConfig, context.config)
         prompts = read_prompts(given.generate)
         return GenerateInputs(
-            skeleton=context.artifact("empty_init").key,
-            weights=context.artifact("shard_load").key,
-            placement=context.artifact("dispatch").digest(DISPATCH_PLAN),
             prompts=list(prompts.values()),
             names=list(prompts),
             options={key: value for key, value in given.generate.items() if key not in ("prompts", "prompts_file")},
             seed=given.seed,
-            trace=config["trace"],
-            text=_text_files(config["model"]),
-            libraries={name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
-            kernels=choosers(),
-            model=config["model"],
+            **gather_model(context),
         )
 
     def build(self, inputs: GenerateInputs, context: Context, folder: Path) -> Any:
@@ -117,22 +103,3 @@ def _shown(output: Mapping[str, Any]) -> str:
     if isinstance(output["prompt"], str):
         return f"{output['prompt']}{output['text']}"
     return f"{output['prompt']} → {output['token_ids'] if output['text'] is None else output['text']}"
-
-
-def _text_files(model: Mapping[str, Any]) -> dict[str, object]:
-    """Return what says how text becomes tokens and which options are the default: files by their role, by content.
-
-    Where the checkpoint's own code is trusted, a tokenizer's is a part of it.
-    """
-    roles = {"checkpoint": checkpoint_folder(model), "tokenizer": tokenizer_folder(model)}
-    folders = {role: folder for role, folder in roles.items() if folder is not None}
-    files: dict[str, object] = {role: hashes(_texts(folder), folder) for role, folder in folders.items()}
-    if model.get("trust_remote_code"):
-        files["code"] = {role: remote_code(folder, "tokenizer_config.json") for role, folder in folders.items()}
-    return files
-
-
-def _texts(folder: Path) -> list[Path]:
-    """Return the files of ``folder`` that a tokenizer or the default options may be read from."""
-    found = {file for pattern in (*TOKENIZER_FILES, *TEXT_FILES) for file in folder.glob(pattern) if file.is_file()}
-    return sorted(file for file in found if not file.name.endswith(".index.json"))

@@ -15,7 +15,7 @@ from stages.generate.decode import (
     logits_of,
     trim,
 )
-from stages.generate.prompts import make_batch
+from stages.inference.padding import make_batch
 
 WORDS = 50
 

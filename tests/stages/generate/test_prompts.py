@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from pipeline.errors import CheckpointError, ConfigError
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.generate.options import check_options, check_own_options, checkpoint_defaults, plain_options
-from stages.generate.prompts import Encoder, check_encoded, make_batch
+from stages.generate.prompts import Encoder, check_encoded
 from stages.plan.prompts import Prompt, check_prompts, read_prompts
 
 
@@ -174,13 +174,6 @@ def test_text_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
         Encoder(None).encode("here", Prompt("hello"))
     with pytest.raises(ConfigError, match=r"model\.tokenizer: .* holds no tokenizer that loads"):
         load_tokenizer({"path": "/x", "tokenizer": str(tmp_path)})
-
-
-def test_batches_pad_on_the_side_they_are_asked_to() -> None:
-    left, right = (make_batch([[1, 2, 3], [4]], pad=9, side=side) for side in ("left", "right"))
-    assert left.input_ids.tolist() == [[1, 2, 3], [9, 9, 4]]
-    assert right.input_ids.tolist() == [[1, 2, 3], [4, 9, 9]]
-    assert right.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
 
 
 @pytest.mark.parametrize(

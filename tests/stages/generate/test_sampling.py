@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.generate.prompts import make_batch
 from stages.generate.sampling import SeededRows
+from stages.inference.padding import make_batch
 
 PROMPTS = [[5, 6, 7, 8], [9, 4, 3, 1], [2, 2, 6, 7]]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.generate.progress import Progress
+from stages.inference.progress import Progress
 
 BATCHES = [
     [{"index": 2, "batch": 0, "rows": 2, "text": "ä"}, {"index": 0, "batch": 0, "rows": 2, "text": "b"}],

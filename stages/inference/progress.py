@@ -1,7 +1,7 @@
-"""Generations as they finish: a file that grows by a line for each, so that a run that was killed goes on where it was.
+"""Results as they finish: a file that grows by a line for each, so that a run that was killed goes on where it was.
 
-Each line is the JSON of one sequence, with a checksum of its own in the end: what a kill cut short, or a disk changed,
-is generated again. A batch is written in one piece, and counts only where all of its lines are there.
+Each line is the JSON of one result, with a checksum of its own in the end: what a kill cut short, or a disk changed, is
+worked out again. A batch is written in one piece, and counts only where all of its lines are there.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from pipeline.atomic_files import write_whole
 from pipeline.errors import named
 from pipeline.regular_files import read_regular
 
-FILE_NAME = "generations.jsonl"
 Row = Mapping[str, Any]
-"""A generation: the ``index`` of its prompt, the number of its ``batch``, how many ``rows`` that has, and the rest."""
+"""A result: the ``index`` of what it is of, the number of its ``batch``, how many ``rows`` that has, and the rest."""
 
 
 class Progress:
-    """The generations in ``file``, which is made where it isn't there; ``done`` has the whole batches by number."""
+    """The results in ``file``, which is made where it isn't there; ``done`` has the whole batches by number."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -46,7 +45,7 @@ class Progress:
             os.fsync(file.fileno())
 
     def settle(self) -> list[Row]:
-        """Put all rows in the order of the prompts, in the file too, and return them."""
+        """Put all rows in the order of what they are of, in the file too, and return them."""
         rows = sorted((row for rows in self.done.values() for row in rows), key=lambda row: int(row["index"]))
         self._write(rows)
         return rows

@@ -1,0 +1,71 @@
+"""What every result of a model depends on, whatever it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pipeline.stage import Context
+from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
+from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
+from stages.empty_init.identity import remote_code
+from stages.empty_init.source_code import hashes
+from stages.machine.kernels import choosers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceInputs:
+    """The results depend on the model and on how text becomes tokens, their metrics on the placement too.
+
+    ``skeleton`` and ``weights`` are the keys of what earlier stages left, so of all that made it, the model's code too;
+    ``placement`` is the hash of the dispatch plan. ``text`` has the hashes of the files that say how text becomes
+    tokens and which options are the default, and ``kernels`` the variables of the environment that choose kernels;
+    ``model`` is the config's node of that name.
+    """
+
+    skeleton: str
+    weights: str
+    placement: str
+    trace: bool
+    text: Mapping[str, object]
+    libraries: Mapping[str, str]
+    kernels: Mapping[str, str]
+    model: Mapping[str, Any] = field(compare=False)
+
+
+def gather_model(context: Context) -> dict[str, Any]:
+    """Return the fields of ``InferenceInputs``, gathered from the run so far."""
+    config = context.config
+    return {
+        "skeleton": context.artifact("empty_init").key,
+        "weights": context.artifact("shard_load").key,
+        "placement": context.artifact("dispatch").digest(DISPATCH_PLAN),
+        "trace": config["trace"],
+        "text": _text_files(config["model"]),
+        "libraries": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
+        "kernels": choosers(),
+        "model": config["model"],
+    }
+
+
+def _text_files(model: Mapping[str, Any]) -> dict[str, object]:
+    """Return what says how text becomes tokens and which options are the default: files by their role, by content.
+
+    Where the checkpoint's own code is trusted, a tokenizer's is a part of it.
+    """
+    roles = {"checkpoint": checkpoint_folder(model), "tokenizer": tokenizer_folder(model)}
+    folders = {role: folder for role, folder in roles.items() if folder is not None}
+    files: dict[str, object] = {role: hashes(_texts(folder), folder) for role, folder in folders.items()}
+    if model.get("trust_remote_code"):
+        files["code"] = {role: remote_code(folder, "tokenizer_config.json") for role, folder in folders.items()}
+    return files
+
+
+def _texts(folder: Path) -> list[Path]:
+    """Return the files of ``folder`` that a tokenizer or the default options may be read from."""
+    found = {file for pattern in (*TOKENIZER_FILES, *TEXT_FILES) for file in folder.glob(pattern) if file.is_file()}
+    return sorted(file for file in found if not file.name.endswith(".index.json"))
