@@ -1,0 +1,50 @@
+"""Images from files: decoded within bounds, upright, in RGB, as transformers' processors take them."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import ConfigError, foreign
+from stages.inputs.media_files import read_media, require
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""What is decoded: formats of pixels. Pillow would hand some others to programs beside it."""
+
+
+def check_image(key: str, file: Path) -> None:
+    """Raise a ``ConfigError`` that begins with ``key`` unless ``file`` begins as an image does; nothing is decoded."""
+    with _decoding(key, file):
+        _opened(key, file)
+
+
+def read_image(key: str, file: Path) -> Image:
+    """Return the image in ``file``; a ``ConfigError`` that begins with ``key`` where it is none, or one too large.
+
+    The limit of pixels is Pillow's own (``MAX_IMAGE_PIXELS``), an error here and no warning. Of a file with several
+    images, the first counts.
+    """
+    from PIL.ImageOps import exif_transpose
+
+    with _decoding(key, file):
+        return exif_transpose(_opened(key, file)).convert("RGB")
+
+
+def _opened(key: str, file: Path) -> Image:
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        return Image.open(BytesIO(read_media(key, file)), formats=FORMATS)
+
+
+def _decoding(key: str, file: Path) -> AbstractContextManager[None]:
+    require(key, "PIL", "reading images needs Pillow")
+    known = ", ".join(FORMATS)
+    return foreign(ConfigError, f"{key}: {str(file)!r} is no image that can be read", advice=f"; give one of {known}")

@@ -1,0 +1,34 @@
+"""The processors of a checkpoint: what makes a model's inputs of images, of audio, and of both with text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pipeline.errors import ConfigError, foreign
+from stages.checkpoints.bounds import bounded
+from stages.checkpoints.hub import checkpoint_folder
+
+Kind = Literal["image processor", "feature extractor", "processor"]
+
+_CLASSES: Mapping[Kind, str] = {
+    "image processor": "AutoImageProcessor",
+    "feature extractor": "AutoFeatureExtractor",
+    "processor": "AutoProcessor",
+}
+
+
+def load_processor(model: Mapping[str, Any], kind: Kind, *, key: str) -> Any:
+    """Return the checkpoint's own processor of that ``kind``, for the config node ``model``; only its files are read.
+
+    A ``ConfigError`` that begins with ``key``, what it is wanted for, where the folder has none that loads. Code of
+    the checkpoint's runs only where ``model.trust_remote_code`` says so.
+    """
+    import transformers
+
+    folder, remote = checkpoint_folder(model), bool(model.get("trust_remote_code", False))
+    about = f"{key}: {str(folder)!r} holds no {kind} that loads"
+    with foreign(ConfigError, about, advice="; save the model's own there"), bounded(str(folder)):
+        return getattr(transformers, _CLASSES[kind]).from_pretrained(
+            folder, trust_remote_code=remote, local_files_only=True
+        )
