@@ -22,7 +22,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.errors import ConfigError, Fault, closest
 from pipeline.installed_stages import stage_configs
-from pipeline.typed_config import KEYS, PATHS, absolute, defaults, key_names, type_faults, unknown_keys
+from pipeline.standard_input import SIGN, read_lines
+from pipeline.typed_config import (
+    KEYS,
+    PATHS,
+    STANDARD_INPUT,
+    absolute,
+    defaults,
+    key_names,
+    type_faults,
+    unknown_keys,
+)
 
 TRACKERS = ("mlflow", "trackio")
 _STAGE_LIST = re.compile(r"stages=\[([\w\s,]*)\]")
@@ -103,7 +113,8 @@ def _batch(launcher: str) -> int | None:
 def resolve(config: DictConfig) -> dict[str, Any]:
     """Return ``config`` as plain dicts, lists and scalars, interpolations resolved and paths absolute.
 
-    ``max_memory`` gets str keys. Raises a ``ConfigError`` that names every mandatory value (``???``) not given.
+    ``max_memory`` gets str keys. Standard input is read where a key asks for it. Raises a ``ConfigError`` that names
+    every mandatory value (``???``) not given.
     """
     missing = sorted(str(key) for key in OmegaConf.missing_keys(config))
     if missing:
@@ -115,15 +126,40 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         node, last = (plain.get(name), key) if key else (plain, name)
         if isinstance(node, dict) and isinstance(node.get(last), str) and node[last]:
             node[last] = locate(node[last])
+    for name, key, lines in _read_from_standard_input(plain):
+        plain[name][lines] = read_lines(f"{name}.{key}")
     return {str(key): value for key, value in plain.items()}
+
+
+def refuse_sharing(config: Mapping[str, Any]) -> None:
+    """Raise a ``ConfigError`` where ``config``, of one of several jobs, has standard input read: there is only one."""
+    for name, key, _ in _read_from_standard_input(config):
+        raise ConfigError(
+            f"{name}.{key}: {SIGN!r} is standard input, which the jobs of a sweep can't share; write it to a file and"
+            " give that"
+        )
+
+
+def _read_from_standard_input(config: Mapping[Any, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield each field and key of ``config`` that asks for standard input, and the key for the lines."""
+    for entry in (entry for kind in config_classes() for entry in fields(kind)):
+        node = config.get(entry.name)
+        for key, lines in entry.metadata.get(STANDARD_INPUT, {}).items():
+            if isinstance(node, Mapping | DictConfig) and node.get(key) == SIGN:
+                yield entry.name, key, lines
 
 
 def _paths() -> Iterator[tuple[str, str, Callable[[str], str]]]:
     """Yield each key that is a path, the key below it where it is in a mapping, and what makes it mean one place."""
     for kind in config_classes():
         for entry in fields(kind):
+            streams = entry.metadata.get(STANDARD_INPUT, {})
             for key, locate in entry.metadata.get(PATHS, {}).items():
-                yield entry.name, key, locate
+                yield entry.name, key, partial(_unless_sign, locate) if key in streams else locate
+
+
+def _unless_sign(locate: Callable[[str], str], path: str) -> str:
+    return path if path == SIGN else locate(path)
 
 
 def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from pipeline.atomic_files import mendable
 from pipeline.command_exit import last_resort
-from pipeline.config import resolve
+from pipeline.config import refuse_sharing, resolve
 from pipeline.environment import environment
 from pipeline.hydra_errors import guarded_composing
 from pipeline.job import perform
@@ -85,5 +85,7 @@ def start_record(config: DictConfig) -> RunRecord:
         environment=environment(),
     )
     with never_left_running(record), mendable():
+        if hydra.mode == RunMode.MULTIRUN:
+            refuse_sharing(config)
         record.config = resolve(config)
     return record

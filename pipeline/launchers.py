@@ -30,7 +30,7 @@ from hydra_plugins.hydra_submitit_launcher import submitit_launcher as originals
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQueueConf, SlurmQueueConf
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.config import register
+from pipeline.config import refuse_sharing, register
 from pipeline.errors import ConfigError
 from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
 
@@ -213,9 +213,11 @@ def _check_every_job(hydra_context: HydraContext, config: DictConfig) -> None:
     faults: dict[str, None] = {}
     for job in BasicSweeper.split_arguments(overrides, None)[0]:
         try:
-            loader.load_sweep_config(config, job)
+            refuse_sharing(loader.load_sweep_config(config, job))
         except COMPOSING_ERRORS as error:
             faults[one_line(error)] = None
+        except ConfigError as error:
+            faults[str(error)] = None
     if faults:
         raise ConfigError("\n".join(faults))
 

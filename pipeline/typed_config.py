@@ -27,6 +27,11 @@ PATHS = "paths"
 """What a field's metadata has under this name says which paths it holds: the key of each in the field's mapping, or
 ``""`` for the field itself, and the function that makes the path one that means the same from any folder."""
 
+STANDARD_INPUT = "standard input"
+"""What a field's metadata has under this name says which paths may be ``-``, standard input: the key of each in the
+field's mapping, and the key that its lines stand under then, in a list. They are read once, as the config is resolved,
+so that the record has them, and whoever runs the record again."""
+
 Keys = TypeVar("Keys")
 
 _SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}

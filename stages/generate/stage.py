@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
-from pipeline.typed_config import PATHS, absolute, read
+from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.inference.inputs import gather_model
 from stages.plan.prompts import check_prompts, check_seed, read_prompts
@@ -23,7 +23,10 @@ _SHOWN = 20
 class GenerateConfig:
     """The prompts and options of transformers' ``GenerationConfig`` by their own names, and the seed of sampling."""
 
-    generate: Mapping[str, Any] = field(default_factory=dict, metadata={PATHS: {"prompts_file": absolute}})
+    generate: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={PATHS: {"prompts_file": absolute}, STANDARD_INPUT: {"prompts_file": "prompts"}},
+    )
     seed: int = 0
 
 

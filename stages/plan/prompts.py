@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault, closest
 from pipeline.regular_files import read_regular
+from pipeline.standard_input import SIGN, as_lines
 
 OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact")
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
@@ -24,7 +26,8 @@ MOST = 2**63
 _CONTENTS = ("prompt", "token_ids", "messages")
 _KINDS = "give text, a list of token ids, or a mapping with one of prompt, token_ids and messages"
 _JSON_LINES = (".jsonl", ".ndjson")
-_FILES = "give a text file with one prompt a line, or a .jsonl one"
+_FILES = "give a text file with one prompt a line, a .jsonl one, or - for standard input"
+_FILE_KEY = "generate.prompts_file"
 
 Message = dict[str, str]
 Content = str | list[int] | list[Message]
@@ -83,12 +86,15 @@ def check_seed(key: str, seed: object) -> Iterable[Fault]:
 def read_prompts(generate: Mapping[str, Any]) -> dict[str, Prompt]:
     """Return the prompts of the config node ``generate``, each by where it stands: ``generate.prompts[0]``, a line.
 
-    Blank lines of a file are passed over. Raises ``ConfigError`` for what is no prompt.
+    Blank lines of a file are passed over. Where the file is ``-``, ``prompts`` are the lines that were read of standard
+    input when the config was resolved. Raises ``ConfigError`` for what is no prompt.
     """
-    file = generate.get("prompts_file")
+    file, prompts = generate.get("prompts_file"), generate.get("prompts")
+    if file == SIGN:
+        lines = prompts if isinstance(prompts, list) else []
+        return _of_lines("standard input", list(map(str, lines)), is_json=_are_json(lines))
     if file is not None:
         return _of_file(Path(str(file)))
-    prompts = generate.get("prompts")
     listed = [prompts] if isinstance(prompts, str) and prompts else prompts
     if not isinstance(listed, list) or not listed:
         raise ConfigError(f"generate.prompts: {prompts!r} is no list of prompts; give generate.prompts=['…']")
@@ -96,28 +102,47 @@ def read_prompts(generate: Mapping[str, Any]) -> dict[str, Prompt]:
 
 
 def _of_file(file: Path) -> dict[str, Prompt]:
-    key = "generate.prompts_file"
     if not file.is_file():
-        raise ConfigError(f"{key}: {str(file)!r} is no file; {_FILES}")
+        raise ConfigError(f"{_FILE_KEY}: {str(file)!r} is no file; {_FILES}")
     try:
-        lines = read_regular(file).splitlines()
+        lines = as_lines(read_regular(file))
     except OSError as error:
-        raise ConfigError(f"{key}: {str(file)!r} can't be read: {error.strerror or error}") from error
+        raise ConfigError(f"{_FILE_KEY}: {str(file)!r} can't be read: {error.strerror or error}") from error
+    return _of_lines(repr(str(file)), lines, is_json=file.suffix in _JSON_LINES)
+
+
+def _are_json(lines: Iterable[object]) -> bool:
+    """Return whether ``lines``, which no file's name says anything of, are JSON: the first with anything on it tells.
+
+    It begins as an object or a list does, or is a string in quotes and nothing else. All lines are read one way: a
+    broken one among JSON is an error and no text, and text that isn't the first may begin with a brace.
+    """
+    first = next((line.strip() for line in lines if isinstance(line, str) and line.strip()), "")
+    if not first.startswith('"'):
+        return first.startswith(("{", "["))
+    with suppress(ValueError):
+        return isinstance(json.loads(first), str)
+    return False
+
+
+def _of_lines(origin: str, lines: Sequence[str], *, is_json: bool) -> dict[str, Prompt]:
+    """Return the prompts in ``lines``, each JSON or text, of what ``origin`` names."""
     found: dict[str, Prompt] = {}
-    for number, line in enumerate(lines, start=1):
-        name = f"{key} line {number}"
+    for number, text in enumerate(lines, start=1):
+        name = f"{_FILE_KEY} line {number}"
         try:
-            text = line.decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{name}: {str(file)!r} isn't UTF-8 there ({error}); save it as UTF-8") from error
+            text.encode()
+        except UnicodeEncodeError as error:
+            place = f"from its character {error.start + 1} on"
+            raise ConfigError(f"{name}: {origin} isn't UTF-8 there, {place}; save it as UTF-8") from error
         if text.strip():
-            found[name] = _prompt(name, _json(name, text) if file.suffix in _JSON_LINES else text)
+            found[name] = _prompt(name, _parsed(name, text) if is_json else text)
     if not found:
-        raise ConfigError(f"{key}: {str(file)!r} holds no prompt; write one a line")
+        raise ConfigError(f"{_FILE_KEY}: {origin} holds no prompt; write one a line")
     return found
 
 
-def _json(name: str, line: str) -> Any:
+def _parsed(name: str, line: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:

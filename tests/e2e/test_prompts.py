@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Finished, start
+from tests.e2e.conftest import Finished, Replay, start
 
 COUNT = 24
 FIXED = ("generate.prompts_file=prompts.jsonl", "generate.max_new_tokens=6", "generate.batch_size=4")
@@ -117,3 +119,50 @@ def test_a_bad_file_hides_no_other_fault(offstage_here: Callable[..., Finished])
     assert done.code == 2
     told = [line.removeprefix("offstage: ").partition(":")[0] for line in done.err.splitlines()]
     assert sorted(told) == ["generate.batch_size", "generate.prompts_file", "max_memory.cpu"]
+
+
+def give(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    """Have standard input hold ``text``."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+
+
+def test_prompts_of_standard_input_stand_in_the_record_and_are_replayed(
+    offstage_here: Callable[..., Finished], replay: Replay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = ("generate.prompts_file=-", "generate.max_new_tokens=3")
+    give(monkeypatch, b'{"token_ids": [5, 6], "max_new_tokens": 2}\n\n"The weights"\n')
+    piped = offstage_here(*ask)
+    assert piped.code == 0, piped.err
+    assert [output["prompt"] for output in piped.record["outputs"]] == [[5, 6], "The weights"]
+    assert [len(tokens) for tokens in piped.tokens] == [2, 3]
+    code, out, err = replay(next(Path("outputs").glob("runs/*/*/run.json")).parent)
+    assert (code, "tokens    the same" in out) == (0, True), err
+    give(monkeypatch, b"The weights\n")
+    other = offstage_here(*ask)
+    assert [output["prompt"] for output in other.record["outputs"]] == ["The weights"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "generate.prompts_file: standard input holds no prompt"),
+        (b"fine\n\xff\n", "generate.prompts_file line 2: standard input isn't UTF-8"),
+        (b'{"prompt": "x"}\n{"prompt": \n', "generate.prompts_file line 2: '{\"prompt\": ' is no JSON"),
+        (b"[" + b"5, " * 5000 + b"5]", "generate.prompts_file line 1: 5001 tokens are more than the model's context"),
+    ],
+)
+def test_bad_standard_input_is_named_by_its_line(
+    offstage_here: Callable[..., Finished], monkeypatch: pytest.MonkeyPatch, text: bytes, words: str
+) -> None:
+    give(monkeypatch, text)
+    done = offstage_here("generate.prompts_file=-")
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert words in done.err
+    assert done.record["status"] == "failed"
+
+
+def test_the_jobs_of_a_sweep_can_not_share_standard_input(offstage_here: Callable[..., Finished]) -> None:
+    done = offstage_here("-m", "generate.prompts_file=-", "seed=1,2")
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert "generate.prompts_file: '-' is standard input, which the jobs of a sweep can't share" in done.err
+    assert not done.records

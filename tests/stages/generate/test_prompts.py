@@ -95,6 +95,36 @@ def test_a_prompts_file_has_one_prompt_a_line(tmp_path: Path) -> None:
         read_prompts({"prompts_file": str(file)})
 
 
+@pytest.mark.parametrize(
+    ("lines", "contents"),
+    [
+        (["Once upon", "", '{"not": "json"}'], ["Once upon", '{"not": "json"}']),
+        (['"Well," she said.', "[1]"], ['"Well," she said.', "[1]"]),
+        (["", ' {"token_ids": [5]}', '"text"', "[6]"], [[5], "text", [6]]),
+        (['"one"', '"two"'], ["one", "two"]),
+    ],
+)
+def test_what_standard_input_held_is_json_where_its_first_line_is(lines: list[str], contents: list) -> None:
+    read = read_prompts({"prompts_file": "-", "prompts": lines})
+    assert [prompt.content for prompt in read.values()] == contents
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "generate.prompts_file: standard input holds no prompt"),
+        (["", "  "], "standard input holds no prompt"),
+        (["good", "\udcff"], "generate.prompts_file line 2: standard input isn't UTF-8 there, from its character 1"),
+        (["[1]", "not json"], "generate.prompts_file line 2: 'not json' is no JSON"),
+        ("no list", "standard input holds no prompt"),
+    ],
+)
+def test_standard_input_without_prompts_is_refused_by_its_line(lines: object, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_prompts({"prompts_file": "-", "prompts": lines})
+    assert words in str(error.value)
+
+
 def test_a_file_of_json_lines_has_texts_token_ids_and_chats_with_options_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     chat = [{"role": "user", "content": "Hi"}]
