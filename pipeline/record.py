@@ -24,13 +24,16 @@ RECORD = "run.json"
 SCHEMA_VERSION = 1
 METRICS = (
     "load_seconds",
+    "time_to_first_token_seconds",
     "prefill_seconds",
     "decode_seconds_per_token",
     "decode_tokens_per_second",
     "streamed_bytes_per_token",
     "streamed_bytes_per_second",
     "stall_seconds_per_token",
+    "stall_share",
     "bound",
+    "bound_seconds_per_token",
     "storage_read_bytes",
     "stall_seconds",
     "peak_host_bytes",
@@ -40,8 +43,10 @@ METRICS = (
 
 All are numbers in the unit that their name gives, but for ``bound``: what set the speed of decoding, as measured,
 one of ``storage``, ``link`` and ``compute``. Those a token or a second are of decoding alone, what comes after the
-first token; ``storage_read_bytes`` and ``stall_seconds``, the time that forwards waited for weights, are of the whole
-run.
+first token, and so is ``stall_share``, the part of that time in which forwards waited for weights.
+``bound_seconds_per_token`` is the least that a token could have taken: what was moved for it, at the rates that were
+measured of this machine. ``time_to_first_token_seconds`` is a batch's mean, from its prompts to the first token;
+``storage_read_bytes`` and ``stall_seconds``, the time that forwards waited for weights, are of the whole run.
 """
 
 Status = Literal["running", "completed", "failed", "interrupted"]

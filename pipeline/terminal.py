@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline.command_exit import discard_output
+from pipeline.measurements import measurements
 from pipeline.stage import Report
 
 _WIDTH_OF_FILES = 200
@@ -40,7 +41,7 @@ def announce(stage: str) -> None:
 
 
 def show(console: Console, record: Mapping[str, Any], reports: Mapping[str, Report]) -> None:
-    """Print what ran as a table, then what the stages have to show."""
+    """Print what ran as a table, then what the stages have to show, and what was measured."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("stage", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
@@ -56,6 +57,9 @@ def show(console: Console, record: Mapping[str, Any], reports: Mapping[str, Repo
     for report in reports.values():
         if report.screen:
             console.print(f"\n{escape(report.screen)}")
+    for figures in measurements(record):
+        console.print()
+        console.print(figures)
 
 
 def shorten(folder: Path) -> str:

@@ -8,13 +8,14 @@ from typing import Literal
 
 from pipeline.report.records import Number
 
-Kind = Literal["bytes", "seconds", "rate"]
+Kind = Literal["bytes", "seconds", "rate", "share"]
 MISSING = "\N{EN DASH}"
 
 _UNITS: dict[str, tuple[tuple[float, str], ...]] = {
     "bytes": ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")),
     "seconds": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "rate": ((1, ""),),
+    "share": ((0.01, "%"),),
 }
 
 
@@ -48,8 +49,8 @@ def scale_for(values: Iterable[Number | None], kind: Kind) -> Scale:
     size, unit = next(((size, unit) for size, unit in units if largest >= size), units[-1])
     if not largest:
         size, unit = 1, "s" if kind == "seconds" else unit
-    if unit == "B":
-        return Scale(size, unit, 0)
+    if unit in ("B", "%"):
+        return Scale(size, unit, 0 if unit == "B" else 1)
     return Scale(size, unit, 3 if unit == "s" and largest < 10 else 2 if largest / size < 100 else 1)
 
 

@@ -123,7 +123,7 @@ def read_run(path: Path) -> Run:
 def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     error, memory = _mapping(content, "error"), _mapping(content, "memory")
     metrics = _mapping(content, "metrics")
-    bound = metrics.pop("bound", None)
+    bound = metrics.get("bound")
     stages = tuple(map(_stage, _dicts(content, "stages")))
     status = content["status"]
     reason = str(error.get("message") or "")
@@ -143,7 +143,7 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         predicted=_numbers(_mapping(memory, "predicted")),
         measured=_numbers(_mapping(memory, "measured")),
         series={device: _curve(points) for device, points in _mapping(memory, "series").items()},
-        metrics=_numbers(metrics),
+        metrics=_numbers({name: value for name, value in metrics.items() if not isinstance(value, str)}),
         answers=tuple(map(_answer, _dicts(content, "outputs"))),
         device_map=_mapping(content, "device_map"),
         cap_bytes=_number(_mapping(content, "enforcement").get("bytes")),

@@ -14,6 +14,9 @@ RATE = "decode_tokens_per_second"
 STREAMED = "streamed_bytes_per_token"
 STREAMING = "streamed_bytes_per_second"
 STALLED = "stall_seconds_per_token"
+STALL_SHARE = "stall_share"
+FIRST_TOKEN = "time_to_first_token_seconds"
+BOUND_SECONDS = "bound_seconds_per_token"
 BANDWIDTHS = ("storage_bandwidth_bytes_per_second", "predicted_storage_bandwidth_bytes_per_second")
 """Where a record may hold the storage's speed: measured by the run, or what its plan reckoned with."""
 PREDICTED_SECONDS = "predicted_seconds_per_token"
@@ -36,7 +39,7 @@ class Point:
 class Series:
     """The jobs that differ in nothing but their budgets: what was measured, what was predicted, and the bound.
 
-    The bound is the time in which the storage can deliver the streamed bytes, were all else free.
+    The bound is the time in which what a token needs can be moved, were all else free.
     """
 
     name: str
@@ -61,10 +64,14 @@ def total(held: Bytes) -> Number | None:
 
 
 def bound_seconds(run: Run) -> float | None:
-    """Return the streamed bytes a token over the storage's bandwidth, None where the record lacks either.
+    """Return the least seconds that a token could have taken, None where nothing is known of it.
 
-    It is None too where nothing is streamed: the storage sets no bound then.
+    A record from before that was noted has it as the streamed bytes a token over the storage's bandwidth, if it has
+    both and they aren't nothing.
     """
+    noted = run.metric(BOUND_SECONDS)
+    if noted is not None:
+        return noted
     streamed = run.metric(STREAMED)
     bandwidth = next((speed for name in BANDWIDTHS if (speed := run.metric(name)) is not None), None)
     return streamed / bandwidth if streamed and bandwidth and streamed > 0 and bandwidth > 0 else None

@@ -11,7 +11,18 @@ from pipeline.report.placements import in_tier_order
 from pipeline.report.quantities import MISSING, Kind, scale_for
 from pipeline.report.records import Bytes, Number, Run
 from pipeline.report.run_folders import Job
-from pipeline.report.speed import DISK, RATE, SECONDS, STALLED, STREAMED, STREAMING
+from pipeline.report.speed import (
+    DISK,
+    FIRST_TOKEN,
+    PREDICTED_SECONDS,
+    RATE,
+    SECONDS,
+    STALL_SHARE,
+    STALLED,
+    STREAMED,
+    STREAMING,
+    bound_seconds,
+)
 
 UNLIMITED = "unlimited"
 
@@ -35,11 +46,15 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Colum
         *(_setting(jobs, entry) for entry in differences if entry.key not in shown),
         *budgets,
         _measured(jobs, "memory cap", "bytes", lambda run: run.cap_bytes),
+        _measured(jobs, "first token", "seconds", lambda run: run.metric(FIRST_TOKEN)),
         _measured(jobs, "time a token", "seconds", lambda run: run.metric(SECONDS)),
+        _measured(jobs, "predicted", "seconds", lambda run: run.metric(PREDICTED_SECONDS)),
+        _measured(jobs, "bound", "seconds", bound_seconds),
         _measured(jobs, "speed", "rate", lambda run: run.metric(RATE), unit="tokens/s"),
         _measured(jobs, "streamed a token", "bytes", lambda run: run.metric(STREAMED)),
         _measured(jobs, "streaming", "bytes", lambda run: run.metric(STREAMING), per="/s"),
         _measured(jobs, "stalled a token", "seconds", lambda run: run.metric(STALLED)),
+        _measured(jobs, "stalled", "share", lambda run: run.metric(STALL_SHARE)),
         Column("bound by", "", tuple(job.run.bound or MISSING for job in jobs)),
         *_peaks(jobs),
         Column("status", "", tuple(_status(job.run) for job in jobs)),

@@ -30,6 +30,7 @@ from stages.inference.measured import measured_peaks
 from stages.inference.padding import Batch, make_batch
 from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
+from stages.plan import plan as plans
 from stages.plan.prompts import MOST
 
 _PAD = "pad_token_id"
@@ -70,7 +71,9 @@ def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generatio
     decoding = _Decoding(dispatched, inputs, tokenizer)
     decoding.run(encoded, progress)
     outputs = [{name: row[name] for name in _TOLD} for row in progress.settle()]
-    return Generation(outputs, decoding.metrics(), measured_peaks(context, dispatched), dispatched.streamer.trace)
+    plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+    measured = measured_peaks(context, dispatched)
+    return Generation(outputs, decoding.metrics(plan), measured, dispatched.streamer.trace)
 
 
 class _Decoding:
@@ -154,12 +157,12 @@ class _Decoding:
         with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
             return decode.decode_with_transformers(model, batch, call, device=device, clock=clock)
 
-    def metrics(self) -> Metrics:
-        """Return the run record's metrics: of loading, of decoding, and of the whole generation's traffic."""
+    def metrics(self, plan: plans.Plan) -> Metrics:
+        """Return the run record's metrics under ``plan``: of loading, of decoding, and of the whole generation's traffic."""
         traffic = self._dispatched.streamer.traffic
         return {
             "load_seconds": self._dispatched.load_seconds,
-            **self._cost.metrics(),
+            **self._cost.metrics(plan),
             "storage_read_bytes": self._dispatched.read_bytes + traffic.storage_bytes,
             "stall_seconds": traffic.stall_seconds,
         }

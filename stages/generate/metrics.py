@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stages.dispatch.transfer.carrier import Traffic
+from stages.plan.plan import Plan
+from stages.plan.predict import bound_seconds
 
 Bound = Literal["storage", "link", "compute"]
 Metrics = dict[str, float | int | str | None]
@@ -27,6 +29,7 @@ class Cost:
     storage for it.
     """
 
+    batches: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     steps: int = 0
@@ -40,6 +43,7 @@ class Cost:
 
         ``first`` and ``last`` are what had streamed when the first token had come, and in the end.
         """
+        self.batches += 1
         self.prefill_seconds += times[0] - began
         self.decode_seconds += times[-1] - times[0]
         self.steps += len(times) - 1
@@ -59,15 +63,25 @@ class Cost:
             return "compute"
         return "storage" if self.storage_bytes else "link"
 
-    def metrics(self) -> Metrics:
-        """Return the run record's metrics of decoding, null where no token came after the first."""
+    def bound_seconds(self, plan: Plan) -> float | None:
+        """Return the least seconds in which a token's weights could be moved, as they lie under ``plan``."""
+        if not self.steps:
+            return None
+        streamed = max(self.streamed_bytes, self.storage_bytes) / self.steps
+        return bound_seconds(plan, streamed_bytes=streamed, storage_bytes=self.storage_bytes / self.steps)
+
+    def metrics(self, plan: Plan) -> Metrics:
+        """Return the run record's metrics of decoding under ``plan``, null where no token came after the first."""
         steps, seconds = self.steps, self.decode_seconds
         return {
+            "time_to_first_token_seconds": self.prefill_seconds / self.batches if self.batches else None,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds_per_token": seconds / steps if steps else None,
             "decode_tokens_per_second": self.tokens / seconds if steps else None,
             "streamed_bytes_per_token": round(self.streamed_bytes / steps) if steps else None,
             "streamed_bytes_per_second": self.streamed_bytes / seconds if steps else None,
             "stall_seconds_per_token": self.stall_seconds / steps if steps else None,
+            "stall_share": self.stall_seconds / seconds if steps and seconds else None,
             "bound": self.bound() if steps else None,
+            "bound_seconds_per_token": self.bound_seconds(plan),
         }

@@ -168,8 +168,18 @@ def _computes(outline: Outline, plan: Plan, name: str) -> DeviceId:
     return next((device for device in inside if device is not None), plan.main_device)
 
 
+def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float) -> float:
+    """Return the least seconds that a token can take for which so much was streamed, ``storage_bytes`` of it read.
+
+    The rates are those that ``plan`` was made with.
+    """
+    streamed = {DISK: storage_bytes, CPU: streamed_bytes - storage_bytes}
+    seconds = token_seconds(streamed, plan.resident_bytes, main=plan.main_device, rates=Rates(**plan.rates))
+    return max(seconds.values())
+
+
 def token_seconds(
-    streamed: Mapping[DeviceId, int], held: Mapping[DeviceId, int], *, main: DeviceId, rates: Rates
+    streamed: Mapping[DeviceId, float], held: Mapping[DeviceId, int], *, main: DeviceId, rates: Rates
 ) -> dict[str, float]:
     """Return the seconds that a token takes storage, the link, and either memory; the largest bounds it.
 

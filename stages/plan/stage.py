@@ -74,7 +74,7 @@ class PlanStage(Stage[PlanInputs]):
     def report(self, artifact: Artifact) -> Report:
         """Say what lies where, and what each device will hold."""
         plan = plans.from_json(artifact.json(plans.FILE_NAME))
-        metrics = {f"predicted_{name}": value for name, value in plan.forecast.items() if not isinstance(value, str)}
+        metrics = {f"predicted_{name}": value for name, value in plan.forecast.items()}
         metrics |= {"simulated_accelerators": len(plan.ledgers)} if plan.ledgers else {}
         screen = table.render(plan, artifact.json(SIZES_NAME))
         return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)

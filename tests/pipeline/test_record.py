@@ -45,13 +45,16 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
     start(folder)
     metrics = [
         "load_seconds",
+        "time_to_first_token_seconds",
         "prefill_seconds",
         "decode_seconds_per_token",
         "decode_tokens_per_second",
         "streamed_bytes_per_token",
         "streamed_bytes_per_second",
         "stall_seconds_per_token",
+        "stall_share",
         "bound",
+        "bound_seconds_per_token",
         "storage_read_bytes",
         "stall_seconds",
         "peak_host_bytes",

@@ -1,4 +1,4 @@
-"""Budget against seconds a token: measured, predicted, and the bound that the storage sets."""
+"""Budget against seconds a token: measured, predicted, and the bound that moving the weights sets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "x")
 _LINES = {"measured": "-", "predicted": "--", "bound": ":"}
 _MEANINGS = {
     "predicted": ("dashed", "predicted by the plan"),
-    "bound": ("dotted", "bound: streamed bytes ÷ storage bandwidth"),
+    "bound": ("dotted", "bound: bytes moved ÷ their bandwidth"),
 }
 
 _LACKING = {"predicted": "the prediction", "bound": "the storage's bandwidth, for the bound"}

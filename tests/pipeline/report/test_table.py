@@ -11,7 +11,8 @@ from pipeline.report.table import job_table
 from tests.pipeline.report.sample_runs import write_run
 
 FIGURES: Mapping[str, float | str] = {
-    "streamed_bytes_per_second": 1.9e9, "stall_seconds_per_token": 1.25, "bound": "storage",
+    "streamed_bytes_per_second": 1.9e9, "stall_seconds_per_token": 1.25, "bound": "storage", "stall_share": 0.314,
+    "time_to_first_token_seconds": 2.5, "bound_seconds_per_token": 0.25, "predicted_seconds_per_token": 0.375,
 }  # fmt: skip
 
 
@@ -27,6 +28,14 @@ def test_the_table_tells_how_fast_weights_came_and_what_was_waited_for(tmp_path:
     assert found["streaming, GB/s"] == ("1.90", MISSING)
     assert found["stalled a token, s"] == ("1.250", MISSING)
     assert found["bound by"] == ("storage", MISSING)
+    assert found["stalled, %"] == ("31.4", MISSING)
+
+
+def test_the_table_has_the_prediction_and_the_bound_beside_what_was_measured(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", metrics=FIGURES)
+    found = table(tmp_path)
+    measured = ("first token, s", "time a token, s", "predicted, ms", "bound, ms")
+    assert [found[title] for title in measured] == [("2.500",), ("0.500",), ("375.0",), ("250.0",)]
 
 
 def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Path) -> None:

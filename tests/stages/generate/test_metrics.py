@@ -1,11 +1,20 @@
 """What a generation cost, summed over its batches, and what its speed is put down to."""
 
+from dataclasses import replace
+
 import pytest
 
 from stages.dispatch.transfer.carrier import Traffic
 from stages.generate.metrics import Cost
+from stages.plan.plan import Plan
+from stages.units import DeviceId
 
 NOTHING = Traffic()
+PLAN = Plan(
+    policy="explicit", main_device="cpu", device_map={}, homes={}, execution={}, serving={}, budgets={},
+    resident_bytes={"cpu": 80, "disk": 60}, reserve_bytes=0, reasons={},
+    rates={"storage": 40, "host": 1000, "link": 10, "device": 1000},
+)  # fmt: skip
 
 
 def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:
@@ -18,10 +27,10 @@ def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:
 
 
 def test_what_streams_before_the_first_token_is_not_put_down_to_decoding() -> None:
-    assert cost(streamed=60, storage=30, stalled=1.5).metrics() == {
-        "prefill_seconds": 2.0, "decode_seconds_per_token": 1.0, "decode_tokens_per_second": 2.0,
+    assert cost(streamed=60, storage=30, stalled=1.5).metrics(PLAN) == {
+        "time_to_first_token_seconds": 2.0, "prefill_seconds": 2.0, "decode_seconds_per_token": 1.0, "decode_tokens_per_second": 2.0,
         "streamed_bytes_per_token": 20, "streamed_bytes_per_second": 20.0, "stall_seconds_per_token": 0.5,
-        "bound": "storage",
+        "stall_share": 0.5, "bound": "storage", "bound_seconds_per_token": 10 / 40,
     }  # fmt: skip
 
 
@@ -29,7 +38,26 @@ def test_batches_are_summed() -> None:
     both = cost(streamed=60)
     both.add([22.0, 28.0], began=20.0, sequences=1, first=NOTHING, last=Traffic(streamed_bytes=120))
     assert (both.prefill_seconds, both.steps, both.tokens, both.decode_seconds) == (4.0, 4, 7, 9.0)
-    assert both.metrics()["streamed_bytes_per_second"] == 20.0
+    assert both.metrics(PLAN)["streamed_bytes_per_second"] == 20.0
+    assert both.metrics(PLAN)["time_to_first_token_seconds"] == 2.0, "a batch"
+
+
+@pytest.mark.parametrize(
+    ("streamed", "storage", "main", "seconds"),
+    [
+        (0, 0, "cpu", 80 / 1000),
+        (120, 120, "cpu", 40 / 40),
+        (120, 0, "cpu", 120 / 1000),
+        (120, 0, 0, 40 / 10),
+        (120, 60, 0, 40 / 10),
+        (60, 90, "cpu", 30 / 40),
+    ],
+)
+def test_the_physical_bound_is_what_was_moved_for_a_token_at_the_rates_of_the_machine(
+    streamed: int, storage: int, main: DeviceId, seconds: float
+) -> None:
+    bound = cost(streamed=streamed, storage=storage).bound_seconds(replace(PLAN, main_device=main))
+    assert bound == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +78,6 @@ def test_the_bound_is_what_forwards_waited_for(streamed: int, storage: int, stal
 def test_one_token_tells_nothing_of_decoding() -> None:
     found = Cost()
     found.add([12.0], began=10.0, sequences=1, first=NOTHING, last=NOTHING)
-    metrics = found.metrics()
-    assert metrics.pop("prefill_seconds") == 2.0
+    metrics = found.metrics(PLAN)
+    assert metrics.pop("prefill_seconds") == metrics.pop("time_to_first_token_seconds") == 2.0
     assert set(metrics.values()) == {None}

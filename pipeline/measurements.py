@@ -1,0 +1,98 @@
+"""What a run cost, as two tables for the terminal: its figures, and the peaks of its devices.
+
+They are made of the record alone, by the names that every stage's metrics have there, so that whichever stage comes
+last is shown by them. What isn't known has no cell, and a table that says nothing isn't there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from pipeline.report.quantities import Kind, tell
+
+_DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One row: the metrics that say what was measured, what the plan predicted, and the least that it could have been.
+
+    An empty name stands for what there is no metric for; a null ``kind`` for words.
+    """
+
+    title: str
+    kind: Kind | None
+    measured: str
+    predicted: str = ""
+    bound: str = ""
+
+
+FIGURES = (
+    Figure("loading", "seconds", "load_seconds"),
+    Figure("first token after", "seconds", "time_to_first_token_seconds"),
+    Figure(
+        "time a token",
+        "seconds",
+        "decode_seconds_per_token",
+        "predicted_seconds_per_token",
+        "bound_seconds_per_token",
+    ),
+    Figure("bound by", None, "bound", "predicted_bound"),
+    Figure("streamed a token", "bytes", "streamed_bytes_per_token", "predicted_streamed_bytes_per_token"),
+    Figure("waiting for weights", "share", "stall_share"),
+)
+"""The times of decoding and its bytes are a forward's, however many sequences share it."""
+
+
+def measurements(record: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield the tables of what ``record`` says was measured and predicted."""
+    metrics, memory = record["metrics"], record["memory"]
+    cells = [[_cell(metrics, figure.kind, name) for name in _names(figure)] for figure in FIGURES]
+    rows = [[figure.title, *row] for figure, row in zip(FIGURES, cells, strict=True) if any(row)]
+    yield from _table(["", _how(record), "predicted", "bound"], rows)
+    yield from _table(["device", "peak", "predicted", "budget of weights"], list(_devices(memory)))
+
+
+def _names(figure: Figure) -> tuple[str, str, str]:
+    return figure.measured, figure.predicted, figure.bound
+
+
+def _cell(metrics: Mapping[str, Any], kind: Kind | None, name: str) -> str:
+    value = metrics.get(name)
+    if value is None or kind is None:
+        return value or ""
+    return tell(value, kind)
+
+
+def _how(record: Mapping[str, Any]) -> str:
+    """Return in words how the figures were had: in this run, or in an earlier one; with real accelerators or without."""
+    earlier = bool(record["stages"]) and record["stages"][-1]["cached"]
+    simulated = bool(record["metrics"].get("simulated_accelerators"))
+    return "measured" + " earlier" * earlier + " (accelerators simulated)" * simulated
+
+
+def _devices(memory: Mapping[str, Mapping[str, int | None]]) -> Iterator[list[str]]:
+    """Yield a row for each device that computes or holds weights in memory."""
+    measured, predicted = memory["measured"], memory["predicted"]
+    for device in dict.fromkeys((*predicted, *measured)):
+        if device != _DISK:
+            peak, expected, budget = (held.get(device) for held in (measured, predicted, memory["budget"]))
+            yield [device, *("" if held is None else tell(held, "bytes") for held in (peak, expected, budget))]
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[Table]:
+    """Yield ``rows`` as a table without the columns that are empty, or nothing if the rows say nothing."""
+    shown = [place for place in range(len(headings)) if any(row[place] for row in rows)]
+    if len(shown) < 2:
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for place in shown:
+        table.add_column(headings[place], justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(escape(row[place]) for place in shown))
+    yield table

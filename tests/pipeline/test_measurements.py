@@ -1,0 +1,68 @@
+"""The closing tables of a run: what was measured beside what was predicted, and nothing that isn't known."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.measurements import measurements
+from pipeline.record import RunRecord, StageRecord
+from pipeline.stage import Report
+
+PREDICTED: dict[str, Any] = {
+    "predicted_seconds_per_token": 0.5, "predicted_bound": "storage", "predicted_streamed_bytes_per_token": 10**9,
+}  # fmt: skip
+MEASURED: dict[str, Any] = {
+    "load_seconds": 1.5, "time_to_first_token_seconds": 2.0, "decode_seconds_per_token": 0.75, "bound": "storage",
+    "bound_seconds_per_token": 0.25, "streamed_bytes_per_token": 5 * 10**8, "stall_share": 0.62,
+}  # fmt: skip
+
+
+def shown(folder: Path, *, cached: bool = False, memory: Any = None, **metrics: Any) -> list[list[str]]:
+    """Return the words of each line that the tables of such a record have."""
+    record = RunRecord.start(folder, overrides=[], config={}, environment={})
+    record.add_stage(StageRecord("last", "0" * 64, cached, 1.0, str(folder)))
+    record.merge(Report(metrics=metrics, memory=memory or {}))
+    console = Console(file=io.StringIO(), width=120)
+    for table in measurements(record.data):
+        console.print(table)
+    return [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def test_what_was_measured_stands_beside_the_prediction_and_the_bound(tmp_path: Path) -> None:
+    assert shown(tmp_path, **PREDICTED, **MEASURED) == [
+        ["measured", "predicted", "bound"],
+        ["loading", "1.500", "s"],
+        ["first", "token", "after", "2.000", "s"],
+        ["time", "a", "token", "750.00", "ms", "500.00", "ms", "250.00", "ms"],
+        ["bound", "by", "storage", "storage"],
+        ["streamed", "a", "token", "500.0", "MB", "1.00", "GB"],
+        ["waiting", "for", "weights", "62.0", "%"],
+    ]
+
+
+def test_a_plan_alone_shows_what_it_predicts(tmp_path: Path) -> None:
+    lines = shown(tmp_path, memory={"predicted": {"0": 2 * 10**9, "cpu": 10**9, "disk": 5}}, **PREDICTED)
+    assert lines[0] == ["predicted"]
+    assert lines[-3:] == [["device", "predicted"], ["0", "2.00", "GB"], ["cpu", "1.00", "GB"]]
+
+
+def test_each_device_has_its_peak_beside_what_was_predicted_and_allowed(tmp_path: Path) -> None:
+    memory = {"budget": {"cpu": 10**8, "disk": None}, "predicted": {"cpu": 10**9}, "measured": {"cpu": 9 * 10**8}}
+    assert shown(tmp_path, memory=memory) == [
+        ["device", "peak", "predicted", "budget", "of", "weights"],
+        ["cpu", "900.0", "MB", "1.00", "GB", "100.0", "MB"],
+    ]
+
+
+def test_figures_of_an_earlier_run_or_of_simulated_accelerators_are_called_so(tmp_path: Path) -> None:
+    assert shown(tmp_path / "a", cached=True, **MEASURED)[0] == ["measured", "earlier", "bound"]
+    simulated = shown(tmp_path / "b", simulated_accelerators=2, **MEASURED)[0]
+    assert " ".join(simulated) == "measured (accelerators simulated) bound"
+
+
+def test_a_record_without_figures_shows_no_table(tmp_path: Path) -> None:
+    assert shown(tmp_path) == []
