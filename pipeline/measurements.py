@@ -70,7 +70,7 @@ def _cell(metrics: Mapping[str, Any], kind: Kind | None, name: str) -> str:
 
 
 def _how(record: Mapping[str, Any]) -> str:
-    """Return in words how the figures were had: in this run, or in an earlier one; with real accelerators or without."""
+    """Return in words how the figures were had: in this run or in an earlier one, with real accelerators or not."""
     earlier = bool(record["stages"]) and record["stages"][-1]["cached"]
     simulated = bool(record["metrics"].get("simulated_accelerators"))
     return "measured" + " earlier" * earlier + " (accelerators simulated)" * simulated

@@ -38,7 +38,7 @@ def _row(job: Job, differences: Sequence[Spread]) -> dict[str, object]:
     for section, held in run.memory.items():
         row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
-    row["metrics.bound"] = run.bound or None
+    row |= {f"metrics.{name}": value for name, value in {"bound": None, **run.words}.items()}
     row["bound_seconds_per_token"] = bound_seconds(run)
     for stage in run.stages:
         row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
@@ -81,7 +81,7 @@ def _job(job: Job) -> dict[str, Any]:
         "error": {"stage": run.failed_stage, "type": run.error_type, "message": run.reason} if run.reason else None,
         "overrides": list(run.overrides),
         "memory": {section: dict(held) for section, held in run.memory.items()},
-        "metrics": {**run.metrics, "bound": run.bound or None, "bound_seconds_per_token": bound_seconds(run)},
+        "metrics": {**run.metrics, "bound": None, **run.words, "bound_seconds_per_token": bound_seconds(run)},
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }
 

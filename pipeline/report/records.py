@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,7 +55,7 @@ class Answer:
 class Run:
     """One recorded run.
 
-    ``bound`` is what set the speed of decoding (``storage``, ``link`` or ``compute``), empty where it isn't known.
+    ``metrics`` are those that are numbers, ``words`` the others.
     ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
     cgroup's limit that the process ran under, None where there was none.
     """
@@ -77,7 +77,7 @@ class Run:
     answers: tuple[Answer, ...]
     device_map: Mapping[str, Any]
     cap_bytes: Number | None
-    bound: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def memory(self) -> Mapping[str, Bytes]:
@@ -91,6 +91,11 @@ class Run:
             return ""
         where = f"{self.failed_stage}: " if self.failed_stage else ""
         return where + (" ".join(self.reason.split()) or self.error_type or "the record gives no reason")
+
+    @property
+    def bound(self) -> str:
+        """What set the speed of decoding (``storage``, ``link`` or ``compute``), empty where it isn't known."""
+        return self.words.get("bound", "")
 
     def metric(self, name: str) -> Number | None:
         """Return the metric ``name``, None where it isn't known."""
@@ -123,7 +128,7 @@ def read_run(path: Path) -> Run:
 def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     error, memory = _mapping(content, "error"), _mapping(content, "memory")
     metrics = _mapping(content, "metrics")
-    bound = metrics.get("bound")
+    words = {name: value for name, value in metrics.items() if isinstance(value, str)}
     stages = tuple(map(_stage, _dicts(content, "stages")))
     status = content["status"]
     reason = str(error.get("message") or "")
@@ -143,11 +148,11 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         predicted=_numbers(_mapping(memory, "predicted")),
         measured=_numbers(_mapping(memory, "measured")),
         series={device: _curve(points) for device, points in _mapping(memory, "series").items()},
-        metrics=_numbers({name: value for name, value in metrics.items() if not isinstance(value, str)}),
+        metrics=_numbers({name: value for name, value in metrics.items() if name not in (*words, "bound")}),
         answers=tuple(map(_answer, _dicts(content, "outputs"))),
         device_map=_mapping(content, "device_map"),
         cap_bytes=_number(_mapping(content, "enforcement").get("bytes")),
-        bound=bound if isinstance(bound, str) else "",
+        words=words,
     )
 
 

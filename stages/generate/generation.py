@@ -158,7 +158,7 @@ class _Decoding:
             return decode.decode_with_transformers(model, batch, call, device=device, clock=clock)
 
     def metrics(self, plan: plans.Plan) -> Metrics:
-        """Return the run record's metrics under ``plan``: of loading, of decoding, and of the whole generation's traffic."""
+        """Return the run record's metrics under ``plan``: of loading, of decoding, of all that streamed."""
         traffic = self._dispatched.streamer.traffic
         return {
             "load_seconds": self._dispatched.load_seconds,

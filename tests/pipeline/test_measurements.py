@@ -37,7 +37,7 @@ def test_what_was_measured_stands_beside_the_prediction_and_the_bound(tmp_path: 
         ["measured", "predicted", "bound"],
         ["loading", "1.500", "s"],
         ["first", "token", "after", "2.000", "s"],
-        ["time", "a", "token", "750.00", "ms", "500.00", "ms", "250.00", "ms"],
+        ["time", "a", "token", "750.0", "ms", "500.0", "ms", "250.0", "ms"],
         ["bound", "by", "storage", "storage"],
         ["streamed", "a", "token", "500.0", "MB", "1.00", "GB"],
         ["waiting", "for", "weights", "62.0", "%"],

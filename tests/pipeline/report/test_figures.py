@@ -79,7 +79,9 @@ def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None
         expected["measured"].add((budget, seconds))
         if figures.get("predicted_seconds_per_token") is not None:
             expected["predicted"].add((budget, figures["predicted_seconds_per_token"]))
-        if bandwidth and streamed:
+        if figures.get("bound_seconds_per_token") is not None:
+            expected["bound"].add((budget, figures["bound_seconds_per_token"]))
+        elif bandwidth and streamed:
             expected["bound"].add((budget, streamed / bandwidth))
     for name, points in expected.items():
         drawn = {(point["x"], point["y"]) for series in report["seconds_per_token_by_budget"] for point in series[name]}

@@ -34,8 +34,8 @@ def test_the_table_tells_how_fast_weights_came_and_what_was_waited_for(tmp_path:
 def test_the_table_has_the_prediction_and_the_bound_beside_what_was_measured(tmp_path: Path) -> None:
     write_run(tmp_path / "0", metrics=FIGURES)
     found = table(tmp_path)
-    measured = ("first token, s", "time a token, s", "predicted, ms", "bound, ms")
-    assert [found[title] for title in measured] == [("2.500",), ("0.500",), ("375.0",), ("250.0",)]
+    measured = ("first token, s", "time a token, ms", "predicted, ms", "bound, ms")
+    assert [found[title] for title in measured] == [("2.500",), ("500.0",), ("375.0",), ("250.0",)]
 
 
 def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:
 
 def test_what_streams_before_the_first_token_is_not_put_down_to_decoding() -> None:
     assert cost(streamed=60, storage=30, stalled=1.5).metrics(PLAN) == {
-        "time_to_first_token_seconds": 2.0, "prefill_seconds": 2.0, "decode_seconds_per_token": 1.0, "decode_tokens_per_second": 2.0,
+        "time_to_first_token_seconds": 2.0, "prefill_seconds": 2.0, "decode_seconds_per_token": 1.0,
+        "decode_tokens_per_second": 2.0,
         "streamed_bytes_per_token": 20, "streamed_bytes_per_second": 20.0, "stall_seconds_per_token": 0.5,
         "stall_share": 0.5, "bound": "storage", "bound_seconds_per_token": 10 / 40,
     }  # fmt: skip
