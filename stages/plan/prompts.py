@@ -6,16 +6,12 @@ A prompt is text, the messages of a chat, or token ids. As a mapping it may brin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault, closest
-from pipeline.regular_files import read_regular
-from pipeline.standard_input import SIGN, as_lines
+from stages.plan.line_file import LineFile
 
 OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact")
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
@@ -25,9 +21,7 @@ MOST = 2**63
 
 _CONTENTS = ("prompt", "token_ids", "messages")
 _KINDS = "give text, a list of token ids, or a mapping with one of prompt, token_ids and messages"
-_JSON_LINES = (".jsonl", ".ndjson")
-_FILES = "give a text file with one prompt a line, a .jsonl one, or - for standard input"
-_FILE_KEY = "generate.prompts_file"
+_FILE = LineFile("generate.prompts_file", "prompt", _KINDS)
 
 Message = dict[str, str]
 Content = str | list[int] | list[Message]
@@ -66,7 +60,7 @@ def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault("generate.batch_size", f"{size!r} is no batch size; give a whole number from 1, or null for all")
     if chat not in (None, "auto", True, False):
         yield Fault("generate.chat", f"{chat!r} is neither true, false nor auto")
-    if system is not None and not _is_text(system):
+    if system is not None and not is_text(system):
         yield Fault("generate.system", f"{system!r} is no text; give what the system's message says, or null")
     if exact not in (None, True, False):
         yield Fault("generate.exact", f"{exact!r} is neither true nor false")
@@ -90,63 +84,12 @@ def read_prompts(generate: Mapping[str, Any]) -> dict[str, Prompt]:
     input when the config was resolved. Raises ``ConfigError`` for what is no prompt.
     """
     file, prompts = generate.get("prompts_file"), generate.get("prompts")
-    if file == SIGN:
-        lines = prompts if isinstance(prompts, list) else []
-        return _of_lines("standard input", list(map(str, lines)), is_json=_are_json(lines))
     if file is not None:
-        return _of_file(Path(str(file)))
+        return {name: _prompt(name, given) for name, given in _FILE.read(file, prompts).items()}
     listed = [prompts] if isinstance(prompts, str) and prompts else prompts
     if not isinstance(listed, list) or not listed:
         raise ConfigError(f"generate.prompts: {prompts!r} is no list of prompts; give generate.prompts=['…']")
     return {name: _prompt(name, given) for name, given in ((f"generate.prompts[{i}]", p) for i, p in enumerate(listed))}
-
-
-def _of_file(file: Path) -> dict[str, Prompt]:
-    if not file.is_file():
-        raise ConfigError(f"{_FILE_KEY}: {str(file)!r} is no file; {_FILES}")
-    try:
-        lines = as_lines(read_regular(file))
-    except OSError as error:
-        raise ConfigError(f"{_FILE_KEY}: {str(file)!r} can't be read: {error.strerror or error}") from error
-    return _of_lines(repr(str(file)), lines, is_json=file.suffix in _JSON_LINES)
-
-
-def _are_json(lines: Iterable[object]) -> bool:
-    """Return whether ``lines``, which no file's name says anything of, are JSON: the first with anything on it tells.
-
-    It begins as an object or a list does, or is a string in quotes and nothing else. All lines are read one way: a
-    broken one among JSON is an error and no text, and text that isn't the first may begin with a brace.
-    """
-    first = next((line.strip() for line in lines if isinstance(line, str) and line.strip()), "")
-    if not first.startswith('"'):
-        return first.startswith(("{", "["))
-    with suppress(ValueError):
-        return isinstance(json.loads(first), str)
-    return False
-
-
-def _of_lines(origin: str, lines: Sequence[str], *, is_json: bool) -> dict[str, Prompt]:
-    """Return the prompts in ``lines``, each JSON or text, of what ``origin`` names."""
-    found: dict[str, Prompt] = {}
-    for number, text in enumerate(lines, start=1):
-        name = f"{_FILE_KEY} line {number}"
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            place = f"from its character {error.start + 1} on"
-            raise ConfigError(f"{name}: {origin} isn't UTF-8 there, {place}; save it as UTF-8") from error
-        if text.strip():
-            found[name] = _prompt(name, _parsed(name, text) if is_json else text)
-    if not found:
-        raise ConfigError(f"{_FILE_KEY}: {origin} holds no prompt; write one a line")
-    return found
-
-
-def _parsed(name: str, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: {line[:80]!r} is no JSON ({error}); {_KINDS}") from error
 
 
 def _prompt(name: str, given: Any) -> Prompt:
@@ -166,9 +109,9 @@ def _prompt(name: str, given: Any) -> Prompt:
 
 def _content(name: str, value: Any, kinds: Sequence[str]) -> Content:
     """Return ``value`` if it is of one of the ``kinds``."""
-    if "prompt" in kinds and _is_text(value):
+    if "prompt" in kinds and is_text(value):
         return str(value)
-    if "token_ids" in kinds and _is_list_of_ids(value):
+    if "token_ids" in kinds and is_token_ids(value):
         return list(value)
     if "messages" in kinds and isinstance(value, list) and value and all(map(_is_message, value)):
         return [dict(message) for message in value]
@@ -177,16 +120,17 @@ def _content(name: str, value: Any, kinds: Sequence[str]) -> Content:
     raise ConfigError(f"{name}: {value!r} is neither text in UTF-8 nor a list of token ids; {_KINDS}")
 
 
-def _is_list_of_ids(value: Any) -> bool:
+def is_token_ids(value: Any) -> bool:
+    """Return whether ``value`` is a list of token ids, at least one."""
     ids = value if isinstance(value, list) else []
     return bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MOST for i in ids)
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and set(value) == {"role", "content"} and all(map(_is_text, value.values()))
+    return isinstance(value, Mapping) and set(value) == {"role", "content"} and all(map(is_text, value.values()))
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Return whether ``value`` is text that UTF-8 has: what came from other bytes holds halves of characters."""
     if not isinstance(value, str) or not value:
         return False
