@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from stages.generate.inputs import GENERATIONS, GenerateInputs
-from stages.inference.inputs import gather_model
+from stages.inference.inputs import batch_size, gather_model
 from stages.plan.prompts import check_prompts, check_seed, read_prompts
 
 FILE_NAME = "generation.json"
@@ -67,10 +67,11 @@ class GenerateStage(Stage[GenerateInputs]):
         """Return the model's identity and placement, the prompts and every option."""
         given = read(GenerateConfig, context.config)
         prompts = read_prompts(given.generate)
+        options = {**given.generate, "batch_size": batch_size(given.generate, context)}
         return GenerateInputs(
             prompts=list(prompts.values()),
             names=list(prompts),
-            options={key: value for key, value in given.generate.items() if key not in ("prompts", "prompts_file")},
+            options={key: value for key, value in options.items() if key not in ("prompts", "prompts_file")},
             seed=given.seed,
             **gather_model(context),
         )

@@ -15,6 +15,8 @@ from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from stages.empty_init.identity import remote_code
 from stages.empty_init.source_code import hashes
 from stages.machine.kernels import choosers
+from stages.plan.batch_size import AUTO
+from stages.plan.plan import FILE_NAME as PLAN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,13 @@ def gather_model(context: Context) -> dict[str, Any]:
         "kernels": choosers(),
         "model": config["model"],
     }
+
+
+def batch_size(node: Mapping[str, Any], context: Context) -> int | None:
+    """Return the ``batch_size`` that a stage's ``node`` of the config gives, or where that is auto, the plan."""
+    given = node.get("batch_size")
+    size: int | None = context.artifact("plan").json(PLAN)["batch_size"] if given == AUTO else given
+    return size
 
 
 def _text_files(model: Mapping[str, Any]) -> dict[str, object]:

@@ -95,6 +95,14 @@ def _automatic(machine: Hardware, needed: int) -> Allowance:
     return Allowance(_ordered({**budgets, DISK: None}), terms)
 
 
+def rooms(machine: Hardware) -> dict[DeviceId, int]:
+    """Return what each device has for weights and all else, coarsely, as automatic budgets leave the rest free."""
+    free: dict[DeviceId, int] = {CPU: coarse(machine.host.available_bytes)}
+    free |= {index: coarse(accelerator.free_bytes) for index, accelerator in enumerate(machine.accelerators)}
+    libraries = {CPU: LIBRARY_BYTES}
+    return {device: max(0, count - round(count * MARGIN) - libraries.get(device, 0)) for device, count in free.items()}
+
+
 def _ordered(budgets: Mapping[DeviceId, int | None]) -> dict[DeviceId, int | None]:
     return {device: budgets[device] for device in in_tier_order(budgets)}
 

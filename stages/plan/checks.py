@@ -79,6 +79,11 @@ def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> Non
         raise BudgetError(_told(shortage))
 
 
+def has_room(plan: Plan, rooms: Mapping[DeviceId, int]) -> bool:
+    """Return whether each of ``rooms`` has the bytes of its device's predicted peak, as ``require_room`` counts it."""
+    return all(sum(_own(plan, device).values()) <= room for device, room in rooms.items())
+
+
 def require_room(plan: Plan, machine: Hardware) -> None:
     """Raise ``BudgetError``, with the most that works, where a device's predicted peak is more than it has.
 

@@ -37,7 +37,7 @@ class Request:
 
     ``length`` is 0 where one forward is all: then no keys and values are kept for a next token. ``positions`` is of how
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
-    together, softmax is taken at once; null: of all.
+    together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences.
     """
 
     sequences: int = 1
@@ -45,6 +45,7 @@ class Request:
     length: int = LEAST_LENGTH
     positions: int = 1
     normalised: int | None = None
+    copies: int = 1
 
     @property
     def tokens(self) -> int:

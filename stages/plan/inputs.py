@@ -19,35 +19,49 @@ from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from stages.machine.rates import Rates, local_rates, read_rates
 from stages.plan import options
-from stages.plan.budgets import Allowance, allow
+from stages.plan.budgets import Allowance, allow, rooms
 from stages.plan.geometry import read_geometry
 from stages.plan.outline import Outline
 from stages.plan.predict import Work, work
-from stages.plan.requests import read_request
+from stages.plan.requests import read_request, read_requests
 from stages.plan.serving import Io, choose_io
 from stages.units import CPU, DeviceId
 
 
 @dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """The model by the key of its ``skeleton``, the map that was asked for, the resolved budgets, the request's work.
+class Demand:
+    """What a request takes, and what it leaves to weights: its work, and the budgets that are resolved beside it.
 
     ``io``, ``pages_stay`` and ``tight`` are all that free memory changes of a plan: how the host reads, whether what
-    it maps stays in memory, and the memory that is free where it may be too little, else null. ``simulated`` has the
-    accelerators that the config lists; those that are here stand in ``machine``, since their free memory is in the
-    budgets already.
+    it maps stays in memory, and the memory that is free where it may be too little, else null.
+    """
+
+    work: Work
+    allowance: Allowance
+    io: Io
+    pages_stay: bool
+    tight: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """The model by the key of its ``skeleton``, the map that was asked for, and what is demanded beside weights.
+
+    ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
+    least the last. ``count`` prompts of ``copies`` sequences each are then to be answered, in the ``rooms`` that
+    devices have, where budgets don't say it. ``simulated`` has the accelerators that the config lists; those that are
+    here stand in ``machine``, since their free memory is in the budgets already.
     """
 
     skeleton: str
     choice: options.Choice
     overrides: Mapping[str, DeviceId]
-    allowance: Allowance
+    demands: Mapping[int | None, Demand]
+    count: int
+    copies: int
+    rooms: Mapping[DeviceId, int]
     simulated: tuple[Accelerator | None, ...]
-    work: Work
     rates: Rates
-    io: Io
-    pages_stay: bool
-    tight: int | None
     outline: Outline = field(compare=False)
     machine: Hardware = field(compare=False)
 
@@ -59,23 +73,36 @@ def gather_inputs(
 
     ``rates`` and ``kernels`` are those of the machine.
     """
-    given, model = read(options.PlanConfig, config), config.get("model") or {}
-    needs = work(outline, read_geometry(model), read_request(config), kernels)
-    allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
-    streaming = _streaming(machine, outline, allowance, needs)
+    given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
+    requests = read_requests(config)
+    chosen, largest = None not in requests, next(iter(requests.values()))
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
         overrides=options.read_overrides(given.device_map_overrides),
-        allowance=allowance,
+        demands={
+            size: _demand(outline, given, machine, work(outline, geometry, request, kernels))
+            for size, request in requests.items()
+        },
+        count=read_request(config).sequences // largest.copies if chosen else 0,
+        copies=largest.copies if chosen else 0,
+        rooms=rooms(machine) if chosen and given.max_memory else {},
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
-        work=needs,
         rates=rates,
+        outline=outline,
+        machine=machine,
+    )
+
+
+def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: Work) -> Demand:
+    allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
+    streaming = _streaming(machine, outline, allowance, needs)
+    return Demand(
+        work=needs,
+        allowance=allowance,
         io=choose_io(given.storage.io, **streaming),
         pages_stay=choose_io("auto", **streaming) == "mmap",
         tight=_tight(machine, outline, allowance, needs),
-        outline=outline,
-        machine=machine,
     )
 
 

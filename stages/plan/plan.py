@@ -30,6 +30,7 @@ class Plan:
     ``ledgers`` has, for each simulated accelerator, the bytes of weights that it takes before it is full.
     ``predicted`` are the bytes of each device at its peak, by what they are for; ``forecast`` the bytes streamed and
     the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
+    ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null.
     """
 
     policy: str
@@ -48,6 +49,7 @@ class Plan:
     forecast: Mapping[str, float | int | str] = field(default_factory=dict)
     ledgers: Mapping[DeviceId, int] = field(default_factory=dict)
     rates: Mapping[str, int] = field(default_factory=dict)
+    batch_size: int | None = None
 
     @cached_property
     def devices(self) -> list[DeviceId]:

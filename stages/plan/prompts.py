@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault, closest
+from stages.plan.batch_size import AUTO
 from stages.plan.line_file import LineFile
 
 OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact")
@@ -56,8 +57,9 @@ class Prompt:
 def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield what is wrong with the prompts of the config node ``generate``, and with the keys that are ours."""
     size, chat, system, exact = (generate.get(key) for key in ("batch_size", "chat", "system", "exact"))
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        yield Fault("generate.batch_size", f"{size!r} is no batch size; give a whole number from 1, or null for all")
+    if size not in (None, AUTO) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        rule = "give a whole number from 1, auto for what fits, or null for all"
+        yield Fault("generate.batch_size", f"{size!r} is no batch size; {rule}")
     if chat not in (None, "auto", True, False):
         yield Fault("generate.chat", f"{chat!r} is neither true, false nor auto")
     if system is not None and not is_text(system):

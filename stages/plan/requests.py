@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from pipeline.stage import Config
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
+from stages.plan.batch_size import AUTO, batch_sizes
 from stages.plan.geometry import LEAST_LENGTH, Request, round_up
 from stages.plan.prompts import Prompt, read_prompts
 
@@ -31,11 +33,26 @@ Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
 """What a stage asks: from its node of the config, and the node ``model``."""
 
 
+def read_requests(config: Config) -> dict[int | None, Request]:
+    """Return what ``read_request`` does, under null; by each size to choose from where the batch size is ``auto``."""
+    request = read_request(config)
+    if (config.get(_asking(config)) or {}).get("batch_size") != AUTO:
+        return {None: request}
+    sizes = batch_sizes(request.sequences // request.copies)
+    return {size: replace(request, sequences=size * request.copies) for size in sizes}
+
+
 def read_request(config: Config) -> Request:
-    """Return what the last of the config's stages that runs the model asks of it; ``generate`` where none is listed."""
-    asking = [name for name in config.get("stages") or () if name in READERS]
-    name = asking[-1] if asking else "generate"
+    """Return what the last of the config's stages that runs the model asks of it; ``generate`` where none is listed.
+
+    Where the batch size is ``auto``, it is that of all prompts together.
+    """
+    name = _asking(config)
     return READERS[name](config.get(name) or {}, config.get("model") or {})
+
+
+def _asking(config: Config) -> str:
+    return next((name for name in reversed(config.get("stages") or ()) if name in READERS), "generate")
 
 
 def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
@@ -47,7 +64,8 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     sequences = min(alone, _number(generate, "batch_size", len(prompts))) * copies
     prompt = max(_tokens(prompt, model) for prompt in prompts)
     length = prompt + max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
-    return Request(sequences, round_up(max(LEAST_LENGTH, prompt)), round_up(max(LEAST_LENGTH, length)))
+    prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (prompt, length))
+    return Request(sequences, prompt, length, copies=copies)
 
 
 def _number(generate: Mapping[str, Any], key: str, default: int) -> int:

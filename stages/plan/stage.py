@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.atomic_files import write_text
-from pipeline.errors import ConfigError, Fault
+from pipeline.errors import BudgetError, ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
 from stages.empty_init import skeleton as skeletons
@@ -18,11 +19,12 @@ from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble
-from stages.plan.checks import require_room, require_writable
+from stages.plan.batch_size import soonest
+from stages.plan.checks import has_room, require_room, require_writable
 from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_rates
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
-from stages.plan.placement import Placement
+from stages.plan.placement import Budgets, Placement
 from stages.plan.policies import POLICIES
 from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
@@ -37,7 +39,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 5
+    version = 6
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -76,6 +78,7 @@ class PlanStage(Stage[PlanInputs]):
         plan = plans.from_json(artifact.json(plans.FILE_NAME))
         metrics = {f"predicted_{name}": value for name, value in plan.forecast.items()}
         metrics |= {"simulated_accelerators": len(plan.ledgers)} if plan.ledgers else {}
+        metrics |= {"batch_size": plan.batch_size} if plan.batch_size else {}
         screen = table.render(plan, artifact.json(SIZES_NAME))
         return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
 
@@ -92,25 +95,43 @@ def make_plan(
 
 
 def plan_from(inputs: PlanInputs) -> plans.Plan:
-    """Return the plan of these inputs, with what is predicted of it.
+    """Return the plan of these inputs, with what is predicted of it; where the batch size is open, the soonest one.
 
     Raises ``ConfigError`` where the map doesn't fit the model or the machine, ``BudgetError`` where the budgets can't
     hold the plan.
     """
-    outline, choice = inputs.outline, inputs.choice
-    _require_devices(choice, inputs.overrides, inputs.machine)
-    placement = override(outline, _place(inputs), inputs.overrides)
-    allowance = budgets.with_idle_noted(inputs.allowance, placement.homes)
-    plan = assemble(outline, placement, allowance, policy=choice.policy, io=inputs.io)
-    require_writable(plan, outline.skeleton.written)
-    plan = replace(plan, ledgers=ledgers(inputs.machine, plan.budgets))
-    plan = predict(outline, plan, inputs.work, inputs.rates, pages_stay=inputs.pages_stay)
+    _require_devices(inputs.choice, inputs.overrides, inputs.machine)
+    placements: dict[tuple[object, ...], Placement] = {}
+    *larger, least = inputs.demands
+    found: dict[int, plans.Plan] = {}
+    for size in larger:
+        with suppress(BudgetError):
+            plan = _plan_for(inputs, size, placements)
+            found |= {size: plan} if size and has_room(plan, inputs.rooms) else {}
+    plan = _plan_for(inputs, least, placements)
+    if least is not None:
+        counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.skeleton.bytes}
+        plan = soonest({**found, least: plan}, **counts)
     require_room(plan, inputs.machine)
     return plan
 
 
-def _place(inputs: PlanInputs) -> Placement:
-    outline, choice, allowed = inputs.outline, inputs.choice, inputs.allowance.budgets
+def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[object, ...], Placement]) -> plans.Plan:
+    """Return the plan that leaves room for batches of ``size``; ``placements`` keeps those of budgets met before."""
+    outline, demand = inputs.outline, inputs.demands[size]
+    allowed = tuple(demand.allowance.budgets.items())
+    if allowed not in placements:
+        placements[allowed] = override(outline, _place(inputs, demand.allowance.budgets), inputs.overrides)
+    placement = placements[allowed]
+    allowance = budgets.with_idle_noted(demand.allowance, placement.homes)
+    plan = assemble(outline, placement, allowance, policy=inputs.choice.policy, io=demand.io)
+    require_writable(plan, outline.skeleton.written)
+    plan = replace(plan, ledgers=ledgers(inputs.machine, plan.budgets), batch_size=size)
+    return predict(outline, plan, demand.work, inputs.rates, pages_stay=demand.pages_stay)
+
+
+def _place(inputs: PlanInputs, allowed: Budgets) -> Placement:
+    outline, choice = inputs.outline, inputs.choice
     if choice.policy == "optimal":
         return optimal(outline, allowed, inputs.rates)
     if choice.policy in POLICIES:
@@ -128,7 +149,8 @@ def _require_devices(choice: options.Choice, overrides: Mapping[str, DeviceId], 
 def _summary(plan: plans.Plan) -> str:
     held = [f"{device} {format_bytes(count)}" for device, count in plan.resident_bytes.items() if count]
     reserve = [f"reserve {format_bytes(plan.reserve_bytes)} on {plan.main_device}"] if plan.reserve_bytes else []
-    return "; ".join([", ".join(held), *reserve, *plan.notes])
+    batch = [f"batches of {plan.batch_size}"] if plan.batch_size else []
+    return "; ".join([", ".join(held), *reserve, *batch, *plan.notes])
 
 
 def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:

@@ -166,3 +166,18 @@ def test_the_jobs_of_a_sweep_can_not_share_standard_input(offstage_here: Callabl
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert "generate.prompts_file: '-' is standard input, which the jobs of a sweep can't share" in done.err
     assert not done.records
+
+
+def test_a_batch_size_of_auto_is_what_the_plan_says(tmp_path: Path, offstage_here: Callable[..., Finished]) -> None:
+    write_prompts(tmp_path, COUNT)
+    asked = ("generate.prompts_file=prompts.jsonl", "generate.max_new_tokens=3")
+    done = offstage_here(*asked, "generate.batch_size=auto")
+    assert done.code == 0, done.err
+    (plan,) = (Path(stage["artifact"]) for stage in done.record["stages"] if stage["name"] == "plan")
+    chosen = json.loads(plan.joinpath("plan.json").read_text())["batch_size"]
+    assert done.record["metrics"]["batch_size"] == chosen == COUNT
+    assert f"batches of {chosen}" in done.out
+    given = offstage_here(*asked, f"generate.batch_size={chosen}")
+    assert given.tokens == done.tokens
+    again = offstage_here(*asked, "generate.batch_size=auto")
+    assert again.cached["generate"]

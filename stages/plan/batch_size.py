@@ -1,0 +1,61 @@
+"""Which batch size ``auto`` comes to: of those that fit, the one by which all prompts are answered soonest.
+
+A batch reads weights once for all of its sequences, so larger ones take fewer passes. What it costs is memory: where
+budgets are given, that which they leave; where they are worked out, that of weights, which then stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stages.plan.plan import Plan
+from stages.units import CPU
+
+AUTO = "auto"
+
+LARGEST = 256
+"""No batch has more prompts: a kill loses no more than one batch, and none waits for the slowest of thousands."""
+
+_SEQUENCES_A_PASS = {True: 16, False: 128}
+"""How many sequences compute in the time in which the weights are read from the host's memory, or an accelerator's.
+
+Nominal: operations a second over bytes a second, of bfloat16. Beyond, a larger batch saves no time.
+"""
+_ALIKE = 1.05
+
+
+def batch_sizes(count: int) -> list[int]:
+    """Return the sizes that are tried for ``count`` prompts, the largest first: two to each doubling, and all at once.
+
+    Few, so that memory that is a little freer than a minute ago doesn't make another plan.
+    """
+    most = max(1, min(count, LARGEST))
+    steps = {size for power in range(most.bit_length()) for size in (2**power, 3 * 2**power // 2)}
+    return sorted({most, *(size for size in steps if size <= most)}, reverse=True)
+
+
+def soonest(plans: Mapping[int, Plan], *, count: int, copies: int, weights: int) -> Plan:
+    """Return the one of ``plans``, by their batch sizes, that answers ``count`` prompts in the least predicted time.
+
+    Each prompt is ``copies`` sequences; the model has ``weights`` bytes. A step of a batch takes what the plan predicts
+    for a token, or what its sequences take to compute, whichever is longer. Of plans that are alike within a twentieth
+    it is the one that streams the least, then that of the largest batch: beside a budget that is given, where the size
+    moves no weight, that is the largest that fits.
+    """
+
+    def seconds(size: int) -> float:
+        full, rest = divmod(count, size)
+        return full * step_seconds(plans[size], size * copies, weights) + (
+            step_seconds(plans[size], rest * copies, weights) if rest else 0
+        )
+
+    least = min(map(seconds, plans))
+    alike = [size for size in plans if seconds(size) <= least * _ALIKE]
+    return plans[min(alike, key=lambda size: (plans[size].forecast["streamed_bytes_per_token"], -size))]
+
+
+def step_seconds(plan: Plan, sequences: int, weights: int) -> float:
+    """Return the seconds in which each of ``sequences`` gets a token, of a model of ``weights`` bytes."""
+    on_host = plan.main_device == CPU
+    one_pass = weights / plan.rates["host" if on_host else "device"]
+    return max(float(plan.forecast["seconds_per_token"]), one_pass * sequences / _SEQUENCES_A_PASS[on_host])
