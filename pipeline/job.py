@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,9 +23,10 @@ from pipeline.malloc import return_freed_memory
 from pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord, never_left_running
+from pipeline.run_screen import RunScreen
 from pipeline.runner import Observer, Runner, check_config
 from pipeline.stage import Report
-from pipeline.terminal import Screen, announce, shorten, show
+from pipeline.terminal import announce, shorten
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
@@ -43,19 +45,16 @@ def perform(
     repeats: a checkpoint that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
     """
     return_freed_memory()
-    console = Screen(soft_wrap=True)
-    with MemoryMonitor() as monitor, Ending(record, monitor) as ending, mendable():
+    with RunScreen(record.data) as screen, MemoryMonitor() as monitor, Ending(record, monitor) as ending, mendable():
         stages = check_config(record.config)
-        watch = _Watch(record, group, expected)
+        watch = _Watch(record, screen, group, expected)
         runner = ending.runner = Runner(
             stages, record.config, record=record, monitor=monitor, observer=watch, cache=cache
         )
         reports = runner.run()
         watch.ended()
-    announce("")
-    show(console, record.data, reports)
-    folder = record.path.parent
-    console.print(f"\n{len(stages)} stages in {time.perf_counter() - started:.2f} s, {shorten(folder)}")
+    seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
+    screen.finish(reports, f"{len(stages)} stages in {seconds:.2f} s, {folder}")
     return 0
 
 
@@ -87,8 +86,11 @@ class Ending:
 class _Watch(Observer):
     """Says what is at work, caps the memory once the plan is known, and holds a replay against its original."""
 
-    def __init__(self, record: RunRecord, group: MemoryGroup | None, expected: RunRecord | None) -> None:
-        self._record, self._group = record, group
+    def __init__(
+        self, record: RunRecord, screen: RunScreen, group: MemoryGroup | None, expected: RunRecord | None
+    ) -> None:
+        self._record, self._screen, self._group = record, screen, group
+        self.sees_text = screen.is_live
         stages = expected.data["stages"] if expected else ()
         self._expected = {stage["name"]: stage.get("inputs") or {} for stage in stages}
 
@@ -124,6 +126,10 @@ class _Watch(Observer):
         self._record.note_enforcement(bytes_allowed=allowed, how=how)
         _log.info("memory capped at %d bytes (%s)", allowed, how)
         self._group = None
+
+    def shows(self, stage: str, text: str, reports: Mapping[str, Report]) -> None:
+        """Put the text on the screen."""
+        self._screen.show_text(stage, text, reports)
 
     def ended(self) -> None:
         """Say so where there was nothing to cap."""

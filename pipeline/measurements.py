@@ -34,7 +34,7 @@ class Figure:
 
 FIGURES = (
     Figure("loading", "seconds", "load_seconds"),
-    Figure("first token after", "seconds", "time_to_first_token_seconds"),
+    Figure("time to first token", "seconds", "time_to_first_token_seconds"),
     Figure(
         "time a token",
         "seconds",
@@ -44,7 +44,7 @@ FIGURES = (
     ),
     Figure("bound by", None, "bound", "predicted_bound"),
     Figure("streamed a token", "bytes", "streamed_bytes_per_token", "predicted_streamed_bytes_per_token"),
-    Figure("waiting for weights", "share", "stall_share"),
+    Figure("stall share", "share", "stall_share"),
 )
 """The times of decoding and its bytes are a forward's, however many sequences share it."""
 

@@ -30,11 +30,17 @@ _log = logging.getLogger("offstage")
 class Observer:
     """What a run tells while it goes on. Override what you want to hear; an error raised there ends the run."""
 
+    sees_text = False
+    """Whether stages are to show text while they make it."""
+
     def keyed(self, stage: str, inputs: object) -> None:
         """The key of ``stage`` is known; ``inputs`` outlines what it stands for."""
 
     def begins(self, stage: str) -> None:
         """The stage begins its work; what the stages before it report is in the record."""
+
+    def shows(self, stage: str, text: str, reports: Mapping[str, Report]) -> None:
+        """The stage at work shows ``text``; the record has what the stages before it took, and they their reports."""
 
 
 def load_stages(config: Config) -> list[Stage[Any]]:
@@ -84,11 +90,13 @@ class Runner:
             cache=cache or Path(config["outputs"]) / "cache",
             charge=self._meter.charge,
             host_peak=lambda: monitor.peak_host_bytes,
+            show_text=self._show if self._observer.sees_text else None,
         )
         self._cached: dict[str, bool] = {}
         self._reports: dict[str, Report] = {}
         self.at_work: str | None = None
         """The stage whose turn it is: the one to name where something fails."""
+        self._showing: str | None = None
 
     def run(self) -> Mapping[str, Report]:
         """Run every stage, and return what each reports. Raises what a stage raises."""
@@ -115,6 +123,14 @@ class Runner:
             self.chain.let_go(remaining[remaining.index(name) + 1 :])
             self._write_record()
             _log.info("%s: ends after %.3f s; %s", name, self._meter.usage(name).seconds, self._reports[name].summary)
+
+    def _show(self, text: str) -> None:
+        """Tell the observer of ``text``; before the first of a stage, the record is brought up to date."""
+        assert self.at_work is not None
+        if self._showing != self.at_work:
+            self._write_record()
+            self._showing = self.at_work
+        self._observer.shows(self.at_work, text, dict(self._reports))
 
     def _examine(self, name: str) -> Sequence[Fault]:
         with self._meter.charge(name):

@@ -88,6 +88,13 @@ class Context(Protocol):
     def host_peak(self) -> Callable[[], int]:
         """Returns the peak of anonymous host memory since the run began, in bytes."""
 
+    @property
+    def show_text(self) -> Callable[[str], object] | None:
+        """Adds to the text that is on a terminal while a stage makes it; null where nobody looks.
+
+        A stage that shows text so has shown all that its report's ``screen`` says.
+        """
+
     def artifact(self, stage: str) -> Artifact:
         """Return the artifact of an earlier stage; a ``ConfigError`` where the stage isn't in the run's list."""
 

@@ -30,7 +30,8 @@ def _held_bytes() -> int:
 class StageChain:
     """The ``stages`` in order, under one ``config`` and with one ``cache``.
 
-    ``charge`` surrounds all work on a stage; ``host_peak`` tells the peak of the host's memory so far.
+    ``charge`` surrounds all work on a stage; ``host_peak`` tells the peak of the host's memory so far; ``show_text``
+    takes what a stage shows while it is at work.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class StageChain:
         cache: Path,
         charge: Charge = nullcontext,
         host_peak: Callable[[], int] = _held_bytes,
+        show_text: Callable[[str], object] | None = None,
     ) -> None:
         self.stages = {stage.name: stage for stage in stages}
         self.artifacts: dict[str, Artifact] = {}
         """The artifacts that were found or built so far, by stage."""
         self.outlines: dict[str, object] = {}
         """What the key of each stage stands for, by stage."""
-        self.config, self.cache, self.host_peak = config, cache, host_peak
+        self.config, self.cache, self.host_peak, self.show_text = config, cache, host_peak, show_text
         self._charge = charge
         self._store = Store(cache)
         self._inputs: dict[str, Any] = {}

@@ -1,20 +1,13 @@
-"""What a run shows on the screen."""
+"""The terminal, or the file that takes its place: what every command shows its tables on."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.filesize import decimal
-from rich.markup import escape
-from rich.table import Table
 
 from pipeline.command_exit import discard_output
-from pipeline.measurements import measurements
-from pipeline.stage import Report
 
 _WIDTH_OF_FILES = 200
 """Characters a line where the output is no terminal, so that nothing is folded that somebody may search for."""
@@ -38,28 +31,6 @@ def announce(stage: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[2K{stage and stage + ' …'}")
         sys.stderr.flush()
-
-
-def show(console: Console, record: Mapping[str, Any], reports: Mapping[str, Report]) -> None:
-    """Print what ran as a table, then what the stages have to show, and what was measured."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("stage", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("host peak", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
-    for stage in record["stages"]:
-        made = "[green]cached[/]" if stage["cached"] else "made"
-        peak = decimal(stage["peak_host_bytes"] or 0)
-        summary = escape(reports[stage["name"]].summary)
-        table.add_row(stage["name"], f"{stage['seconds']:.2f}", made, peak, summary)
-    console.print(table)
-    for report in reports.values():
-        if report.screen:
-            console.print(f"\n{escape(report.screen)}")
-    for figures in measurements(record):
-        console.print()
-        console.print(figures)
 
 
 def shorten(folder: Path) -> str:

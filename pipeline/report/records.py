@@ -7,13 +7,13 @@ then. A file that is no record at all, or whose sections have another shape, is 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.printable_text import printable
 from pipeline.record import SCHEMA_VERSION
 from pipeline.regular_files import read_json
 
@@ -21,7 +21,6 @@ Number = int | float
 Bytes = Mapping[str, int | float | None]
 """Device → bytes; None is unlimited in a budget, and not known elsewhere."""
 
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _LARGEST = 2**63
 _Kind = TypeVar("_Kind", dict[str, Any], list[Any])
 
@@ -223,12 +222,9 @@ def _section(content: Mapping[str, Any], key: str, kind: type[_Kind]) -> _Kind:
 
 
 def _clean(value: Any) -> Any:
-    """Return ``value`` with control characters, text direction overrides and lone surrogates made visible.
-
-    A prompt can hold any of them, and a terminal would obey.
-    """
+    """Return ``value`` with all text in it ``printable``."""
     if isinstance(value, str):
-        return _UNPRINTABLE.sub("\ufffd", value)
+        return printable(value)
     if isinstance(value, list):
         return [_clean(entry) for entry in value]
     if isinstance(value, dict):

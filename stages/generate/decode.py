@@ -24,28 +24,31 @@ class Clock:
     """When each token of a batch came, in seconds of ``time.perf_counter``; ``tick`` is told after each.
 
     ``first`` is called once the first token is there: what follows is decoding, what came before is the prefill.
+    ``see`` gets all new tokens so far, of shape (sequences, tokens), where the model computes.
     """
 
     tick: Callable[[], object] = lambda: None
     first: Callable[[], object] = lambda: None
+    see: Callable[[torch.Tensor], object] = lambda tokens: None
     times: list[float] = field(default_factory=list)
 
-    def token(self) -> None:
-        """Note that a token has come."""
+    def token(self, tokens: torch.Tensor) -> None:
+        """Note that a token has come: the last of ``tokens``, all new ones so far."""
         self.times.append(time.perf_counter())
         if len(self.times) == 1:
             self.first()
         self.tick()
+        self.see(tokens)
 
 
 class _ClockCriteria(StoppingCriteria):  # type: ignore[misc]
     """Never stops anything: transformers asks its stopping criteria after each token, and so tells the clock."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, skipped: int) -> None:
+        self._clock, self._skipped = clock, skipped
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self._clock.token()
+        self._clock.token(input_ids[:, self._skipped :])
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -59,14 +62,14 @@ def decode_with_transformers(
     model: Any, batch: Batch, options: Mapping[str, Any], *, device: torch.device, clock: Clock
 ) -> torch.Tensor:
     """Return the new tokens, int64 of shape (sequences, new tokens), padded on the right where one ended early."""
+    skipped = 1 if model.config.is_encoder_decoder else batch.input_ids.shape[1]
     sequences = model.generate(
         input_ids=batch.input_ids.to(device),
         attention_mask=batch.attention_mask.to(device),
-        stopping_criteria=StoppingCriteriaList([_ClockCriteria(clock)]),
+        stopping_criteria=StoppingCriteriaList([_ClockCriteria(clock, skipped)]),
         **options,
     )
     sequences = getattr(sequences, "sequences", sequences)
-    skipped = 1 if model.config.is_encoder_decoder else batch.input_ids.shape[1]
     return sequences[:, skipped:].cpu()  # type: ignore[no-any-return]
 
 
@@ -87,7 +90,7 @@ def decode_plainly(
             chosen = torch.where(ended, ends[0], chosen)
             ended |= torch.isin(chosen, torch.tensor(ends, device=chosen.device))
         tokens = torch.cat([tokens, chosen[:, None]], dim=1)
-        clock.token()
+        clock.token(tokens[:, input_ids.shape[1] :])
         if bool(ended.all()):
             break
     return tokens[:, input_ids.shape[1] :].cpu()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,9 +23,11 @@ from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.generate import decode, options, prompts
 from stages.generate.batches import Asked, make_batches
+from stages.generate.detokenizer import Detokenizer
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.metrics import Cost, Metrics
 from stages.generate.sampling import SeededRows
+from stages.generate.transcript import LiveTranscript, before_answer
 from stages.inference.measured import measured_peaks
 from stages.inference.padding import Batch, make_batch
 from stages.inference.progress import Progress, Row
@@ -33,7 +35,10 @@ from stages.inference.tokens import check_words
 from stages.plan import plan as plans
 from stages.plan.prompts import MOST
 
+ShowText = Callable[[str], object]
 _PAD = "pad_token_id"
+_SEVERAL = ("num_beams", "num_return_sequences")
+"""The options that have several sequences decoded for one prompt."""
 _TOLD = ("prompt", "text", "token_ids", "batch")
 """What the record has of each sequence."""
 
@@ -42,17 +47,24 @@ _TOLD = ("prompt", "text", "token_ids", "batch")
 class Generation:
     """``outputs``: one ``{prompt, text, token_ids, batch}`` a sequence; ``measured``: device → peak bytes.
 
-    Sequences with one number of a ``batch`` were decoded together.
+    Sequences with one number of a ``batch`` were decoded together. ``is_chat`` says whether prompts that are text were
+    what a user says in a chat.
     """
 
     outputs: list[dict[str, Any]]
+    is_chat: bool
     metrics: Metrics
     measured: dict[str, int]
     trace: Trace | None = None
 
     def save(self, file: Path) -> None:
         """Write ``file``, and ``trace.json`` beside it if there is a trace."""
-        data = {"outputs": self.outputs, "metrics": self.metrics, "measured": self.measured}
+        data = {
+            "outputs": self.outputs,
+            "is_chat": self.is_chat,
+            "metrics": self.metrics,
+            "measured": self.measured,
+        }
         write_text(file, json.dumps(data, indent=1) + "\n")
         if self.trace is not None:
             self.trace.save(file.with_name(TRACE_NAME))
@@ -69,11 +81,11 @@ def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generatio
     dispatched: Dispatched = context.live("dispatch")
     check_words(dispatched.model, encoded, key="generate.prompts")
     decoding = _Decoding(dispatched, inputs, tokenizer)
-    decoding.run(encoded, progress)
+    decoding.run(encoded, progress, show=context.show_text, is_chat=encoder.is_chat)
     outputs = [{name: row[name] for name in _TOLD} for row in progress.settle()]
     plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
     measured = measured_peaks(context, dispatched)
-    return Generation(outputs, decoding.metrics(plan), measured, dispatched.streamer.trace)
+    return Generation(outputs, encoder.is_chat, decoding.metrics(plan), measured, dispatched.streamer.trace)
 
 
 class _Decoding:
@@ -89,8 +101,14 @@ class _Decoding:
         config = getattr(dispatched.model, "config", None)
         self._side = "right" if getattr(config, "is_encoder_decoder", False) else "left"
 
-    def run(self, encoded: Sequence[Sequence[int]], progress: Progress) -> None:
-        """Answer every prompt, in batches, those apart that ``progress`` has."""
+    def run(
+        self, encoded: Sequence[Sequence[int]], progress: Progress, *, show: ShowText | None = None,
+        is_chat: bool = False,
+    ) -> None:  # fmt: skip
+        """Answer every prompt, in batches, those apart that ``progress`` has.
+
+        The answer to a single prompt is given to ``show`` while it comes; ``is_chat`` as in ``Generation``.
+        """
         given = self._inputs.options
         batches = make_batches(
             [self._asked(index, ids) for index, ids in enumerate(encoded)],
@@ -100,11 +118,25 @@ class _Decoding:
         )
         left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
         steps = sum(batch[0].options.get("max_new_tokens") or 0 for batch in left.values())
-        with tqdm(total=steps or None, desc="generate", unit="token", disable=None, leave=False) as bar:
+        live = self._live(batches[0][0], show, is_chat=is_chat) if show and len(encoded) == 1 else None
+        hidden = True if live else None  # null: hidden where standard error is no terminal
+        with tqdm(total=steps or None, desc="generate", unit="token", disable=hidden, leave=False) as bar:
             for number, batch in left.items():
                 if len(batches) > 1:
                     bar.set_postfix_str(f"{len(progress.done)} of {len(batches)} batches")
-                progress.add(self._rows(number, batch, self._run_batch(batch, bar)))
+                progress.add(self._rows(number, batch, self._run_batch(batch, bar, live)))
+                if live:
+                    live.finish(progress.done[number][0]["text"])
+
+    def _live(self, asked: Asked, show: ShowText, *, is_chat: bool) -> LiveTranscript | None:
+        """Return what shows the answer while it comes; null where it is chosen from several, or there is no text."""
+        defaults = getattr(self._dispatched.model, "generation_config", None)
+        several = (asked.options.get(name, getattr(defaults, name, None)) or 1 for name in _SEVERAL)
+        if self._tokenizer is None or max(several) > 1:
+            return None
+        prompt = before_answer(self._inputs.prompts[asked.index].content, is_chat=is_chat)
+        detokenizer = Detokenizer(self._tokenizer, lambda ids: str(_decoded(self._tokenizer, ids)))
+        return LiveTranscript(show, prompt, detokenizer)
 
     def _asked(self, index: int, ids: Sequence[int]) -> Asked:
         """Return prompt ``index`` with the options that it is answered with: its own, then those of all."""
@@ -129,13 +161,14 @@ class _Decoding:
             for place, row in enumerate(tokens)
         ]
 
-    def _run_batch(self, batch: Sequence[Asked], bar: Any) -> list[list[int]]:
+    def _run_batch(self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None) -> list[list[int]]:
         """Return the new tokens of each sequence."""
         given, traffic = batch[0].options, self._dispatched.streamer.traffic
         ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
         padded = make_batch([one.ids for one in batch], pad=self._pad(given, ends), side=self._side)
         marks: list[Traffic] = []
         clock = decode.Clock(tick=bar.update, first=lambda: marks.append(replace(traffic)))  # which goes on counting
+        clock.see = live.more if live else clock.see
         torch.manual_seed(batch[0].seed)
         began = time.perf_counter()
         with SeededRows([one.seed for one in batch]) if given.get("do_sample", True) else nullcontext():

@@ -34,6 +34,15 @@ class Encoder:
         chat = generate.get("chat")
         return cls(tokenizer, "auto" if chat is None else chat, generate.get("system"))
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether text is what a user says in a chat."""
+        return self.chat is not False and self._has_template
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
     def encode(self, name: str, prompt: Prompt) -> list[int]:
         """Return the token ids of ``prompt``, which stands at ``name``, or raise ``ConfigError``."""
         if prompt.token_ids is not None:
@@ -47,14 +56,13 @@ class Encoder:
 
     def _messages(self, prompt: Prompt) -> list[Message] | None:
         """Return the chat that ``prompt`` is or begins, null if it is text to go on with."""
-        has_template = bool(getattr(self.tokenizer, "chat_template", None))
         given = prompt.messages
-        if (given is not None or self.chat is True) and not has_template:
+        if (given is not None or self.chat is True) and not self._has_template:
             raise ConfigError(
                 "generate.chat: the tokenizer has no template for chats; give text and generate.chat=false, "
                 "or set model.tokenizer to a folder whose tokenizer has one"
             )
-        if given is None and (self.chat is False or not has_template):
+        if given is None and not self.is_chat:
             return None
         messages = [{"role": "user", "content": prompt.text}] if given is None else given
         opens = messages[0]["role"] == "system" or self.system is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from stages.generate.inputs import GENERATIONS, GenerateInputs
+from stages.generate.transcript import transcript
 from stages.inference.inputs import batch_size, gather_model
 from stages.plan.prompts import check_prompts, check_seed, read_prompts
 
@@ -37,7 +38,7 @@ class GenerateStage(Stage[GenerateInputs]):
     """
 
     name = "generate"
-    version = 4
+    version = 5
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = True
@@ -92,18 +93,13 @@ class GenerateStage(Stage[GenerateInputs]):
             memory={"measured": data["measured"]},
             metrics=data["metrics"],
             outputs=tuple(data["outputs"]),
-            screen="\n".join(_screen(data["outputs"], artifact.path(GENERATIONS))),
+            screen="\n\n".join(_screen(data, artifact.path(GENERATIONS))),
         )
 
 
-def _screen(outputs: Sequence[Mapping[str, Any]], file: Path) -> Iterator[str]:
-    """Yield the lines that show ``outputs``, all of which ``file`` has."""
-    yield from map(_shown, outputs[:_SHOWN])
+def _screen(data: Mapping[str, Any], file: Path) -> Iterator[str]:
+    """Yield the paragraphs that show the outputs of the generation ``data``, all of which ``file`` has."""
+    outputs = data["outputs"]
+    yield from (transcript(output, is_chat=data["is_chat"]) for output in outputs[:_SHOWN])
     if len(outputs) > _SHOWN:
         yield f"… and {len(outputs) - _SHOWN} more, all in {file}"
-
-
-def _shown(output: Mapping[str, Any]) -> str:
-    if isinstance(output["prompt"], str):
-        return f"{output['prompt']}{output['text']}"
-    return f"{output['prompt']} → {output['token_ids'] if output['text'] is None else output['text']}"

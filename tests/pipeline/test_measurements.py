@@ -36,11 +36,11 @@ def test_what_was_measured_stands_beside_the_prediction_and_the_bound(tmp_path: 
     assert shown(tmp_path, **PREDICTED, **MEASURED) == [
         ["measured", "predicted", "bound"],
         ["loading", "1.500", "s"],
-        ["first", "token", "after", "2.000", "s"],
+        ["time", "to", "first", "token", "2.000", "s"],
         ["time", "a", "token", "750.0", "ms", "500.0", "ms", "250.0", "ms"],
         ["bound", "by", "storage", "storage"],
         ["streamed", "a", "token", "500.0", "MB", "1.00", "GB"],
-        ["waiting", "for", "weights", "62.0", "%"],
+        ["stall", "share", "62.0", "%"],
     ]
 
 

@@ -91,10 +91,23 @@ def test_the_plain_loop_stops_when_every_row_has_ended(llama: LlamaForCausalLM) 
 
 def test_the_clock_tells_prefill_from_decoding() -> None:
     told: list[str] = []
-    clock = Clock(tick=lambda: told.append("tick"), first=lambda: told.append("first"))
-    clock.token()
-    clock.token()
-    assert told == ["first", "tick", "tick"]
+    clock = Clock(
+        tick=lambda: told.append("tick"), first=lambda: told.append("first"), see=lambda new: told.append(str(new))
+    )
+    for tokens in ("a", "ab"):
+        clock.token(tokens)  # type: ignore[arg-type]
+    assert told == ["first", "tick", "a", "tick", "ab"]
+
+
+def test_the_clock_sees_the_new_tokens_as_they_come(llama: LlamaForCausalLM) -> None:
+    batch, seen = make_batch([[5, 6, 7]], pad=0, side="left"), list[list[int]]()
+    clock = Clock(see=lambda new: seen.append(new[0].tolist()))
+    options = {"max_new_tokens": 3, "do_sample": False}
+    tokens = decode_with_transformers(llama, batch, options, device=torch.device("cpu"), clock=clock)[0].tolist()
+    assert seen == [tokens[:1], tokens[:2], tokens[:3]]
+    seen.clear()
+    decode_plainly(Bare(llama), batch.input_ids, options, clock=clock)
+    assert seen == [tokens[:1], tokens[:2], tokens[:3]]
 
 
 LOGITS = torch.zeros(1, 2, 3)

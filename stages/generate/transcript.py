@@ -1,0 +1,50 @@
+"""A generation as it is read on a screen: what was asked and what came, in the end or while it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from stages.plan.prompts import Content
+
+if TYPE_CHECKING:
+    import torch
+
+    from stages.generate.detokenizer import Detokenizer
+
+
+def before_answer(prompt: Content, *, is_chat: bool) -> str:
+    """Return what stands before the answer to ``prompt``; ``is_chat`` says whether text is what a user says."""
+    messages = [one for one in prompt if isinstance(one, dict)]
+    if isinstance(prompt, str) and is_chat:
+        messages = [{"role": "user", "content": prompt}]
+    if messages:
+        return "".join(f"{one['role']}: {one['content']}\n" for one in messages) + "assistant: "
+    return prompt if isinstance(prompt, str) else f"{prompt} → "
+
+
+def transcript(output: Mapping[str, Any], *, is_chat: bool) -> str:
+    """Return prompt and answer of one of a record's ``outputs``."""
+    answer = output["token_ids"] if output["text"] is None else output["text"]
+    return f"{before_answer(output['prompt'], is_chat=is_chat)}{answer}"
+
+
+class LiveTranscript:
+    """The transcript of the one sequence that is being decoded, given to ``show`` piece by piece."""
+
+    def __init__(self, show: Callable[[str], object], prompt: str, detokenizer: Detokenizer) -> None:
+        self._show, self._waiting, self._detokenizer = show, prompt, detokenizer
+
+    def more(self, tokens: torch.Tensor) -> None:
+        """Show what is new in the text of ``tokens``, all new ones so far, of shape (1, tokens)."""
+        self._add(self._detokenizer.more(tokens[0].tolist()))
+
+    def finish(self, text: str) -> None:
+        """Show what isn't there yet of the whole ``text`` of the answer."""
+        self._add(self._detokenizer.rest(text))
+        self._show(self._waiting)
+
+    def _add(self, text: str) -> None:
+        if text:
+            self._show(f"{self._waiting}{text}")
+            self._waiting = ""
