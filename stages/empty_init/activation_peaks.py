@@ -14,9 +14,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from pipeline.errors import OffstageError
 from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, swapped
 from stages.empty_init.rehearsal import call_with_tokens
 from stages.empty_init.skeleton import Moment, monomials
@@ -137,19 +139,37 @@ def weigh(model: nn.Module, blocks: Iterable[str]) -> tuple[Moment, ...]:
     return _peaks(polynomials, [instant.kernel for instant in runs[0]])
 
 
+def weigh_call(model: nn.Module, blocks: Iterable[str], call: Callable[[nn.Module], object]) -> tuple[Moment, ...]:
+    """Return the moments of one forward that can be its peak, at the one shape that ``call`` has; what it returns is
+    counted. None where its code refuses fake tensors; see ``weigh``.
+    """
+    try:
+        with _shortened(model.eval(), set(blocks)):
+            run = _run(model, call)
+    except OffstageError:
+        raise
+    except REFUSALS:
+        return ()
+    finally:
+        Faking.cache_clear()
+    polynomials = np.zeros((len(monomials(1, 1)), len(run), 4))
+    polynomials[0] = [instant.sizes for instant in run]
+    return _peaks(polynomials, [instant.kernel for instant in run])
+
+
 def _runs(model: nn.Module) -> tuple[list[list[_Instant]], bool]:
     """Return what is alive in the forward of each probe, and whether all of them compute the same products in turn.
 
     Where the second doesn't, the third is the last; where it takes the longer, the longer the prompt, none follows it.
     """
-    runs: list[list[_Instant]] = [_run(model, *_PROBES[0]), _run(model, *_PROBES[1])]
+    runs: list[list[_Instant]] = [_run(model, _probe(*_PROBES[0])), _run(model, _probe(*_PROBES[1]))]
     first = [instant.kernel for instant in runs[0]]
     if [instant.kernel for instant in runs[1]] != first:
         if len(runs[1]) < _LOOPS * len(first):
-            runs.append(_run(model, *_PROBES[2]))
+            runs.append(_run(model, _probe(*_PROBES[2])))
         return runs, False
     for probe in _PROBES[2:]:
-        runs.append(_run(model, *probe))
+        runs.append(_run(model, _probe(*probe)))
         if [instant.kernel for instant in runs[-1]] != first:
             return runs[:3], False
     return runs, True
@@ -181,7 +201,11 @@ def _widest(run: Sequence[_Instant]) -> dict[str, _Instant]:
     return {"": max(run, key=lambda instant: instant.live), **found}
 
 
-def _run(model: nn.Module, sequences: int, length: int) -> list[_Instant]:
+def _probe(sequences: int, length: int) -> Callable[[nn.Module], object]:
+    return partial(call_with_tokens, sequences=sequences, length=length)
+
+
+def _run(model: nn.Module, call: Callable[[nn.Module], object]) -> list[_Instant]:
     """Return what is alive after each operator of one forward, without the cache that it leaves, and its kernel."""
     with torch.no_grad(), quiet(), _Weighing() as mode:
         fakes = fake_weights(model)
@@ -191,7 +215,7 @@ def _run(model: nn.Module, sequences: int, length: int) -> list[_Instant]:
             tally.meet(tensor, counts=False)
         mode.tally = tally
         with swapped(model, fakes):
-            output = call_with_tokens(model, sequences=sequences, length=length)
+            output = call(model)
         cache = getattr(output, "past_key_values", None)
         del output
         left = tally.live if cache is not None else 0

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from pipeline.errors import OffstageError
 from stages.checkpoints.dtypes import dtype_name
 from stages.empty_init.activation_peaks import weigh
 from stages.empty_init.fake_weights import REFUSALS
@@ -72,6 +73,8 @@ def _try_rehearsal(model: nn.Module, call: Callable[[nn.Module], object] | None)
     training = model.training
     try:
         return rehearse(model.eval(), call), None
+    except OffstageError:
+        raise  # of a call that can't be made, with fake tensors or real ones
     except REFUSALS as error:
         first_line = (str(error).strip() or "no message").splitlines()[0]
         return None, f"{type(error).__name__}: {first_line}"

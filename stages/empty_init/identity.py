@@ -14,8 +14,9 @@ from typing import Any
 from pipeline.errors import CheckpointError
 from pipeline.plain_data import walk
 from pipeline.regular_files import parse_json, read_object, read_regular
-from stages.checkpoints.hub import checkpoint_folder, weights_path
+from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
+from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
 from stages.checkpoints.weight_files import weight_files
 from stages.empty_init.source_code import code_identity, hashes, imports, source_files
 
@@ -85,6 +86,24 @@ def remote_code(folder: Path, names_it: str) -> dict[str, str]:
         for file, digest in hashes(files[name], place).items()
     }
     return found | code_identity(imports(file for group in files.values() for file in group))
+
+
+def text_identity(model: Mapping[str, Any]) -> dict[str, object]:
+    """Return what says how text and media become a model's inputs, and which options are the default: files by their
+    role, by content. Where the checkpoint's own code is trusted, a tokenizer's is a part of it.
+    """
+    roles = {"checkpoint": checkpoint_folder(model), "tokenizer": tokenizer_folder(model)}
+    folders = {role: folder for role, folder in roles.items() if folder is not None}
+    files: dict[str, object] = {role: hashes(_text_files(folder), folder) for role, folder in folders.items()}
+    if model.get("trust_remote_code"):
+        files["code"] = {role: remote_code(folder, "tokenizer_config.json") for role, folder in folders.items()}
+    return files
+
+
+def _text_files(folder: Path) -> list[Path]:
+    """Return the files of ``folder`` that a tokenizer, a processor or the default options may be read from."""
+    found = {file for pattern in (*TOKENIZER_FILES, *TEXT_FILES) for file in folder.glob(pattern) if file.is_file()}
+    return sorted(file for file in found if not file.name.endswith(".index.json"))
 
 
 def quantization_fault(folder: Path) -> str | None:

@@ -11,10 +11,18 @@ from typing import Any, Literal
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, fits, unknown_keys
+from stages.calls.options import ForwardOptions, asked_of, identity as asked_identity
 from stages.checkpoints.bounds import bounded
 from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot, located
 from stages.checkpoints.shard_files import check_texts
-from stages.empty_init.identity import MODEL_KEYS, WHERE_CODE_IS_FOUND, identity, quantization_fault, resolve_dtype
+from stages.empty_init.identity import (
+    MODEL_KEYS,
+    WHERE_CODE_IS_FOUND,
+    identity,
+    quantization_fault,
+    resolve_dtype,
+    text_identity,
+)
 from stages.empty_init.skeleton import FILE_NAME, from_json
 from stages.empty_init.source_code import find_module
 from stages.units import format_bytes
@@ -39,11 +47,17 @@ class EmptyInitConfig:
 
 @dataclass(frozen=True, slots=True)
 class EmptyInitInputs:
-    """The skeleton depends on the model's identity and the dtype; ``node`` is the config's ``model``."""
+    """The skeleton depends on the model's identity and the dtype; ``node`` is the config's ``model``.
+
+    Where a run calls the forward with something of its own, it is rehearsed with that: ``rehearsed`` says with what,
+    and how it becomes the forward's arguments; ``given`` are the options that ask for it.
+    """
 
     model: Mapping[str, object]
     dtype: str
+    rehearsed: Mapping[str, object] | None
     node: Mapping[str, Any] = field(compare=False)
+    given: ForwardOptions | None = field(compare=False)
 
 
 class EmptyInitStage(Stage[EmptyInitInputs]):
@@ -53,7 +67,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 7
+    version = 8
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
@@ -84,17 +98,20 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def gather(self, context: Context) -> EmptyInitInputs:
         """Return what the model is, as far as it can be told without its code."""
-        model = context.config["model"]
-        return EmptyInitInputs(identity(model), resolve_dtype(context.config), model)
+        model, given = context.config["model"], asked_of(context.config)
+        asked = None if given is None else {**asked_identity(given, values=False), "text": text_identity(model)}
+        return EmptyInitInputs(identity(model), resolve_dtype(context.config), asked, model, given)
 
     def build(self, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
         """Write ``skeleton.json`` and return the model on meta."""
         from stages.empty_init.describe import describe
         from stages.empty_init.model import build_model
+        from stages.empty_init.rehearsed_call import describe_call, rehearsed_call
 
+        no_split, call = inputs.node.get("no_split"), rehearsed_call(inputs.given, inputs.node)
         with _bounds(inputs.node):
             model = build_model(inputs.node, inputs.dtype)
-            described = describe(model, no_split=inputs.node.get("no_split"))
+            described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)
         described.save(folder)
         return model
 

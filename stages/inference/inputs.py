@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from pipeline.stage import Context
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
-from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
 from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
-from stages.empty_init.identity import remote_code
-from stages.empty_init.source_code import hashes
+from stages.empty_init.identity import text_identity
 from stages.machine.kernels import choosers
 from stages.plan.batch_size import AUTO
 from stages.plan.plan import FILE_NAME as PLAN
@@ -47,7 +43,7 @@ def gather_model(context: Context) -> dict[str, Any]:
         "weights": context.artifact("shard_load").key,
         "placement": context.artifact("dispatch").digest(DISPATCH_PLAN),
         "trace": config["trace"],
-        "text": _text_files(config["model"]),
+        "text": text_identity(config["model"]),
         "libraries": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
         "kernels": choosers(),
         "model": config["model"],
@@ -59,22 +55,3 @@ def batch_size(node: Mapping[str, Any], context: Context) -> int | None:
     given = node.get("batch_size")
     size: int | None = context.artifact("plan").json(PLAN)["batch_size"] if given == AUTO else given
     return size
-
-
-def _text_files(model: Mapping[str, Any]) -> dict[str, object]:
-    """Return what says how text becomes tokens and which options are the default: files by their role, by content.
-
-    Where the checkpoint's own code is trusted, a tokenizer's is a part of it.
-    """
-    roles = {"checkpoint": checkpoint_folder(model), "tokenizer": tokenizer_folder(model)}
-    folders = {role: folder for role, folder in roles.items() if folder is not None}
-    files: dict[str, object] = {role: hashes(_texts(folder), folder) for role, folder in folders.items()}
-    if model.get("trust_remote_code"):
-        files["code"] = {role: remote_code(folder, "tokenizer_config.json") for role, folder in folders.items()}
-    return files
-
-
-def _texts(folder: Path) -> list[Path]:
-    """Return the files of ``folder`` that a tokenizer or the default options may be read from."""
-    found = {file for pattern in (*TOKENIZER_FILES, *TEXT_FILES) for file in folder.glob(pattern) if file.is_file()}
-    return sorted(file for file in found if not file.name.endswith(".index.json"))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault, closest
+from stages.inputs.line_file import LineFile, is_text as is_text
 from stages.plan.batch_size import AUTO
-from stages.plan.line_file import LineFile
 
 OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact")
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
@@ -130,14 +130,3 @@ def is_token_ids(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and set(value) == {"role", "content"} and all(map(is_text, value.values()))
-
-
-def is_text(value: Any) -> bool:
-    """Return whether ``value`` is text that UTF-8 has: what came from other bytes holds halves of characters."""
-    if not isinstance(value, str) or not value:
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

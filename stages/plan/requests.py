@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
 from pipeline.stage import Config
+from pipeline.typed_config import read
+from stages.calls.options import ForwardOptions, count_rows, read_texts
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
@@ -68,6 +70,24 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     return Request(sequences, prompt, length, copies=copies)
 
 
+def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
+    """Return the tokens of one call of the config's ``forward``, as of one sequence.
+
+    They count only where the rehearsal, which is of that very call, shows nothing.
+    """
+    given = read(ForwardOptions, forward)
+    try:
+        texts = read_texts(given).values() if given.texts or given.texts_file else ()
+        rows = count_rows(given)
+    except ConfigError:
+        return Request(length=0)
+    longest = max(
+        (_tokens(Prompt(text if isinstance(text, str) else " ".join(text)), model) for text in texts), default=1
+    )
+    rows = min(rows, given.batch_size or rows) or 1
+    return Request(1, round_up(max(LEAST_LENGTH, rows * longest)), 0)
+
+
 def _number(generate: Mapping[str, Any], key: str, default: int) -> int:
     """Return the count under ``key``; the default too where it is no count, which ``generate`` itself reports."""
     value = generate.get(key)
@@ -116,5 +136,5 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
     return tokenizer
 
 
-READERS: Mapping[str, Reader] = {"generate": generate_request}
+READERS: Mapping[str, Reader] = {"generate": generate_request, "forward": forward_request}
 """The stages that run the model, by name."""

@@ -68,6 +68,17 @@ class LineFile:
             raise ConfigError(f"{name}: {line[:80]!r} is no JSON ({error}); {self.kinds}") from error
 
 
+def is_text(value: Any) -> bool:
+    """Return whether ``value`` is text that UTF-8 has: what came from other bytes holds halves of characters."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _are_json(lines: Iterable[str]) -> bool:
     """Return whether ``lines``, which no file's name says anything of, are JSON: the first with anything on it tells.
 

@@ -1,0 +1,241 @@
+"""What is given below ``forward``, as the calls of a model's forward: named tensors, batch by batch.
+
+Rows of like length share a call, the longest first, so that little is padding and what doesn't fit shows at once. Files
+are opened as their call comes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.errors import ConfigError, foreign
+from pipeline.regular_files import read_object
+from stages.calls.options import KEY, ForwardOptions, Text, files_of, read_texts
+from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from stages.inputs.audio import read_audio
+from stages.inputs.images import read_image
+from stages.inputs.processors import load_processor
+from stages.inputs.tensor_files import read_tensors
+
+Tensors = dict[str, torch.Tensor]
+_NO_LIMIT = 10**9
+"""Tokenizers that know of no limit say a number beyond this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """One call: which ``rows`` of what is given it has, and its ``arguments`` by name, on the cpu.
+
+    ``made`` are the names of those that a tokenizer or a processor made; ``key`` is where it stands, or what made it.
+    """
+
+    key: str
+    rows: tuple[int, ...]
+    arguments: Tensors
+    made: frozenset[str] = field(default_factory=frozenset)
+
+
+def calls(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[ForwardCall]:
+    """Yield the calls that ``given`` asks for, of the checkpoint of the config node ``model``; the largest comes first.
+
+    Raises ``ConfigError``, which names the key and the value, for what can't be made a call.
+    """
+    texts = read_texts(given) if given.texts or given.texts_file else {}
+    kinds = [bool(texts), bool(given.images), bool(given.audio)]
+    if not any(kinds):
+        yield from _of_tensors(given, model)
+        return
+    if sum(kinds) > 1 or given.inputs:
+        yield _together(given, model, texts)
+    elif texts:
+        yield from _of_texts(given, model, texts)
+    elif given.images:
+        yield from _of_images(given, model)
+    else:
+        yield from _of_audio(given, model)
+
+
+def _of_tensors(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[ForwardCall]:
+    key = f"{KEY}.inputs"
+    tensors = read_tensors(key, Path(str(given.inputs)))
+    counts = {name: len(tensor) if tensor.dim() else 0 for name, tensor in tensors.items()}
+    count = max(counts.values())
+    ids = tensors.get("input_ids")
+    if ids is not None and ids.numel() and not ids.is_floating_point():
+        _check_ids(key, model, int(ids.min()), int(ids.max()))
+    if given.batch_size is None:
+        yield ForwardCall(key, tuple(range(count)), tensors)
+        return
+    other = next((name for name, rows in counts.items() if rows != count), None)
+    if other is not None:
+        raise ConfigError(
+            f"{KEY}.batch_size: {other!r} has shape {tuple(tensors[other].shape)}: only what has {count} rows, "
+            "like the others, can be cut into batches; leave it null"
+        )
+    for start in range(0, count, given.batch_size):
+        rows = range(start, min(start + given.batch_size, count))
+        yield ForwardCall(key, tuple(rows), {name: tensor[rows.start : rows.stop] for name, tensor in tensors.items()})
+
+
+def _of_texts(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]) -> Iterator[ForwardCall]:
+    encode = _text_encoder(given, model, texts)
+    names, listed = list(texts), list(texts.values())
+    lengths = [len(ids) for ids in encode(listed, padding=False)["input_ids"]]
+    for rows in _batches(lengths, given.batch_size):
+        found = encode([listed[row] for row in rows], padding=True)
+        yield _call(names[rows[0]], rows, {name: torch.tensor(value) for name, value in found.items()})
+
+
+def _text_encoder(
+    given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]
+) -> Callable[..., Mapping[str, Any]]:
+    """Return what makes tokens of a list of texts; ``texts`` are all that there are, by name."""
+    tokenizer, first = load_tokenizer(model), next(iter(texts))
+    if tokenizer is None:
+        raise ConfigError(
+            f"{first}: {texts[first]!r} is text and the checkpoint has no tokenizer; set model.tokenizer to a folder "
+            "that has one, or give input_ids in a file: forward.inputs=FILE.npz"
+        )
+    most = _longest(tokenizer, model)
+    alone = len(texts) == 1 or given.batch_size == 1
+    if tokenizer.pad_token_id is None and not alone:
+        raise ConfigError(f"{KEY}.batch_size: the tokenizer has no token to pad with; set forward.batch_size=1")
+
+    def encode(listed: Sequence[Text], *, padding: bool) -> Mapping[str, Any]:
+        pairs = [(text, None) if isinstance(text, str) else text for text in listed]
+        seconds = None if isinstance(listed[0], str) else [second for _, second in pairs]
+        cut = {"truncation": True, "max_length": most} if given.truncation and most else {}
+        with tokenizing(ConfigError, f"{first.partition('[')[0]}: they can't be made tokens by the tokenizer"):
+            found = tokenizer([one for one, _ in pairs], seconds, padding=padding and not alone, **cut)
+        if not padding:
+            _check_lengths(texts, found["input_ids"], most)
+            _check_ids(f"{KEY}.texts", model, max(max(row) for row in found["input_ids"]))
+        return dict(found)
+
+    return encode
+
+
+def _check_lengths(texts: Mapping[str, Text], ids: Sequence[Sequence[int]], most: int | None) -> None:
+    for name, row in zip(texts, ids, strict=True):
+        if not row:
+            raise ConfigError(f"{name}: {texts[name]!r} has no tokens; give a longer text")
+        if most is not None and len(row) > most:
+            raise ConfigError(
+                f"{name}: {len(row)} tokens are more than the model's context of {most}; shorten it, or set "
+                "forward.truncation=true"
+            )
+
+
+def _check_ids(key: str, model: Mapping[str, Any], *ids: int) -> None:
+    """Refuse token ids that the model has no embedding for, before its forward trips over them."""
+    words = min((one for one in _numbers(model, "vocab_size")), default=None)
+    for token in ids:
+        if words is not None and not 0 <= token < words:
+            raise ConfigError(f"{key}: token id {token} is none of the model's {words} words; give others")
+
+
+def _longest(tokenizer: Any, model: Mapping[str, Any]) -> int | None:
+    """Return how many tokens the model has positions for; null where neither tokenizer nor config says it."""
+    said = [tokenizer.model_max_length, *_numbers(model, "max_position_embeddings")]
+    return min((one for one in said if isinstance(one, int) and 0 < one < _NO_LIMIT), default=None)
+
+
+def _numbers(model: Mapping[str, Any], name: str) -> list[int]:
+    """Return what the ``config.json`` of ``model`` says under ``name``, for all of it and for its part that is text."""
+    config = read_object(checkpoint_folder(model) / "config.json")
+    text = config.get("text_config")
+    found = [place.get(name) for place in (config, text if isinstance(text, dict) else {})]
+    return [one for one in found if isinstance(one, int) and not isinstance(one, bool)]
+
+
+def _of_images(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[ForwardCall]:
+    files = files_of(given, "images")
+    names = list(files)
+    processor = load_processor(model, "image processor", key=f"{KEY}.images")
+    for rows in _batches([0] * len(files), given.batch_size):
+        images = [read_image(names[row], files[names[row]]) for row in rows]
+        yield _call(names[rows[0]], rows, _processed(f"{KEY}.images", processor, images=images))
+
+
+def _of_audio(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[ForwardCall]:
+    files = files_of(given, "audio")
+    names = list(files)
+    extractor = load_processor(model, "feature extractor", key=f"{KEY}.audio")
+    pads = inspect.signature(extractor.__call__).parameters.get("padding")
+    padding = {} if pads is not None and pads.default else {"padding": True}
+    for rows in _batches([file.stat().st_size for file in files.values()], given.batch_size):
+        sounds = [read_audio(names[row], files[names[row]], rate=_rate(extractor)) for row in rows]
+        made = _processed(f"{KEY}.audio", extractor, raw_speech=sounds, sampling_rate=_rate(extractor), **padding)
+        yield _call(names[rows[0]], rows, made)
+
+
+def _rate(extractor: Any) -> int:
+    return int(getattr(extractor, "sampling_rate", 16000))
+
+
+def _together(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]) -> ForwardCall:
+    """Return the one call of things of several kinds: through the checkpoint's processor, beside named tensors."""
+    key = KEY if sum(map(bool, (texts, given.images, given.audio))) > 1 else _kind_key(given, texts)
+    beside = read_tensors(f"{KEY}.inputs", Path(given.inputs)) if given.inputs else {}
+    if key != KEY:
+        alone = ForwardOptions(
+            texts=given.texts, texts_file=given.texts_file, images=given.images, audio=given.audio,
+            truncation=given.truncation,
+        )  # fmt: skip
+        (call,) = calls(alone, model)
+    else:
+        call = _by_processor(given, model, texts)
+    twice = sorted(beside.keys() & call.arguments.keys())
+    if twice:
+        raise ConfigError(f"{KEY}.inputs: {twice[0]!r} is made of {key} too; give it once")
+    return ForwardCall(call.key, call.rows, {**call.arguments, **beside}, call.made)
+
+
+def _kind_key(given: ForwardOptions, texts: Mapping[str, Text]) -> str:
+    return f"{KEY}.{'texts' if texts else 'images' if given.images else 'audio'}"
+
+
+def _by_processor(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]) -> ForwardCall:
+    processor = load_processor(model, "processor", key=KEY)
+    if model.get("tokenizer"):
+        processor.tokenizer = load_tokenizer(model)
+    images = [read_image(name, file) for name, file in files_of(given, "images").items()]
+    rate = _rate(getattr(processor, "feature_extractor", None))
+    sounds = [read_audio(name, file, rate=rate) for name, file in files_of(given, "audio").items()]
+    pairs = [text for text in texts.values() if not isinstance(text, str)]
+    if pairs:
+        raise ConfigError(f"{next(iter(texts))}: {pairs[0]!r} is a pair of texts, beside images or audio; give text")
+    asked: dict[str, Any] = {"text": list(texts.values())} if texts else {}
+    asked |= {"images": images} if images else {}
+    asked |= {"audio": sounds, "sampling_rate": rate} if sounds else {}
+    made = _processed(KEY, processor, **asked, padding=True)
+    return _call(KEY, tuple(range(max(len(texts), len(images), len(sounds)))), made)
+
+
+def _processed(key: str, processor: Any, **asked: Any) -> Tensors:
+    """Return the tensors that ``processor`` makes of what it is ``asked``."""
+    with foreign(ConfigError, f"{key}: {type(processor).__name__} can't make inputs of them"):
+        found = dict(processor(**asked, return_tensors="pt"))
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _call(key: str, rows: Sequence[int], made: Tensors) -> ForwardCall:
+    return ForwardCall(key, tuple(rows), made, frozenset(made))
+
+
+def _batches(lengths: Sequence[int], size: int | None) -> Iterator[list[int]]:
+    """Yield the places of ``lengths`` in batches of at most ``size`` (null: all in one), the longest first.
+
+    In a batch they stand in their own order.
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    step = size or max(1, len(lengths))
+    for start in range(0, len(lengths), step):
+        yield sorted(longest_first[start : start + step])

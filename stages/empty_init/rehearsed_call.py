@@ -1,0 +1,53 @@
+"""The skeleton of a model that is rehearsed with what it will be called with: its order, and its peak at that shape.
+
+What the rehearsal shows to be wrong with the inputs is said here, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from pipeline.errors import ConfigError
+from stages.calls.call import RehearsedCall
+from stages.calls.options import ForwardOptions
+from stages.empty_init.activation_peaks import weigh_call
+from stages.empty_init.describe import describe
+from stages.empty_init.skeleton import Moment, Skeleton
+
+_REFUSALS = re.compile(
+    r"ValueError: |RuntimeError: .*(shape|size|dtype|scalar type|channel|dimension|same type|reduction dim|broadcast)"
+)
+"""How an error reads that the inputs are to blame for; what else a rehearsal meets may be about fake tensors alone."""
+_FAKE = re.compile(r"fake|meta |data.dependent|dynamic.*shape", re.IGNORECASE)
+
+
+def rehearsed_call(given: ForwardOptions | None, node: Mapping[str, Any]) -> RehearsedCall | None:
+    """Return the call that is asked for of the model of the config node ``node``; null where none is."""
+    return None if given is None else RehearsedCall(given, node)
+
+
+def describe_call(model: nn.Module, call: RehearsedCall, no_split: Iterable[str] | None) -> Skeleton:
+    """Return the skeleton of ``model`` as ``call`` calls it; ``no_split`` as in ``describe``.
+
+    Raises a ``ConfigError`` where the forward doesn't take what it is called with. What is kept of all calls is held
+    beside the weights, so each moment of the skeleton counts it.
+    """
+    described = describe(model, no_split=no_split, call=call)
+    reason = described.unrehearsed
+    if reason is not None and _REFUSALS.match(reason) and not _FAKE.search(reason):
+        raise ConfigError(f"{call.key}: {described.model_class}'s forward can't be called with these inputs: {reason}")
+    if reason is not None:
+        return described
+    moments = weigh_call(model, () if call.has_every_layer else described.no_split, call)
+    return replace(described, moments=tuple(_lifted(moment, call.results_bytes) for moment in moments))
+
+
+def _lifted(moment: Moment, held: int) -> Moment:
+    """Return ``moment`` with so many bytes more that are held all the time."""
+    constant, *others = moment.activations
+    return replace(moment, activations=(constant + held, *others))

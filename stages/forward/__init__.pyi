@@ -1,0 +1,1 @@
+from .forwarding import Forwarded as Forwarded, perform as perform

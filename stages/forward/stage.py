@@ -1,0 +1,91 @@
+"""The stage forward: a dispatched model and inputs → its outputs, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError, Fault
+from pipeline.stage import Artifact, Config, Context, Report, Stage
+from pipeline.typed_config import read
+from stages.calls.options import ForwardConfig, check_options, fault_of, identity
+from stages.forward.inputs import OUTPUTS, ForwardInputs
+from stages.inference.inputs import gather_model
+from stages.inputs.libraries import media_libraries
+
+FILE_NAME = "forward.json"
+_SHOWN = 20
+"""How many rows of a classifier's answers are shown on the screen."""
+
+
+class ForwardStage(Stage[ForwardInputs]):
+    """Leaves ``outputs.safetensors`` and ``forward.json``: names, shapes, labels, metrics. It has no live half."""
+
+    name = "forward"
+    version = 1
+    needs: tuple[str, ...] = ("dispatch",)
+    config_class = ForwardConfig
+
+    def check(self, config: Config) -> Iterable[Fault]:
+        """Yield what is wrong with what is given, as far as the model need not be known."""
+        yield from check_options(read(ForwardConfig, config).forward)
+
+    def examine(self, config: Config) -> Iterable[Fault]:
+        """Yield why what is given can't be made the arguments of a call."""
+        from stages.calls.arguments import calls
+
+        given = read(ForwardConfig, config).forward
+        if list(check_options(given)):
+            return  # ``check`` says it
+        try:
+            next(calls(given, config["model"]))
+        except ConfigError as error:
+            yield fault_of(error)
+
+    def gather(self, context: Context) -> ForwardInputs:
+        """Return the model's identity and placement, and all that is given and asked."""
+        given = read(ForwardConfig, context.config).forward
+        return ForwardInputs(
+            asked=identity(given, values=True), media=media_libraries(), given=given, **gather_model(context)
+        )
+
+    def build(self, inputs: ForwardInputs, context: Context, folder: Path) -> Any:
+        """Call the model, and write what it returned."""
+        from stages.forward.forwarding import perform
+
+        perform(inputs, context).save(folder / FILE_NAME)
+
+    def report(self, artifact: Artifact) -> Report:
+        """Return what the outputs are, metrics and measured memory, and a table for the screen."""
+        data = artifact.json(FILE_NAME)
+        rows = sum(map(len, data["together"]))
+        rate = data["metrics"]["rows_per_second"]
+        return Report(
+            summary=f"{len(data['outputs'])} outputs" + (f", {rate:.1f} rows a second" if rate and rows > 1 else ""),
+            memory={"measured": data["measured"]},
+            metrics=data["metrics"],
+            outputs=tuple(data["outputs"]),
+            screen="\n".join(_screen(data, artifact.path(OUTPUTS))),
+        )
+
+
+def _screen(data: Mapping[str, Any], file: Path) -> Iterator[str]:
+    """Yield the lines that show which outputs ``file`` has, and what they say."""
+    cells = [(one["name"], one["dtype"], " x ".join(map(str, one["shape"])) or "scalar") for one in data["outputs"]]
+    widths = [max(len(row[column]) for row in cells) for column in range(2)]
+    for name, dtype, shape in cells:
+        yield f"{name.ljust(widths[0])}  {dtype.ljust(widths[1])}  {shape}"
+    yield f"in {file}"
+    for rows in data["labels"].values():
+        yield ""
+        yield from (f"{place}  {_said(row)}" for place, row in enumerate(rows[:_SHOWN]))
+        if len(rows) > _SHOWN:
+            yield f"… and {len(rows) - _SHOWN} more, all in {file.with_name(FILE_NAME)}"
+
+
+def _said(row: Sequence[Any]) -> str:
+    """Return what a row says: labels with their probabilities, or the label of each token."""
+    if row and isinstance(row[0], Mapping):
+        return ", ".join(f"{one['label']} {one['probability']:.1%}" for one in row)
+    return " ".join(map(str, row))
