@@ -95,7 +95,8 @@ class _Watch(Observer):
         self._expected = {stage["name"]: stage.get("inputs") or {} for stage in stages}
 
     def keyed(self, stage: str, inputs: object) -> None:
-        """Refuse a checkpoint that isn't the recorded one."""
+        """Say that the stage is looked at; refuse a checkpoint that isn't the recorded one."""
+        announce(stage)
         from pipeline.cache.outline import changes
 
         then = self._expected.get(stage, {}).get("checkpoint")

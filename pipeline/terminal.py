@@ -27,9 +27,9 @@ class Screen(Console):
 
 
 def announce(stage: str) -> None:
-    """Say on a terminal which stage is at work, on a line that the next one, or a progress bar, writes over."""
+    """Say on a terminal which stage is at work, on a line that whatever comes next writes over: a bar, a warning."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[2K{stage and stage + ' …'}")
+        sys.stderr.write(f"\r\x1b[2K{stage and stage + ' …'}\r")
         sys.stderr.flush()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.bulk_reader import IN_FLIGHT
+from stages.checkpoints.byte_bar import byte_bar
 from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.shard_files import ShardFile, check_regular, check_unchanged, opened_shard, read_into
 
@@ -28,8 +30,9 @@ def hold(checkpoint: Checkpoint) -> Checkpoint:
 
 def hash_files(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the SHA-256 in hex of each file of ``checkpoint``, by name."""
-    with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        return dict(zip((file.name for file in checkpoint.files), pool.map(_hash, checkpoint.files), strict=True))
+    names, total = [file.name for file in checkpoint.files], sum(file.size for file in checkpoint.files)
+    with byte_bar("hashing", total) as bar, ThreadPoolExecutor(IN_FLIGHT) as pool:
+        return dict(zip(names, pool.map(partial(_hash, bar.update), checkpoint.files), strict=True))
 
 
 def check_hashes(checkpoint: Checkpoint, known: Mapping[str, str]) -> None:
@@ -42,12 +45,13 @@ def check_hashes(checkpoint: Checkpoint, known: Mapping[str, str]) -> None:
             )
 
 
-def _hash(file: ShardFile) -> str:
+def _hash(progress: Callable[[int], object], file: ShardFile) -> str:
     digest, buffer = hashlib.sha256(), bytearray(_BLOCK_BYTES)
     with opened_shard(file) as descriptor:
         for offset in range(0, file.size, _BLOCK_BYTES):
             view = memoryview(buffer)[: min(_BLOCK_BYTES, file.size - offset)]
             read_into(descriptor, view, offset=offset, path=file.path)
             digest.update(view)
+            progress(len(view))
         check_unchanged(file, descriptor)
     return digest.hexdigest()

@@ -119,8 +119,7 @@ class _Decoding:
         left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
         steps = sum(batch[0].options.get("max_new_tokens") or 0 for batch in left.values())
         live = self._live(batches[0][0], show, is_chat=is_chat) if show and len(encoded) == 1 else None
-        hidden = True if live else None  # null: hidden where standard error is no terminal
-        with tqdm(total=steps or None, desc="generate", unit="token", disable=hidden, leave=False) as bar:
+        with tqdm(total=steps or None, desc="generate", unit="token", disable=None, leave=False) as bar:
             for number, batch in left.items():
                 if len(batches) > 1:
                     bar.set_postfix_str(f"{len(progress.done)} of {len(batches)} batches")
@@ -168,7 +167,8 @@ class _Decoding:
         padded = make_batch([one.ids for one in batch], pad=self._pad(given, ends), side=self._side)
         marks: list[Traffic] = []
         clock = decode.Clock(tick=bar.update, first=lambda: marks.append(replace(traffic)))  # which goes on counting
-        clock.see = live.more if live else clock.see
+        if live:
+            clock.tick, clock.see = bar.close, live.more  # the text takes the bar's place
         torch.manual_seed(batch[0].seed)
         began = time.perf_counter()
         with SeededRows([one.seed for one in batch]) if given.get("do_sample", True) else nullcontext():

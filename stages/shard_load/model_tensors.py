@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
-from tqdm import tqdm
 
 from stages.checkpoints.bulk_reader import BulkReader, TensorRead, can_be_cut, read_into_new_memory
+from stages.checkpoints.byte_bar import byte_bar
 from stages.checkpoints.dtypes import torch_dtype
 from stages.machine.devices import Devices
 from stages.shard_load.conversions import build
 from stages.shard_load.load import Load
 from stages.shard_load.names import Step
 from stages.units import CPU, DISK
+
+Progress = Callable[[int], object]
+"""Is told of bytes as they are read."""
 
 WINDOW_BYTES = 32 * 2**20
 """How much may be in memory at a time of tensors that don't stay there."""
@@ -30,16 +33,16 @@ def make_tensors(
     """
     names = set(wanted)
     total = sum(load.source_bytes(step) for step in _steps(load, names))
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc=doing, disable=None, leave=False)
-    with bar, BulkReader() as bulk:
+    with byte_bar(doing, total) as bar, BulkReader() as bulk:
         for steps in _batches(load, names):
             if _is_plain(load, steps[0]):
                 pieces = _pieces(load, steps, devices)
                 bulk.read(pieces.values(), bar.update)
                 yield from _let_go(pieces)
             else:
-                yield from _build(load, steps[0], names, bulk)
-                bar.update(load.source_bytes(steps[0]))
+                built = _Built(bar.update)
+                yield from _build(load, steps[0], names, bulk, built.add)
+                built.settle(load.source_bytes(steps[0]))
 
 
 def _batches(load: Load, names: set[str]) -> Iterator[list[Step]]:
@@ -97,19 +100,37 @@ def _let_go(pieces: dict[str, TensorRead]) -> Iterator[tuple[str, torch.Tensor]]
         yield name, pieces.pop(name).target
 
 
-def _build(load: Load, step: Step, names: set[str], bulk: BulkReader) -> Iterator[tuple[str, torch.Tensor]]:
+class _Built:
+    """Counts the bytes that were read to build tensors: some of what a step needs is read where nobody counts."""
+
+    def __init__(self, update: Progress) -> None:
+        self._update, self._counted = update, 0
+
+    def add(self, count: int) -> None:
+        """Count bytes as they are read."""
+        self._counted += count
+        self._update(count)
+
+    def settle(self, total: int) -> None:
+        """Count what is left of the ``total``."""
+        self._update(total - self._counted)
+
+
+def _build(
+    load: Load, step: Step, names: set[str], bulk: BulkReader, progress: Progress
+) -> Iterator[tuple[str, torch.Tensor]]:
     leaders = {target: name for target, name in load.match.leaders[id(step)].items() if name in names}
     dtypes = {target: load.skeleton.by_name[name].dtype for target, name in leaders.items()}
 
     def fill(places: Iterable[tuple[str, torch.Tensor]]) -> None:
-        _fill(load, places, bulk)
+        _fill(load, places, bulk, progress)
 
     for target, tensor in build(load.model, step, reader=load.reader, dtypes=dtypes, fill=fill):
         yield leaders[target], tensor
         del tensor  # or it would be held while the next one is made
 
 
-def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkReader) -> None:
+def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkReader, progress: Progress) -> None:
     """Fill each view with the tensor beside it: in bulk where the view is contiguous, else one by one."""
     pieces = []
     for name, view in places:
@@ -118,4 +139,4 @@ def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkRead
             pieces.append(TensorRead(extent, view))
         else:
             load.reader.fill(name, view)
-    bulk.read(pieces, lambda count: None)
+    bulk.read(pieces, progress)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError, StorageError
+from stages.checkpoints.byte_bar import byte_bar
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import read_extent
@@ -145,8 +146,10 @@ def refuse_infinite(load: Load, name: str, tensor: torch.Tensor) -> None:
 
 def refuse_infinite_served(load: Load) -> None:
     """Check the tensors that are served from the checkpoint, and so are never read here otherwise."""
-    for name, extent in load.served.items():
-        refuse_infinite(load, name, read_extent(extent))
+    with byte_bar("checking", sum(extent.bytes for extent in load.served.values())) as bar:
+        for name, extent in load.served.items():
+            refuse_infinite(load, name, read_extent(extent))
+            bar.update(extent.bytes)
 
 
 def _bind_home(load: Load, name: str, tensor: torch.Tensor, devices: Devices) -> None:

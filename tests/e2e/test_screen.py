@@ -72,3 +72,13 @@ def test_an_error_stands_alone_on_a_terminal(tmp_path: Path) -> None:
     line, end = terminal.lines
     assert line.startswith("offstage: max_memory.cpu: ")
     assert end == ""
+
+
+def test_loading_storing_and_hashing_have_bars_that_are_gone_when_they_are_done(tmp_path: Path) -> None:
+    """Another dtype than the checkpoint's has what lies on disk stored before it can stream."""
+    terminal = Terminal(tmp_path, "dtype=float32", "verify=full", "check_finite=true", "max_memory.cpu=8MB")
+    assert terminal.finish() == 0
+    for doing in ("hashing", "offloading", "loading"):
+        assert re.search(rf"{doing}: +\d+%.*\d+[kM]?/\d.*B/s\]", terminal.shown), doing
+        assert not any(f"{doing}:" in line for line in terminal.lines), doing
+    assert terminal.lines.count(text(tmp_path)) == 1
