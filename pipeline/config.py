@@ -26,6 +26,7 @@ from pipeline.standard_input import SIGN, read_lines
 from pipeline.typed_config import (
     KEYS,
     PATHS,
+    PATHS_INSIDE,
     STANDARD_INPUT,
     absolute,
     defaults,
@@ -122,9 +123,9 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     plain["max_memory"] = {key.name: str(value) for key, value in (plain["max_memory"] or {}).items()}
-    for name, key, locate in _paths():
+    for name, key, holds, locate in _paths():
         node, last = (plain.get(name), key) if key else (plain, name)
-        if isinstance(node, dict) and isinstance(node.get(last), str) and node[last]:
+        if isinstance(node, dict) and isinstance(node.get(last), holds) and node[last]:
             node[last] = locate(node[last])
     for name, key, lines in _read_from_standard_input(plain):
         plain[name][lines] = read_lines(f"{name}.{key}")
@@ -149,13 +150,17 @@ def _read_from_standard_input(config: Mapping[Any, Any]) -> Iterator[tuple[str, 
                 yield entry.name, key, lines
 
 
-def _paths() -> Iterator[tuple[str, str, Callable[[str], str]]]:
-    """Yield each key that is a path, the key below it where it is in a mapping, and what makes it mean one place."""
+def _paths() -> Iterator[tuple[str, str, type[str | list[Any]], Callable[[Any], Any]]]:
+    """Yield each key that is a path or holds some, the key below it where it is in a mapping, whether it is text or a
+    list, and what makes it mean one place.
+    """
     for kind in config_classes():
         for entry in fields(kind):
             streams = entry.metadata.get(STANDARD_INPUT, {})
             for key, locate in entry.metadata.get(PATHS, {}).items():
-                yield entry.name, key, partial(_unless_sign, locate) if key in streams else locate
+                yield entry.name, key, str, partial(_unless_sign, locate) if key in streams else locate
+            for key, locate in entry.metadata.get(PATHS_INSIDE, {}).items():
+                yield entry.name, key, list, locate
 
 
 def _unless_sign(locate: Callable[[str], str], path: str) -> str:

@@ -27,6 +27,9 @@ PATHS = "paths"
 """What a field's metadata has under this name says which paths it holds: the key of each in the field's mapping, or
 ``""`` for the field itself, and the function that makes the path one that means the same from any folder."""
 
+PATHS_INSIDE = "paths inside"
+"""What a field's metadata has under this name does as ``PATHS`` for keys of lists with paths somewhere in them."""
+
 STANDARD_INPUT = "standard input"
 """What a field's metadata has under this name says which paths may be ``-``, standard input: the key of each in the
 field's mapping, and the key that its lines stand under then, in a list. They are read once, as the config is resolved,

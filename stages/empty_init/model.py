@@ -20,6 +20,12 @@ from stages.empty_init.identity import constructor_arguments, read_config
 from stages.empty_init.init import init_empty_weights
 from stages.empty_init.targets import check_targets, module_class
 
+_DEFAULT_CLASSES = (
+    "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM",
+    "AutoModel",
+)  # fmt: skip
+"""Where a config names no class, the first of these that has one for it: of a whole model before one of a part."""
+
 
 def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
     """Return the model that the config's ``node`` declares, in eval mode, with parameters on meta and buffers computed.
@@ -43,16 +49,23 @@ def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:
 
 
 def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
-    folder, remote = checkpoint_folder(node), bool(node.get("trust_remote_code"))
+    folder = checkpoint_folder(node)
     check_numbers(folder / "config.json", read_config(folder))
     with foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it"):
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
-        model_class = _model_class(node.get("class"), config, folder=folder, remote=remote)
+        config, model_class = read_class(node)
         with init_empty_weights():
             model = model_class._from_config(config, dtype=torch_dtype(dtype))
         model.tie_weights()
         _apply_dtype_plan(model, torch_dtype(dtype))
     return model  # type: ignore[no-any-return]
+
+
+def read_class(node: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return transformers' config of the pretrained model that ``node`` declares, and its class."""
+    folder, remote = checkpoint_folder(node), bool(node.get("trust_remote_code"))
+    with foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it"):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
+        return config, _model_class(node.get("class"), config, folder=folder, remote=remote)
 
 
 def _model_class(override: str | None, config: Any, *, folder: Path, remote: bool) -> Any:
@@ -101,7 +114,8 @@ def _dotted_class(dotted: str) -> Any:
 
 
 def _default_class(config: Any) -> Any:
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
+    for name in _DEFAULT_CLASSES:
+        auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise CheckpointError(f"config.json: {config.model_type!r} says no architectures; set model.class")

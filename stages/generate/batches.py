@@ -12,17 +12,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ALONE = ("prompt_lookup_num_tokens",)
-"""Options that transformers takes for one sequence at a time only."""
+"""Options that transformers takes for one sequence at a time only. Prompts with media are taken one at a time too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt to answer: its place among all, its token ids, its seed, and all options that it is answered with."""
+    """One prompt to answer: its place among all, its token ids, its seed, and all options that it is answered with.
+
+    One ``with_media`` has no token ids yet: its processor makes them, with all else that the model is given.
+    """
 
     index: int
     ids: Sequence[int]
     seed: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    with_media: bool = False
 
 
 def make_batches(asked: Sequence[Asked], *, size: int | None, alone: bool, padded: bool = True) -> list[list[Asked]]:
@@ -33,12 +37,12 @@ def make_batches(asked: Sequence[Asked], *, size: int | None, alone: bool, padde
     """
 
     def together(one: Asked) -> Hashable:
-        return json.dumps(one.options, sort_keys=True), None if padded else len(one.ids)
+        return json.dumps(one.options, sort_keys=True), one.with_media, None if padded else len(one.ids)
 
     batches: list[list[Asked]] = []
     for group in _groups(asked, together):
         longest_first = sorted(group, key=lambda one: -len(one.ids))
-        single = alone or any(group[0].options.get(option) for option in ALONE)
+        single = alone or group[0].with_media or any(group[0].options.get(option) for option in ALONE)
         step = 1 if single else size or len(group)
         pieces = (longest_first[start : start + step] for start in range(0, len(group), step))
         batches += [sorted(piece, key=lambda one: one.index) for piece in pieces]

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 from pipeline.errors import ConfigError
 from stages.generate.prompts import token_ids
-from stages.inference.padding import Batch
 
 END = "eos_token_id"
 
@@ -24,7 +24,8 @@ class Clock:
     """When each token of a batch came, in seconds of ``time.perf_counter``; ``tick`` is told after each.
 
     ``first`` is called once the first token is there: what follows is decoding, what came before is the prefill.
-    ``see`` gets all new tokens so far, of shape (sequences, tokens), where the model computes.
+    ``see`` gets all new tokens so far, of shape (sequences, tokens), where the model computes; none where they can't
+    be told from others.
     """
 
     tick: Callable[[], object] = lambda: None
@@ -44,11 +45,11 @@ class Clock:
 class _ClockCriteria(StoppingCriteria):  # type: ignore[misc]
     """Never stops anything: transformers asks its stopping criteria after each token, and so tells the clock."""
 
-    def __init__(self, clock: Clock, skipped: int) -> None:
+    def __init__(self, clock: Clock, skipped: int | None) -> None:
         self._clock, self._skipped = clock, skipped
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self._clock.token(input_ids[:, self._skipped :])
+        self._clock.token(input_ids[:, input_ids.shape[1] if self._skipped is None else self._skipped :])
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
@@ -59,18 +60,33 @@ def has_generate(model: nn.Module) -> bool:
 
 
 def decode_with_transformers(
-    model: Any, batch: Batch, options: Mapping[str, Any], *, device: torch.device, clock: Clock
+    model: Any, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any], *, device: torch.device, clock: Clock
 ) -> torch.Tensor:
-    """Return the new tokens, int64 of shape (sequences, new tokens), padded on the right where one ended early."""
-    skipped = 1 if model.config.is_encoder_decoder else batch.input_ids.shape[1]
+    """Return the new tokens, int64 of shape (sequences, new tokens), padded on the right where one ended early.
+
+    ``inputs`` are what the model's forward takes, by name; numbers with a fraction are made the model's dtype.
+    """
+    given = {
+        name: value.to(device, model.dtype if value.is_floating_point() else None) for name, value in inputs.items()
+    }
+    skipped = _skipped(model, given)
     sequences = model.generate(
-        input_ids=batch.input_ids.to(device),
-        attention_mask=batch.attention_mask.to(device),
+        **given,
         stopping_criteria=StoppingCriteriaList([_ClockCriteria(clock, skipped)]),
         **options,
     )
     sequences = getattr(sequences, "sequences", sequences)
-    return sequences[:, skipped:].cpu()  # type: ignore[no-any-return]
+    return sequences[:, skipped or 0 :].cpu()  # type: ignore[no-any-return]
+
+
+def _skipped(model: Any, given: Mapping[str, torch.Tensor]) -> int | None:
+    """Return how many tokens of each sequence aren't new: the prompt, or what the decoder begins with.
+
+    Null for Whisper: it returns new tokens alone, but has others before them while it decodes, and may begin again.
+    """
+    if isinstance(model, WhisperGenerationMixin):
+        return None
+    return 1 if model.config.is_encoder_decoder or "input_ids" not in given else given["input_ids"].shape[1]
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from stages.generate.metrics import Cost, Metrics
 from stages.generate.sampling import SeededRows
 from stages.generate.transcript import LiveTranscript, before_answer
 from stages.inference.measured import measured_peaks
-from stages.inference.padding import Batch, make_batch
+from stages.inference.padding import make_batch
 from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
+from stages.inputs.prompt_processor import PromptProcessor
 from stages.plan import plan as plans
+from stages.plan.prompt_inputs import prompt_inputs
 from stages.plan.prompts import MOST
 
 ShowText = Callable[[str], object]
@@ -77,7 +80,10 @@ def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generatio
     """
     tokenizer, progress = load_tokenizer(inputs.model), Progress(folder / GENERATIONS)
     encoder = prompts.Encoder.of(inputs.options, tokenizer)
-    encoded = [encoder.encode(name, prompt) for name, prompt in zip(inputs.names, inputs.prompts, strict=True)]
+    encoded = [
+        [] if prompt.media else encoder.encode(name, prompt)
+        for name, prompt in zip(inputs.names, inputs.prompts, strict=True)
+    ]
     dispatched: Dispatched = context.live("dispatch")
     check_words(dispatched.model, encoded, key="generate.prompts")
     decoding = _Decoding(dispatched, inputs, tokenizer)
@@ -133,7 +139,7 @@ class _Decoding:
         several = (asked.options.get(name, getattr(defaults, name, None)) or 1 for name in _SEVERAL)
         if self._tokenizer is None or max(several) > 1:
             return None
-        prompt = before_answer(self._inputs.prompts[asked.index].content, is_chat=is_chat)
+        prompt = before_answer(self._inputs.prompts[asked.index].told, is_chat=is_chat)
         detokenizer = Detokenizer(self._tokenizer, lambda ids: str(_decoded(self._tokenizer, ids)))
         return LiveTranscript(show, prompt, detokenizer)
 
@@ -143,7 +149,7 @@ class _Decoding:
         seed = own.pop("seed", (self._inputs.seed + index) % MOST)
         if not self._uses_transformers:
             own = options.plain_options(own, self._defaults)
-        return Asked(index, ids, seed, own)
+        return Asked(index, ids, seed, own, with_media=bool(self._inputs.prompts[index].media))
 
     def _rows(self, number: int, batch: Sequence[Asked], tokens: Sequence[Sequence[int]]) -> list[Row]:
         """Return what is told of each sequence of the batch: a prompt may have several, one after another."""
@@ -153,7 +159,7 @@ class _Decoding:
                 "index": batch[place // copies].index,
                 "batch": number,
                 "rows": len(tokens),
-                "prompt": self._inputs.prompts[batch[place // copies].index].content,
+                "prompt": self._inputs.prompts[batch[place // copies].index].told,
                 "text": _decoded(self._tokenizer, row),
                 "token_ids": list(row),
             }
@@ -164,7 +170,7 @@ class _Decoding:
         """Return the new tokens of each sequence."""
         given, traffic = batch[0].options, self._dispatched.streamer.traffic
         ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
-        padded = make_batch([one.ids for one in batch], pad=self._pad(given, ends), side=self._side)
+        asked = self._tensors(batch, pad=self._pad(given, ends))
         marks: list[Traffic] = []
         clock = decode.Clock(tick=bar.update, first=lambda: marks.append(replace(traffic)))  # which goes on counting
         if live:
@@ -172,23 +178,38 @@ class _Decoding:
         torch.manual_seed(batch[0].seed)
         began = time.perf_counter()
         with SeededRows([one.seed for one in batch]) if given.get("do_sample", True) else nullcontext():
-            tokens = self._decode(padded, given, clock)
+            tokens = self._decode(asked, given, clock)
         if clock.times:
             self._cost.add(clock.times, began=began, sequences=len(tokens), first=marks[0], last=traffic)
         return [decode.trim([int(token) for token in row], ends) for row in tokens]
+
+    def _tensors(self, batch: Sequence[Asked], *, pad: int) -> Mapping[str, torch.Tensor]:
+        """Return what the model is given for ``batch``, by name: of a prompt with media what its processor makes."""
+        if not batch[0].with_media:
+            padded = make_batch([one.ids for one in batch], pad=pad, side=self._side)
+            return {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask}
+        index = batch[0].index
+        name, prompt = self._inputs.names[index], self._inputs.prompts[index]
+        made = prompt_inputs(name, prompt, self._processor, self._inputs.options)
+        check_words(self._dispatched.model, [made.ids], key=name)
+        return made.tensors
+
+    @cached_property
+    def _processor(self) -> PromptProcessor:
+        return PromptProcessor(self._inputs.model, key="generate")
 
     def _pad(self, given: Mapping[str, Any], ends: Sequence[int]) -> int:
         pads = (given.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, self._tokenizer)))
         return [*(token for pad in pads for token in prompts.token_ids(_PAD, pad)), *ends, 0][0]
 
-    def _decode(self, batch: Batch, given: Mapping[str, Any], clock: decode.Clock) -> torch.Tensor:
+    def _decode(self, asked: Mapping[str, torch.Tensor], given: Mapping[str, Any], clock: decode.Clock) -> torch.Tensor:
         model, device = self._dispatched.model, self._dispatched.device
         if not self._uses_transformers:
-            return decode.decode_plainly(model, batch.input_ids.to(device), given, clock=clock)
+            return decode.decode_plainly(model, asked["input_ids"].to(device), given, clock=clock)
         stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
         call = {**given, "tokenizer": self._tokenizer} if stops else given
         with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
-            return decode.decode_with_transformers(model, batch, call, device=device, clock=clock)
+            return decode.decode_with_transformers(model, asked, call, device=device, clock=clock)
 
     def metrics(self, plan: plans.Plan) -> Metrics:
         """Return the run record's metrics under ``plan``: of loading, of decoding, of all that streamed."""

@@ -17,10 +17,12 @@ GENERATIONS = "generations.jsonl"
 class GenerateInputs(InferenceInputs):
     """The tokens depend on the prompts and every option too; ``names`` says where each of the ``prompts`` stands.
 
-    ``options`` are those of the config but for the prompts.
+    ``options`` are those of the config but for the prompts. ``decoders`` has the versions of the libraries that read
+    images and recordings, where a prompt has some.
     """
 
     prompts: Sequence[Prompt]
     names: Sequence[str] = field(compare=False)
     options: Mapping[str, Any]
     seed: int
+    decoders: Mapping[str, str | None] = field(default_factory=dict)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault, OffstageError
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from stages.empty_init.model import read_class
 from stages.inference.tokens import encode_text
+from stages.inputs.prompt_processor import PromptProcessor
 from stages.plan.geometry import read_geometry
-from stages.plan.prompts import MOST, Message, Prompt
+from stages.plan.messages import Message
+from stages.plan.prompt_inputs import conversation, prompt_inputs
+from stages.plan.prompts import MOST, Prompt
 
+_TOKENS = "input_ids"
 _INSTEAD = "generate.prompts=[[5,6,7]]"
 
 
@@ -56,43 +61,57 @@ class Encoder:
 
     def _messages(self, prompt: Prompt) -> list[Message] | None:
         """Return the chat that ``prompt`` is or begins, null if it is text to go on with."""
-        given = prompt.messages
-        if (given is not None or self.chat is True) and not self._has_template:
-            raise ConfigError(
-                "generate.chat: the tokenizer has no template for chats; give text and generate.chat=false, "
-                "or set model.tokenizer to a folder whose tokenizer has one"
-            )
-        if given is None and not self.is_chat:
-            return None
-        messages = [{"role": "user", "content": prompt.text}] if given is None else given
-        opens = messages[0]["role"] == "system" or self.system is None
-        return messages if opens else [{"role": "system", "content": self.system or ""}, *messages]
+        asked = {"chat": self.chat, "system": self.system}
+        return conversation(prompt, asked, has_template=self._has_template)
 
 
 def check_encoded(
     prompts: Mapping[str, Prompt], generate: Mapping[str, Any], model: Mapping[str, Any]
 ) -> Iterable[Fault]:
-    """Yield the first of ``prompts`` that can't be made tokens, and those that are longer than the model's context.
+    """Yield the first of ``prompts`` that can't be made what the model is given, and those longer than its context.
 
     What is wrong with the checkpoint or its tokenizer is said by who opens them.
     """
     try:
         if not model.get("path") or not checkpoint_folder(model).is_dir():
             return
-        needs = any(prompt.token_ids is None for prompt in prompts.values())
+        needs = any(prompt.token_ids is None and not prompt.media for prompt in prompts.values())
         tokenizer, context = load_tokenizer(model) if needs else None, read_geometry(model).context
+        takes_text = _takes_text(model)
     except OffstageError:
         return
     try:
-        encoder = Encoder.of(generate, tokenizer)
-        lengths = {name: len(encoder.encode(name, prompt)) for name, prompt in prompts.items()}
+        lengths = dict(_lengths(prompts, Encoder.of(generate, tokenizer), generate, model))
     except ConfigError as error:
         key, _, message = str(error).partition(": ")
         yield Fault(key, message)
         return
     for name, length in lengths.items():
+        if not takes_text and not prompts[name].media:
+            yield Fault(name, "the model takes no text alone; give what it sees or hears: {images: […]}, {audio: […]}")
         if 0 < context < length:
             yield Fault(name, f"{length} tokens are more than the model's context of {context}; shorten it")
+
+
+def _lengths(
+    prompts: Mapping[str, Prompt], encoder: Encoder, generate: Mapping[str, Any], model: Mapping[str, Any]
+) -> Iterator[tuple[str, int]]:
+    """Yield how many tokens each of ``prompts`` has; every image and recording is read for it, one after another."""
+    processor = None
+    for name, prompt in prompts.items():
+        if prompt.media:
+            processor = processor or PromptProcessor(model, key=name)
+            yield name, len(prompt_inputs(name, prompt, processor, generate).ids)
+        else:
+            yield name, len(encoder.encode(name, prompt))
+
+
+def _takes_text(model: Mapping[str, Any]) -> bool:
+    """Return whether text is what the model's class is given first; a module's own code says what it is given."""
+    if model.get("kind") != "pretrained":
+        return True
+    _, kind = read_class(model)
+    return getattr(kind, "main_input_name", _TOKENS) == _TOKENS
 
 
 def token_ids(option: str, value: object) -> list[int]:

@@ -13,6 +13,7 @@ from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.transcript import transcript
 from stages.inference.inputs import batch_size, gather_model
+from stages.inputs.prompt_processor import media_libraries
 from stages.plan.prompts import check_prompts, check_seed, read_prompts
 
 FILE_NAME = "generation.json"
@@ -74,6 +75,7 @@ class GenerateStage(Stage[GenerateInputs]):
             names=list(prompts),
             options={key: value for key, value in options.items() if key not in ("prompts", "prompts_file")},
             seed=given.seed,
+            decoders=media_libraries() if any(prompt.media for prompt in prompts.values()) else {},
             **gather_model(context),
         )
 

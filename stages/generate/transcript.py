@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.plan.prompts import Content
+from stages.plan.messages import text_of
+from stages.plan.prompt_media import MEDIA
+from stages.plan.prompts import Content, Told
 
 if TYPE_CHECKING:
     import torch
@@ -13,13 +16,20 @@ if TYPE_CHECKING:
     from stages.generate.detokenizer import Detokenizer
 
 
-def before_answer(prompt: Content, *, is_chat: bool) -> str:
-    """Return what stands before the answer to ``prompt``; ``is_chat`` says whether text is what a user says."""
+def before_answer(prompt: Told, *, is_chat: bool) -> str:
+    """Return what stands before the answer to ``prompt``; ``is_chat`` says whether text is what a user says.
+
+    Images and recordings stand in front, by the names of their files.
+    """
+    if isinstance(prompt, dict):
+        files = [Path(file["path"]).name for key in MEDIA for file in prompt.get(key, ())]
+        content: Content = prompt.get("messages") or prompt.get("prompt") or ""
+        return f"[{', '.join(files)}] {before_answer(content, is_chat=is_chat and bool(content))}"
     messages = [one for one in prompt if isinstance(one, dict)]
     if isinstance(prompt, str) and is_chat:
         messages = [{"role": "user", "content": prompt}]
     if messages:
-        return "".join(f"{one['role']}: {one['content']}\n" for one in messages) + "assistant: "
+        return "".join(f"{one['role']}: {text_of(one)}\n" for one in messages) + "assistant: "
     return prompt if isinstance(prompt, str) else f"{prompt} → "
 
 

@@ -33,6 +33,6 @@ def check_words(model: Any, encoded: Iterable[Sequence[int]], *, key: str) -> No
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     words = getattr(text_config, "vocab_size", None) or MOST
-    largest = max(max(ids) for ids in encoded if ids)
+    largest = max((max(ids) for ids in encoded if ids), default=0)
     if largest >= words:
         raise ConfigError(f"{key}: token id {largest} is beyond the model's {words} words; give ids below")

@@ -22,12 +22,13 @@ MOST_SAMPLES = 2**28
 Samples = npt.NDArray[np.float32]
 
 
-def read_audio(key: str, file: Path, *, rate: int) -> Samples:
+def read_audio(key: str, file: Path, *, rate: int, sha256: str | None = None) -> Samples:
     """Return the samples in ``file``, float32 from -1 to 1 of shape (samples,): the mean of its channels.
 
     A ``ConfigError`` that begins with ``key`` where the file is no audio, or its sampling rate isn't ``rate`` in Hz.
+    ``sha256`` is the hash that its content must have.
     """
-    data = read_media(key, file)
+    data = read_media(key, file, sha256=sha256)
     about = f"{key}: {str(file)!r} is no audio that can be read"
     if not _is_pcm(data) and (data[:4] != b"RIFF" or find_spec("soundfile") is not None):
         require(key, "soundfile", f"reading {str(file)!r}, which is no WAV, needs soundfile")

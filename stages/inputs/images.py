@@ -24,24 +24,24 @@ def check_image(key: str, file: Path) -> None:
         _opened(key, file)
 
 
-def read_image(key: str, file: Path) -> Image:
+def read_image(key: str, file: Path, *, sha256: str | None = None) -> Image:
     """Return the image in ``file``; a ``ConfigError`` that begins with ``key`` where it is none, or one too large.
 
     The limit of pixels is Pillow's own (``MAX_IMAGE_PIXELS``), an error here and no warning. Of a file with several
-    images, the first counts.
+    images, the first counts. ``sha256`` is the hash that its content must have.
     """
     from PIL.ImageOps import exif_transpose
 
     with _decoding(key, file):
-        return exif_transpose(_opened(key, file)).convert("RGB")
+        return exif_transpose(_opened(key, file, sha256)).convert("RGB")
 
 
-def _opened(key: str, file: Path) -> Image:
+def _opened(key: str, file: Path, sha256: str | None = None) -> Image:
     from PIL import Image
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        return Image.open(BytesIO(read_media(key, file)), formats=FORMATS)
+        return Image.open(BytesIO(read_media(key, file, sha256=sha256)), formats=FORMATS)
 
 
 def _decoding(key: str, file: Path) -> AbstractContextManager[None]:

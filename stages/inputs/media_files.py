@@ -1,20 +1,66 @@
-"""What files of images and of audio have in common: they are read whole, within bounds, by libraries that may lack."""
+"""What files of images and of audio have in common: they are read whole, within bounds, by libraries that may lack.
+
+A result depends on a file's content and not on its name alone: the content's hash is taken as the file is found, and
+what is read later must still have it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 from pipeline.errors import ConfigError
 from pipeline.regular_files import read_regular
 
+MediaKind = Literal["image", "audio"]
+KINDS: tuple[MediaKind, ...] = ("image", "audio")
 
-def read_media(key: str, file: Path) -> bytes:
-    """Return what ``file`` holds; a ``ConfigError`` that begins with ``key`` where it can't be read, or is empty."""
+_REMEMBERED = 2**16
+"""Of how many files the hash is remembered: what is asked is read several times in a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFile:
+    """A file of one ``kind``: its absolute ``path``, and the SHA-256 of its content in hex."""
+
+    kind: MediaKind
+    path: str
+    sha256: str
+
+
+def find_media(key: str, kind: MediaKind, given: object, folder: Path) -> MediaFile:
+    """Return the file that ``given`` names, from ``folder``; a ``ConfigError`` that begins with ``key`` if none is."""
+    if not isinstance(given, str) or not given:
+        raise ConfigError(f"{key}: {given!r} is no path; give that of a file")
+    path = folder.joinpath(Path(given).expanduser()).absolute()
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{key}: {str(path)!r} can't be read: {reason}") from error
+    return MediaFile(kind, str(path), _hash(key, path, (status.st_dev, status.st_ino, status.st_mtime_ns)))
+
+
+@lru_cache(_REMEMBERED)
+def _hash(key: str, path: Path, _identity: tuple[int, ...]) -> str:
+    return hashlib.sha256(read_media(key, path)).hexdigest()
+
+
+def read_media(key: str, file: Path, *, sha256: str | None = None) -> bytes:
+    """Return what ``file`` holds; a ``ConfigError`` that begins with ``key`` where it can't be read, or is empty.
+
+    So it is where ``sha256`` is given and the content has another: it was changed since it was found.
+    """
     try:
         data = read_regular(file)
     except OSError as error:
         raise ConfigError(f"{key}: {str(file)!r} can't be read: {error.strerror or error}") from error
+    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+        raise ConfigError(f"{key}: {str(file)!r} has changed since the run began; run it again")
     if not data:
         raise ConfigError(f"{key}: {str(file)!r} is an empty file; give one with something in it")
     return data

@@ -1,18 +1,24 @@
 """What a model is asked: prompts from the config, or from a file of text or JSON lines.
 
-A prompt is text, the messages of a chat, or token ids. As a mapping it may bring options of its own, by the names that
-``generate`` has for all. They are read here, below the stage that answers them, since a plan leaves room for them.
+A prompt is text, the messages of a chat, or token ids; images and recordings may stand beside its text, or in messages.
+As a mapping it may bring options of its own, by the names that ``generate`` has for all. They are read here, below the
+stage that answers them, since a plan leaves room for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault, closest
+from pipeline.standard_input import SIGN
 from stages.inputs.line_file import LineFile, is_text as is_text
+from stages.inputs.media_files import MediaFile
 from stages.plan.batch_size import AUTO
+from stages.plan.messages import Message, text_of
+from stages.plan.prompt_media import MEDIA, find_beside, place_media
 
 OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact")
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
@@ -24,16 +30,20 @@ _CONTENTS = ("prompt", "token_ids", "messages")
 _KINDS = "give text, a list of token ids, or a mapping with one of prompt, token_ids and messages"
 _FILE = LineFile("generate.prompts_file", "prompt", _KINDS)
 
-Message = dict[str, str]
 Content = str | list[int] | list[Message]
+Told = Content | dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked, and the ``options`` that are its own: of the ``GenerationConfig``, or a ``seed``."""
+    """What is asked, and the ``options`` that are its own: of the ``GenerationConfig``, or a ``seed``.
+
+    ``media`` are the images and recordings of text or messages, in the order of their places; text may be empty then.
+    """
 
     content: Content
     options: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[MediaFile, ...] = ()
 
     @property
     def messages(self) -> list[Message] | None:
@@ -51,7 +61,16 @@ class Prompt:
         """The text, all messages of a chat together; empty if token ids were given."""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(message["content"] for message in self.messages or ())
+        return "\n".join(map(text_of, self.messages or ()))
+
+    @property
+    def told(self) -> Told:
+        """The prompt as a record tells it: its content, with the files that belong to it where there are any."""
+        if not self.media:
+            return self.content
+        kind = "prompt" if isinstance(self.content, str) else "messages"
+        files = {key: [asdict(file) for file in self.media if file.kind == MEDIA[key]] for key in MEDIA}
+        return {kind: self.content, **{key: listed for key, listed in files.items() if listed}}
 
 
 def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
@@ -87,26 +106,36 @@ def read_prompts(generate: Mapping[str, Any]) -> dict[str, Prompt]:
     """
     file, prompts = generate.get("prompts_file"), generate.get("prompts")
     if file is not None:
-        return {name: _prompt(name, given) for name, given in _FILE.read(file, prompts).items()}
+        folder = Path.cwd() if file == SIGN else Path(str(file)).absolute().parent
+        return {name: _prompt(name, given, folder) for name, given in _FILE.read(file, prompts).items()}
     listed = [prompts] if isinstance(prompts, str) and prompts else prompts
     if not isinstance(listed, list) or not listed:
         raise ConfigError(f"generate.prompts: {prompts!r} is no list of prompts; give generate.prompts=['…']")
-    return {name: _prompt(name, given) for name, given in ((f"generate.prompts[{i}]", p) for i, p in enumerate(listed))}
+    named = ((f"generate.prompts[{i}]", given) for i, given in enumerate(listed))
+    return {name: _prompt(name, given, Path.cwd()) for name, given in named}
 
 
-def _prompt(name: str, given: Any) -> Prompt:
-    """Return what was ``given`` under ``name`` as a prompt."""
+def _prompt(name: str, given: Any, folder: Path) -> Prompt:
+    """Return what was ``given`` under ``name`` as a prompt; paths in it are relative to ``folder``."""
     if not isinstance(given, Mapping):
         return Prompt(_content(name, given, ("prompt", "token_ids")))
     kinds = [kind for kind in _CONTENTS if kind in given]
-    if len(kinds) != 1:
-        near = "" if kinds else "".join(closest(str(key), _CONTENTS) for key in list(given)[:1])
+    files = [file for key in MEDIA for file in find_beside(f"{name}.{key}", key, given.get(key), folder)]
+    if len(kinds) != 1 and (kinds or not files):
+        near = "" if kinds else "".join(closest(str(key), (*_CONTENTS, *MEDIA)) for key in list(given)[:1])
         raise ConfigError(f"{name}: {dict(given)!r} has {len(kinds)} of {', '.join(_CONTENTS)}{near}; give one of them")
-    options = {str(key): value for key, value in given.items() if key not in kinds and value is not None}
+    options = {str(k): value for k, value in given.items() if k not in (*kinds, *MEDIA) and value is not None}
     mine = [key for key in options if key in OWN_KEYS]
     if mine:
         raise ConfigError(f"{name}: {mine[0]!r} is the same for all prompts; give generate.{mine[0]}")
-    return Prompt(_content(f"{name}.{kinds[0]}", given[kinds[0]], kinds), options)
+    if kinds == ["messages"]:
+        messages, files = place_media(f"{name}.messages", given["messages"], files, folder)
+        return Prompt(messages, options, tuple(files))
+    if kinds == ["token_ids"] and files:
+        raise ConfigError(
+            f"{name}: images and audio stand beside text, not beside token_ids; give a prompt or messages"
+        )
+    return Prompt(_content(f"{name}.{kinds[0]}", given[kinds[0]], kinds) if kinds else "", options, tuple(files))
 
 
 def _content(name: str, value: Any, kinds: Sequence[str]) -> Content:
@@ -115,10 +144,6 @@ def _content(name: str, value: Any, kinds: Sequence[str]) -> Content:
         return str(value)
     if "token_ids" in kinds and is_token_ids(value):
         return list(value)
-    if "messages" in kinds and isinstance(value, list) and value and all(map(_is_message, value)):
-        return [dict(message) for message in value]
-    if "messages" in kinds:
-        raise ConfigError(f"{name}: {value!r} is no list of messages; each is {{role: …, content: …}}, both text")
     raise ConfigError(f"{name}: {value!r} is neither text in UTF-8 nor a list of token ids; {_KINDS}")
 
 
@@ -126,7 +151,3 @@ def is_token_ids(value: Any) -> bool:
     """Return whether ``value`` is a list of token ids, at least one."""
     ids = value if isinstance(value, list) else []
     return bool(ids) and all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < MOST for i in ids)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and set(value) == {"role", "content"} and all(map(is_text, value.values()))

@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import nn
@@ -48,7 +50,7 @@ def reference(llama: LlamaForCausalLM, ids: list[int], **options: object) -> lis
 def test_transformers_generate_is_called_with_the_options_as_they_are(llama: LlamaForCausalLM) -> None:
     batch, clock = make_batch([[5, 6, 7]], pad=0, side="left"), Clock()
     options = {"max_new_tokens": 6, "num_beams": 2}
-    tokens = decode_with_transformers(llama, batch, options, device=torch.device("cpu"), clock=clock)
+    tokens = decode_with_transformers(llama, asdict(batch), options, device=torch.device("cpu"), clock=clock)
     assert tokens[0].tolist() == reference(llama, [5, 6, 7], **options)
     assert len(clock.times) == 6
     assert clock.times == sorted(clock.times)
@@ -56,7 +58,9 @@ def test_transformers_generate_is_called_with_the_options_as_they_are(llama: Lla
 
 def test_a_batch_is_padded_on_the_left_so_that_each_row_gets_its_own_answer(llama: LlamaForCausalLM) -> None:
     batch = make_batch([[5, 6, 7, 8], [9]], pad=0, side="left")
-    tokens = decode_with_transformers(llama, batch, {"max_new_tokens": 5}, device=torch.device("cpu"), clock=Clock())
+    tokens = decode_with_transformers(
+        llama, asdict(batch), {"max_new_tokens": 5}, device=torch.device("cpu"), clock=Clock()
+    )
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [0, 0, 0, 1]]
     assert tokens[0].tolist() == reference(llama, [5, 6, 7, 8], max_new_tokens=5)
     assert tokens[1].tolist() == reference(llama, [9], max_new_tokens=5)
@@ -103,7 +107,9 @@ def test_the_clock_sees_the_new_tokens_as_they_come(llama: LlamaForCausalLM) -> 
     batch, seen = make_batch([[5, 6, 7]], pad=0, side="left"), list[list[int]]()
     clock = Clock(see=lambda new: seen.append(new[0].tolist()))
     options = {"max_new_tokens": 3, "do_sample": False}
-    tokens = decode_with_transformers(llama, batch, options, device=torch.device("cpu"), clock=clock)[0].tolist()
+    tokens = decode_with_transformers(llama, asdict(batch), options, device=torch.device("cpu"), clock=clock)[
+        0
+    ].tolist()
     assert seen == [tokens[:1], tokens[:2], tokens[:3]]
     seen.clear()
     decode_plainly(Bare(llama), batch.input_ids, options, clock=clock)

@@ -1,0 +1,141 @@
+"""The processor of a checkpoint: what makes of text, images and recordings what its model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError
+from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from stages.checkpoints.tokenizer_limits import check_tokenizer
+from stages.checkpoints.tokenizers import tokenizing
+from stages.inputs.audio import read_audio
+from stages.inputs.images import read_image
+from stages.inputs.media_files import MediaFile, MediaKind
+from stages.inputs.processors import load_processor
+
+LIBRARIES = {"pillow": "PIL", "torchvision": "torchvision", "soundfile": "soundfile"}
+"""What decodes and resizes images and recordings: distributions, each by what it is imported as."""
+
+_PARTS: Mapping[MediaKind, tuple[str, ...]] = {
+    "image": ("image_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+_TRAINING = ("labels",)
+"""What some processors add that is of use to a loss alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """What a model is given for one prompt: ``ids`` are its tokens, none where it takes no text.
+
+    ``tensors`` has everything by the name that the model's forward has for it, tokens and mask included, each with a
+    batch of one prompt.
+    """
+
+    ids: list[int]
+    tensors: Mapping[str, Any]
+
+
+class PromptProcessor:
+    """The processor in the folder of the config node ``model``; ``key`` is what it is wanted for."""
+
+    def __init__(self, model: Mapping[str, Any], *, key: str) -> None:
+        if tokenizer_folder(model) is not None:
+            raise ConfigError(
+                "model.tokenizer: a prompt with images or audio goes through the checkpoint's own processor, which has "
+                "a tokenizer of its own; leave it null"
+            )
+        self._folder = checkpoint_folder(model)
+        check_tokenizer(self._folder)
+        self._given = load_processor(model, "processor", key=key)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it has a template for chats."""
+        return bool(getattr(self._given, "chat_template", None))
+
+    @property
+    def image_token(self) -> str | None:
+        """What stands in a text where an image belongs; null where none is needed."""
+        found = getattr(self._given, "image_token", None)
+        return None if found is None else str(found)
+
+    def check_takes(self, name: str, kind: MediaKind) -> None:
+        """Raise a ``ConfigError`` about ``name`` unless the checkpoint's model takes media of that ``kind``."""
+        if self._part(kind) is None:
+            what = "images" if kind == "image" else "audio"
+            raise ConfigError(
+                f"{name}: the checkpoint in {str(self._folder)!r} takes no {what}: it has no processor for that; "
+                "give text alone, or another checkpoint"
+            )
+
+    def encode(self, name: str, text: str, media: Sequence[MediaFile], *, templated: bool = False) -> ModelInputs:
+        """Return what the model is given for ``text`` with ``media``, both in the order in which they belong together.
+
+        ``templated`` says that the text came out of a chat's template: what that begins with isn't put there again.
+        Raises ``ConfigError`` about ``name``.
+        """
+        for kind in {file.kind for file in media}:
+            self.check_takes(name, kind)
+        call: dict[str, Any] = {"text": text} if text else {}
+        decoded = [self._decoded(f"{name}.{file.kind}", file) for file in media]
+        images = [one for file, one in zip(media, decoded, strict=True) if file.kind == "image"]
+        sounds = [one for file, one in zip(media, decoded, strict=True) if file.kind == "audio"]
+        if images:
+            call["images"] = [images] if text else images
+        if sounds:
+            call |= {"audio": sounds, "sampling_rate": self._rate}
+        begin = getattr(getattr(self._given, "tokenizer", None), "bos_token", None)
+        if templated and begin and text.startswith(begin):
+            call["add_special_tokens"] = False
+        with tokenizing(ConfigError, f"{name}: the checkpoint's processor can't take it"):
+            found = self._given(**call, return_tensors="pt")
+        return self._checked(name, text, dict(found))
+
+    def templated(self, name: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a chat up to where the model's answer begins, with a place for each image and sound."""
+        with tokenizing(ConfigError, f"{name}: it can't be put in the processor's template for chats"):
+            return str(self._given.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+
+    def _checked(self, name: str, text: str, found: dict[str, Any]) -> ModelInputs:
+        """Return what the processor made, without what is for training; refuse what the model would stumble over."""
+        if text and "input_ids" not in found:
+            raise ConfigError(f"{name}: the model takes no text beside audio: {text[:80]!r}; leave it out")
+        for key in (*_TRAINING, *(key for key, value in found.items() if value is None)):
+            found.pop(key, None)
+        ids = [int(token) for token in found["input_ids"][0]] if "input_ids" in found else []
+        return ModelInputs(ids, found)
+
+    def _decoded(self, name: str, file: MediaFile) -> Any:
+        if file.kind == "image":
+            return read_image(name, Path(file.path), sha256=file.sha256)
+        samples, longest = read_audio(name, Path(file.path), rate=self._rate, sha256=file.sha256), self._longest
+        if longest is not None and len(samples) > longest:
+            seconds, most = len(samples) / self._rate, longest / self._rate
+            raise ConfigError(
+                f"{name}: {file.path!r} lasts {seconds:.1f} s, and the model hears {most:g} s at once; cut it"
+            )
+        return samples
+
+    def _part(self, kind: MediaKind) -> Any:
+        return next((part for name in _PARTS[kind] if (part := getattr(self._given, name, None)) is not None), None)
+
+    @property
+    def _rate(self) -> int:
+        return int(getattr(self._part("audio"), "sampling_rate", 16000))
+
+    @property
+    def _longest(self) -> int | None:
+        """How many samples the model hears at once; the processor would drop what is beyond without a word."""
+        samples = getattr(self._part("audio"), "n_samples", None)
+        return samples if isinstance(samples, int) else None
+
+
+def media_libraries() -> dict[str, str | None]:
+    """Return the versions of the libraries that decode and resize, null for one that isn't there."""
+    return {name: metadata.version(name) if find_spec(module) else None for name, module in LIBRARIES.items()}

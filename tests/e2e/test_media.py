@@ -1,0 +1,179 @@
+"""Prompts with images and audio: the tokens of transformers' own generate on the plain model, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from tests.e2e.conftest import Finished, Replay
+from tests.e2e.media_checkpoints import picture, recording, save
+
+pytest.importorskip("PIL.Image")
+
+TEXTS = {
+    "llava": "What is <image> here?",
+    "idefics3": "<image> or not",
+    "paligemma": "describe",
+    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>what",
+    "whisper": "",
+}
+NEEDS = {"qwen2_vl": "torchvision"}
+SAMPLED = ("generate.do_sample=true", "generate.temperature=0.9", "seed=5")
+
+
+def plain_tokens(folder: Path, name: str, media: Path, *, sampled: bool) -> list[int]:
+    """Return the new tokens that transformers' own generate gives for the prompt, on the model in memory."""
+    processor = hf.AutoProcessor.from_pretrained(folder)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": sampled} | ({"temperature": 0.9} if sampled else {})
+    if name == "whisper":
+        model = hf.AutoModelForSpeechSeq2Seq.from_pretrained(folder)
+        with wave.open(str(media)) as file:
+            sound = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
+        inputs, before = processor(sound, sampling_rate=16000, return_tensors="pt"), 0
+    else:
+        model = hf.AutoModelForImageTextToText.from_pretrained(folder)
+        image = hf.image_utils.load_image(str(media))
+        inputs = processor(images=[[image]], text=TEXTS[name], return_tensors="pt")
+        before = inputs["input_ids"].shape[1]
+    torch.manual_seed(5)
+    return model.generate(**inputs, **options)[0, before:].tolist()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_a_model_sees_or_hears_is_answered_as_it_is_in_memory(
+    name: str, tmp_path: Path, offstage_here: Callable[..., Finished]
+) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    folder = save(tmp_path / "checkpoint", name)
+    media = recording(tmp_path / "a.wav") if name == "whisper" else picture(tmp_path / "a.png")
+    key = "audio" if name == "whisper" else "images"
+    given = {**({"prompt": TEXTS[name]} if TEXTS[name] else {}), key: [media.name]}
+    tmp_path.joinpath("prompts.jsonl").write_text(json.dumps(given))
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    fixed = (f"model.path={folder}", f"max_memory.cpu={size // 2}", "storage.io=direct", "generate.chat=false")
+    asked = ("generate.prompts_file=prompts.jsonl", "generate.max_new_tokens=8")
+    greedy, sampled = offstage_here(*fixed, *asked), offstage_here(*fixed, *asked, *SAMPLED)
+    assert greedy.code == sampled.code == 0, greedy.err + sampled.err
+    assert greedy.record["metrics"]["streamed_bytes_per_token"] > 0, "nothing lay on disk: the test proves nothing"
+    assert greedy.tokens == [plain_tokens(folder, name, media, sampled=False)]
+    assert sampled.tokens == [plain_tokens(folder, name, media, sampled=True)]
+    (told,) = (output["prompt"] for output in greedy.record["outputs"])
+    assert [file["path"] for file in told[key]] == [str(media)]
+
+
+@pytest.fixture
+def seeing(tmp_path: Path) -> Path:
+    picture(tmp_path / "a.png")
+    return save(tmp_path / "llava", "llava")
+
+
+def test_messages_and_text_meet_in_one_template(seeing: Path, offstage_here: Callable[..., Finished]) -> None:
+    parts = "[{type: image, path: a.png}, {type: text, text: Look}]"
+    bare = "[{type: image}, {type: text, text: Look}]"
+    prompts = [
+        "{prompt: Look, images: [a.png]}",
+        f"{{messages: [{{role: user, content: {parts}}}]}}",
+        f"{{messages: [{{role: user, content: {bare}}}], images: a.png}}",
+        "{prompt: '<image>Look', images: [a.png]}",
+    ]
+    done = offstage_here(
+        f"model.path={seeing}", f"generate.prompts=[{','.join(prompts)}]", "generate.max_new_tokens=6", "dtype=float32"
+    )
+    assert done.code == 0, done.err
+    assert done.tokens[0] == done.tokens[1] == done.tokens[2] == done.tokens[3]
+    assert [output["batch"] for output in done.record["outputs"]] == [0, 1, 2, 3], "each is decoded alone"
+    processor = hf.AutoProcessor.from_pretrained(seeing)
+    chat = [{"role": "user", "content": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "Look"}]}]
+    inputs = processor.apply_chat_template(
+        chat, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    model = hf.AutoModelForImageTextToText.from_pretrained(seeing)
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert done.tokens[0] == expected.tolist()
+
+
+def test_another_image_is_another_generation_and_a_replay_says_so(
+    seeing: Path, tmp_path: Path, offstage_here: Callable[..., Finished], replay: Replay
+) -> None:
+    asked = (
+        f"model.path={seeing}",
+        "max_memory.cpu=1GB",
+        "storage.io=direct",
+        "generate.prompts=[{prompt: '<image>Look', images: [a.png]}]",
+        "generate.chat=false",
+    )
+    first, again = offstage_here(*asked), offstage_here(*asked)
+    assert (first.cached["generate"], again.cached["generate"]) == (False, True)
+    run = next(tmp_path.glob("outputs/runs/*/*/run.json")).parent
+    code, out, err = replay(run)
+    assert code == 0, out + err
+    picture(tmp_path / "a.png", seed=1)
+    changed = offstage_here(*asked)
+    assert not changed.cached["generate"]
+    assert changed.tokens != first.tokens
+    code, out, err = replay(run)
+    assert code == 1, out + err
+    assert "generate.prompts[0].media[0].sha256: was " in out
+
+
+BAD: dict[str, tuple[str, str, str]] = {
+    "text for an image": (
+        "llava",
+        "{prompt: '<image>', images: [text.png]}",
+        "text.png' is no image that can be read",
+    ),
+    "a missing file": (
+        "llava",
+        "{prompt: '<image>', images: [gone.png]}",
+        "generate.prompts[0].images[0]: '",
+    ),
+    "a folder": ("llava", "{prompt: '<image>', images: [llava]}", "not a regular file"),
+    "no place": ("llava", "{prompt: Look, images: [a.png]}", "<image>"),
+    "a hearing model's file": ("llava", "{prompt: Look, audio: [a.wav]}", "takes no audio"),
+    "an image for text": ("text", "{prompt: Look, images: [a.png]}", "generate.prompts[0]: the checkpoint in"),
+    "audio for text": ("text", "{prompt: Look, audio: [a.wav]}", "takes no audio"),
+    "text for a hearing model": ("whisper", "[5, 6]", "generate.prompts[0]: the model takes no text alone"),
+    "text beside audio": ("whisper", "{prompt: Hello, audio: [a.wav]}", "takes no text beside audio: 'Hello'"),
+    "another rate": ("whisper", "{audio: [slow.wav]}", "has 8000 Hz and the model takes 16000"),
+    "a long one": ("whisper", "{audio: [long.wav]}", "lasts 31.0 s, and the model hears 30 s at once"),
+    "no audio": ("whisper", "{audio: [text.png]}", "text.png', which is no WAV, needs"),
+    "an address": (
+        "llava",
+        "{messages: [{role: user, content: [{type: image, url: 'http://x/y.png'}]}]}",
+        "nothing is",
+    ),
+    "no file for a part": ("llava", "{messages: [{role: user, content: [{type: image}]}]}", "no file for this image"),
+    "a file for no part": (
+        "llava",
+        "{messages: [{role: user, content: Hi}], images: [a.png]}",
+        "no part of them is for",
+    ),
+    "token ids": ("llava", "{token_ids: [5], images: [a.png]}", "stand beside text, not beside token_ids"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_file_that_does_not_do_is_one_line_before_any_weight_is_read(
+    case: str, tmp_path: Path, offstage_here: Callable[..., Finished]
+) -> None:
+    name, prompt, words = BAD[case]
+    picture(tmp_path / "a.png")
+    recording(tmp_path / "a.wav")
+    recording(tmp_path / "slow.wav", rate=8000)
+    recording(tmp_path / "long.wav", seconds=31)
+    tmp_path.joinpath("text.png").write_text("no image")
+    chosen = [] if name == "text" else [f"model.path={save(tmp_path / name, name)}"]
+    done = offstage_here(*chosen, f"generate.prompts=[{prompt}]", "generate.chat=false")
+    assert done.code == 2, done.err
+    assert len(done.err.strip().splitlines()) == 1, done.err
+    assert words in done.err
+    assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
