@@ -66,8 +66,9 @@ def load_tokenizer(model: Mapping[str, Any]) -> Any:
 
     What ``model.tokenizer`` names must hold one.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, logging
 
+    logging.set_verbosity_error()  # that a text is longer than the context is for who asked for it to say
     folder = tokenizer_folder(model) or checkpoint_folder(model)
     if not model.get("tokenizer") and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return None

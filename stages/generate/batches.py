@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from stages.inference.batches import by_length
+
 ALONE = ("prompt_lookup_num_tokens",)
 """Options that transformers takes for one sequence at a time only. Prompts with media are taken one at a time too."""
 
@@ -36,16 +38,11 @@ def make_batches(asked: Sequence[Asked], *, size: int | None, alone: bool, padde
     with the longest prompts come first, so that what doesn't fit shows at once.
     """
 
-    def together(one: Asked) -> Hashable:
-        return json.dumps(one.options, sort_keys=True), one.with_media, None if padded else len(one.ids)
-
     batches: list[list[Asked]] = []
-    for group in _groups(asked, together):
-        longest_first = sorted(group, key=lambda one: -len(one.ids))
+    for group in _groups(asked, lambda one: (json.dumps(one.options, sort_keys=True), one.with_media)):
         single = alone or group[0].with_media or any(group[0].options.get(option) for option in ALONE)
-        step = 1 if single else size or len(group)
-        pieces = (longest_first[start : start + step] for start in range(0, len(group), step))
-        batches += [sorted(piece, key=lambda one: one.index) for piece in pieces]
+        places = by_length([len(one.ids) for one in group], size=1 if single else size, padded=padded)
+        batches += [[group[place] for place in batch] for batch in places]
     return batches
 
 

@@ -13,8 +13,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from pipeline.errors import ConfigError
 from stages.generate.prompts import token_ids
+from stages.inference.logits import logits_of
 
 END = "eos_token_id"
 
@@ -125,20 +125,6 @@ def choose(logits: torch.Tensor, tokens: torch.Tensor, options: Mapping[str, Any
         if options.get(name):
             logits = warper(options[name])(tokens, logits)
     return torch.multinomial(logits.softmax(dim=-1), 1)[:, 0]
-
-
-def logits_of(output: Any) -> torch.Tensor:
-    """Return the logits (prompts, length, words) in what a model returned: a tensor, a mapping, or a tuple's first."""
-    if isinstance(output, Mapping) and "logits" in output:
-        output = output["logits"]
-    elif hasattr(output, "logits"):
-        output = output.logits
-    elif isinstance(output, (tuple, list)) and output:
-        output = output[0]
-    if not isinstance(output, torch.Tensor) or output.dim() != 3:
-        got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
-        raise ConfigError(f"model: its forward returned {got}; text needs logits of shape (prompts, length, words)")
-    return output
 
 
 def trim(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:

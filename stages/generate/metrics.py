@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from stages.dispatch.transfer.carrier import Traffic
+from stages.inference.bound import Bound, bound_of
 from stages.plan.plan import Plan
 from stages.plan.predict import bound_seconds
 
-Bound = Literal["storage", "link", "compute"]
 Metrics = dict[str, float | int | str | None]
-
-STALL_SHARE = 0.1
-"""Forwards that waited for at least this share of the decode seconds were held up by what they waited for."""
 
 
 @dataclass(slots=True)
@@ -53,15 +49,8 @@ class Cost:
         self.stall_seconds += last.stall_seconds - first.stall_seconds
 
     def bound(self) -> Bound:
-        """Return what decoding waited for: reads from storage, copies over the link, or neither and it computed.
-
-        A forward that waits where nothing is read waits for copies. Where weights come from storage and from the host,
-        the wait is put down to storage, the slower of the two. Pages of a mapped file that had to be read are not seen:
-        a map is chosen where they stay in memory.
-        """
-        if self.stall_seconds < STALL_SHARE * self.decode_seconds:
-            return "compute"
-        return "storage" if self.storage_bytes else "link"
+        """Return what decoding waited for."""
+        return bound_of(self.decode_seconds, stall_seconds=self.stall_seconds, storage_bytes=self.storage_bytes)
 
     def bound_seconds(self, plan: Plan) -> float | None:
         """Return the least seconds in which a token's weights could be moved, as they lie under ``plan``."""

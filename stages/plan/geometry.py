@@ -37,7 +37,8 @@ class Request:
 
     ``length`` is 0 where one forward is all: then no keys and values are kept for a next token. ``positions`` is of how
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
-    together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences.
+    together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. The host keeps
+    ``result_bytes`` of all results to the end.
     """
 
     sequences: int = 1
@@ -46,6 +47,7 @@ class Request:
     positions: int = 1
     normalised: int | None = None
     copies: int = 1
+    result_bytes: int = 0
 
     @property
     def tokens(self) -> int:

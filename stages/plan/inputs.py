@@ -48,9 +48,9 @@ class PlanInputs:
     """The model by the key of its ``skeleton``, the map that was asked for, and what is demanded beside weights.
 
     ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
-    least the last. ``count`` prompts of ``copies`` sequences each are then to be answered, in the ``rooms`` that
-    devices have, where budgets don't say it. ``simulated`` has the accelerators that the config lists; those that are
-    here stand in ``machine``, since their free memory is in the budgets already.
+    least the last. ``count`` prompts or windows, each of ``copies`` rows that compute at once, are then to be answered,
+    in the ``rooms`` that devices have, where budgets don't say it. ``simulated`` has the accelerators that the config
+    lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
     """
 
     skeleton: str
@@ -85,7 +85,7 @@ def gather_inputs(
             for size, request in requests.items()
         },
         count=read_request(config).sequences // largest.copies if chosen else 0,
-        copies=largest.copies if chosen else 0,
+        copies=largest.copies * largest.positions if chosen else 0,
         rooms=rooms(machine) if chosen and given.max_memory else {},
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
         rates=rates,
@@ -124,8 +124,8 @@ def host_kernels(config: Config, cache: Path) -> Kernels:
 
 def _needed(machine: Hardware, needs: Work) -> int:
     """Return what the request takes beside weights where it computes; the host computes where nothing else does."""
-    scratch = 0 if machine.accelerators else needs.scratch_bytes
-    return needs.cache_bytes + needs.activation_bytes + scratch
+    on_host = 0 if machine.accelerators else needs.scratch_bytes + needs.result_bytes
+    return needs.cache_bytes + needs.activation_bytes + on_host
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> dict[str, int]:

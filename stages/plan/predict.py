@@ -30,17 +30,18 @@ PINNED_BYTES = 16 * 2**20
 class Work:
     """What a request takes on the device that computes a layer, in bytes: keys and values, and activations.
 
-    ``scratch_bytes`` are what the host's kernels take beside them.
+    ``scratch_bytes`` are what the host's kernels take beside them, ``result_bytes`` what the host keeps to the end.
     """
 
     cache_bytes: int
     activation_bytes: int
     scratch_bytes: int = 0
+    result_bytes: int = 0
 
     @property
     def bytes(self) -> int:
         """All of it."""
-        return self.cache_bytes + self.activation_bytes + self.scratch_bytes
+        return self.cache_bytes + self.activation_bytes + self.scratch_bytes + self.result_bytes
 
 
 def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernels = NOMINAL) -> Work:
@@ -63,7 +64,7 @@ def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernel
         ]
     found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()))
     activations = max(grown, *(held for held, _ in found))
-    return Work(cache, activations, max(0, max(map(sum, found)) - activations))
+    return Work(cache, activations, max(0, max(map(sum, found)) - activations), request.result_bytes)
 
 
 def _logits(geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...]) -> Iterator[tuple[int, int]]:
@@ -145,6 +146,7 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
         if device == CPU:
             held |= {"reserve": staging} if plan.main_device == CPU else {"staging": min(staging, PINNED_BYTES)}
             held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0
+            held |= {"results": needs.result_bytes} if needs.result_bytes else {}
             held["process"] = PROCESS_BYTES
         peaks[device] = held
     return _with_simulated(peaks, plan, needs)

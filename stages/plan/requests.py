@@ -21,8 +21,9 @@ from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
 from stages.plan.batch_size import AUTO, batch_sizes
-from stages.plan.geometry import LEAST_LENGTH, Request, round_up
+from stages.plan.geometry import LEAST_LENGTH, Request, read_geometry, round_up
 from stages.plan.prompts import Prompt, read_prompts
+from stages.plan.texts import ScoredText, ScoreOptions, read_scored_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,6 +31,17 @@ if TYPE_CHECKING:
 _TEMPLATE_TOKENS = 32
 _BYTES_A_TOKEN = 3
 """How many bytes of text make one token where no tokenizer says it: byte-level vocabularies have 3 to 5."""
+
+_LONG = 16
+"""Letters for each token of a window that are more than any tokenizer makes one token of, all over a text."""
+
+NORMALISED = 64
+"""The positions whose log-softmax ``score`` takes at once. A multiple of four, so that each row lies at the same place
+among 16 bytes as if all were taken at once: an accelerator's kernels sum in an order that hangs on it."""
+
+_RESULT_BYTES = 256
+"""What a token that is scored takes on the host: its id, its likelihood, and both as they are written in the end."""
+_FEW_BYTES = 2**20
 
 Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
 """What a stage asks: from its node of the config, and the node ``model``."""
@@ -109,12 +121,17 @@ def _tokens(prompt: Prompt, model: Mapping[str, Any]) -> int:
     """
     if prompt.token_ids:
         return len(prompt.token_ids)
-    size, around = len(prompt.text.encode()), _TEMPLATE_TOKENS * len(prompt.messages or ())
+    return _TEMPLATE_TOKENS * len(prompt.messages or ()) + count_tokens(prompt.text, model)
+
+
+def count_tokens(text: str, model: Mapping[str, Any]) -> int:
+    """Return how many tokens ``text`` has for ``model``, estimated where it is short or there is no tokenizer."""
+    size = len(text.encode(errors="replace"))
     tokenizer = _tokenizer(tokenizer_folder(model) or checkpoint_folder(model)) if size > LEAST_LENGTH else None
-    with suppress(ConfigError), tokenizing(ConfigError, "generate.prompts"):  # which ``generate`` itself reports
+    with suppress(ConfigError), tokenizing(ConfigError, "model.tokenizer"):  # which the stage itself reports
         if tokenizer is not None:
-            return around + len(tokenizer.encode(prompt.text).ids)
-    return around + size // _BYTES_A_TOKEN + 1
+            return len(tokenizer.encode(text).ids)
+    return size // _BYTES_A_TOKEN + 1
 
 
 @cache
@@ -136,5 +153,39 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
     return tokenizer
 
 
-READERS: Mapping[str, Reader] = {"generate": generate_request, "forward": forward_request}
+def score_request(score: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
+    """Return how much the config's ``score`` asks of ``model``: windows whose every position gives logits."""
+    options = read(ScoreOptions, score)
+    window, stride = options.windows(read_geometry(model).context)
+    try:
+        texts = list(read_scored_texts(options).values())
+    except ConfigError:
+        texts = [ScoredText("")]  # ``score`` itself reports what is none
+    lengths = [_text_tokens(text, window, model) for text in texts]
+    windows = sum(1 + max(0, -((window - length) // stride)) for length in lengths)
+    most = windows if options.batch_size == AUTO else int(options.batch_size)
+    length = round_up(max(LEAST_LENGTH, min(window, max(lengths))))
+    sequences = 1 if options.exact else min(windows, most)
+    results = sum(lengths) * _RESULT_BYTES
+    return Request(
+        sequences,
+        length,
+        length=0,
+        positions=length,
+        normalised=NORMALISED,
+        result_bytes=round_up(results) if results >= _FEW_BYTES else 0,
+    )
+
+
+def _text_tokens(text: ScoredText, window: int, model: Mapping[str, Any]) -> int:
+    """Return how many tokens ``text`` has; of one that has far more than a ``window``, an estimate."""
+    whole = text.text
+    if whole is None:
+        return len(text.content) + len(text.context or ())
+    if len(whole) > _LONG * window:
+        return len(whole) // _BYTES_A_TOKEN
+    return count_tokens(whole, model)
+
+
+READERS: Mapping[str, Reader] = {"generate": generate_request, "score": score_request, "forward": forward_request}
 """The stages that run the model, by name."""

@@ -14,9 +14,9 @@ from stages.generate.decode import (
     decode_with_transformers,
     end_tokens,
     has_generate,
-    logits_of,
     trim,
 )
+from stages.inference.logits import logits_of
 from stages.inference.padding import make_batch
 
 WORDS = 50

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from stages.plan.geometry import Request, round_up
-from stages.plan.requests import generate_request, read_request
+from stages.plan.requests import NORMALISED, generate_request, read_request, read_requests, score_request
 
 
 @pytest.mark.parametrize("stages", [None, [], ["empty_init", "plan"], ["plan", "generate"], ["generate", "of_another"]])
@@ -39,3 +39,28 @@ def test_the_tokens_of_a_long_text_are_counted_by_its_models_tokenizer(tmp_path:
     (tmp_path / "tokenizer.json").write_text("{")
     for model in ({"path": str(tmp_path)}, {"path": str(tmp_path / "none")}):
         assert generate_request({"prompts": [text]}, model).prompt == round_up(len(text) // 3 + 1)
+
+
+def scoring(**score: object) -> dict[str, object]:
+    return {"stages": ["plan", "score"], "generate": {"prompts": ["one"] * 9}, "score": score}
+
+
+def test_scoring_asks_for_the_logits_of_whole_windows_and_no_cache() -> None:
+    short = read_request(scoring(texts=["one", [5, 6]]))
+    assert short == Request(1, 64, length=0, positions=64, normalised=NORMALISED)
+    long = read_request(scoring(texts=[[5] * 1000, [5]], window=128, stride=64, batch_size=4))
+    assert (long.sequences, long.prompt, long.positions, long.tokens) == (4, 128, 128, 0)
+    assert read_request(scoring(texts=[[5] * 1000], window=128, batch_size=4, exact=True)).sequences == 1
+    assert read_request(scoring(texts=[[5] * 1000], window=512, batch_size=64)).sequences == 2, "there are no more"
+
+
+def test_a_batch_of_windows_can_be_the_plans_to_choose() -> None:
+    requests = read_requests(scoring(texts=[[5] * 1000], window=100, batch_size="auto"))
+    assert max(size for size in requests if size) == 10
+    assert all(request.sequences == size for size, request in requests.items())
+
+
+def test_what_is_kept_of_many_tokens_is_counted() -> None:
+    few, many = (score_request({"texts": [[5] * count]}, {}).result_bytes for count in (100, 10**5))
+    assert few == 0
+    assert 2e7 < many < 4e7

@@ -1,0 +1,148 @@
+"""One scoring: texts in, ``Scores`` out, measured as it goes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from pipeline.atomic_files import write_text
+from pipeline.stage import Context
+from stages.checkpoints.tokenizers import load_tokenizer
+from stages.dispatch.stage import Dispatched
+from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
+from stages.inference.batches import by_length
+from stages.inference.measured import measured_peaks
+from stages.inference.progress import Progress, Row
+from stages.inference.tokens import check_words
+from stages.plan.texts import ScoredText
+from stages.score.inputs import SCORES, ScoreInputs
+from stages.score.likelihoods import TokenScores, score_windows
+from stages.score.metrics import ScoreCost, TextScore
+from stages.score.windows import Window, cut, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """``texts``: one mapping a text, with the log-likelihood of each of its scored tokens; ``metrics`` and ``measured``
+    (device → peak bytes) are those of the run.
+    """
+
+    texts: list[dict[str, Any]]
+    metrics: dict[str, Any]
+    measured: dict[str, int]
+    trace: Trace | None = None
+
+    def save(self, file: Path) -> None:
+        """Write ``file``, and ``trace.json`` beside it if there is a trace."""
+        data = {"texts": self.texts, "metrics": self.metrics, "measured": self.measured}
+        write_text(file, json.dumps(data, allow_nan=False) + "\n")
+        if self.trace is not None:
+            self.trace.save(file.with_name(TRACE_NAME))
+
+
+def perform(inputs: ScoreInputs, context: Context, folder: Path) -> Scores:
+    """Score what ``inputs`` ask for, on the live model of the stage dispatch.
+
+    Each batch of windows is kept in ``folder`` as it finishes; those that are there already, of a run that was killed,
+    are taken.
+    """
+    tokenizer, progress = load_tokenizer(inputs.model), Progress(folder / SCORES)
+    dispatched: Dispatched = context.live("dispatch")
+    config = getattr(dispatched.model, "config", None)
+    has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+    encoded = [
+        encode(name, text, tokenizer, has_encoder=has_encoder)
+        for name, text in zip(inputs.names, inputs.texts, strict=True)
+    ]
+    check_words(dispatched.model, [[*text.ids, *text.source] for text in encoded], key="score")
+    windows = list(cut(encoded, window=inputs.window, stride=inputs.stride))
+    cost = _run(windows, inputs.batch_size, progress, dispatched)
+    texts = _texts(inputs, progress.settle())
+    together = TextScore.together([TextScore.of(text["log_likelihoods"], text["bytes"]) for text in texts]).metrics()
+    traffic = dispatched.streamer.traffic
+    metrics = {
+        "load_seconds": dispatched.load_seconds,
+        "scored_tokens": together.pop("tokens"),
+        **together,
+        **cost.metrics(),
+        "storage_read_bytes": dispatched.read_bytes + traffic.storage_bytes,
+        "stall_seconds": traffic.stall_seconds,
+    }
+    return Scores(texts, metrics, measured_peaks(context, dispatched), dispatched.streamer.trace)
+
+
+def _run(windows: Sequence[Window], size: int, progress: Progress, dispatched: Dispatched) -> ScoreCost:
+    """Score every window, in batches of ``size``, those apart that ``progress`` has; return what it cost."""
+    lengths = [max(len(window.ids), len(window.source)) for window in windows]
+    batches = by_length(lengths, size=size, padded=_pads(dispatched.model))
+    left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
+    cost = ScoreCost(dispatched.streamer.traffic)
+    with tqdm(total=len(windows), desc="score", unit="window", disable=None, leave=False) as bar:
+        bar.update(len(windows) - sum(map(len, left.values())))
+        for number, batch in left.items():
+            chosen = [windows[index] for index in batch]
+            began = time.perf_counter()
+            scores = score_windows(dispatched.model, chosen, dispatched.device)
+            cost.add(time.perf_counter() - began, sum(len(score.values) for score in scores))
+            progress.add([_row(number, len(batch), *pair) for pair in zip(chosen, scores, strict=True)])
+            bar.update(len(batch))
+    return cost
+
+
+def _pads(model: nn.Module) -> bool:
+    """Return whether rows of unequal length can be padded: of a model that isn't transformers' no mask is known."""
+    return getattr(model, "config", None) is not None
+
+
+def _row(batch: int, rows: int, window: Window, scores: TokenScores) -> Row:
+    """Return what is told of a window: ``begin`` to ``end`` of its text, of which ``token_ids`` were scored."""
+    return {
+        "index": window.index,
+        "batch": batch,
+        "rows": rows,
+        "text": window.text,
+        "begin": window.begin,
+        "end": window.end,
+        "token_ids": list(window.scored),
+        "log_likelihoods": scores.values,
+        "greedy": scores.greedy,
+    }
+
+
+def _texts(inputs: ScoreInputs, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return what is told of each text, all its windows together."""
+    of_text: list[list[Row]] = [[] for _ in inputs.texts]
+    for row in rows:
+        of_text[row["text"]].append(row)
+    named = zip(inputs.names, inputs.texts, of_text, strict=True)
+    return [_text(name, text, found) for name, text, found in named]
+
+
+def _text(name: str, text: ScoredText, rows: Sequence[Row]) -> dict[str, Any]:
+    joined: Mapping[str, list[Any]] = {
+        key: [value for row in rows for value in row[key]] for key in ("token_ids", "log_likelihoods", "greedy")
+    }
+    size = len(text.content.encode()) if isinstance(text.content, str) else None
+    digest = sha256()
+    for row in rows:
+        digest.update(json.dumps([row["token_ids"], row["log_likelihoods"]]).encode())
+    return {
+        "name": name,
+        "context": text.context,
+        "text": text.content,
+        **TextScore.of(joined["log_likelihoods"], size).metrics(),
+        "is_greedy": all(joined["greedy"]),
+        "bytes": size,
+        "windows": [[row["begin"], row["end"]] for row in rows],
+        "batches": [row["batch"] for row in rows],
+        "sha256": digest.hexdigest(),
+        **joined,
+    }

@@ -1,0 +1,127 @@
+"""The stage score: a dispatched model and texts → log-likelihoods and perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import Fault
+from pipeline.stage import Artifact, Config, Context, Report, Stage
+from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
+from stages.inference.inputs import batch_size, gather_model
+from stages.plan.geometry import read_geometry
+from stages.plan.texts import ScoreOptions, check_texts, read_scored_texts
+from stages.score.inputs import SCORES, ScoreInputs
+
+FILE_NAME = "score.json"
+_SHOWN = 20
+"""How many texts are shown on the screen."""
+_TOLD = ("name", "tokens", "log_likelihood", "perplexity", "bits_per_byte", "is_greedy", "batches", "sha256")
+"""What the record has of each text, beside the text itself if it is short."""
+_SHORT = 200
+_WIDTH = 48
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreConfig:
+    """The texts, and how they are cut into windows and batches."""
+
+    score: ScoreOptions = field(
+        default_factory=ScoreOptions,
+        metadata={
+            PATHS: {"texts_file": absolute, "text_file": absolute},
+            STANDARD_INPUT: {"texts_file": "texts"},
+        },
+    )
+
+
+class ScoreStage(Stage[ScoreInputs]):
+    """Leaves ``score.json``: the log-likelihood of every scored token, sums, perplexity. It has no live half.
+
+    A build that was killed is gone on with: the windows that it had scored are in ``scores.jsonl``.
+    """
+
+    name = "score"
+    version = 1
+    needs: tuple[str, ...] = ("dispatch",)
+    config_class = ScoreConfig
+    resumes = True
+
+    def check(self, config: Config) -> Iterable[Fault]:
+        """Yield what is wrong with the texts and the windows, as far as the model needn't be known."""
+        yield from check_texts(read(ScoreConfig, config).score)
+
+    def examine(self, config: Config) -> Iterable[Fault]:
+        """Yield why the model can't score, and what is wrong with the texts for it."""
+        from stages.score.served import check_served
+
+        options = read(ScoreConfig, config).score
+        if not list(check_texts(options)):
+            yield from check_served(options, config["model"])
+
+    def gather(self, context: Context) -> ScoreInputs:
+        """Return the model's identity and placement, the texts and their windows."""
+        options, node = read(ScoreConfig, context.config).score, context.config["score"]
+        texts, (window, stride) = (
+            read_scored_texts(options),
+            options.windows(read_geometry(context.config["model"]).context),
+        )
+        return ScoreInputs(
+            texts=list(texts.values()),
+            names=list(texts),
+            window=window,
+            stride=stride,
+            batch_size=1 if options.exact else batch_size(node, context) or 1,
+            **gather_model(context),
+        )
+
+    def build(self, inputs: ScoreInputs, context: Context, folder: Path) -> Any:
+        """Score, and write ``score.json`` and ``scores.jsonl``, which grows by a line a window."""
+        from stages.score.scoring import perform
+
+        perform(inputs, context, folder).save(folder / FILE_NAME)
+
+    def report(self, artifact: Artifact) -> Report:
+        """Return the scores of each text, metrics and measured memory, and a table for the screen."""
+        data = artifact.json(FILE_NAME)
+        metrics, texts = data["metrics"], data["texts"]
+        rate = metrics["scored_tokens_per_second"]
+        told = f"perplexity {_number(metrics['perplexity'])} over {metrics['scored_tokens']} tokens"
+        return Report(
+            summary=told + (f", {rate:.1f} a second" if rate else ""),
+            memory={"measured": data["measured"]},
+            metrics=metrics,
+            outputs=tuple(_output(text) for text in texts),
+            screen="\n".join(_screen(texts, artifact.path(SCORES))),
+        )
+
+
+def _output(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the record has of a text: its sums, and a hash of its tokens' log-likelihoods."""
+    whole = {key: text[key] if len(text[key] or "") <= _SHORT else None for key in ("context", "text")}
+    return {**whole, **{key: text[key] for key in _TOLD}}
+
+
+def _screen(texts: Sequence[Mapping[str, Any]], file: Path) -> Iterator[str]:
+    """Yield a table of ``texts``, every token of which is in ``file``."""
+    yield f"{'text':<{_WIDTH}}  {'tokens':>8}  {'log-likelihood':>14}  {'perplexity':>10}  greedy"
+    for text in texts[:_SHOWN]:
+        cells = f"{text['tokens']:>8}  {_number(text['log_likelihood']):>14}  {_number(text['perplexity']):>10}"
+        yield f"{_line(text):<{_WIDTH}}  {cells}  {'yes' if text['is_greedy'] else 'no'}"
+    more = f"… and {len(texts) - _SHOWN} more; " if len(texts) > _SHOWN else ""
+    yield f"{more}token by token in {file}"
+
+
+def _line(text: Mapping[str, Any]) -> str:
+    """Return the text in one line of bearable length, the context of a continuation before an arrow."""
+    if text["name"].endswith("text_file"):
+        return "the file"
+    parts = [part for part in (text["context"], text["text"]) if part is not None]
+    told = " → ".join(" ".join(part.split()) if isinstance(part, str) else str(part) for part in parts)
+    return told if len(told) <= _WIDTH else f"{told[: _WIDTH - 1]}…"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
