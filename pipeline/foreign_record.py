@@ -32,8 +32,8 @@ _SHAPE: Mapping[str, Any] = {
     "device_map": Mapping[str, Any] | None,
 }
 _STAGE_SHAPE: Mapping[str, Any] = {"name": str, "key": str, "artifact": str, "inputs": Mapping[str, Any] | None}
-_OUTPUT_SHAPE: Mapping[str, Any] = {"token_ids": Sequence[int]}
-_OPTIONAL = ("device_map", "inputs")
+_OUTPUT_SHAPE: Mapping[str, Any] = {"token_ids": Sequence[int] | None}
+_OPTIONAL = ("device_map", "inputs", "token_ids")
 _LARGEST = 2**64
 _SHOWN = 3
 

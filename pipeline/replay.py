@@ -1,7 +1,8 @@
 """Two runs held against each other: did the second say the same, and where it didn't, what had changed.
 
-The one question a replay answers with its exit code is whether the tokens are the same (for a run without any: whether
-the plan is). The rest explains the answer: plans, the parts of each stage's key, versions, hardware, speed.
+The one question a replay answers with its exit code is whether the outputs are the same: tokens, or what else a stage
+left (for a run without any: whether the plan is). The rest explains the answer: plans, the parts of each stage's key,
+versions, hardware, speed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from pipeline.cache.outline import Change, changes
 
 Record = Mapping[str, Any]
+TOKENS = "tokens"
 _SPEEDS = ("load_seconds", "prefill_seconds", "decode_seconds_per_token")
 _FROM_BEFORE = ("skeleton", "device_map", "plan", "weights", "placement", "checkpoint")
 """The parts of a key that stand for earlier stages or for the checkpoint: a change there is told where it began."""
@@ -21,15 +23,20 @@ _FROM_BEFORE = ("skeleton", "device_map", "plan", "weights", "placement", "check
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token that differs: of which sequence, at which place, and what it was and is (null: none there)."""
+    """The first of the outputs that differs: of which sequence, at which place, and what it was and is (null: none).
+
+    The place is that of a token; in an output that isn't tokens, the name of what differs.
+    """
 
     sequence: int
-    place: int
-    then: int | None
-    now: int | None
+    place: int | str
+    then: object
+    now: object
 
     def __str__(self) -> str:
-        then, now = ("nothing" if token is None else str(token) for token in (self.then, self.now))
+        then, now = ("nothing" if value is None else str(value) for value in (self.then, self.now))
+        if isinstance(self.place, str):
+            return f"output {self.sequence}, {self.place}: was {then}, is {now}"
         return f"sequence {self.sequence}, token {self.place}: was {then}, is {now}"
 
 
@@ -37,12 +44,13 @@ class Difference:
 class Comparison:
     """What two runs have in common and what not; every list is empty where there is nothing to tell.
 
-    ``tokens`` is the first difference, ``moved`` the modules that lie elsewhere, ``why`` the parts of the stages' keys
-    that changed, ``environment`` versions and hardware, ``speed`` seconds then and now.
+    ``kind`` says in a word what the outputs are, and ``difference`` is the first of them; ``moved`` are modules that
+    lie elsewhere, ``why`` the parts of the stages' keys that changed, ``environment`` versions and hardware, ``speed``
+    seconds then and now.
     """
 
-    has_tokens: bool
-    tokens: Difference | None
+    kind: str
+    difference: Difference | None
     moved: tuple[Change, ...]
     why: tuple[Change, ...]
     environment: tuple[Change, ...]
@@ -50,15 +58,15 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether the second run came out as the first: its tokens, or without any its plan."""
-        return self.tokens is None if self.has_tokens else not self.moved
+        """Whether the second run came out as the first: its outputs, or without any its plan."""
+        return self.difference is None if self.kind else not self.moved
 
 
 def compare(then: Record, now: Record) -> Comparison:
     """Hold the record ``now`` against the earlier ``then``."""
     return Comparison(
-        has_tokens=bool(then["outputs"] or now["outputs"]),
-        tokens=first_difference(then["outputs"], now["outputs"]),
+        kind=kind_of([*then["outputs"], *now["outputs"]]),
+        difference=first_difference(then["outputs"], now["outputs"]),
         moved=tuple(changes(then.get("device_map") or {}, now.get("device_map") or {})),
         why=tuple(_changed_inputs(then, now)),
         environment=tuple(changes(then["environment"], now["environment"])),
@@ -66,15 +74,38 @@ def compare(then: Record, now: Record) -> Comparison:
     )
 
 
+def kind_of(outputs: Sequence[Record]) -> str:
+    """Return what ``outputs`` are in a word, empty where there are none."""
+    if not outputs:
+        return ""
+    return TOKENS if any("token_ids" in output for output in outputs) else "outputs"
+
+
 def first_difference(then: Sequence[Record], now: Sequence[Record]) -> Difference | None:
-    """Return the first token that differs between two runs' ``outputs``, None if all are the same."""
-    for sequence, (old, new) in enumerate(zip_longest(then, now, fillvalue={"token_ids": ()})):
-        for place, (was, now_is) in enumerate(zip_longest(old["token_ids"], new["token_ids"])):
-            if was != now_is:
-                return Difference(sequence, place, was, now_is)
+    """Return the first token that differs between two runs' ``outputs``, None if all are the same.
+
+    Outputs that aren't tokens are compared by all that the record has of them.
+    """
+    nothing: Record = {}
+    for place, (old, new) in enumerate(zip_longest(then, now, fillvalue=nothing)):
+        differences = _tokens(place, old, new) if kind_of([old, new]) == TOKENS else _parts(place, old, new)
+        first = next(differences, None)
+        if first is not None:
+            return first
     if len(then) != len(now):
         return Difference(min(len(then), len(now)), 0, None, None)
     return None
+
+
+def _tokens(sequence: int, old: Record, new: Record) -> Iterator[Difference]:
+    pairs = zip_longest(old.get("token_ids") or (), new.get("token_ids") or ())
+    return (Difference(sequence, place, was, now_is) for place, (was, now_is) in enumerate(pairs) if was != now_is)
+
+
+def _parts(sequence: int, old: Record, new: Record) -> Iterator[Difference]:
+    name = str(new.get("name", old.get("name", "")))
+    for change in changes(old, new):
+        yield Difference(sequence, f"{name} {change.place}".strip(), change.then, change.now)
 
 
 def _changed_inputs(then: Record, now: Record) -> Iterator[Change]:

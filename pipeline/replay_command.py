@@ -26,7 +26,7 @@ from pipeline.errors import KilledError, ReplayError
 from pipeline.foreign_record import REMOTE_CODE, load_foreign, outputs_for, refuse_untrusted
 from pipeline.job_process import supervise
 from pipeline.record import RunRecord, never_left_running
-from pipeline.replay import Comparison, Difference, compare, first_difference
+from pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
 from pipeline.runner import load_stages
 from pipeline.stage import MEASURED, Artifact
 from pipeline.terminal import shorten
@@ -108,8 +108,8 @@ def _config_here(then: RunRecord, outputs: Path) -> dict[str, Any]:
 
 def _report(found: Comparison) -> Iterable[str]:
     """Yield the lines that say what came of a replay."""
-    if found.has_tokens:
-        yield f"tokens    {'the same' if found.tokens is None else f'different; {found.tokens}'}"
+    if found.kind:
+        yield _verdict(found.kind, found.difference)
     yield f"plan      {f'{len(found.moved)} modules moved' if found.moved else 'the same'}"
     yield from _listed(found.moved)
     if found.why:
@@ -120,6 +120,10 @@ def _report(found: Comparison) -> Iterable[str]:
     for speed in found.speed:
         if isinstance(speed.then, int | float) and isinstance(speed.now, int | float):
             yield f"speed     {speed.place.replace('_', ' ')}: {speed.then:.4f} then, {speed.now:.4f} now"
+
+
+def _verdict(kind: str, difference: Difference | None) -> str:
+    return f"{kind:<10}{'the same' if difference is None else f'different; {difference}'}"
 
 
 def _listed(found: Sequence[Change]) -> Iterable[str]:
@@ -140,7 +144,7 @@ def _compare_stored(then: RunRecord) -> int:
     count = len(then.data["stages"])
     sys.stdout.write(f"artifacts {count} of {count} are whole\n")
     if then.data["outputs"]:
-        sys.stdout.write(f"tokens    {'the same' if difference is None else f'different; {difference}'}\n")
+        sys.stdout.write(f"{_verdict(kind_of(then.data['outputs']), difference)}\n")
     return 0 if difference is None else DIFFERENT
 
 

@@ -69,7 +69,8 @@ def compare_answers(before: Sequence[Answer], after: Sequence[Answer]) -> list[s
     lines = [f"A has {len(before)} answers, B has {len(after)}."] if len(before) != len(after) else []
     for index, (one, other) in enumerate(zip(before, after, strict=False)):
         lines += [f"Prompt {index}: {fault}" for fault in _answer_faults(one, other)]
-    return lines or ["The same tokens."]
+    kind = "tokens" if any(answer.token_ids for answer in (*before, *after)) else "outputs"
+    return lines or [f"The same {kind}."]
 
 
 def _answer_faults(one: Answer, other: Answer) -> list[str]:
@@ -79,6 +80,8 @@ def _answer_faults(one: Answer, other: Answer) -> list[str]:
     if place is not None:
         a, b = one.token_ids[place], other.token_ids[place]
         faults.append(f"token {place} is the first that differs, {a} in A and {b} in B.")
+    elif not one.token_ids and not other.token_ids and one.result != other.result:
+        faults.append(f"{one.text} in A and {other.text} in B.")
     elif len(one.token_ids) != len(other.token_ids):
         faults.append(f"A has {len(one.token_ids)} tokens and B {len(other.token_ids)}; those in both are the same.")
     return faults

@@ -43,11 +43,19 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one prompt gave: ``token_ids`` are the new tokens only."""
+    """What one prompt gave: ``token_ids`` are the new tokens only.
+
+    An output that is no tokens is named by ``prompt``, and ``text`` has all else that the record has of it.
+    """
 
     prompt: str
     text: str
     token_ids: tuple[int, ...]
+
+    @property
+    def result(self) -> object:
+        """What two runs are compared by: the tokens, or without any all that is told."""
+        return self.token_ids or self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +179,18 @@ def _stage(entry: dict[str, Any]) -> StageTime:
 
 
 def _answer(entry: dict[str, Any]) -> Answer:
-    prompt, ids = entry.get("prompt", ""), _list(entry, "token_ids")
+    prompt, ids = entry.get("prompt", entry.get("name", "")), _list(entry, "token_ids")
+    told = {key: value for key, value in entry.items() if key not in ("prompt", "name")}
+    text = entry.get("text") if "token_ids" in entry else ", ".join(f"{key} {_plain(one)}" for key, one in told.items())
     return Answer(
-        prompt=prompt if isinstance(prompt, str) else json.dumps(prompt),
-        text=str(entry.get("text") or ""),
+        prompt=_plain(prompt),
+        text=str(text or ""),
         token_ids=tuple(token for token in ids if isinstance(token, int)),
     )
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _curve(points: Any) -> tuple[tuple[Number, Number], ...]:

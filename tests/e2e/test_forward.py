@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.e2e import checkpoints_of_kinds as kinds
-from tests.e2e.conftest import Finished
+from tests.e2e.conftest import Finished, Replay
 
 Run = Callable[..., Finished]
 Tensors = dict[str, torch.Tensor]
@@ -205,7 +205,7 @@ def test_a_plain_module(offstage_here: Run, tmp_path: Path, monkeypatch: pytest.
     assert {one["name"] for one in run.record["outputs"]} == {"logits", "parts.0", "parts.1"}
 
 
-def test_what_was_done_is_served_from_the_cache(offstage_here: Run, tmp_path: Path) -> None:
+def test_what_was_done_is_served_from_the_cache_and_replays(offstage_here: Run, replay: Replay, tmp_path: Path) -> None:
     folder = kinds.save(tmp_path / "bert", kinds.bert(), "BertModel", kinds.tokenizer())
     arguments = ["stages=forward", "model=pretrained", f"model.path={folder}", "forward.texts=[a b c]", *STREAMED]
     first, again = offstage_here(*arguments), offstage_here(*arguments)
@@ -213,3 +213,12 @@ def test_what_was_done_is_served_from_the_cache(offstage_here: Run, tmp_path: Pa
     assert all(again.cached.values())
     assert first.record["outputs"] == again.record["outputs"]
     assert "last_hidden_state  float32  1 x 5 x 32" in again.out
+    (record, *_) = sorted((tmp_path / "outputs/runs").glob("*/*/run.json"))
+    code, out, err = replay(record, "--from-cache")
+    assert (code, "outputs   the same" in out) == (0, True), (out, err)
+    content = json.loads(record.read_text())
+    content["outputs"][0]["sha256"] = "0" * 64
+    record.write_text(json.dumps(content))
+    code, out, err = replay(record)
+    assert code == 1, (out, err)
+    assert f"different; output 0, last_hidden_state sha256: was {'0' * 64}, is" in out

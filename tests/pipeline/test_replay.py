@@ -21,9 +21,12 @@ def outputs(*rows: list[int]) -> list[dict[str, Any]]:
         (outputs([1]), outputs([1], [4]), Difference(1, 0, None, 4)),
         (outputs([1]), outputs([1], []), Difference(1, 0, None, None)),
         ([], [], None),
+        ([{"name": "a", "sha256": "1"}], [{"name": "a", "sha256": "1"}], None),
+        ([{"name": "a", "sha256": "1"}], [{"name": "a", "sha256": "2"}], Difference(0, "a sha256", "1", "2")),
+        ([{"score": [1.5, 2]}], [{"score": [1.5, 3]}], Difference(0, "score", [1.5, 2], [1.5, 3])),
     ],
 )
-def test_the_first_token_that_differs_is_found(then: Any, now: Any, expected: Difference | None) -> None:
+def test_the_first_output_that_differs_is_found(then: Any, now: Any, expected: Difference | None) -> None:
     assert first_difference(then, now) == expected
 
 
@@ -50,7 +53,7 @@ def test_what_moved_and_why_is_named_and_tokens_decide() -> None:
 
 def test_without_tokens_the_plan_decides() -> None:
     found = compare(record(outputs=[]), record(outputs=[], device_map={"a": "disk"}))
-    assert not found.has_tokens
+    assert not found.kind
     assert not found.same
 
 
