@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
+from stages.generate.logprobs import ChosenLogprobs
 from stages.generate.prompts import token_ids
 from stages.inference.logits import logits_of
+from stages.plan.requests import keeps_logits
 
 END = "eos_token_id"
 
@@ -60,23 +63,31 @@ def has_generate(model: nn.Module) -> bool:
 
 
 def decode_with_transformers(
-    model: Any, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any], *, device: torch.device, clock: Clock
-) -> torch.Tensor:
+    model: Any, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any], *, device: torch.device, clock: Clock,
+    logprobs: ChosenLogprobs | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the new tokens, int64 of shape (sequences, new tokens), padded on the right where one ended early.
 
     ``inputs`` are what the model's forward takes, by name; numbers with a fraction are made the model's dtype.
+    ``logprobs`` collects those of the tokens.
     """
     given = {
         name: value.to(device, model.dtype if value.is_floating_point() else None) for name, value in inputs.items()
     }
     skipped = _skipped(model, given)
-    sequences = model.generate(
-        **given,
-        stopping_criteria=StoppingCriteriaList([_ClockCriteria(clock, skipped)]),
-        **options,
-    )
-    sequences = getattr(sequences, "sequences", sequences)
-    return sequences[:, skipped or 0 :].cpu()  # type: ignore[no-any-return]
+    criteria: list[StoppingCriteria] = [_ClockCriteria(clock, skipped)]
+    keeps = logprobs is not None and keeps_logits({**model.generation_config.to_dict(), **options})
+    watching: AbstractContextManager[object] = nullcontext()
+    if logprobs is not None and not keeps:
+        criteria.append(logprobs)
+        watching = logprobs.watching(model)
+    with watching:
+        kept = {"output_logits": True, "return_dict_in_generate": True} if keeps else {}
+        output = model.generate(**given, stopping_criteria=StoppingCriteriaList(criteria), **{**options, **kept})
+    tokens: torch.Tensor = getattr(output, "sequences", output)[:, skipped or 0 :].cpu()
+    if logprobs is not None and keeps:
+        logprobs.note_kept(output, tokens)
+    return tokens
 
 
 def _skipped(model: Any, given: Mapping[str, torch.Tensor]) -> int | None:
@@ -91,8 +102,9 @@ def _skipped(model: Any, given: Mapping[str, torch.Tensor]) -> int | None:
 
 @torch.no_grad()
 def decode_plainly(
-    model: nn.Module, input_ids: torch.Tensor, options: Mapping[str, Any], *, clock: Clock
-) -> torch.Tensor:
+    model: nn.Module, input_ids: torch.Tensor, options: Mapping[str, Any], *, clock: Clock,
+    logprobs: ChosenLogprobs | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the new tokens, shape (prompts, new tokens), of any ``model`` that maps token ids to logits.
 
     ``input_ids`` has shape (prompts, length): all of one length, since nothing is known of masks. Each step runs the
@@ -101,10 +113,13 @@ def decode_plainly(
     tokens, ended = input_ids, torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     ends = token_ids(END, options.get(END))
     for _ in range(options.get("max_new_tokens", 20)):
-        chosen = choose(logits_of(model(tokens))[:, -1], tokens, options)
+        logits = logits_of(model(tokens))[:, -1]
+        chosen = choose(logits, tokens, options)
         if ends:
             chosen = torch.where(ended, ends[0], chosen)
             ended |= torch.isin(chosen, torch.tensor(ends, device=chosen.device))
+        if logprobs is not None:
+            logprobs.note(logits, chosen)
         tokens = torch.cat([tokens, chosen[:, None]], dim=1)
         clock.token(tokens[:, input_ids.shape[1] :])
         if bool(ended.all()):

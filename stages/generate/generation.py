@@ -26,6 +26,7 @@ from stages.generate import decode, options, prompts
 from stages.generate.batches import Asked, make_batches
 from stages.generate.detokenizer import Detokenizer
 from stages.generate.inputs import GENERATIONS, GenerateInputs
+from stages.generate.logprobs import ChosenLogprobs
 from stages.generate.metrics import Cost, Metrics
 from stages.generate.sampling import SeededRows
 from stages.generate.transcript import LiveTranscript, before_answer
@@ -42,7 +43,7 @@ ShowText = Callable[[str], object]
 _PAD = "pad_token_id"
 _SEVERAL = ("num_beams", "num_return_sequences")
 """The options that have several sequences decoded for one prompt."""
-_TOLD = ("prompt", "text", "token_ids", "batch")
+_TOLD = ("prompt", "text", "token_ids", "logprobs", "batch")
 """What the record has of each sequence."""
 
 
@@ -50,8 +51,8 @@ _TOLD = ("prompt", "text", "token_ids", "batch")
 class Generation:
     """``outputs``: one ``{prompt, text, token_ids, batch}`` a sequence; ``measured``: device → peak bytes.
 
-    Sequences with one number of a ``batch`` were decoded together. ``is_chat`` says whether prompts that are text were
-    what a user says in a chat.
+    Sequences have ``logprobs`` where these are asked for; those with one number of a ``batch`` were decoded together.
+    ``is_chat`` says whether prompts that are text were what a user says in a chat.
     """
 
     outputs: list[dict[str, Any]]
@@ -88,7 +89,7 @@ def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generatio
     check_words(dispatched.model, encoded, key="generate.prompts")
     decoding = _Decoding(dispatched, inputs, tokenizer)
     decoding.run(encoded, progress, show=context.show_text, is_chat=encoder.is_chat)
-    outputs = [{name: row[name] for name in _TOLD} for row in progress.settle()]
+    outputs = [{name: row[name] for name in _TOLD if name in row} for row in progress.settle()]
     plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
     measured = measured_peaks(context, dispatched)
     return Generation(outputs, encoder.is_chat, decoding.metrics(plan), measured, dispatched.streamer.trace)
@@ -151,26 +152,27 @@ class _Decoding:
             own = options.plain_options(own, self._defaults)
         return Asked(index, ids, seed, own, with_media=bool(self._inputs.prompts[index].media))
 
-    def _rows(self, number: int, batch: Sequence[Asked], tokens: Sequence[Sequence[int]]) -> list[Row]:
+    def _rows(self, number: int, batch: Sequence[Asked], answers: Sequence[Row]) -> list[Row]:
         """Return what is told of each sequence of the batch: a prompt may have several, one after another."""
-        copies = max(1, len(tokens) // len(batch))
+        copies = max(1, len(answers) // len(batch))
         return [
             {
                 "index": batch[place // copies].index,
                 "batch": number,
-                "rows": len(tokens),
+                "rows": len(answers),
                 "prompt": self._inputs.prompts[batch[place // copies].index].told,
-                "text": _decoded(self._tokenizer, row),
-                "token_ids": list(row),
+                "text": _decoded(self._tokenizer, answer["token_ids"]),
+                **answer,
             }
-            for place, row in enumerate(tokens)
+            for place, answer in enumerate(answers)
         ]
 
-    def _run_batch(self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None) -> list[list[int]]:
-        """Return the new tokens of each sequence."""
+    def _run_batch(self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None) -> list[Row]:
+        """Return the new tokens of each sequence, and their log-probabilities where they are asked for."""
         given, traffic = batch[0].options, self._dispatched.streamer.traffic
         ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
         asked = self._tensors(batch, pad=self._pad(given, ends))
+        logprobs = ChosenLogprobs() if self._inputs.options.get("output_logprobs") else None
         marks: list[Traffic] = []
         clock = decode.Clock(tick=bar.update, first=lambda: marks.append(replace(traffic)))  # which goes on counting
         if live:
@@ -178,10 +180,14 @@ class _Decoding:
         torch.manual_seed(batch[0].seed)
         began = time.perf_counter()
         with SeededRows([one.seed for one in batch]) if given.get("do_sample", True) else nullcontext():
-            tokens = self._decode(asked, given, clock)
+            tokens = self._decode(asked, given, clock, logprobs)
         if clock.times:
             self._cost.add(clock.times, began=began, sequences=len(tokens), first=marks[0], last=traffic)
-        return [decode.trim([int(token) for token in row], ends) for row in tokens]
+        answers = [decode.trim([int(token) for token in row], ends) for row in tokens]
+        return [
+            {"token_ids": ids, **({"logprobs": logprobs.of(place, len(ids))} if logprobs else {})}
+            for place, ids in enumerate(answers)
+        ]
 
     def _tensors(self, batch: Sequence[Asked], *, pad: int) -> Mapping[str, torch.Tensor]:
         """Return what the model is given for ``batch``, by name: of a prompt with media what its processor makes."""
@@ -202,14 +208,17 @@ class _Decoding:
         pads = (given.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, self._tokenizer)))
         return [*(token for pad in pads for token in prompts.token_ids(_PAD, pad)), *ends, 0][0]
 
-    def _decode(self, asked: Mapping[str, torch.Tensor], given: Mapping[str, Any], clock: decode.Clock) -> torch.Tensor:
+    def _decode(
+        self, asked: Mapping[str, torch.Tensor], given: Mapping[str, Any], clock: decode.Clock,
+        logprobs: ChosenLogprobs | None,
+    ) -> torch.Tensor:  # fmt: skip
         model, device = self._dispatched.model, self._dispatched.device
         if not self._uses_transformers:
-            return decode.decode_plainly(model, asked["input_ids"].to(device), given, clock=clock)
+            return decode.decode_plainly(model, asked["input_ids"].to(device), given, clock=clock, logprobs=logprobs)
         stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
         call = {**given, "tokenizer": self._tokenizer} if stops else given
         with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
-            return decode.decode_with_transformers(model, asked, call, device=device, clock=clock)
+            return decode.decode_with_transformers(model, asked, call, device=device, clock=clock, logprobs=logprobs)
 
     def metrics(self, plan: plans.Plan) -> Metrics:
         """Return the run record's metrics under ``plan``: of loading, of decoding, of all that streamed."""

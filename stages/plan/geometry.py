@@ -38,7 +38,7 @@ class Request:
     ``length`` is 0 where one forward is all: then no keys and values are kept for a next token. ``positions`` is of how
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
     together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. The host keeps
-    ``result_bytes`` of all results to the end.
+    ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32.
     """
 
     sequences: int = 1
@@ -48,6 +48,7 @@ class Request:
     normalised: int | None = None
     copies: int = 1
     result_bytes: int = 0
+    kept: int = 0
 
     @property
     def tokens(self) -> int:

@@ -64,7 +64,8 @@ def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernel
         ]
     found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()))
     activations = max(grown, *(held for held, _ in found))
-    return Work(cache, activations, max(0, max(map(sum, found)) - activations), request.result_bytes)
+    kept, scratch = request.sequences * request.kept * geometry.vocabulary * 4, max(map(sum, found)) - activations
+    return Work(cache, activations + kept, max(0, scratch), request.result_bytes)
 
 
 def _logits(geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...]) -> Iterator[tuple[int, int]]:

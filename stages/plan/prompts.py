@@ -20,7 +20,7 @@ from stages.plan.batch_size import AUTO
 from stages.plan.messages import Message, text_of
 from stages.plan.prompt_media import MEDIA, find_beside, place_media
 
-OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact")
+OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact", "output_logprobs")
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
 
 MOST = 2**63
@@ -75,7 +75,7 @@ class Prompt:
 
 def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield what is wrong with the prompts of the config node ``generate``, and with the keys that are ours."""
-    size, chat, system, exact = (generate.get(key) for key in ("batch_size", "chat", "system", "exact"))
+    size, chat, system = (generate.get(key) for key in ("batch_size", "chat", "system"))
     if size not in (None, AUTO) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         rule = "give a whole number from 1, auto for what fits, or null for all"
         yield Fault("generate.batch_size", f"{size!r} is no batch size; {rule}")
@@ -83,8 +83,9 @@ def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault("generate.chat", f"{chat!r} is neither true, false nor auto")
     if system is not None and not is_text(system):
         yield Fault("generate.system", f"{system!r} is no text; give what the system's message says, or null")
-    if exact not in (None, True, False):
-        yield Fault("generate.exact", f"{exact!r} is neither true nor false")
+    for key in ("exact", "output_logprobs"):
+        if generate.get(key) not in (None, True, False):
+            yield Fault(f"generate.{key}", f"{generate[key]!r} is neither true nor false")
     try:
         read_prompts(generate)
     except ConfigError as error:

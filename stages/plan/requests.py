@@ -77,9 +77,10 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     copies = max(_number(one, key, 1) for one in asked for key in ("num_beams", "num_return_sequences"))
     sequences = min(alone, _number(generate, "batch_size", len(prompts))) * copies
     prompt = max(_tokens(prompt, model) for prompt in prompts)
-    length = prompt + max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
-    prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (prompt, length))
-    return Request(sequences, prompt, length, copies=copies)
+    new = max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
+    keeps = generate.get("output_logprobs") is True and any(keeps_logits({**generate, **one}) for one in asked)
+    prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (prompt, prompt + new))
+    return Request(sequences, prompt, length, copies=copies, kept=round_up(new) if keeps else 0)
 
 
 def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
@@ -98,6 +99,16 @@ def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Req
     )
     rows = min(rows, given.batch_size or rows) or 1
     return Request(1, round_up(max(LEAST_LENGTH, rows * longest)), 0)
+
+
+def keeps_logits(options: Mapping[str, Any]) -> bool:
+    """Return whether log-probabilities can only be had from the logits of all steps, kept until the last.
+
+    Which of the beams' tokens, or of those that were guessed, are chosen is known later than their logits; of a static
+    cache the forward may be compiled, where nothing can be taken from it.
+    """
+    guesses = any(options.get(name) for name in ("assistant_model", "prompt_lookup_num_tokens"))
+    return guesses or _number(options, "num_beams", 1) > 1 or options.get("cache_implementation") == "static"
 
 
 def _number(generate: Mapping[str, Any], key: str, default: int) -> int:

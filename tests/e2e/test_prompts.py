@@ -181,3 +181,18 @@ def test_a_batch_size_of_auto_is_what_the_plan_says(tmp_path: Path, offstage_her
     assert given.tokens == done.tokens
     again = offstage_here(*asked, "generate.batch_size=auto")
     assert again.cached["generate"]
+
+
+def test_log_probabilities_are_told_of_each_token_where_they_are_asked_for(
+    offstage_here: Callable[..., Finished],
+) -> None:
+    asked = ("generate.prompts=[[5,6,7],[8,9]]", "generate.max_new_tokens=4")
+    plain, told = offstage_here(*asked), offstage_here(*asked, "generate.output_logprobs=true")
+    assert told.tokens == plain.tokens
+    assert "logprobs" not in plain.record["outputs"][0]
+    kept = [row["logprobs"] for row in generations(told)]
+    assert kept == [output["logprobs"] for output in told.record["outputs"]]
+    assert [len(row) for row in kept] == [len(tokens) for tokens in told.tokens]
+    assert all(-20 < value <= 0 for row in kept for value in row)
+    refused = offstage_here(*asked, "generate.output_logprobs=5")
+    assert (refused.code, refused.err) == (2, "offstage: generate.output_logprobs: 5 is neither true nor false\n")

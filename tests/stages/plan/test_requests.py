@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from stages.plan.geometry import Request, round_up
+from stages.plan.geometry import Geometry, Request, round_up
+from stages.plan.predict import work
 from stages.plan.requests import NORMALISED, generate_request, read_request, read_requests, score_request
+from tests.stages.plan.skeletons import outline
 
 
 @pytest.mark.parametrize("stages", [None, [], ["empty_init", "plan"], ["plan", "generate"], ["generate", "of_another"]])
@@ -64,3 +66,20 @@ def test_what_is_kept_of_many_tokens_is_counted() -> None:
     few, many = (score_request({"texts": [[5] * count]}, {}).result_bytes for count in (100, 10**5))
     assert few == 0
     assert 2e7 < many < 4e7
+
+
+def test_logits_that_must_be_kept_for_log_probabilities_have_room() -> None:
+    asked = {"prompts": ["one"], "max_new_tokens": 16}
+    kept = [
+        generate_request({**asked, **options}, {}).kept
+        for options in (
+            {"output_logprobs": True},
+            {"num_beams": 2},
+            {"output_logprobs": True, "num_beams": 2},
+            {"output_logprobs": True, "prompts": ["one", {"prompt": "two", "prompt_lookup_num_tokens": 2}]},
+        )
+    ]
+    assert kept == [0, 0, 16, 16]
+    geometry, model = Geometry(vocabulary=100), outline({"w": 10})
+    more, less = (work(model, geometry, Request(3, kept=count)).bytes for count in (16, 0))
+    assert more - less == 3 * 16 * 100 * 4
