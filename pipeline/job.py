@@ -30,6 +30,8 @@ from pipeline.terminal import announce, shorten
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+_FROM_FILES = {"checkpoint": "path", "adapter": "adapter"}
+"""The parts of a stage's key that are read from files, each with the key of ``model`` that says where these lie."""
 
 _log = logging.getLogger("offstage")
 
@@ -42,7 +44,7 @@ def perform(
 
     Raises what went wrong, after the record says so. ``started`` is when the command began, in seconds of
     ``time.perf_counter``; ``group`` caps the memory as soon as the plan is known; ``expected`` is the run that this one
-    repeats: a checkpoint that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
+    repeats: a checkpoint or adapter that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
     """
     return_freed_memory()
     with RunScreen(record.data) as screen, MemoryMonitor() as monitor, Ending(record, monitor) as ending, mendable():
@@ -95,17 +97,19 @@ class _Watch(Observer):
         self._expected = {stage["name"]: stage.get("inputs") or {} for stage in stages}
 
     def keyed(self, stage: str, inputs: object) -> None:
-        """Say that the stage is looked at; refuse a checkpoint that isn't the recorded one."""
+        """Say that the stage is looked at; refuse a checkpoint, or an adapter, that isn't the recorded one."""
         announce(stage)
         from pipeline.cache.outline import changes
 
-        then = self._expected.get(stage, {}).get("checkpoint")
-        now = cast("dict[str, object]", inputs).get("checkpoint")
-        moved = list(changes(then, now, "checkpoint")) if then is not None else []
-        if moved:
+        for part, key in _FROM_FILES.items():
+            then = self._expected.get(stage, {}).get(part)
+            now = cast("dict[str, object]", inputs).get(part)
+            moved = list(changes(then, now, part)) if then is not None else []
+            if not moved:
+                continue
             parts = "; ".join(f"{change.place} was {change.then} and is {change.now}" for change in moved[:3])
             more = f"; and {len(moved) - 3} more" if len(moved) > 3 else ""
-            path = self._record.config["model"].get("path")
+            path = self._record.config["model"].get(key)
             raise CheckpointError(f"{path}: changed since that run ({parts}{more}); restore the files to replay it")
 
     def begins(self, stage: str) -> None:

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.bulk_reader import IN_FLIGHT
 from stages.checkpoints.byte_bar import byte_bar
 from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.shard_files import ShardFile, check_regular, check_unchanged, opened_shard, read_into
 
 _BLOCK_BYTES = 4 * 2**20
+_AT_ONCE = 8
 
 
 def hold(checkpoint: Checkpoint) -> Checkpoint:
@@ -31,7 +31,7 @@ def hold(checkpoint: Checkpoint) -> Checkpoint:
 def hash_files(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the SHA-256 in hex of each file of ``checkpoint``, by name."""
     names, total = [file.name for file in checkpoint.files], sum(file.size for file in checkpoint.files)
-    with byte_bar("hashing", total) as bar, ThreadPoolExecutor(IN_FLIGHT) as pool:
+    with byte_bar("hashing", total) as bar, ThreadPoolExecutor(_AT_ONCE) as pool:
         return dict(zip(names, pool.map(partial(_hash, bar.update), checkpoint.files), strict=True))
 
 

@@ -132,7 +132,7 @@ def load(
 
     ``options`` are keys of the config by their own names, nested ones as dicts: ``offload_folder``, ``strict``,
     ``storage={"io": "direct"}``, ``hardware``, …; and those of its ``model``: ``revision``, ``tokenizer``,
-    ``trust_remote_code``, ….
+    ``trust_remote_code``, ``adapter``, ….
 
     Raises ``ConfigError`` for options that can't be followed, ``CheckpointError`` for a checkpoint that is missing,
     damaged or not the model's, ``BudgetError`` for budgets that can't hold the plan, ``StorageError`` for a disk.
@@ -167,7 +167,7 @@ def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any])
     unknown = [name for name in options if name not in keys and name not in _OPTIONS]
     if unknown:
         raise ConfigError(f"{unknown[0]}: unknown option{closest(unknown[0], [*keys, *_OPTIONS])}")
-    node = {name: options.get(name, default) for name, default in _OPTIONS.items()}
+    node = {name: _text(options.get(name, default)) for name, default in _OPTIONS.items()}
     config = {key: value for stage in stages for key, value in defaults(stage.config_class).items()}
     config |= {name: value for name, value in options.items() if name in keys}
     return {**config, "model": {"kind": "pretrained", "path": path, **node}}
@@ -178,6 +178,10 @@ def _check(stages: Sequence[Stage[Any]], config: Config) -> None:
     raise_faults([fault for stage in stages for fault in type_faults(stage.config_class, config)])
     raise_faults([fault for stage in stages for fault in stage.check(config)])
     raise_faults([fault for stage in stages for fault in stage.examine(config)])
+
+
+def _text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _plain(device_map: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 from pipeline.errors import CheckpointError
 from pipeline.plain_data import walk
 from pipeline.regular_files import parse_json, read_object, read_regular
+from stages.checkpoints.adapters import adapter_folder, settings_identity
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
@@ -22,7 +23,7 @@ from stages.empty_init.source_code import code_identity, hashes, imports, source
 
 MODEL_KEYS: Mapping[str, object] = {
     "kind": "pretrained", "path": None, "revision": None, "class": None, "tokenizer": None, "no_split": None,
-    "trust_remote_code": False, "allow_links": False,
+    "trust_remote_code": False, "allow_links": False, "adapter": None,
 }  # fmt: skip
 """What may stand under ``model`` where it is a checkpoint, with its default."""
 
@@ -65,7 +66,14 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         "transformers": metadata.version("transformers"),
         "torch": torch,
         "code": remote_code(folder, "config.json") if model.get("trust_remote_code") else {},
+        "adapter": _adapter(model),
     }
+
+
+def _adapter(model: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return what an adapter says of itself, and the version of what applies it; its weights are the loader's."""
+    folder = adapter_folder(model)
+    return None if folder is None else {"config": settings_identity(folder), "peft": metadata.version("peft")}
 
 
 def remote_code(folder: Path, names_it: str) -> dict[str, str]:

@@ -13,8 +13,10 @@ from hydra.utils import instantiate
 from torch import nn
 
 from pipeline.errors import CheckpointError, ConfigError, closest, foreign
+from stages.checkpoints.adapters import adapter_folder
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.hub import checkpoint_folder
+from stages.empty_init.adapted_model import add_adapter
 from stages.empty_init.config_limits import check_numbers
 from stages.empty_init.identity import constructor_arguments, read_config
 from stages.empty_init.init import init_empty_weights
@@ -31,10 +33,13 @@ def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
     """Return the model that the config's ``node`` declares, in eval mode, with parameters on meta and buffers computed.
 
     Parameters have the ``dtype`` that they will be loaded in; ``auto`` is what a module's constructor makes. Nothing of
-    the checkpoint but its ``config.json`` is read.
+    the checkpoint but its ``config.json`` is read, and of an adapter its own.
     """
     transformers.logging.set_verbosity_error()
     model = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
+    folder = adapter_folder(node)
+    if folder is not None:
+        add_adapter(model, folder)
     return model.eval().requires_grad_(False)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
-from pipeline.typed_config import PATHS, fits, unknown_keys
+from pipeline.typed_config import PATHS, absolute, fits, unknown_keys
 from stages.calls.options import ForwardOptions, asked_of, identity as asked_identity
+from stages.checkpoints.adapters import adapter_folder, read_settings
 from stages.checkpoints.bounds import bounded
 from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot, located
 from stages.checkpoints.shard_files import check_texts
@@ -31,6 +33,7 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
     "path": (str | None, "is no text; give the folder that holds the checkpoint"),
     "class": (str | None, "is no text; give a class of transformers, or null"),
     "tokenizer": (str | None, "is no text; give a folder that has one, or null"),
+    "adapter": (str | None, "is no text; give the folder of an adapter, or null"),
     "no_split": (Sequence[str] | None, "is no list of class names; give one, or null"),
     "trust_remote_code": (bool, "is neither true nor false"),
     "allow_links": (bool, "is neither true nor false"),
@@ -41,7 +44,9 @@ _TYPES: Mapping[str, tuple[Any, str]] = {
 class EmptyInitConfig:
     """What the model is, and the dtype of its weights."""
 
-    model: Mapping[str, Any] = field(default_factory=dict, metadata={PATHS: {"path": located, "tokenizer": located}})
+    model: Mapping[str, Any] = field(
+        default_factory=dict, metadata={PATHS: {"path": located, "tokenizer": located, "adapter": absolute}}
+    )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
 
 
@@ -93,6 +98,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         elif kind == "module" and find_module(target) is None:
             yield Fault("model._target_", f"{target!r} names no importable module; {WHERE_CODE_IS_FOUND}")
         yield from _check_path(model)
+        yield from _check_adapter(model)
         if kind == "pretrained":
             yield from _check_quantization(model)
 
@@ -151,6 +157,24 @@ def _check_path(model: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault("model.revision", f"{revision!r} is no revision; give a branch, a tag or a commit, or null")
     elif revision is not None and path and not is_hub_id(path):
         yield Fault("model.revision", f"{revision!r} is of no use: {path!r} is on this machine; leave it null")
+
+
+def _check_adapter(model: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield what is wrong with the adapter, as far as it says it of itself, and a fault where nothing can apply it."""
+    folder = adapter_folder(model)
+    if folder is None:
+        return
+    if model["kind"] != "pretrained":
+        yield Fault(
+            "model.adapter", f"{str(folder)!r} has no place in model=module; an adapter is for model=pretrained"
+        )
+        return
+    if find_spec("peft") is None:
+        yield Fault("model.adapter", "peft isn't installed, which applies it: pip install 'offstage-pipeline[adapter]'")
+    try:
+        read_settings(folder)
+    except CheckpointError as error:
+        yield Fault("model.adapter", str(error), CheckpointError)
 
 
 def _check_quantization(model: Mapping[str, Any]) -> Iterable[Fault]:

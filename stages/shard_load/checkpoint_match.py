@@ -18,7 +18,7 @@ from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
-from stages.shard_load.names import Step, ignorable, name_tensors
+from stages.shard_load.names import Naming, Step, ignorable, name_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -68,15 +68,17 @@ def match_checkpoint(
     entries: Mapping[str, Extent],
     strict: bool = True,
     partial: bool = False,
+    naming: Naming | None = None,
 ) -> CheckpointMatch:
     """Return what makes each tensor of ``skeleton``, or raise one ``CheckpointError`` that names all that
     is wrong.
 
     Tied names are resolved first: one of a group suffices. What the model class declares ignorable is
     passed over. Without ``strict``, tensors that the model has no place for are a warning; with ``partial``,
-    so are those that the checkpoint lacks, which nothing then makes.
+    so are those that the checkpoint lacks, which nothing then makes. ``naming`` says what is made of what, where that
+    isn't the model's own rule.
     """
-    naming = name_tensors(model, entries)
+    naming = naming or name_tensors(model, entries)
     may_miss, may_exceed = ignorable(model)
     made = {target: step for step in naming.steps for target in step.targets}
     misfits = _Misfits(unexpected=[n for n in naming.unexpected if not (may_exceed and may_exceed.search(n))])
@@ -101,7 +103,7 @@ def match_checkpoint(
         _warn(checkpoint, "are not in the checkpoint, the model keeps what it has", kept)
         _warn(checkpoint, "are not in the checkpoint and stay on the meta device, give them values", on_meta)
         misfits.missing.clear()
-    _raise_misfits(checkpoint, skeleton, misfits)
+    _raise_misfits(checkpoint, skeleton, misfits, naming)
     return CheckpointMatch(_by_place(origins, entries), tuple(twins))
 
 
@@ -152,7 +154,7 @@ def _told(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:LISTED]) + more
 
 
-def _raise_misfits(checkpoint: Checkpoint, skeleton: Skeleton, misfits: _Misfits) -> None:
+def _raise_misfits(checkpoint: Checkpoint, skeleton: Skeleton, misfits: _Misfits, naming: Naming) -> None:
     kinds = {
         "missing": [repr(name) for name in misfits.missing],
         "unexpected": [repr(name) for name in misfits.unexpected],
@@ -169,8 +171,8 @@ def _raise_misfits(checkpoint: Checkpoint, skeleton: Skeleton, misfits: _Misfits
         room = max(0, room - len(tensors))
     more = f" (and {total - LISTED} more)" if total > LISTED else ""
     raise CheckpointError(
-        f"{checkpoint.path}: the checkpoint is not that of {skeleton.model_class or 'the model'}: "
-        f"{'; '.join(told)}{more}; do config.json and the weights belong together?"
+        f"{checkpoint.path}: the {naming.source} is not that of {skeleton.model_class or 'the model'}: "
+        f"{'; '.join(told)}{more}; do {naming.together} belong together?"
     )
 
 

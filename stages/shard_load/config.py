@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pipeline.errors import CheckpointError, Fault, StorageError
 from pipeline.typed_config import PATHS, absolute
+from stages.checkpoints.adapters import adapter_folder, open_adapter
 from stages.checkpoints.checkpoint import Checkpoint, Depth, open_checkpoint
 from stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, weights_path
 
@@ -32,6 +33,7 @@ class ShardLoadConfig:
 def faults(given: ShardLoadConfig, model: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield what is wrong with the keys, and with the files of the config's ``model`` as far as ``verify`` looks."""
     yield from _check_checkpoint(model, given.depth)
+    yield from _check_adapter(model)
     if given.offload_folder is not None:
         yield from _check_offload_folder(given.offload_folder, model)
 
@@ -39,6 +41,22 @@ def faults(given: ShardLoadConfig, model: Mapping[str, Any]) -> Iterable[Fault]:
 def open_weights(model: Mapping[str, Any], *, depth: Depth = "headers") -> Checkpoint:
     """Open the checkpoint of the config's ``model``: to tell which it is, or to load it, with all its headers."""
     return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")), depth=depth)
+
+
+def open_adapter_of(model: Mapping[str, Any]) -> Checkpoint | None:
+    """Open the adapter of the config's ``model``, with its headers; null where none is given."""
+    folder = adapter_folder(model)
+    return None if folder is None else open_adapter(folder, allow_links=bool(model.get("allow_links")))
+
+
+def _check_adapter(model: Mapping[str, Any]) -> Iterable[Fault]:
+    folder = adapter_folder(model)
+    if folder is None or not folder.is_dir():
+        return  # which the model's own check says
+    try:
+        open_adapter_of(model)
+    except (CheckpointError, StorageError) as error:
+        yield Fault("model.adapter", str(error), type(error))
 
 
 def _check_checkpoint(model: Mapping[str, Any], depth: Depth) -> Iterable[Fault]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -27,7 +27,8 @@ from stages.units import CPU, DISK, DeviceId
 class Load:
     """One load: the model to fill, the checkpoint that it comes from, and where each tensor is to go.
 
-    Tensors bound for the host are read into ``host``, if there is such a block.
+    Tensors bound for the host are read into ``host``, if there is such a block. ``names`` are those that tensors have
+    where what is loaded is used, if they are others than ``model`` has.
     """
 
     model: nn.Module
@@ -37,6 +38,7 @@ class Load:
     reader: SourceReader
     match: CheckpointMatch
     host: HostBlock | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def on_disk(self) -> tuple[TensorSpec, ...]:

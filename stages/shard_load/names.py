@@ -53,10 +53,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The steps that make the model's tensors, and the checkpoint's names that are part of none."""
+    """The steps that make the model's tensors, and the checkpoint's names that are part of none.
+
+    ``source`` is what they are names of, and ``together`` what doesn't belong together where they don't fit, in words.
+    """
 
     steps: tuple[Step, ...]
     unexpected: tuple[str, ...]
+    source: str = "checkpoint"
+    together: str = "config.json and the weights"
 
 
 def name_tensors(model: nn.Module, entries: Mapping[str, Extent]) -> Naming:

@@ -6,9 +6,9 @@ A tensor that lies on disk and is in the checkpoint as the model needs it is lef
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -109,12 +109,24 @@ def place(
     return PlacedWeights(load.model, offloaded, seconds, read_bytes, devices, load.host)
 
 
+def joined(pieces: Sequence[PlacedWeights]) -> PlacedWeights:
+    """Return as one what was placed piece by piece, from several checkpoints; the last has the whole model."""
+    return replace(
+        pieces[0],
+        model=pieces[-1].model,
+        offloaded=DiskWeights({name: extent for piece in pieces for name, extent in piece.offloaded.extents.items()}),
+        load_seconds=sum(piece.load_seconds for piece in pieces),
+        read_bytes=sum(piece.read_bytes for piece in pieces),
+    )
+
+
 def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
     """Return where every tensor that lies on disk is, tied names included."""
     by_name: dict[str, Extent] = {}
     for spec in load.on_disk:
         extent = load.served.get(spec.name) or Extent(files[spec.name], 0, spec.dtype, spec.shape)
-        by_name |= dict.fromkeys(load.skeleton.names_of(spec.name), extent)
+        names = load.skeleton.names_of(spec.name)
+        by_name |= dict.fromkeys((load.names.get(name, name) for name in names), extent)
     return by_name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,17 @@ from pipeline.atomic_files import write_text
 from pipeline.errors import CheckpointError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
+from stages.checkpoints.adapters import weights_identity
 from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
-from stages.shard_load.config import ShardLoadConfig, faults, open_weights
+from stages.shard_load.config import ShardLoadConfig, faults, open_adapter_of, open_weights
 from stages.shard_load.offload_store import open_store
 from stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
     from stages.checkpoints.shard_files import ShardFile
+    from stages.machine.devices import Devices
     from stages.shard_load.load import Load
     from stages.shard_load.placed_weights import PlacedWeights
 
@@ -36,10 +38,12 @@ class ShardLoadInputs:
     that file, ``ledgers`` are the plan's. ``spills`` says whether weights bound for the host wait on disk; ``model`` is
     the config's node of that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint``
     identifies. It lies at ``place``: files that were unpacked with times of their own may look alike in two places.
+    ``opened_adapter`` is the adapter, which ``adapter`` identifies by its bytes, if there is one.
     """
 
     checkpoint: Mapping[str, object]
     place: str
+    adapter: Mapping[str, str] | None
     skeleton: str
     device_map: str
     ledgers: Mapping[DeviceId, int]
@@ -50,6 +54,7 @@ class ShardLoadInputs:
     spills: bool = field(compare=False)
     model: Mapping[str, Any] = field(compare=False)
     opened: Checkpoint = field(compare=False)
+    opened_adapter: Checkpoint | None = field(compare=False)
     plan: plans.Plan = field(compare=False)
 
 
@@ -73,10 +78,11 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         given, model = read(ShardLoadConfig, context.config), context.config["model"]
         skeleton, plan = context.artifact("empty_init"), context.artifact("plan")
         found = plans.from_json(plan.json(plans.FILE_NAME))
-        opened = open_weights(model, depth=given.depth)
+        opened, adapter = open_weights(model, depth=given.depth), open_adapter_of(model)
         return ShardLoadInputs(
             checkpoint=identity(opened),
             place=opened.place,
+            adapter=None if adapter is None else weights_identity(adapter),
             skeleton=skeleton.key,
             device_map=plan.digest(plans.MAP_NAME),
             ledgers=found.ledgers,
@@ -87,6 +93,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             spills=given.offload_state_dict,
             model=model,
             opened=opened,
+            opened_adapter=adapter,
             plan=found,
         )
 
@@ -96,14 +103,18 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         from stages.shard_load.load import check_twins
         from stages.shard_load.placed_weights import refuse_infinite_served
 
-        load = _prepare(inputs, context)
-        hashes = hash_files(load.checkpoint) if inputs.verify == "full" else {}
-        check_twins(load)
-        if inputs.check_finite:
-            refuse_infinite_served(load)
-        files = _fill_store(inputs, context, load)
-        write_text(folder / INDEX_NAME, json.dumps(_index(load, files), indent=1) + "\n")
-        report = {**_load_report(load), "sha256": hashes}
+        loads = _prepare(inputs, context)
+        index: dict[str, object] = {}
+        hashes: dict[str, str] = {}
+        for load in loads:
+            hashes |= hash_files(load.checkpoint) if inputs.verify == "full" else {}
+            check_twins(load)
+            if inputs.check_finite:
+                refuse_infinite_served(load)
+        for load in loads:
+            index |= _index(load, _fill_store(inputs, context, load))
+        write_text(folder / INDEX_NAME, json.dumps(index, indent=1) + "\n")
+        report = {**_load_report(loads), "sha256": hashes}
         write_text(folder / REPORT_NAME, json.dumps(report, indent=1) + "\n")
 
     def revive(self, inputs: ShardLoadInputs, context: Context) -> PlacedWeights:
@@ -113,23 +124,16 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         """
         from stages.checkpoints.hashes import check_hashes
         from stages.machine.devices import Devices
-        from stages.shard_load.placed_weights import place
+        from stages.shard_load.placed_weights import joined
 
-        load = _prepare(inputs, context)
+        loads, devices = _prepare(inputs, context), Devices(inputs.ledgers)
         if inputs.plan.main_device != CPU:  # what lies on the host is streamed from there
-            load = replace(load, host=load.host_block())
-        if inputs.verify == "full":
+            loads[0] = replace(loads[0], host=loads[0].host_block())
+        for load in loads if inputs.verify == "full" else ():
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
-        files = _fill_store(inputs, context, load)
-        # Only a pickle's file is held while its tensors are placed: spilling for safetensors would lower no peak.
-        spills = inputs.spills and load.checkpoint.format == "bin"
-        return place(
-            load,
-            files,
-            devices=Devices(inputs.ledgers),
-            spill_folder=Path(inputs.offload_folder or context.cache / "offload") if spills else None,
-            check_finite=inputs.check_finite,
-        )
+        stored = [_fill_store(inputs, context, load) for load in loads]
+        placed = [_place(inputs, context, load, files, devices) for load, files in zip(loads, stored, strict=True)]
+        return joined(placed)
 
     def report(self, artifact: Artifact) -> Report:
         """Say how many files there are, and how much is served from them and from the store."""
@@ -150,14 +154,40 @@ def _opened(inputs: ShardLoadInputs) -> Checkpoint:
     return deeper
 
 
-def _prepare(inputs: ShardLoadInputs, context: Context) -> Load:
-    from stages.checkpoints.hashes import hold
+def _prepare(inputs: ShardLoadInputs, context: Context) -> list[Load]:
+    """Return the load of the checkpoint, and that of the adapter if there is one."""
+    from stages.shard_load.adapter import prepare_adapted
     from stages.shard_load.load import prepare
 
     skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
-    model, checkpoint = context.live("empty_init"), _opened(inputs)
-    checkpoint = hold(checkpoint) if inputs.verify == "full" else checkpoint
-    return prepare(model, skeleton, homes=inputs.plan.homes, checkpoint=checkpoint, strict=inputs.strict)
+    model, homes = context.live("empty_init"), inputs.plan.homes
+    checkpoint = _held(inputs, _opened(inputs))
+    if inputs.opened_adapter is None:
+        return [prepare(model, skeleton, homes=homes, checkpoint=checkpoint, strict=inputs.strict)]
+    adapter = _held(inputs, inputs.opened_adapter)
+    return prepare_adapted(model, skeleton, homes=homes, checkpoint=checkpoint, adapter=adapter, strict=inputs.strict)
+
+
+def _held(inputs: ShardLoadInputs, checkpoint: Checkpoint) -> Checkpoint:
+    from stages.checkpoints.hashes import hold
+
+    return hold(checkpoint) if inputs.verify == "full" else checkpoint
+
+
+def _place(
+    inputs: ShardLoadInputs, context: Context, load: Load, files: Mapping[str, ShardFile], devices: Devices
+) -> PlacedWeights:
+    from stages.shard_load.placed_weights import place
+
+    # Only a pickle's file is held while its tensors are placed: spilling for safetensors would lower no peak.
+    spills = inputs.spills and load.checkpoint.format == "bin"
+    return place(
+        load,
+        files,
+        devices=devices,
+        spill_folder=Path(inputs.offload_folder or context.cache / "offload") if spills else None,
+        check_finite=inputs.check_finite,
+    )
 
 
 def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[str, ShardFile]:
@@ -186,18 +216,19 @@ def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
     }
 
 
-def _load_report(load: Load) -> dict[str, object]:
+def _load_report(loads: Sequence[Load]) -> dict[str, object]:
     tiers: dict[str, dict[str, int]] = {}
-    for spec in (*load.resident, *load.on_disk):
-        tier = tiers.setdefault(str(load.homes[spec.name]), {"tensors": 0, "bytes": 0})
-        tier["tensors"] += 1
-        tier["bytes"] += spec.bytes
-    served = [spec.bytes for spec in load.on_disk if spec.name in load.served]
-    stored = [spec.bytes for spec in load.on_disk if spec.name in load.stored]
+    for load in loads:
+        for spec in (*load.resident, *load.on_disk):
+            tier = tiers.setdefault(str(load.homes[spec.name]), {"tensors": 0, "bytes": 0})
+            tier["tensors"] += 1
+            tier["bytes"] += spec.bytes
+    served = [spec.bytes for load in loads for spec in load.on_disk if spec.name in load.served]
+    stored = [spec.bytes for load in loads for spec in load.on_disk if spec.name in load.stored]
     return {
-        "format": load.checkpoint.format,
-        "files": [file.name for file in load.checkpoint.files],
-        "checkpoint_bytes": load.checkpoint.bytes,
+        "format": loads[0].checkpoint.format,
+        "files": [file.name for load in loads for file in load.checkpoint.files],
+        "checkpoint_bytes": sum(load.checkpoint.bytes for load in loads),
         "tiers": tiers,
         "served": {"tensors": len(served), "bytes": sum(served)},
         "stored": {"tensors": len(stored), "bytes": sum(stored)},

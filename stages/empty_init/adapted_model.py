@@ -1,0 +1,120 @@
+"""A model with an adapter: peft's own modules around those that it adapts, and the same model as it is without them.
+
+What an adapter computes is peft's, so that it is bit for bit what peft gives. What is ours is that nothing of it is
+made in memory: the modules are put in on meta, and their weights come from the adapter's own file as the checkpoint's
+do. These are loaded into a view of the model without the adapter, where every name is the one that they have there.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from pipeline.errors import CheckpointError, foreign
+from stages.checkpoints.adapters import CONFIG, read_settings
+
+_NAME = "default"
+"""What peft calls the one adapter of a model."""
+
+_REPLACEMENT = f"modules_to_save.{_NAME}"
+"""Where peft has the module that replaces another one whole."""
+
+_WITHIN = re.compile(rf"(\.modules_to_save)?\.{_NAME}(?=\.|$)|(?<=lora_magnitude_vector\.{_NAME})\.weight$")
+"""What the name of an adapter's tensor has in a model and doesn't have in its file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unadapted:
+    """An adapted model as it is without its adapter.
+
+    ``model`` has the modules that it had before, and they hold their tensors in the same tables as the adapted model's:
+    what is put into one is in the other. ``names`` maps each tensor's name in it to that in the adapted model.
+    ``added`` maps the names that the adapter's tensors have in its file, without peft's prefix, to those in the model.
+    """
+
+    model: nn.Module
+    names: Mapping[str, str]
+    added: Mapping[str, str]
+
+
+def add_adapter(model: nn.Module, folder: Path) -> None:
+    """Put the modules of the adapter in ``folder`` into ``model``, their parameters on meta and in float32.
+
+    That is the dtype that peft computes an adapter in, whatever the model's. A ``CheckpointError`` where it has no
+    place in this model.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import cast_adapter_dtype
+
+    settings = read_settings(folder)
+    about = f"{folder / CONFIG}: it is no adapter of {type(model).__name__}"
+    with foreign(CheckpointError, about), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a GPT-2's weights are transposed, say, which peft then heeds
+        config = LoraConfig(**settings, inference_mode=True)
+        inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
+        cast_adapter_dtype(model, _NAME)
+    _drop_replaced(model)
+
+
+def _drop_replaced(model: nn.Module) -> None:
+    """Take out of ``model`` the modules that the adapter replaces whole, but for those whose tensors others use too."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper) and all(
+            uses[id(parameter)] == 1 for parameter in module.original_module.parameters()
+        ):
+            module.original_module = nn.Identity()
+
+
+def without_adapter(model: nn.Module) -> Unadapted:
+    """Return ``model``, which has an adapter, as it is without."""
+    names: dict[str, str] = {}
+    plain = _unwrapped(model, "", "", names)
+    own = set(names.values())
+    added = {
+        _WITHIN.sub("", name): name for name, _ in model.named_parameters(remove_duplicate=False) if name not in own
+    }
+    return Unadapted(plain, names, added)
+
+
+def _unwrapped(module: nn.Module, prefix: str, within: str, names: dict[str, str]) -> nn.Module:
+    """Return ``module`` without the adapter's, and note in ``names`` what its tensors are called without and with it.
+
+    ``prefix`` and ``within`` are what the names in it begin with, in the one model and in the other.
+    """
+    step = _step_within(module)
+    if step is not None:  # what replaces a module whole has its names and shapes, and is still the adapter's
+        noted = {} if step == _REPLACEMENT else names
+        return _unwrapped(module.get_submodule(step), prefix, f"{within}{step}.", noted)
+    for name in (*module._parameters, *module._buffers):
+        names[prefix + name] = within + name
+    children = {
+        name: child if child is None else _unwrapped(child, f"{prefix}{name}.", f"{within}{name}.", names)
+        for name, child in module._modules.items()
+    }
+    if all(children[name] is child for name, child in module._modules.items()):
+        return module
+    twin = copy.copy(module)
+    twin._modules = children
+    return twin
+
+
+def _step_within(module: nn.Module) -> str | None:
+    """Return the name, in ``module`` of peft's, of the module that it stands in the place of; null for any other."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        kept = any(True for _ in module.original_module.parameters())
+        return "original_module" if kept else _REPLACEMENT
+    return "base_layer" if isinstance(module, BaseTunerLayer) else None
