@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-import random
-import signal
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Finished, Replay, start
+from tests.benchmarks.kills import KilledRuns, write_prompts
+from tests.e2e.conftest import Finished, Replay
+from tests.faults.fork_server import ForkServer
 
 COUNT = 24
-FIXED = ("generate.prompts_file=prompts.jsonl", "generate.max_new_tokens=6", "generate.batch_size=4")
-
-
-def write_prompts(folder: Path, count: int) -> None:
-    chance = random.Random(7)
-    lines = [{"token_ids": [chance.randrange(3, 200) for _ in range(chance.randrange(1, 24))]} for _ in range(count)]
-    lines[3]["max_new_tokens"] = 2
-    folder.joinpath("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+FIXED = ("generate.max_new_tokens=6", "generate.batch_size=4")
 
 
 def generations(finished: Finished) -> list[dict]:
@@ -31,46 +23,34 @@ def generations(finished: Finished) -> list[dict]:
     return [json.loads(line) for line in folder.joinpath("generations.jsonl").read_text().splitlines()]
 
 
-def part_of(folder: Path) -> Path | None:
-    return next(iter(folder.glob("outputs/cache/generate/.tmp-*/generations.jsonl")), None)
-
-
-def killed_after(folder: Path, lines: int, *options: str) -> bool:
-    """Run the command, and kill it when so many generations are on the disk; return whether it was still at it."""
-    with start(folder, *options) as process:
-        while process.poll() is None:
-            part = part_of(folder)
-            if part is not None and part.read_bytes().count(b"\n") >= lines:
-                process.kill()
-            time.sleep(0.002)
-    return process.returncode == -signal.SIGKILL
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server
 
 
 SAMPLED = ("generate.do_sample=true", "seed=5")
 
 
-@pytest.mark.parametrize(("options", "kills"), [((), (1, 8, 16)), (SAMPLED, (8,))], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("options", "kills"), [((), (1, 16)), (SAMPLED, (8,))], ids=["greedy", "sampled"])
 def test_killed_again_and_again_no_prompt_is_answered_twice(
-    tmp_path: Path, offstage: Callable[..., Finished], options: tuple[str, ...], kills: tuple[int, ...]
+    tmp_path: Path, server: ForkServer, options: tuple[str, ...], kills: tuple[int, ...]
 ) -> None:
-    write_prompts(tmp_path, COUNT)
-    whole = generations(offstage(*FIXED, *options))
-    tmp_path.joinpath("outputs").rename(tmp_path / "first")
-    assert [row["index"] for row in whole] == list(range(COUNT))
-    assert len(whole[3]["token_ids"]) == 2
-    kept: list[bytes] = []
+    write_prompts(tmp_path / "prompts.jsonl", COUNT)
+    asked = [f"generate.prompts_file={tmp_path / 'prompts.jsonl'}", *FIXED, *options]
+    whole = KilledRuns(server, tmp_path / "whole", asked).finish()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [row["index"] for row in rows] == list(range(COUNT))
+    assert len(rows[3]["token_ids"]) == 2
+    killed, kept = KilledRuns(server, tmp_path / "killed", asked), b""
     for lines in kills:
-        if killed_after(tmp_path, lines, *FIXED, *options):
-            part = part_of(tmp_path)
-            assert part is not None
-            lasting = part.read_bytes().splitlines()
-            assert lasting[: len(kept)] == kept, "what was answered is kept as it was"
-            kept = lasting
-    assert len(kept) >= 4
-    finished = offstage(*FIXED, *options)
-    assert finished.code == 0, finished.err
-    assert generations(finished) == whole
-    assert part_of(tmp_path) is None
+        lasting = killed.kill(lines=lines)
+        assert lasting is not None, "it was killed before its end"
+        assert lasting.startswith(kept), "what was answered is kept as it was"
+        kept = lasting[: lasting.rfind(b"\n") + 1]
+    assert kept.count(b"\n") >= kills[-1]
+    assert killed.finish() == whole
+    assert killed.unfinished() == b""
 
 
 def test_a_batch_is_told_and_exact_answers_are_those_of_each_prompt_alone(
@@ -169,7 +149,7 @@ def test_the_jobs_of_a_sweep_can_not_share_standard_input(offstage_here: Callabl
 
 
 def test_a_batch_size_of_auto_is_what_the_plan_says(tmp_path: Path, offstage_here: Callable[..., Finished]) -> None:
-    write_prompts(tmp_path, COUNT)
+    write_prompts(tmp_path / "prompts.jsonl", COUNT)
     asked = ("generate.prompts_file=prompts.jsonl", "generate.max_new_tokens=3")
     done = offstage_here(*asked, "generate.batch_size=auto")
     assert done.code == 0, done.err
