@@ -44,6 +44,7 @@ FIGURES = (
     ),
     Figure("bound by", None, "bound", "predicted_bound"),
     Figure("streamed a token", "bytes", "streamed_bytes_per_token", "predicted_streamed_bytes_per_token"),
+    Figure("streamed a forward", "bytes", "streamed_bytes_per_forward"),
     Figure("stall share", "share", "stall_share"),
 )
 """The times of decoding and its bytes are a forward's, however many sequences share it."""

@@ -45,6 +45,11 @@ class RehearsedCall:
         return self._call.key
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its arguments."""
+        return tuple(self._call.arguments)
+
+    @property
     def has_every_layer(self) -> bool:
         """Whether something of each layer is kept: then no layer can stand for another."""
         return bool(names_asked(self._given))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pipeline.errors import ConfigError, Fault, named
 from pipeline.regular_files import open_regular
 from pipeline.stage import Config
-from pipeline.typed_config import PATHS, absolute, read
+from pipeline.typed_config import PATHS, PATHS_INSIDE, absolute, read
 from stages.inputs.images import check_image
 from stages.inputs.line_file import LineFile, is_text
 from stages.inputs.media_files import read_media
@@ -49,13 +49,20 @@ class ForwardOptions:
     outputs: Sequence[str] | None = None
 
 
+def _all_absolute(paths: Sequence[Any]) -> list[Any]:
+    return [absolute(path) if isinstance(path, str) else path for path in paths]
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardConfig:
     """The keys of the stage ``forward``, all below its name."""
 
     forward: ForwardOptions = field(
         default_factory=ForwardOptions,
-        metadata={PATHS: {"inputs": absolute, "texts_file": absolute, "images": absolute, "audio": absolute}},
+        metadata={
+            PATHS: {"inputs": absolute, "texts_file": absolute},
+            PATHS_INSIDE: {"images": _all_absolute, "audio": _all_absolute},
+        },
     )
 
 
@@ -64,11 +71,14 @@ def asked_of(config: Config) -> ForwardOptions | None:
     return read(ForwardConfig, config).forward if KEY in (config.get("stages") or ()) else None
 
 
+def is_given(given: ForwardOptions) -> bool:
+    """Return whether there is anything to call a model with."""
+    return any(getattr(given, name) for name in _GIVEN)
+
+
 def check_options(given: ForwardOptions) -> Iterator[Fault]:
     """Yield what is wrong with the keys, and with the files that they name, as far as no model must be known."""
     named = [name for name in _GIVEN if getattr(given, name)]
-    if not named:
-        yield Fault(KEY, f"nothing is given to the model; give one of {', '.join(f'{KEY}.{name}' for name in _GIVEN)}")
     if given.batch_size is not None and given.batch_size < 1:
         yield Fault(f"{KEY}.batch_size", f"{given.batch_size!r} is no batch size; give a whole number from 1, or null")
     kinds = {name.removesuffix("_file") for name in named}
@@ -132,8 +142,11 @@ def count_rows(given: ForwardOptions) -> int:
 def identity(given: ForwardOptions, *, values: bool) -> dict[str, object]:
     """Return what is given, as a key holds it: files by their content, ``inputs`` without ``values`` by shapes alone.
 
-    Needs no torch.
+    Needs no torch. Raises a ``ConfigError`` where nothing is.
     """
+    if not is_given(given):
+        known = ", ".join(f"{KEY}.{name}" for name in _GIVEN)
+        raise ConfigError(f"{KEY}: nothing is given to the model; give one of {known}")
     options = {name: value for name, value in asdict(given).items() if name not in _GIVEN}
     found: dict[str, object] = {"options": options}
     if given.inputs:

@@ -40,11 +40,20 @@ def describe_call(model: nn.Module, call: RehearsedCall, no_split: Iterable[str]
     described = describe(model, no_split=no_split, call=call)
     reason = described.unrehearsed
     if reason is not None and _REFUSALS.match(reason) and not _FAKE.search(reason):
-        raise ConfigError(f"{call.key}: {described.model_class}'s forward can't be called with these inputs: {reason}")
+        about = f"{call.key}: {described.model_class}'s forward can't be called with these inputs"
+        raise ConfigError(f"{about}: {reason}{_advice(model, call)}")
     if reason is not None:
         return described
     moments = weigh_call(model, () if call.has_every_layer else described.no_split, call)
     return replace(described, moments=tuple(_lifted(moment, call.results_bytes) for moment in moments))
+
+
+def _advice(model: nn.Module, call: RehearsedCall) -> str:
+    """Return what is likely to mend a call that a model refuses; empty where nothing is known."""
+    two_halves = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not two_halves or any(name.startswith("decoder_") for name in call.names):
+        return ""
+    return "; give decoder_input_ids too, in the file of forward.inputs, or set model.class to its encoder"
 
 
 def _lifted(moment: Moment, held: int) -> Moment:

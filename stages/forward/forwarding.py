@@ -24,10 +24,12 @@ from stages.calls.options import ForwardOptions, count_rows, read_texts
 from stages.checkpoints.dtypes import dtype_name
 from stages.checkpoints.hub import checkpoint_folder
 from stages.dispatch.stage import Dispatched
+from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.forward.inputs import OUTPUTS, ForwardInputs
 from stages.forward.joined import Joined
 from stages.forward.labels import say
+from stages.inference.bound import bound_of
 from stages.inference.measured import measured_peaks
 from stages.machine.aligned_memory import byte_view
 
@@ -78,19 +80,31 @@ def perform(inputs: ForwardInputs, context: Context) -> Forwarded:
             seconds += time.perf_counter() - began
             together.append(list(call.rows))
             bar.update(len(call.rows))
-    tensors, passes = joined.tensors(), max(1, len(together))
-    metrics: Metrics = {
+    tensors = joined.tensors()
+    metrics = {
         "load_seconds": dispatched.load_seconds,
-        "forward_seconds": seconds,
-        "forwards": len(together),
-        "rows_per_second": sum(map(len, together)) / seconds if seconds else None,
-        "streamed_bytes_per_forward": round((traffic.streamed_bytes - before.streamed_bytes) / passes),
+        **_metrics(before, traffic, seconds=seconds, together=together),
         "storage_read_bytes": dispatched.read_bytes + traffic.storage_bytes,
         "stall_seconds": traffic.stall_seconds,
     }
     labels = say(tensors, _config(inputs.model), _texts(given))
     measured = measured_peaks(context, dispatched)
     return Forwarded(tensors, labels, together, metrics, measured, dispatched.streamer.trace)
+
+
+def _metrics(before: Traffic, after: Traffic, *, seconds: float, together: list[list[int]]) -> Metrics:
+    """Return the run record's metrics of forwards of so many ``seconds``, by what had streamed before and after."""
+    stalled, stored = after.stall_seconds - before.stall_seconds, after.storage_bytes - before.storage_bytes
+    streamed = after.streamed_bytes - before.streamed_bytes
+    return {
+        "forward_seconds": seconds,
+        "forwards": len(together),
+        "rows_per_second": sum(map(len, together)) / seconds,
+        "streamed_bytes_per_forward": round(streamed / len(together)),
+        "streamed_bytes_per_second": streamed / seconds,
+        "stall_share": stalled / seconds,
+        "bound": bound_of(seconds, stall_seconds=stalled, storage_bytes=stored),
+    }
 
 
 def _config(model: Mapping[str, Any]) -> dict[str, Any]:

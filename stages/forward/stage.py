@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
-from stages.calls.options import ForwardConfig, check_options, fault_of, identity
+from stages.calls.options import ForwardConfig, check_options, fault_of, identity, is_given
 from stages.forward.inputs import OUTPUTS, ForwardInputs
 from stages.inference.inputs import gather_model
 from stages.inputs.libraries import media_libraries
@@ -36,8 +36,8 @@ class ForwardStage(Stage[ForwardInputs]):
         from stages.calls.arguments import calls
 
         given = read(ForwardConfig, config).forward
-        if list(check_options(given)):
-            return  # ``check`` says it
+        if not is_given(given) or list(check_options(given)):
+            return  # ``gather`` or ``check`` says it
         try:
             next(calls(given, config["model"]))
         except ConfigError as error:

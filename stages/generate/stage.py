@@ -13,7 +13,7 @@ from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.transcript import transcript
 from stages.inference.inputs import batch_size, gather_model
-from stages.inputs.prompt_processor import media_libraries
+from stages.inputs.libraries import media_libraries
 from stages.plan.prompts import check_prompts, check_seed, read_prompts
 
 FILE_NAME = "generation.json"

@@ -37,11 +37,17 @@ def read_image(key: str, file: Path, *, sha256: str | None = None) -> Image:
 
 
 def _opened(key: str, file: Path, sha256: str | None = None) -> Image:
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
+    data = read_media(key, file, sha256=sha256)
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        return Image.open(BytesIO(read_media(key, file, sha256=sha256)), formats=FORMATS)
+        try:
+            return Image.open(BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError as error:
+            raise ConfigError(
+                f"{key}: {str(file)!r} is no image that can be read; give one of {', '.join(FORMATS)}"
+            ) from error
 
 
 def _decoding(key: str, file: Path) -> AbstractContextManager[None]:

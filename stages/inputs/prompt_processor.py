@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,6 @@ from stages.inputs.audio import read_audio
 from stages.inputs.images import read_image
 from stages.inputs.media_files import MediaFile, MediaKind
 from stages.inputs.processors import load_processor
-
-LIBRARIES = {"pillow": "PIL", "torchvision": "torchvision", "soundfile": "soundfile"}
-"""What decodes and resizes images and recordings: distributions, each by what it is imported as."""
 
 _PARTS: Mapping[MediaKind, tuple[str, ...]] = {
     "image": ("image_processor",),
@@ -134,8 +129,3 @@ class PromptProcessor:
         """How many samples the model hears at once; the processor would drop what is beyond without a word."""
         samples = getattr(self._part("audio"), "n_samples", None)
         return samples if isinstance(samples, int) else None
-
-
-def media_libraries() -> dict[str, str | None]:
-    """Return the versions of the libraries that decode and resize, null for one that isn't there."""
-    return {name: metadata.version(name) if find_spec(module) else None for name, module in LIBRARIES.items()}

@@ -12,6 +12,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+transformers.utils.logging.disable_progress_bar()
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnopqrstuvwxyz", "weights", "wait", "offstage", "cue"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 VISION = {**SIZES, "image_size": 16, "patch_size": 4}
