@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipeline.report.records import Number
 
-Kind = Literal["bytes", "seconds", "rate", "share"]
+Kind = Literal["bytes", "seconds", "rate", "share", "number"]
 MISSING = "\N{EN DASH}"
 
 _UNITS: dict[str, tuple[tuple[float, str], ...]] = {
@@ -16,6 +16,7 @@ _UNITS: dict[str, tuple[tuple[float, str], ...]] = {
     "seconds": ((1, "s"), (1e-3, "ms"), (1e-6, "µs")),
     "rate": ((1, ""),),
     "share": ((0.01, "%"),),
+    "number": ((1, ""),),
 }
 
 
@@ -49,6 +50,8 @@ def scale_for(values: Iterable[Number | None], kind: Kind) -> Scale:
     size, unit = next(((size, unit) for size, unit in units if largest >= size), units[-1])
     if not largest:
         size, unit = 1, "s" if kind == "seconds" else unit
+    if kind == "number":  # runs are told apart by its last digits
+        return Scale(size, unit, 4)
     if unit in ("B", "%"):
         return Scale(size, unit, 0 if unit == "B" else 1)
     return Scale(size, unit, 3 if unit == "s" and largest < 10 else 2 if largest / size < 100 else 1)

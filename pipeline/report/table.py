@@ -25,6 +25,10 @@ from pipeline.report.speed import (
 )
 
 UNLIMITED = "unlimited"
+PERPLEXITY = "perplexity"
+BITS = "bits_per_byte"
+SCORED = "scored_tokens_per_second"
+STREAMED_FORWARD = "streamed_bytes_per_forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,11 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Colum
         _measured(jobs, "predicted", "seconds", lambda run: run.metric(PREDICTED_SECONDS)),
         _measured(jobs, "bound", "seconds", bound_seconds),
         _measured(jobs, "speed", "rate", lambda run: run.metric(RATE), unit="tokens/s"),
+        _measured(jobs, "perplexity", "number", lambda run: run.metric(PERPLEXITY)),
+        _measured(jobs, "bits a byte", "number", lambda run: run.metric(BITS)),
+        _measured(jobs, "scored", "rate", lambda run: run.metric(SCORED), unit="tokens/s"),
         _measured(jobs, "streamed a token", "bytes", lambda run: run.metric(STREAMED)),
+        _measured(jobs, "streamed a forward", "bytes", lambda run: run.metric(STREAMED_FORWARD)),
         _measured(jobs, "streaming", "bytes", lambda run: run.metric(STREAMING), per="/s"),
         _measured(jobs, "stalled a token", "seconds", lambda run: run.metric(STALLED)),
         _measured(jobs, "stalled", "share", lambda run: run.metric(STALL_SHARE)),
@@ -112,7 +120,8 @@ def _measured(
 
 def _status(run: Run) -> str:
     """Return the status, and whether the figures are an earlier run's, or of accelerators that aren't there."""
-    generate, hardware = run.stage("generate"), run.config.get("hardware")
+    chosen, hardware = run.config.get("stages"), run.config.get("hardware")
+    last = run.stage(str(chosen[-1])) if isinstance(chosen, list) and chosen else run.stage("generate")
     simulated = isinstance(hardware, dict) and bool(hardware.get("devices"))
-    cached = generate is not None and generate.cached
+    cached = last is not None and last.cached
     return ", ".join([run.status, *["cached"] * cached, *["simulated"] * simulated])

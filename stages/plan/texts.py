@@ -21,6 +21,8 @@ LONGEST_WINDOW = 2048
 _KINDS = "give text, a list of token ids, or a mapping of context and continuation, both text or both token ids"
 _FILE = LineFile("score.texts_file", "text", _KINDS)
 
+_EXAMPLE = "The weights of a model are the parameters that it learns from data."
+
 Tokens = str | list[int]
 """What tokens are made of, or the ids themselves."""
 
@@ -29,7 +31,7 @@ Tokens = str | list[int]
 class ScoreOptions:
     """The keys below ``score``; ``conf/config.yaml`` says what each means."""
 
-    texts: Sequence[Any] | str = field(default_factory=list)
+    texts: Sequence[Any] | str = field(default_factory=lambda: [_EXAMPLE])
     texts_file: str | None = None
     text_file: str | None = None
     window: int | None = None

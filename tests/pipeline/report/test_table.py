@@ -38,6 +38,14 @@ def test_the_table_has_the_prediction_and_the_bound_beside_what_was_measured(tmp
     assert [found[title] for title in measured] == [("2.500",), ("500.0",), ("375.0",), ("250.0",)]
 
 
+def test_the_table_has_perplexities_to_the_digits_that_tell_jobs_apart(tmp_path: Path) -> None:
+    for name, perplexity in (("0", 12.34561), ("1", 12.34568)):
+        write_run(tmp_path / name, metrics={"perplexity": perplexity, "scored_tokens_per_second": 80.0})
+    found = table(tmp_path)
+    assert found["perplexity"] == ("12.3456", "12.3457")
+    assert found["scored, tokens/s"] == ("80.00", "80.00")
+
+
 def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Path) -> None:
     write_run(tmp_path / "0")
     assert not {"streaming, GB/s", "stalled a token, s", "bound by"} & set(table(tmp_path))

@@ -1,0 +1,225 @@
+"""Scores of the command: those of the plain model wherever weights lie, whatever kills a run, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BertForMaskedLM, BertModel
+
+from stages.plan.texts import ScoreOptions, read_scored_texts
+from stages.score.windows import Window, cut, encode
+from tests.e2e.conftest import Finished, Replay, start
+from tests.stages.score.test_likelihoods import CAUSAL, HALVES, made, plainly, tokens
+
+Run = Callable[..., Finished]
+EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
+SCORE = "stages=score"
+
+
+def artifact(finished: Finished) -> Path:
+    assert finished.code == 0, finished.err
+    return next(Path(stage["artifact"]) for stage in finished.record["stages"] if stage["name"] == "score")
+
+
+def texts_of(finished: Finished) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(artifact(finished).joinpath("score.json").read_text())["texts"]
+    return found
+
+
+def windows_of(finished: Finished) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in artifact(finished).joinpath("scores.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2", "mixtral", "t5"])
+def test_streamed_from_disk_they_are_bitwise_those_of_the_plain_model(
+    architecture: str, tmp_path: Path, offstage_here: Run
+) -> None:
+    config = {**CAUSAL, **HALVES}[architecture]
+    folder = tmp_path / "checkpoint"
+    whole = made(config, torch.bfloat16)
+    whole.save_pretrained(folder, max_shard_size="40KB")
+    pair = {"context": tokens(11), "continuation": tokens(7, 4)}
+    texts = [pair, {"context": tokens(3), "continuation": tokens(30, 9)}]
+    texts += [] if config.is_encoder_decoder else [tokens(150)]
+    tmp_path.joinpath("texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    half = str(int(0.6 * sum(parameter.nbytes for parameter in whole.parameters())))
+    done = offstage_here(
+        SCORE, f"model.path={folder}", f"max_memory.cpu={half}", "device_map=sequential", "storage.io=direct",
+        "score.texts_file=texts.jsonl", "score.window=64", "score.stride=48",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.record["metrics"]["streamed_bytes_per_forward"] > 0, "nothing lay on disk: the test proves nothing"
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    plain = auto.from_pretrained(folder)
+    options = ScoreOptions(texts=texts)
+    encoded = [
+        encode(name, text, None, has_encoder=bool(config.is_encoder_decoder))
+        for name, text in read_scored_texts(options).items()
+    ]
+    rows, losses = windows_of(done), []
+    windows: list[Window] = list(cut(encoded, window=64, stride=48))
+    for window, row in zip(windows, rows, strict=True):
+        values, greedy, loss = plainly(plain, window)
+        assert (row["token_ids"], row["log_likelihoods"], row["greedy"]) == (list(window.scored), values, greedy)
+        losses.append((float(loss), len(values)))
+    count = sum(number for _, number in losses)
+    mean = sum(loss * number for loss, number in losses) / count
+    assert done.record["metrics"]["scored_tokens"] == count
+    assert done.record["metrics"]["perplexity"] == pytest.approx(math.exp(mean), rel=2e-2 if len(rows) == 2 else 1e-5)
+
+
+PLACES = {
+    "resident": ["max_memory.cpu=1GB"],
+    "on disk": ["max_memory.cpu=2MB", "storage.io=direct"],
+    "mapped": ["max_memory.cpu=2MB", "storage.io=mmap"],
+    "on simulated accelerators": ["hardware=2x24gb", "max_memory={0: 2MB, 1: 2MB, cpu: 2MB}"],
+}
+TEXTS = "score.texts=['The weights of a model.', {context: 'Return the', continuation: ' number of elements.'}]"
+
+
+def test_they_are_the_same_wherever_the_weights_lie(offstage_here: Run) -> None:
+    found = {place: texts_of(offstage_here(SCORE, TEXTS, *options)) for place, options in PLACES.items()}
+    for place, texts in found.items():
+        assert texts == found["resident"], place
+    text, pair = found["resident"]
+    assert text["tokens"] == len(text["token_ids"]) == len(text["log_likelihoods"]) == len(text["greedy"])
+    assert text["bytes"] == len("The weights of a model.")
+    assert text["log_likelihood"] == math.fsum(text["log_likelihoods"])
+    assert pair["context"] == "Return the"
+    assert pair["bytes"] == len(" number of elements.")
+
+
+LONG = ("score.text_file=long.txt", "score.window=48", "score.stride=32", "score.batch_size=2")
+
+
+def write_text(folder: Path) -> None:
+    words = "The weights wait offstage until their cue, and the model returns a tensor of the same shape. "
+    folder.joinpath("long.txt").write_text(words * 60)
+
+
+def part_of(folder: Path) -> Path | None:
+    return next(iter(folder.glob("outputs/cache/score/.tmp-*/scores.jsonl")), None)
+
+
+def killed_after(folder: Path, lines: int, *options: str) -> bool:
+    """Run the command, and kill it when so many windows are on the disk; return whether it was still at it."""
+    with start(folder, *options) as process:
+        while process.poll() is None:
+            part = part_of(folder)
+            if part is not None and part.read_bytes().count(b"\n") >= lines:
+                process.kill()
+            time.sleep(0.002)
+    return process.returncode == -signal.SIGKILL
+
+
+def test_killed_again_and_again_no_window_is_scored_twice(tmp_path: Path, offstage: Run) -> None:
+    write_text(tmp_path)
+    whole = offstage(SCORE, *LONG)
+    rows, texts = windows_of(whole), texts_of(whole)
+    assert len(rows) > 20
+    tmp_path.joinpath("outputs").rename(tmp_path / "first")
+    kept: list[bytes] = []
+    for lines in (2, 12):
+        if killed_after(tmp_path, lines, SCORE, *LONG):
+            part = part_of(tmp_path)
+            assert part is not None
+            lasting = part.read_bytes().splitlines()
+            assert lasting[: len(kept)] == kept, "what was scored is kept as it was"
+            kept = lasting
+    assert len(kept) >= 2
+    again = offstage(SCORE, *LONG)
+    assert (windows_of(again), texts_of(again)) == (rows, texts)
+    assert again.record["metrics"]["perplexity"] == whole.record["metrics"]["perplexity"]
+
+
+def test_windows_of_a_batch_are_told_and_exact_ones_are_scored_alone(tmp_path: Path, offstage_here: Run) -> None:
+    write_text(tmp_path)
+    alone, exact, together = (
+        offstage_here(SCORE, *LONG[:3], f"score.batch_size={size}", *more)
+        for size, more in ((1, ()), (8, ("score.exact=true",)), (8, ()))
+    )
+    assert texts_of(exact) == texts_of(alone)
+    rows = windows_of(together)
+    assert {row["rows"] for row in rows} >= {8}
+    assert together.record["metrics"]["perplexity"] == pytest.approx(alone.record["metrics"]["perplexity"], rel=1e-2)
+    auto = offstage_here(SCORE, *LONG[:3], "score.batch_size=auto")
+    assert max(row["rows"] for row in windows_of(auto)) > 1
+
+
+BAD = [
+    (["score.texts=['']"], "score.texts[0]: '' is empty"),
+    (["score.texts=[[5]]"], "score.texts[0]: [5] is one token"),
+    (["score.texts=[[5,99999]]"], "token id 99999 is beyond the model's 3072 words"),
+    (["score.window=4096"], "score.window: 4096 tokens are more than the model's context of 2048"),
+    (["score.window=8", "score.stride=9"], "score.stride: 9 tokens are more than a window of 8"),
+    (["score.texts=[{context: a, continuation: ''}]"], "score.texts[0].continuation: '' is empty"),
+    (["score.window=8", "score.texts=[{context: [5,6,7,8,9], continuation: [5,6,7,8]}]"], "more than a window of 8"),
+    (["score.batch_size=many"], "score.batch_size: 'many' is"),
+    (["score.textfile=x"], "score.textfile"),
+    (["model.class=LlamaModel"], "model.class: LlamaModel gives no logits of the token that comes next"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), BAD, ids=[words for _, words in BAD])
+def test_bad_input_is_one_line_before_any_weight_is_read(
+    options: list[str], words: str, offstage_here: Run, tmp_path: Path
+) -> None:
+    done = offstage_here(SCORE, *options)
+    assert done.code == 2
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
+    if "textfile" not in words:
+        assert len(done.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", [BertModel, BertForMaskedLM])
+def test_a_model_that_foretells_nothing_is_refused_by_name(kind: Any, offstage_here: Run, tmp_path: Path) -> None:
+    config = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=90)
+    kind(config).save_pretrained(tmp_path / "bert")
+    done = offstage_here(SCORE, "model.path=bert", "score.texts=[[5,6,7]]")
+    assert done.code == 2
+    assert f"model.class: {kind.__name__} gives no logits of the token that comes next" in done.err
+    assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
+
+
+def test_text_without_a_tokenizer_and_an_encoder_without_a_context_are_told(offstage_here: Run, tmp_path: Path) -> None:
+    made(HALVES["t5"], torch.float32).save_pretrained(tmp_path / "t5")
+    text = offstage_here(SCORE, "model.path=t5", "score.texts=[{context: a, continuation: b}]")
+    bare = offstage_here(SCORE, "model.path=t5", "score.texts=[[5,6,7]]")
+    assert (text.code, bare.code) == (2, 2)
+    assert "is text and the checkpoint has no tokenizer" in text.err
+    assert "give a mapping of context and continuation" in bare.err
+
+
+def test_a_replay_scores_again_and_tells_a_likelihood_that_differs(
+    offstage: Run, replay: Replay, tmp_path: Path
+) -> None:
+    assert offstage(SCORE, TEXTS).code == 0
+    (path,) = tmp_path.glob("outputs/runs/**/run.json")
+    code, out, err = replay(path)
+    assert code == 0, err
+    assert "outputs   the same" in out
+    record = json.loads(path.read_text())
+    record["outputs"][1]["log_likelihood"] += 0.5
+    path.write_text(json.dumps(record))
+    code, out, _ = replay(path)
+    assert code == 1
+    assert "output 1" in out
+    assert "log_likelihood: was" in out
+
+
+def test_the_peak_of_long_windows_is_as_predicted(offstage: Run, tmp_path: Path) -> None:
+    write_text(tmp_path)
+    done = offstage(SCORE, "score.text_file=long.txt", "score.window=1024", "max_memory.cpu=3.8MB", "dtype=float32")
+    assert done.code == 0, done.err
+    predicted, measured = (done.record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
+    assert predicted == pytest.approx(measured, rel=0.1)
