@@ -149,7 +149,7 @@ def test_a_module_that_is_not_of_transformers_works(offstage: Run, tmp_path: Pat
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_so(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(tmp_path, "generate.max_new_tokens=2000")
+    process = start(tmp_path, "generate.max_new_tokens=2000", "generate.min_new_tokens=2000")
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("outputs/cache/dispatch/*/manifest.json")):
         assert time.monotonic() < deadline
@@ -165,7 +165,7 @@ def test_an_interrupted_run_says_so(number: signal.Signals, tmp_path: Path) -> N
 
 def test_a_signal_is_heeded_where_the_shell_had_it_ignored(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "generate.max_new_tokens=2000"], cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL,
+        [*COMMAND, "generate.max_new_tokens=2000", "generate.min_new_tokens=2000"], cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN), stdout=subprocess.DEVNULL,
     )  # fmt: skip
     while not records_in(tmp_path):

@@ -94,7 +94,7 @@ def test_a_load_takes_little_more_than_what_stays(
     process: Pool, tmp_path: Path, suffix: str, dtype: torch.dtype, home: str, spills: bool, allowed: int
 ) -> None:
     path = save(tmp_path, suffix, dtype)
-    assert process.apply_async(measure, (tmp_path, path, home, spills)).get(60) < allowed + SLACK
+    assert process.apply_async(measure, (tmp_path, path, home, spills)).get(600) < allowed + SLACK
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
@@ -103,4 +103,4 @@ def test_a_tensor_larger_than_what_may_pass_through_is_never_held_twice(
     process: Pool, tmp_path: Path, home: str, allowed: int
 ) -> None:
     path = save(tmp_path, "safetensors", torch.bfloat16, tensors=1)
-    assert process.apply_async(measure, (tmp_path, path, home, False, 1)).get(60) < allowed + SLACK
+    assert process.apply_async(measure, (tmp_path, path, home, False, 1)).get(600) < allowed + SLACK
