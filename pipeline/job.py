@@ -56,7 +56,7 @@ def perform(
         reports = runner.run()
         watch.ended()
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
-    screen.finish(reports, f"{len(stages)} stages in {seconds:.2f} s, {folder}")
+    screen.finish(reports, f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}")
     return 0
 
 

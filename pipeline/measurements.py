@@ -1,7 +1,8 @@
 """What a run cost, as two tables for the terminal: its figures, and the peaks of its devices.
 
 They are made of the record alone, by the names that every stage's metrics have there, so that whichever stage comes
-last is shown by them. What isn't known has no cell, and a table that says nothing isn't there.
+last is shown by them. What isn't known has no cell, and a table that says nothing isn't there. A prediction stands
+beside what was measured, or alone where nothing was: one of a token says nothing of a run that made none.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ FIGURES = (
     Figure("tokens scored a second", "rate", "scored_tokens_per_second"),
     Figure("bound by", None, "bound", "predicted_bound"),
     Figure("streamed a token", "bytes", "streamed_bytes_per_token", "predicted_streamed_bytes_per_token"),
+    Figure("scoring", "seconds", "score_seconds"),
+    Figure("forwards", "seconds", "forward_seconds"),
     Figure("streamed a forward", "bytes", "streamed_bytes_per_forward"),
     Figure("stall share", "share", "stall_share"),
 )
@@ -57,7 +60,10 @@ def measurements(record: Mapping[str, Any]) -> Iterator[Table]:
     """Yield the tables of what ``record`` says was measured and predicted."""
     metrics, memory = record["metrics"], record["memory"]
     cells = [[_cell(metrics, figure.kind, name) for name in _names(figure)] for figure in FIGURES]
-    rows = [[figure.title, *row] for figure, row in zip(FIGURES, cells, strict=True) if any(row)]
+    planned = not any(measured for measured, _, _ in cells)
+    rows = [
+        [figure.title, *row] for figure, row in zip(FIGURES, cells, strict=True) if row[0] or (planned and any(row))
+    ]
     yield from _table(["", _how(record), "predicted", "bound"], rows)
     yield from _table(["device", "peak", "predicted", "budget of weights"], list(_devices(memory)))
 

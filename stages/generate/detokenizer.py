@@ -15,8 +15,21 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer has for bytes that are no character, or none yet."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 """A token that is one byte. Such tokens in a row are characters together or, if one of them isn't, not at all."""
+_CONTEXT = 8
+"""So many tokens of a prompt show how the text after them begins."""
 _EACH_UP_TO = 2048
 """A text of so many tokens is decoded for each of them, a longer one for fewer: all in all it takes linear time."""
+
+
+def decode_after(decode: Callable[[Sequence[int]], str], before: Sequence[int], ids: Sequence[int]) -> str:
+    """Return the text of ``ids`` as it goes on after that of the ids ``before``.
+
+    At the beginning of a text some tokenizers leave out a space that belongs between two words.
+    """
+    context = before[-_CONTEXT:]
+    head = decode(context)
+    whole = decode([*context, *ids]) if head else ""
+    return whole[len(head) :] if head and whole.startswith(head) else decode(ids)
 
 
 class Detokenizer:

@@ -24,7 +24,7 @@ from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.generate import decode, options, prompts
 from stages.generate.batches import Asked, make_batches
-from stages.generate.detokenizer import Detokenizer
+from stages.generate.detokenizer import Detokenizer, decode_after
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.logprobs import ChosenLogprobs
 from stages.generate.metrics import Cost, Metrics
@@ -141,8 +141,7 @@ class _Decoding:
         if self._tokenizer is None or max(several) > 1:
             return None
         prompt = before_answer(self._inputs.prompts[asked.index].told, is_chat=is_chat)
-        detokenizer = Detokenizer(self._tokenizer, lambda ids: str(_decoded(self._tokenizer, ids)))
-        return LiveTranscript(show, prompt, detokenizer)
+        return LiveTranscript(show, prompt, Detokenizer(self._tokenizer, lambda ids: self._text(asked, ids) or ""))
 
     def _asked(self, index: int, ids: Sequence[int]) -> Asked:
         """Return prompt ``index`` with the options that it is answered with: its own, then those of all."""
@@ -161,11 +160,26 @@ class _Decoding:
                 "batch": number,
                 "rows": len(answers),
                 "prompt": self._inputs.prompts[batch[place // copies].index].told,
-                "text": _decoded(self._tokenizer, answer["token_ids"]),
+                "text": self._text(batch[place // copies], answer["token_ids"]),
                 **answer,
             }
             for place, answer in enumerate(answers)
         ]
+
+    def _text(self, asked: Asked, row: Sequence[int]) -> str | None:
+        """Return the text of the new tokens ``row``, as it goes on after that of the prompt where it does.
+
+        Null without a tokenizer.
+        """
+        if self._tokenizer is None:
+            return None
+        before = () if self._side == "right" else asked.ids
+
+        def decode_ids(ids: Sequence[int]) -> str:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+        with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
+            return decode_after(decode_ids, before, row)
 
     def _run_batch(self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None) -> list[Row]:
         """Return the new tokens of each sequence, and their log-probabilities where they are asked for."""
@@ -229,10 +243,3 @@ class _Decoding:
             "storage_read_bytes": self._dispatched.read_bytes + traffic.storage_bytes,
             "stall_seconds": traffic.stall_seconds,
         }
-
-
-def _decoded(tokenizer: Any, row: Sequence[int]) -> str | None:
-    if tokenizer is None:
-        return None
-    with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
-        return str(tokenizer.decode(row, skip_special_tokens=True))

@@ -39,7 +39,7 @@ class GenerateStage(Stage[GenerateInputs]):
     """
 
     name = "generate"
-    version = 5
+    version = 6
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = True

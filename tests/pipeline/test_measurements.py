@@ -58,6 +58,14 @@ def test_each_device_has_its_peak_beside_what_was_predicted_and_allowed(tmp_path
     ]
 
 
+def test_what_is_predicted_of_a_token_says_nothing_of_a_run_that_makes_none(tmp_path: Path) -> None:
+    assert shown(tmp_path, forward_seconds=2.0, streamed_bytes_per_forward=10**9, **PREDICTED) == [
+        ["measured"],
+        ["forwards", "2.000", "s"],
+        ["streamed", "a", "forward", "1.00", "GB"],
+    ]
+
+
 def test_figures_of_an_earlier_run_or_of_simulated_accelerators_are_called_so(tmp_path: Path) -> None:
     assert shown(tmp_path / "a", cached=True, **MEASURED)[0] == ["measured", "earlier", "bound"]
     simulated = shown(tmp_path / "b", simulated_accelerators=2, **MEASURED)[0]

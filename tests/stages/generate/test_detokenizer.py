@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stages.generate.detokenizer import Detokenizer
+from stages.generate.detokenizer import Detokenizer, decode_after
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 TINY = Path(__file__).parents[3] / "conf" / "checkpoints" / "tiny"
@@ -106,3 +107,13 @@ def test_a_long_text_is_decoded_for_some_of_its_tokens_only() -> None:
     assert text == "x" * 8192
     assert sum(asked) < 5000 * 8192 / 2
     assert asked[:2048] == list(range(1, 2049))
+
+
+def test_an_answer_begins_with_the_space_that_belongs_between_it_and_the_prompt() -> None:
+    """▁word after ▁a is another text than at the beginning of one, where its space is left out."""
+    tokenizer = TOKENIZERS["fallback"]
+    a, word, end = (tokenizer.convert_tokens_to_ids(token) for token in ("▁a", "▁word", "s"))
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    assert decode([word]) == "word"
+    assert decode_after(decode, [a] * 20, [word, end]) == " words"
+    assert decode_after(decode, [], [word]) == decode_after(decode, [tokenizer.unk_token_id], [word]) == "word"
