@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.regular_files import parse_json, read_regular
+from pipeline.regular_files import parse_json, read_object, read_regular
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from stages.checkpoints.hashes import hash_files
 from stages.checkpoints.shard_files import locate
@@ -75,6 +75,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {name[:40]}: {str(value)[:40]!r} isn't served; merge the adapter with peft")
     _check_ranks(path, config)
     return {name: config[name] for name in sorted(_SERVED & config.keys())}
+
+
+def told_model(folder: Path) -> str | None:
+    """Return the name of the model that the adapter in ``folder`` says it is for: a folder or an id of somebody's."""
+    told = read_object(folder / CONFIG).get("base_model_name_or_path")
+    return told if isinstance(told, str) else None
 
 
 def _read_config(folder: Path) -> bytes:

@@ -8,6 +8,7 @@ do. These are loaded into a view of the model without the adapter, where every n
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import warnings
 from collections.abc import Mapping
@@ -17,7 +18,9 @@ from pathlib import Path
 from torch import nn
 
 from pipeline.errors import CheckpointError, foreign
-from stages.checkpoints.adapters import CONFIG, read_settings
+from stages.checkpoints.adapters import CONFIG, read_settings, told_model
+
+_log = logging.getLogger(__name__)
 
 _NAME = "default"
 """What peft calls the one adapter of a model."""
@@ -53,6 +56,7 @@ def add_adapter(model: nn.Module, folder: Path) -> None:
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     settings = read_settings(folder)
+    _log.info("%s: says that it is for %s", folder / CONFIG, told_model(folder))
     about = f"{folder / CONFIG}: it is no adapter of {type(model).__name__}"
     with foreign(CheckpointError, about), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a GPT-2's weights are transposed, say, which peft then heeds

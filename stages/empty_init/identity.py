@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.errors import CheckpointError
 from pipeline.plain_data import walk
 from pipeline.regular_files import parse_json, read_object, read_regular
-from stages.checkpoints.adapters import adapter_folder, settings_identity
+from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
@@ -151,16 +151,19 @@ def read_config_bytes(folder: Path) -> bytes:
     try:
         return read_regular(folder / "config.json")
     except OSError as error:
+        advice = "give a checkpoint folder as save_pretrained writes it"
+        if (folder / ADAPTER_CONFIG).is_file():
+            advice = "it holds an adapter: give it as model.adapter, and as model.path the model that it is for"
         raise CheckpointError(
-            f"model.path: {str(folder)!r} has no readable config.json ({error.strerror}); "
-            "give a checkpoint folder as save_pretrained writes it"
+            f"model.path: {str(folder)!r} has no readable config.json ({error.strerror}); {advice}"
         ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return what a checkpoint folder's ``config.json`` says; a ``CheckpointError`` if it isn't a JSON object."""
+    content = read_config_bytes(folder)
     try:
-        parsed = parse_json(read_config_bytes(folder))
+        parsed = parse_json(content)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: not JSON ({error}); restore the file") from error
     if not isinstance(parsed, dict):

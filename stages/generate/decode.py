@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
@@ -20,6 +20,8 @@ from stages.inference.logits import logits_of
 from stages.plan.requests import keeps_logits
 
 END = "eos_token_id"
+FILLED = -1
+"""What stands in the place of a token after a row was stopped by a string."""
 
 
 @dataclass(slots=True)
@@ -68,7 +70,8 @@ def decode_with_transformers(
 ) -> torch.Tensor:  # fmt: skip
     """Return the new tokens, int64 of shape (sequences, new tokens), padded on the right where one ended early.
 
-    ``inputs`` are what the model's forward takes, by name; numbers with a fraction are made the model's dtype.
+    What follows a stop string in a row is ``FILLED``, so that it is told from padding that was chosen. ``inputs`` are
+    what the model's forward takes, by name; numbers with a fraction are made the model's dtype.
     ``logprobs`` collects those of the tokens.
     """
     given = {
@@ -84,9 +87,21 @@ def decode_with_transformers(
     with watching:
         kept = {"output_logits": True, "return_dict_in_generate": True} if keeps else {}
         output = model.generate(**given, stopping_criteria=StoppingCriteriaList(criteria), **{**options, **kept})
-    tokens: torch.Tensor = getattr(output, "sequences", output)[:, skipped or 0 :].cpu()
+    sequences: torch.Tensor = getattr(output, "sequences", output).cpu()
+    tokens = sequences[:, skipped or 0 :]
     if logprobs is not None and keeps:
         logprobs.note_kept(output, tokens)
+    stops = options.get("stop_strings") or model.generation_config.stop_strings
+    if not stops or not skipped or options.get("tokenizer") is None:
+        return tokens
+    return _filled(sequences, skipped, StopStringCriteria(options["tokenizer"], stops))
+
+
+def _filled(sequences: torch.Tensor, skipped: int, stops: StopStringCriteria) -> torch.Tensor:
+    """Return the new tokens of ``sequences``, ``FILLED`` after the first of the strings that ``stops`` knows."""
+    tokens = sequences[:, skipped:].clone()
+    for length in range(1, tokens.shape[1] if len(tokens) > 1 else 0):  # a row alone ends where it is stopped
+        tokens[stops(sequences[:, : skipped + length], None), length:] = FILLED
     return tokens
 
 
@@ -143,7 +158,8 @@ def choose(logits: torch.Tensor, tokens: torch.Tensor, options: Mapping[str, Any
 
 
 def trim(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """Return ``tokens`` up to the first end token, that one included."""
+    """Return ``tokens`` up to the first end token, that one included, without what fills up a row that was stopped."""
+    tokens = [token for token in tokens if token != FILLED]
     stop = next((index for index, token in enumerate(tokens) if token in ends), len(tokens) - 1)
     return list(tokens[: stop + 1])
 

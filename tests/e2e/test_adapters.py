@@ -266,6 +266,15 @@ def test_a_module_takes_no_adapter(tmp_path: Path, offstage_here: Run) -> None:
     assert "has no place in model=module" in refused.err
 
 
+def test_an_adapter_in_the_models_place_is_told_where_it_belongs(
+    sound: tuple[Path, Path], tmp_path: Path, offstage_here: Run
+) -> None:
+    refused = offstage_here(f"model.path={sound[1]}", PROMPTS)
+    assert refused.code == 3
+    assert "it holds an adapter: give it as model.adapter" in refused.err
+    assert refused.err.count("\n") == 1
+
+
 def test_from_python_an_adapter_is_an_option(tmp_path: Path) -> None:
     checkpoint, adapter = make(tmp_path, "llama", torch.bfloat16)
     expected = answers(plain("llama", checkpoint, adapter, torch.bfloat16), "llama")

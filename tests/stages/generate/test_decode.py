@@ -8,6 +8,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.errors import ConfigError
 from stages.generate.decode import (
+    FILLED,
     Clock,
     choose,
     decode_plainly,
@@ -138,6 +139,7 @@ def test_padding_after_the_end_is_trimmed() -> None:
     assert trim([4, 2, 0, 0], [2]) == [4, 2]
     assert trim([4, 5], [2]) == [4, 5]
     assert trim([], [2]) == []
+    assert trim([4, 5, FILLED, FILLED], [2]) == [4, 5]
 
 
 def test_end_tokens_come_from_the_first_that_names_any() -> None:
