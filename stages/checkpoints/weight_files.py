@@ -27,8 +27,10 @@ class WeightNames:
 LAYOUTS = (
     WeightNames("safetensors", "model.safetensors", "model.safetensors.index.json"),
     WeightNames("bin", "pytorch_model.bin", "pytorch_model.bin.index.json"),
+    WeightNames("safetensors", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
+    WeightNames("bin", "diffusion_pytorch_model.bin", "diffusion_pytorch_model.bin.index.json"),
 )
-"""In the order in which the formats count."""
+"""In the order in which they count: as transformers names them, then as diffusers does."""
 
 SUFFIXES: Mapping[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin", ".pth": "bin"}
 

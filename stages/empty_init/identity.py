@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 from pipeline.plain_data import walk
 from pipeline.regular_files import parse_json, read_object, read_regular
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
+from stages.checkpoints.shard_files import is_plain_name
 from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
 from stages.checkpoints.weight_files import weight_files
 from stages.empty_init.source_code import code_identity, hashes, imports, source_files
@@ -32,6 +34,9 @@ OWN_KEYS = MODEL_KEYS.keys() - {"class"}
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 """What a model may be in; a checkpoint's first tensor of one of them tells which."""
+
+_BESIDE_MODELS = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
+"""How the names begin of those parts of a pipeline of diffusers that aren't models."""
 
 _QUANTISED = ("quantization_config", "compression_config")
 """The keys of a ``config.json`` that say that weights are stored as numbers which mean something else."""
@@ -64,6 +69,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         "class_code": code_identity([str(override)]) if _is_dotted(override) else {},
         "no_split": model.get("no_split"),
         "transformers": metadata.version("transformers"),
+        "diffusers": _diffusers(folder),
         "torch": torch,
         "code": remote_code(folder, "config.json") if model.get("trust_remote_code") else {},
         "adapter": _adapter(model),
@@ -74,6 +80,37 @@ def _adapter(model: Mapping[str, Any]) -> dict[str, str] | None:
     """Return what an adapter says of itself, and the version of what applies it; its weights are the loader's."""
     folder = adapter_folder(model)
     return None if folder is None else {"config": settings_identity(folder), "peft": metadata.version("peft")}
+
+
+def is_of_diffusers(config: Mapping[str, Any]) -> bool:
+    """Return whether a ``config.json`` is that of a model of diffusers, which names its class there."""
+    return isinstance(config.get("_class_name"), str) and "model_type" not in config
+
+
+def _diffusers(folder: Path) -> str | None:
+    """Return the version of diffusers where the model in ``folder`` is one of its; a ``ConfigError`` if it lacks."""
+    config = read_config(folder)
+    if not is_of_diffusers(config):
+        return None
+    if find_spec("diffusers") is None:
+        raise ConfigError(
+            f"model.path: {str(folder)!r} holds a model of diffusers ({config['_class_name'][:80]}), which isn't "
+            "installed; pip install 'offstage-pipeline[diffusers]'"
+        )
+    return metadata.version("diffusers")
+
+
+def pipeline_fault(folder: Path) -> str | None:
+    """Return why the pipeline of diffusers in ``folder`` is no model, and which ones it is made of; else null."""
+    if (folder / "config.json").exists():
+        return None
+    listed = read_object(folder / "model_index.json")
+    parts = sorted(name for name in listed if is_plain_name(name) and (folder / name / "config.json").is_file())
+    models = [name for name in parts if not name.startswith(_BESIDE_MODELS)]
+    if not models:
+        return None
+    each = ", ".join(str(folder / name) for name in models)
+    return f"{str(folder)!r} is a pipeline of diffusers, made of several models; give the folder of one: {each}"
 
 
 def remote_code(folder: Path, names_it: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.hub import checkpoint_folder
 from stages.empty_init.adapted_model import add_adapter
 from stages.empty_init.config_limits import check_numbers
-from stages.empty_init.identity import constructor_arguments, read_config
+from stages.empty_init.identity import constructor_arguments, is_of_diffusers, read_config
 from stages.empty_init.init import init_empty_weights
 from stages.empty_init.targets import check_targets, module_class
 
@@ -55,7 +55,10 @@ def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:
 
 def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
     folder = checkpoint_folder(node)
-    check_numbers(folder / "config.json", read_config(folder))
+    described = read_config(folder)
+    if is_of_diffusers(described):
+        return _build_diffusers(node, described, dtype)
+    check_numbers(folder / "config.json", described)
     with foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it"):
         config, model_class = read_class(node)
         with init_empty_weights():
@@ -63,6 +66,14 @@ def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
         model.tie_weights()
         _apply_dtype_plan(model, torch_dtype(dtype))
     return model  # type: ignore[no-any-return]
+
+
+def _build_diffusers(node: Mapping[str, Any], described: Mapping[str, Any], dtype: str) -> nn.Module:
+    if node.get("class"):
+        raise ConfigError(f"model.class: {node['class']!r} has no say in a model of diffusers, whose config names it")
+    from stages.empty_init.diffusers_model import build_diffusers
+
+    return build_diffusers(checkpoint_folder(node), described, torch_dtype(dtype))
 
 
 def read_class(node: Mapping[str, Any]) -> tuple[Any, Any]:

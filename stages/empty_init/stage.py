@@ -21,6 +21,7 @@ from stages.empty_init.identity import (
     MODEL_KEYS,
     WHERE_CODE_IS_FOUND,
     identity,
+    pipeline_fault,
     quantization_fault,
     resolve_dtype,
     text_identity,
@@ -98,6 +99,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         elif kind == "module" and find_module(target) is None:
             yield Fault("model._target_", f"{target!r} names no importable module; {WHERE_CODE_IS_FOUND}")
         yield from _check_path(model)
+        yield from _check_pipeline(model)
         yield from _check_adapter(model)
         if kind == "pretrained":
             yield from _check_quantization(model)
@@ -175,6 +177,14 @@ def _check_adapter(model: Mapping[str, Any]) -> Iterable[Fault]:
         read_settings(folder)
     except CheckpointError as error:
         yield Fault("model.adapter", str(error), CheckpointError)
+
+
+def _check_pipeline(model: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield a fault where the folder holds several models, none of which is named."""
+    path = model.get("path")
+    reason = pipeline_fault(Path(path)) if path and model["kind"] == "pretrained" and not is_hub_id(path) else None
+    if reason:
+        yield Fault("model.path", reason)
 
 
 def _check_quantization(model: Mapping[str, Any]) -> Iterable[Fault]:

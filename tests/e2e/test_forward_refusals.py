@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,3 +160,18 @@ def test_a_module_that_needs_more_says_what(
     run = offstage_here("stages=forward", "model=module", "model._target_=net_refusing.Net", "model.path=.",
                         "forward.inputs=in.safetensors")  # fmt: skip
     refused(run, "Net's forward needs 'right' too")
+
+
+def test_a_pipeline_of_diffusers_names_its_models_and_what_to_install(offstage_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "pipe/unet").mkdir(parents=True)
+    (tmp_path / "pipe/unet/config.json").write_text('{"_class_name": "UNet2DConditionModel"}')
+    (tmp_path / "pipe/model_index.json").write_text(
+        '{"_class_name": "X", "unet": ["diffusers", "UNet2DConditionModel"]}'
+    )
+    save_file({"w": torch.zeros(1)}, tmp_path / "pipe/unet/diffusion_pytorch_model.safetensors")
+    np.savez(tmp_path / "in.npz", sample=np.zeros((1, 4, 8, 8), np.float32))
+    forward = ["stages=forward", "model=pretrained", "forward.inputs=in.npz"]
+    whole = "is a pipeline of diffusers, made of several models; give the folder of one: "
+    refused(offstage_here(*forward, "model.path=pipe"), f"{whole}{tmp_path}/pipe/unet")
+    if importlib.util.find_spec("diffusers") is None:
+        refused(offstage_here(*forward, "model.path=pipe/unet"), "pip install 'offstage-pipeline[diffusers]'")
