@@ -23,6 +23,7 @@ from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.generate import decode, options, prompts
+from stages.generate.assistant import Assistant, loaded_assistant
 from stages.generate.batches import Asked, make_batches
 from stages.generate.detokenizer import Detokenizer, decode_after
 from stages.generate.inputs import GENERATIONS, GenerateInputs
@@ -87,8 +88,9 @@ def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generatio
     ]
     dispatched: Dispatched = context.live("dispatch")
     check_words(dispatched.model, encoded, key="generate.prompts")
-    decoding = _Decoding(dispatched, inputs, tokenizer)
-    decoding.run(encoded, progress, show=context.show_text, is_chat=encoder.is_chat)
+    with loaded_assistant(inputs.assistant_path, context) as assistant:
+        decoding = _Decoding(dispatched, inputs, tokenizer, assistant)
+        decoding.run(encoded, progress, show=context.show_text, is_chat=encoder.is_chat)
     outputs = [{name: row[name] for name in _TOLD if name in row} for row in progress.settle()]
     plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
     measured = measured_peaks(context, dispatched)
@@ -98,8 +100,11 @@ def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generatio
 class _Decoding:
     """Runs the batches of one generation and sums up what they cost."""
 
-    def __init__(self, dispatched: Dispatched, inputs: GenerateInputs, tokenizer: Any) -> None:
+    def __init__(
+        self, dispatched: Dispatched, inputs: GenerateInputs, tokenizer: Any, assistant: Assistant | None
+    ) -> None:
         self._dispatched, self._inputs, self._tokenizer = dispatched, inputs, tokenizer
+        self._assistant = assistant
         self._cost = Cost()
         self._defaults = options.checkpoint_defaults(checkpoint_folder(inputs.model))
         self._uses_transformers = decode.has_generate(dispatched.model)
@@ -120,7 +125,7 @@ class _Decoding:
         batches = make_batches(
             [self._asked(index, ids) for index, ids in enumerate(encoded)],
             size=given.get("batch_size"),
-            alone=bool(given.get("exact")),
+            alone=bool(given.get("exact") or self._assistant),
             padded=self._uses_transformers,
         )
         left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
@@ -230,7 +235,9 @@ class _Decoding:
         if not self._uses_transformers:
             return decode.decode_plainly(model, asked["input_ids"].to(device), given, clock=clock, logprobs=logprobs)
         stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
-        call = {**given, "tokenizer": self._tokenizer} if stops else given
+        call = {**given, "tokenizer": self._tokenizer} if stops else dict(given)
+        if self._assistant is not None:
+            call["assistant_model"] = self._assistant.for_prompt(given)
         with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
             return decode.decode_with_transformers(model, asked, call, device=device, clock=clock, logprobs=logprobs)
 

@@ -18,7 +18,8 @@ class GenerateInputs(InferenceInputs):
     """The tokens depend on the prompts and every option too; ``names`` says where each of the ``prompts`` stands.
 
     ``options`` are those of the config but for the prompts. ``decoders`` has the versions of the libraries that read
-    images and recordings, where a prompt has some.
+    images and recordings, where a prompt has some. ``assistant`` is which checkpoint guesses ahead, null where none
+    does, and lies at ``assistant_path``.
     """
 
     prompts: Sequence[Prompt]
@@ -26,3 +27,5 @@ class GenerateInputs(InferenceInputs):
     options: Mapping[str, Any]
     seed: int
     decoders: Mapping[str, str | None] = field(default_factory=dict)
+    assistant: Mapping[str, object] | None = None
+    assistant_path: str | None = field(default=None, compare=False)

@@ -6,19 +6,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import GenerationConfig
 from transformers.generation import logits_process as processors
 
 from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
+from stages.empty_init.identity import read_config
 from stages.generate.prompts import token_ids
+from stages.plan.assistant import KEY as ASSISTANT
 from stages.plan.prompts import OWN_KEYS, Prompt, check_seed
 
 FILE_NAME = "generation_config.json"
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 """What the plain loop understands, for models without a ``generate`` of their own."""
 
+_LOOKUP = "prompt_lookup_num_tokens"
 CACHES = ("dynamic", "static")
 """The values of ``cache_implementation`` whose caches stay where the model computes."""
 
@@ -101,13 +105,14 @@ def check_served(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Itera
         defaults = checkpoint_defaults(folder)
         effective = {**(defaults.to_dict() if defaults is not None else {}), **options}
         with foreign(ConfigError, "generate: transformers refuses these options"):
-            found = [*_removed(effective), *_unserved(effective, model)]
+            found = [*_removed(effective), *_unserved(effective, model), *_unguessable(effective, generate, model)]
     except (ConfigError, CheckpointError) as error:
         yield Fault("generate", str(error).removeprefix("generate: "), type(error))
         return
+    asked = {**effective, ASSISTANT: generate.get(ASSISTANT)}
     for name, message in found:
-        origin = "" if name in options else f" ({folder / FILE_NAME} says so)"
-        yield Fault(f"generate.{name}", f"{effective[name]!r}{origin} {message}")
+        origin = "" if generate.get(name) is not None else f" ({folder / FILE_NAME} says so)"
+        yield Fault(f"generate.{name}", f"{asked[name]!r}{origin} {message}")
 
 
 def _removed(options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -138,6 +143,27 @@ def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[
     words = options.get("bad_words_ids")
     if words is not None:
         processors.NoBadWordsLogitsProcessor(words, eos_token_id=options.get("eos_token_id"))
+
+
+def _unguessable(
+    options: Mapping[str, Any], generate: Mapping[str, Any], model: Mapping[str, Any]
+) -> Iterable[tuple[str, str]]:
+    """Yield the options that transformers refuses where tokens are guessed, by an assistant or from the prompt."""
+    guessing = [name for name in (ASSISTANT, _LOOKUP) if {**options, **generate}.get(name)]
+    if not guessing:
+        return
+    refused = {
+        "num_beams": (options.get("num_beams") or 1) > 1,
+        "num_return_sequences": (options.get("num_return_sequences") or 1) > 1,
+        "cache_implementation": options.get("cache_implementation") not in (None, "dynamic"),
+        "use_cache": options.get("use_cache") is False,
+        _LOOKUP: len(guessing) > 1,
+    }
+    for name in (name for name, refuses in refused.items() if refuses):
+        yield name, f"can't go with generate.{guessing[0]}, which guesses for one sequence at a time; leave one out"
+    names = read_config(checkpoint_folder(model)).get("architectures") or [None]
+    if getattr(getattr(transformers, str(names[0]), None), "_is_stateful", False):
+        yield guessing[-1], f"asks to take tokens back, which {names[0]} can't; leave it out"
 
 
 def _processors(options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any], object]]]:

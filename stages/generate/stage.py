@@ -10,13 +10,17 @@ from typing import Any
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
+from stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.transcript import transcript
 from stages.inference.inputs import batch_size, gather_model
 from stages.inputs.libraries import media_libraries
+from stages.plan.assistant import KEY as ASSISTANT
 from stages.plan.prompts import check_prompts, check_seed, read_prompts
 
 FILE_NAME = "generation.json"
+_APART = ("prompts", "prompts_file", ASSISTANT)
+"""The keys of ``generate`` that a generation doesn't depend on as they are, but by what they name."""
 _SHOWN = 20
 """How many generations are shown on the screen."""
 
@@ -27,7 +31,7 @@ class GenerateConfig:
 
     generate: Mapping[str, Any] = field(
         default_factory=dict,
-        metadata={PATHS: {"prompts_file": absolute}, STANDARD_INPUT: {"prompts_file": "prompts"}},
+        metadata={PATHS: {"prompts_file": absolute, ASSISTANT: absolute}, STANDARD_INPUT: {"prompts_file": "prompts"}},
     )
     seed: int = 0
 
@@ -48,6 +52,7 @@ class GenerateStage(Stage[GenerateInputs]):
         """Yield what is wrong with the prompts and the seed."""
         given = read(GenerateConfig, config)
         yield from check_prompts(given.generate)
+        yield from check_assistant_folder(given.generate)
         yield from check_seed("seed", given.seed)
 
     def examine(self, config: Config) -> Iterable[Fault]:
@@ -56,7 +61,9 @@ class GenerateStage(Stage[GenerateInputs]):
         from stages.generate.prompts import check_encoded
 
         generate, model = config["generate"], config["model"]
-        yield from (faults := list(check_options(generate)) or list(check_served(generate, model)))
+        looks = (check_options(generate), check_served(generate, model), check_assistant(generate, model))
+        faults = next(filter(None, map(list, looks)), [])
+        yield from faults
         if faults:
             return
         try:
@@ -73,7 +80,9 @@ class GenerateStage(Stage[GenerateInputs]):
         return GenerateInputs(
             prompts=list(prompts.values()),
             names=list(prompts),
-            options={key: value for key, value in options.items() if key not in ("prompts", "prompts_file")},
+            options={key: value for key, value in options.items() if key not in _APART},
+            assistant=assistant_identity(given.generate),
+            assistant_path=given.generate.get(ASSISTANT),
             seed=given.seed,
             decoders=media_libraries() if any(prompt.media for prompt in prompts.values()) else {},
             **gather_model(context),

@@ -39,6 +39,7 @@ class Request:
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
     together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. The host keeps
     ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32.
+    ``assistant_bytes`` are what a second model takes beside.
     """
 
     sequences: int = 1
@@ -49,6 +50,7 @@ class Request:
     copies: int = 1
     result_bytes: int = 0
     kept: int = 0
+    assistant_bytes: int = 0
 
     @property
     def tokens(self) -> int:

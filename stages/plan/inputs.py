@@ -125,7 +125,7 @@ def host_kernels(config: Config, cache: Path) -> Kernels:
 def _needed(machine: Hardware, needs: Work) -> int:
     """Return what the request takes beside weights where it computes; the host computes where nothing else does."""
     on_host = 0 if machine.accelerators else needs.scratch_bytes + needs.result_bytes
-    return needs.cache_bytes + needs.activation_bytes + on_host
+    return needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + on_host
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> dict[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from operator import mul
 
 from stages.machine.host_memory import PROCESS_BYTES
@@ -30,18 +30,20 @@ PINNED_BYTES = 16 * 2**20
 class Work:
     """What a request takes on the device that computes a layer, in bytes: keys and values, and activations.
 
-    ``scratch_bytes`` are what the host's kernels take beside them, ``result_bytes`` what the host keeps to the end.
+    ``scratch_bytes`` are what the host's kernels take beside them, ``result_bytes`` what the host keeps to the end,
+    and ``assistant_bytes`` what a second model takes on the main device.
     """
 
     cache_bytes: int
     activation_bytes: int
     scratch_bytes: int = 0
     result_bytes: int = 0
+    assistant_bytes: int = 0
 
     @property
     def bytes(self) -> int:
         """All of it."""
-        return self.cache_bytes + self.activation_bytes + self.scratch_bytes + self.result_bytes
+        return sum(astuple(self))
 
 
 def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernels = NOMINAL) -> Work:
@@ -65,7 +67,7 @@ def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernel
     found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()))
     activations = max(grown, *(held for held, _ in found))
     kept, scratch = request.sequences * request.kept * geometry.vocabulary * 4, max(map(sum, found)) - activations
-    return Work(cache, activations + kept, max(0, scratch), request.result_bytes)
+    return Work(cache, activations + kept, max(0, scratch), request.result_bytes, request.assistant_bytes)
 
 
 def _logits(geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...]) -> Iterator[tuple[int, int]]:
@@ -144,6 +146,8 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
             held["reserve"] = plan.reserve_bytes if device == plan.main_device else 0
             held["cache"] = needs.cache_bytes * computing.count(device) // len(computing)
             held["activations"] = needs.activation_bytes if device in plan.execution.values() else 0
+        if device == plan.main_device and needs.assistant_bytes:
+            held["assistant"] = needs.assistant_bytes
         if device == CPU:
             held |= {"reserve": staging} if plan.main_device == CPU else {"staging": min(staging, PINNED_BYTES)}
             held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0

@@ -20,6 +20,7 @@ from stages.calls.options import ForwardOptions, count_rows, read_texts
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
+from stages.plan.assistant import GUESSES, KEY as ASSISTANT, assistant_bytes
 from stages.plan.batch_size import AUTO, batch_sizes
 from stages.plan.geometry import LEAST_LENGTH, Request, read_geometry, round_up
 from stages.plan.prompts import Prompt, read_prompts
@@ -72,7 +73,7 @@ def _asking(config: Config) -> str:
 def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
     """Return how much the config's ``generate`` asks of ``model``, whose tokenizer counts the tokens of long texts."""
     prompts = _prompts(generate)
-    alone = 1 if generate.get("exact") else len(prompts)
+    alone = 1 if generate.get("exact") or generate.get(ASSISTANT) else len(prompts)
     asked = [generate, *(prompt.options for prompt in prompts if prompt.options)]
     copies = max(_number(one, key, 1) for one in asked for key in ("num_beams", "num_return_sequences"))
     sequences = min(alone, _number(generate, "batch_size", len(prompts))) * copies
@@ -80,7 +81,21 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     new = max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
     keeps = generate.get("output_logprobs") is True and any(keeps_logits({**generate, **one}) for one in asked)
     prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (prompt, prompt + new))
-    return Request(sequences, prompt, length, copies=copies, kept=round_up(new) if keeps else 0)
+    guesses = max(_number(one, name, most) for one in asked for name, most in _guesses(generate).items())
+    return Request(
+        sequences,
+        prompt,
+        length,
+        positions=1 + guesses,
+        copies=copies,
+        kept=round_up(new) if keeps else 0,
+        assistant_bytes=assistant_bytes(generate, prompt=prompt, length=length),
+    )
+
+
+def _guesses(generate: Mapping[str, Any]) -> dict[str, int]:
+    """Return the options that say how many tokens are guessed and then judged in one forward, with their defaults."""
+    return {"prompt_lookup_num_tokens": 0, **({"num_assistant_tokens": GUESSES} if generate.get(ASSISTANT) else {})}
 
 
 def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
@@ -107,7 +122,7 @@ def keeps_logits(options: Mapping[str, Any]) -> bool:
     Which of the beams' tokens, or of those that were guessed, are chosen is known later than their logits; of a static
     cache the forward may be compiled, where nothing can be taken from it.
     """
-    guesses = any(options.get(name) for name in ("assistant_model", "prompt_lookup_num_tokens"))
+    guesses = any(options.get(name) for name in (ASSISTANT, "prompt_lookup_num_tokens"))
     return guesses or _number(options, "num_beams", 1) > 1 or options.get("cache_implementation") == "static"
 
 

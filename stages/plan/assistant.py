@@ -1,0 +1,47 @@
+"""The assistant of ``generate.assistant_model``: a second, small checkpoint that guesses tokens ahead for the model.
+
+All of it is resident where the model computes, so a plan leaves room for it as for the request's own work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.regular_files import read_object
+from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.weight_files import weight_files
+from stages.empty_init.identity import MODEL_KEYS
+from stages.plan.geometry import geometry_of
+from stages.units import DTYPE_BYTES
+
+KEY = "assistant_model"
+GUESSES = 20
+"""How many tokens transformers has guessed at once where nothing else is said."""
+
+
+def assistant_node(generate: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the assistant of the config node ``generate`` as a node ``model`` says it; null where there is none."""
+    path = generate.get(KEY)
+    return {**MODEL_KEYS, "path": path} if isinstance(path, str) and path else None
+
+
+def assistant_bytes(generate: Mapping[str, Any], *, prompt: int, length: int) -> int:
+    """Return what the assistant takes for a sequence of ``length`` tokens in the end, ``prompt`` of them at once.
+
+    That is its weights, in the dtype in which they rest, its keys and values, and the widest moment of a layer. A
+    folder without weights takes nothing here: the stage itself refuses it.
+    """
+    node = assistant_node(generate)
+    if node is None:
+        return 0
+    folder = checkpoint_folder(node)
+    weights = sum(file.stat().st_size for file in weight_files(folder))
+    config = read_object(folder / "config.json")
+    geometry, width = (
+        geometry_of(config),
+        int(DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4)),
+    )
+    cache = (geometry.layers + 1) * geometry.cached * length * width
+    rows = max(prompt, GUESSES) * (6 * geometry.hidden + 2 * geometry.intermediate) * width
+    return weights + cache + max(rows, 2 * length * geometry.hidden * width) + geometry.vocabulary * (width + 4 * 4)
