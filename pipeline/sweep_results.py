@@ -18,6 +18,8 @@ from pipeline.record import RECORD, RunRecord
 from pipeline.terminal import shorten
 
 LOST = "its process was lost before it could say why; see .submitit in the sweep's folder"
+_FIGURES = {"s/token": "decode_seconds_per_token", "perplexity": "perplexity"}
+"""What is shown of each job, where any has it: the metric by its title."""
 _COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow"}
 
 
@@ -73,26 +75,34 @@ def show_sweep(console: Console, sweep: Path, outcomes: Sequence[Outcome]) -> No
     table.add_column("job", justify="right", no_wrap=True)
     table.add_column("overrides", overflow="fold")
     table.add_column("status", no_wrap=True)
-    for name in ("s/token", "host peak"):
-        table.add_column(name, justify="right", no_wrap=True)
+    records = {outcome.number: settled(sweep, outcome) for outcome in outcomes}
+    figures = {title: name for title, name in _FIGURES.items() if any(_metric(one, name) for one in records.values())}
+    for title in (*figures, "host peak"):
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold")
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes)) if len(outcomes) > 1 else set()
     for outcome in sorted(outcomes, key=lambda outcome: outcome.number):
         own = [override for override in outcome.overrides if override not in common]
-        table.add_row(str(outcome.number), escape(" ".join(own)), *_cells(settled(sweep, outcome)))
+        cells = _cells(records[outcome.number], list(figures.values()))
+        table.add_row(str(outcome.number), escape(" ".join(own)), *cells)
     console.print(table)
     well = sum(outcome.code == 0 for outcome in outcomes)
     console.print(f"\n{well} of {len(outcomes)} jobs completed, {shorten(sweep)}")
 
 
-def _cells(record: Mapping[str, Any]) -> list[str]:
-    """Return a job's status, speed, host peak and reason."""
+def _metric(record: Mapping[str, Any], name: str) -> float | None:
+    found: float | None = record.get("metrics", {}).get(name)
+    return found
+
+
+def _cells(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
+    """Return a job's status, the metrics that ``figures`` names, host peak and reason."""
     status = record.get("status", "lost")
-    metrics = record.get("metrics", {})
-    seconds, peak = metrics.get("decode_seconds_per_token"), record.get("memory", {}).get("measured", {}).get("cpu")
+    peak = record.get("memory", {}).get("measured", {}).get("cpu")
+    values = [_metric(record, name) for name in figures]
     return [
         f"[{_COLOURS.get(status, 'red')}]{status}[/]",
-        f"{seconds:.4f}" if seconds else "",
+        *(f"{value:.4f}" if value else "" for value in values),
         decimal(peak) if peak else "",
         escape(_reason(record)) if record else LOST,
     ]

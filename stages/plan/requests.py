@@ -34,14 +34,15 @@ _BYTES_A_TOKEN = 3
 """How many bytes of text make one token where no tokenizer says it: byte-level vocabularies have 3 to 5."""
 
 _LONG = 16
-"""Letters for each token of a window that are more than any tokenizer makes one token of, all over a text."""
+"""Letters for each token of a window: more than tokenizers make one token of, all over a text."""
 
 NORMALISED = 64
 """The positions whose log-softmax ``score`` takes at once. A multiple of four, so that each row lies at the same place
 among 16 bytes as if all were taken at once: an accelerator's kernels sum in an order that hangs on it."""
 
-_RESULT_BYTES = 256
-"""What a token that is scored takes on the host: its id, its likelihood, and both as they are written in the end."""
+_RESULT_BYTES = 320
+"""What a token that is scored takes on the host, as measured: what the tokenizer makes of it, its id, its likelihood,
+and both as they are written in the end."""
 _FEW_BYTES = 2**20
 
 Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
@@ -204,13 +205,12 @@ def score_request(score: Mapping[str, Any], model: Mapping[str, Any]) -> Request
 
 
 def _text_tokens(text: ScoredText, window: int, model: Mapping[str, Any]) -> int:
-    """Return how many tokens ``text`` has; of one that has far more than a ``window``, an estimate."""
+    """Return how many tokens ``text`` has; of one that has far more than a ``window``, as many as its beginning has."""
     whole = text.text
     if whole is None:
         return len(text.content) + len(text.context or ())
-    if len(whole) > _LONG * window:
-        return len(whole) // _BYTES_A_TOKEN
-    return count_tokens(whole, model)
+    beginning = whole[: _LONG * window]
+    return count_tokens(beginning, model) * len(whole) // len(beginning) if beginning else 0
 
 
 READERS: Mapping[str, Reader] = {"generate": generate_request, "score": score_request, "forward": forward_request}
