@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.printable_text import printable
-from tests.e2e.conftest import Finished, records_in
+from tests.e2e.conftest import finish, records_in, start
 from tests.e2e.terminals import Terminal
 
 ENDLESS = ("generate.max_new_tokens=100000", "generate.min_new_tokens=100000")
@@ -37,17 +36,26 @@ def test_the_text_is_on_the_terminal_while_it_is_made(tmp_path: Path) -> None:
     assert record(tmp_path)["status"] == "interrupted"
 
 
-def test_a_terminal_ends_with_what_is_printed_elsewhere(tmp_path: Path, offstage: Callable[..., Finished]) -> None:
-    terminal = Terminal(tmp_path)
+def test_a_terminal_ends_with_what_is_printed_elsewhere(tmp_path: Path) -> None:
+    terminal, elsewhere = Terminal(tmp_path), tmp_path / "elsewhere"
     assert terminal.finish() == 0
     assert terminal.lines.count(text(tmp_path)) == 1
     assert "…" in terminal.shown, "a stage was announced"
     assert not any("…" in line for line in terminal.lines), "and none is announced any more"
-    plain = offstage()
-    assert not NEVER.search(plain.out)
-    assert plain.err == ""
+    elsewhere.mkdir()
+    plain = finish(start(elsewhere), elsewhere, {})
+    assert plain.tokens == [output["token_ids"] for output in record(tmp_path)["outputs"]]
+    assert (NEVER.findall(plain.out), plain.err) == ([], "")
     assert plain.out.splitlines().count(text(tmp_path)) == 1
-    assert all(plain.cached.values())
+
+
+def test_what_is_cached_is_on_the_terminal_at_once(tmp_path: Path) -> None:
+    assert finish(start(tmp_path), tmp_path, {}).code == 0
+    terminal = Terminal(tmp_path)
+    assert terminal.finish() == 0
+    assert all(stage["cached"] for stage in record(tmp_path)["stages"])
+    assert terminal.lines.count(text(tmp_path)) == 1
+    assert any(line.split()[:2] == ["measured", "earlier"] for line in terminal.lines)
 
 
 def test_whatever_bytes_a_model_says_the_terminal_shows_what_the_record_has(tmp_path: Path) -> None:

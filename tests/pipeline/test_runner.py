@@ -13,7 +13,7 @@ import pytest
 from pipeline.errors import BudgetError, CheckpointError, ConfigError, Fault
 from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord
-from pipeline.runner import Runner, check_config, installed_stages, load_stages
+from pipeline.runner import Observer, Runner, check_config, installed_stages, load_stages
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 
 
@@ -245,3 +245,34 @@ def test_faults_of_one_kind_keep_their_class(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"a: b\nc: d"):
         raise_faults([Fault("a", "b", CheckpointError), Fault("c", "d", CheckpointError)])
     raise_faults([])
+
+
+class Teller(Note):
+    """A note that shows text while it is written."""
+
+    def build(self, inputs: NoteInputs, context: Context, folder: Path) -> Any:
+        if context.show_text is not None:
+            context.show_text("one")
+            context.show_text("two")
+        return super().build(inputs, context, folder)
+
+
+class Onlooker(Observer):
+    """Notes what is shown, and what was known of the stages before."""
+
+    def __init__(self, *, sees: bool) -> None:
+        self.sees_text = sees
+        self.seen: list[tuple[str, str, list[str]]] = []
+
+    def shows(self, stage: str, text: str, reports: Mapping[str, Report]) -> None:
+        self.seen.append((stage, text, list(reports)))
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_what_a_stage_shows_at_work_is_told_to_whoever_looks(tmp_path: Path, sees: bool) -> None:
+    record = RunRecord.start(tmp_path / "run", overrides=[], config={}, environment={})
+    config, onlooker = {"a": 1, "b": 1, "outputs": str(tmp_path)}, Onlooker(sees=sees)
+    with MemoryMonitor() as monitor:
+        stages = [Note([], "a", "a"), Teller([], "b", "b", ("a",))]
+        Runner(stages, config, record=record, monitor=monitor, observer=onlooker).run()
+    assert onlooker.seen == ([("b", "one", ["a"]), ("b", "two", ["a"])] if sees else [])
