@@ -165,8 +165,9 @@ def test_an_interrupted_run_says_so(number: signal.Signals, tmp_path: Path) -> N
 
 def test_a_signal_is_heeded_where_the_shell_had_it_ignored(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "generate.max_new_tokens=2000", "generate.min_new_tokens=2000"], cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN), stdout=subprocess.DEVNULL,
+        [*COMMAND, "generate.max_new_tokens=2000", "generate.min_new_tokens=2000"], cwd=tmp_path, env=environment(),
+        stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )  # fmt: skip
     while not records_in(tmp_path):
         time.sleep(0.02)
