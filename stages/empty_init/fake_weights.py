@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,11 +60,12 @@ def fake_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def swapped(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Bind ``weights`` in place of the model's parameters; all is as it was afterwards, whatever happened.
 
-    So is what the model's own code notes on its modules (that it has rescaled its layers, say): nothing was computed.
+    So is what the model's own code notes on its modules (that it has rescaled its layers, say), and the hooks that it
+    puts there (transformers' for hidden states, which it would put there twice): nothing was computed.
     """
     homes = [(model.get_submodule(name.rpartition(".")[0])._parameters, name) for name in weights]
     saved = [table[name.rpartition(".")[2]] for table, name in homes]
-    notes = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    notes = [(table, dict(table)) for module in model.modules() for table in _tables(module)]
     try:
         for table, name in homes:
             table[name.rpartition(".")[2]] = weights[name]  # type: ignore[assignment]
@@ -72,12 +73,15 @@ def swapped(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Iterator[N
     finally:
         for (table, name), parameter in zip(homes, saved, strict=True):
             table[name.rpartition(".")[2]] = parameter
-        for module, attributes, buffers in notes:
-            _restore(vars(module), attributes)
-            _restore(module._buffers, buffers)
+        for noted, before in notes:
+            _restore(noted, before)
 
 
-def _restore(table: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _tables(module: nn.Module) -> tuple[MutableMapping[Any, Any], ...]:
+    return vars(module), module._buffers, module._forward_hooks, module._forward_pre_hooks
+
+
+def _restore(table: MutableMapping[Any, Any], saved: Mapping[Any, Any]) -> None:
     for name in table.keys() - saved.keys():
         del table[name]
     table.update(saved)

@@ -28,12 +28,15 @@ _TRAINING = ("labels",)
 class ModelInputs:
     """What a model is given for one prompt: ``ids`` are its tokens, none where it takes no text.
 
+    Its images and recordings took ``decoded_bytes`` before the processor made something of them.
+
     ``tensors`` has everything by the name that the model's forward has for it, tokens and mask included, each with a
     batch of one prompt.
     """
 
     ids: list[int]
     tensors: Mapping[str, Any]
+    decoded_bytes: int
 
 
 class PromptProcessor:
@@ -90,21 +93,22 @@ class PromptProcessor:
             call["add_special_tokens"] = False
         with tokenizing(ConfigError, f"{name}: the checkpoint's processor can't take it"):
             found = self._given(**call, return_tensors="pt")
-        return self._checked(name, text, dict(found))
+        size = sum(3 * one.width * one.height for one in images) + sum(one.nbytes for one in sounds)
+        return ModelInputs(*self._checked(name, text, dict(found)), size)
 
     def templated(self, name: str, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of a chat up to where the model's answer begins, with a place for each image and sound."""
         with tokenizing(ConfigError, f"{name}: it can't be put in the processor's template for chats"):
             return str(self._given.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
 
-    def _checked(self, name: str, text: str, found: dict[str, Any]) -> ModelInputs:
-        """Return what the processor made, without what is for training; refuse what the model would stumble over."""
+    def _checked(self, name: str, text: str, found: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        """Return the tokens and all that the processor made, without what is for training; it may drop no text."""
         if text and "input_ids" not in found:
             raise ConfigError(f"{name}: the model takes no text beside audio: {text[:80]!r}; leave it out")
         for key in (*_TRAINING, *(key for key, value in found.items() if value is None)):
             found.pop(key, None)
         ids = [int(token) for token in found["input_ids"][0]] if "input_ids" in found else []
-        return ModelInputs(ids, found)
+        return ids, found
 
     def _decoded(self, name: str, file: MediaFile) -> Any:
         if file.kind == "image":

@@ -5,12 +5,17 @@ Sizes are upper bounds that don't need the model's code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.regular_files import read_object
 from stages.checkpoints.hub import checkpoint_folder
+from stages.empty_init.skeleton import Moment
+
+_ENCODERS = ("vision_config", "audio_config", "encoder")
+"""The keys of a ``config.json`` below which the shape of an encoder of images or audio stands."""
 
 LEAST_LENGTH = 64
 """Shorter sequences are planned for as if they had so many tokens."""
@@ -39,7 +44,8 @@ class Request:
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
     together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. The host keeps
     ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32.
-    ``assistant_bytes`` are what a second model takes beside.
+    ``assistant_bytes`` are what a second model takes beside. ``moments`` are those of a forward that is known at its
+    very shape.
     """
 
     sequences: int = 1
@@ -51,6 +57,7 @@ class Request:
     result_bytes: int = 0
     kept: int = 0
     assistant_bytes: int = 0
+    moments: tuple[Moment, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -79,6 +86,30 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
         vocabulary=_first(config, "vocab_size"),
         context=0 if two_halves else _first(config, "max_position_embeddings", "n_positions"),
     )
+
+
+def encoder_rows_bytes(model: Mapping[str, Any], inputs: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the most that an encoder of images or audio holds of one prompt, in bytes, in float32.
+
+    ``inputs`` are the shapes of what its processor makes: pixels of shape (…, channels, height, width), patches of
+    shape (patches, size), or audio of shape (…, features, frames). It stands for what a rehearsal would have shown.
+    """
+    config = read_object(checkpoint_folder(model) / "config.json")
+    halves = [config[key] for key in _ENCODERS if isinstance(config.get(key), dict)] or [config]
+    rows = max((_rows(shape, _first(half, "patch_size")) for half in halves for shape in inputs.values()), default=0)
+    return max(rows * (6 * hidden + 2 * wide) * 4 for hidden, wide in map(_widths, halves))
+
+
+def _widths(config: Mapping[str, Any]) -> tuple[int, int]:
+    hidden = _first(config, "embed_dim", "hidden_size", "d_model")
+    return hidden, _first(config, "intermediate_size", "encoder_ffn_dim", "ffn_dim") or 4 * hidden
+
+
+def _rows(shape: tuple[int, ...], patch: int) -> int:
+    """Return how many positions an encoder makes of an input of that ``shape``, at most."""
+    if len(shape) > 3 and patch:
+        return math.prod(shape[:-3]) * math.ceil(shape[-2] / patch) * math.ceil(shape[-1] / patch)
+    return shape[0] if len(shape) == 2 else math.prod(shape[:-2]) * shape[-1] if len(shape) > 2 else 0
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:

@@ -21,9 +21,10 @@ from stages.machine.rates import Rates, local_rates, read_rates
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow, rooms
 from stages.plan.geometry import read_geometry
+from stages.plan.media_demand import MediaDemand
 from stages.plan.outline import Outline
-from stages.plan.predict import Work, work
-from stages.plan.requests import read_request, read_requests
+from stages.plan.predict import Work, most, work
+from stages.plan.requests import media_request, read_request, read_requests
 from stages.plan.serving import Io, choose_io
 from stages.units import CPU, DeviceId
 
@@ -67,21 +68,30 @@ class PlanInputs:
 
 
 def gather_inputs(
-    outline: Outline, config: Config, *, machine: Hardware, rates: Rates, kernels: Kernels, skeleton: str = ""
+    outline: Outline,
+    config: Config,
+    *,
+    machine: Hardware,
+    rates: Rates,
+    kernels: Kernels,
+    skeleton: str = "",
+    media: MediaDemand | None = None,
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
-    ``rates`` and ``kernels`` are those of the machine.
+    ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take.
     """
     given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
-    requests = read_requests(config)
+    requests, apart = read_requests(config), [media_request(config.get("generate") or {}, media)] if media else []
     chosen, largest = None not in requests, next(iter(requests.values()))
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
         overrides=options.read_overrides(given.device_map_overrides),
         demands={
-            size: _demand(outline, given, machine, work(outline, geometry, request, kernels))
+            size: _demand(
+                outline, given, machine, most(work(outline, geometry, one, kernels) for one in (request, *apart))
+            )
             for size, request in requests.items()
         },
         count=read_request(config).sequences // largest.copies if chosen else 0,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from operator import mul
 
@@ -46,6 +46,12 @@ class Work:
         return sum(astuple(self))
 
 
+def most(works: Iterable[Work]) -> Work:
+    """Return what the one of ``works`` takes that takes the most, of each part."""
+    parts = zip(*(astuple(one) for one in works), strict=True)
+    return Work(*map(max, parts))
+
+
 def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernels = NOMINAL) -> Work:
     """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.
 
@@ -64,6 +70,7 @@ def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernel
             (tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width, 0),
             (0, _scratch_bytes(outline, kernels)),
         ]
+    found += [moment.at(1, 1, kernels) for moment in request.moments]
     found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()))
     activations = max(grown, *(held for held, _ in found))
     kept, scratch = request.sequences * request.kept * geometry.vocabulary * 4, max(map(sum, found)) - activations

@@ -6,7 +6,7 @@ A stage that runs the model has a reader here, below itself, by its name: from i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -23,6 +23,7 @@ from stages.checkpoints.tokenizers import tokenizing
 from stages.plan.assistant import GUESSES, KEY as ASSISTANT, assistant_bytes
 from stages.plan.batch_size import AUTO, batch_sizes
 from stages.plan.geometry import LEAST_LENGTH, Request, read_geometry, round_up
+from stages.plan.media_demand import MediaDemand
 from stages.plan.prompts import Prompt, read_prompts
 from stages.plan.texts import ScoredText, ScoreOptions, read_scored_texts
 
@@ -52,7 +53,7 @@ Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
 def read_requests(config: Config) -> dict[int | None, Request]:
     """Return what ``read_request`` does, under null; by each size to choose from where the batch size is ``auto``."""
     request = read_request(config)
-    if (config.get(_asking(config)) or {}).get("batch_size") != AUTO:
+    if (config.get(asking(config)) or {}).get("batch_size") != AUTO:
         return {None: request}
     sizes = batch_sizes(request.sequences // request.copies)
     return {size: replace(request, sequences=size * request.copies) for size in sizes}
@@ -63,28 +64,43 @@ def read_request(config: Config) -> Request:
 
     Where the batch size is ``auto``, it is that of all prompts together.
     """
-    name = _asking(config)
+    name = asking(config)
     return READERS[name](config.get(name) or {}, config.get("model") or {})
 
 
-def _asking(config: Config) -> str:
+def asking(config: Config) -> str:
+    """Return the name of the last of the config's stages that runs the model; ``generate`` where none is listed."""
     return next((name for name in reversed(config.get("stages") or ()) if name in READERS), "generate")
 
 
 def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
-    """Return how much the config's ``generate`` asks of ``model``, whose tokenizer counts the tokens of long texts."""
-    prompts = _prompts(generate)
+    """Return how much the config's ``generate`` asks of ``model``, whose tokenizer counts the tokens of long texts.
+
+    Prompts with media are apart: they are answered one at a time (``media_request``).
+    """
+    prompts = [prompt for prompt in _prompts(generate) if not prompt.media] or [Prompt("")]
     alone = 1 if generate.get("exact") or generate.get(ASSISTANT) else len(prompts)
+    together = min(alone, _number(generate, "batch_size", len(prompts)))
+    return _answers(generate, prompts, together=together, tokens=max(_tokens(prompt, model) for prompt in prompts))
+
+
+def media_request(generate: Mapping[str, Any], demand: MediaDemand) -> Request:
+    """Return how much one prompt with media asks at once: that of the longest, beside its encoder's moments."""
+    prompts = [prompt for prompt in _prompts(generate) if prompt.media]
+    request = _answers(generate, prompts, together=1, tokens=demand.tokens)
+    return replace(request, moments=demand.for_copies(request.copies))
+
+
+def _answers(generate: Mapping[str, Any], prompts: Sequence[Prompt], *, together: int, tokens: int) -> Request:
+    """Return what answering so many of ``prompts`` ``together`` asks, the longest of so many ``tokens``."""
     asked = [generate, *(prompt.options for prompt in prompts if prompt.options)]
     copies = max(_number(one, key, 1) for one in asked for key in ("num_beams", "num_return_sequences"))
-    sequences = min(alone, _number(generate, "batch_size", len(prompts))) * copies
-    prompt = max(_tokens(prompt, model) for prompt in prompts)
     new = max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
     keeps = generate.get("output_logprobs") is True and any(keeps_logits({**generate, **one}) for one in asked)
-    prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (prompt, prompt + new))
     guesses = max(_number(one, name, most) for one in asked for name, most in _guesses(generate).items())
+    prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new))
     return Request(
-        sequences,
+        together * copies,
         prompt,
         length,
         positions=1 + guesses,

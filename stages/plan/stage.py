@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipeline.errors import BudgetError, ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
 from stages.empty_init import skeleton as skeletons
+from stages.empty_init.stage import EmptyInitStage
 from stages.machine.hardware import Hardware, hardware, ledgers
 from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates, read_rates
@@ -22,6 +24,7 @@ from stages.plan.assembly import assemble
 from stages.plan.batch_size import soonest
 from stages.plan.checks import has_room, require_room, require_writable
 from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_rates
+from stages.plan.media_demand import media_demand
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement
@@ -30,6 +33,7 @@ from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
 from stages.plan.policies.optimal import optimal
 from stages.plan.predict import predict
+from stages.plan.requests import asking
 from stages.units import DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"
@@ -64,7 +68,13 @@ class PlanStage(Stage[PlanInputs]):
         config, stored = context.config, context.artifact("empty_init")
         outline, machine = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME))), hardware(config)
         rates, kernels = machine_rates(config, machine, context.cache), host_kernels(config, context.cache)
-        return gather_inputs(outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=stored.key)
+        media = None
+        if asking(config) == "generate":
+            live = partial(context.live, EmptyInitStage.name)
+            media = media_demand(config, context.cache, skeleton=stored.key, live=live)
+        return gather_inputs(
+            outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=stored.key, media=media
+        )
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
         """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""

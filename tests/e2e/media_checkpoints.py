@@ -41,14 +41,15 @@ def tokenizer(*special: str) -> hf.PreTrainedTokenizerFast:
     return hf.PreTrainedTokenizerFast(tokenizer_object=made, **ends, additional_special_tokens=list(special))
 
 
-def llava() -> tuple[Any, Any]:
+def llava(side: int = 28, **wide: int) -> tuple[Any, Any]:
+    """Return a model of images of ``side`` pixels a side; ``wide`` are other sizes of its encoder."""
     words = tokenizer("<image>")
     config = hf.LlavaConfig(
-        vision_config=hf.CLIPVisionConfig(**VISION, image_size=28, projection_dim=16),
+        vision_config=hf.CLIPVisionConfig(**{**VISION, **wide}, image_size=side, projection_dim=16),
         text_config=hf.LlamaConfig(**TEXT, vocab_size=len(words)),
         image_token_index=words.convert_tokens_to_ids("<image>"), vision_feature_layer=-1,
     )  # fmt: skip
-    images = hf.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    images = hf.CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     processor = hf.LlavaProcessor(
         images, words, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
         chat_template=TEMPLATE,
@@ -95,19 +96,22 @@ def qwen2_vl() -> tuple[Any, Any]:
     return hf.Qwen2VLForConditionalGeneration(config), hf.Qwen2VLProcessor(images, words, hf.Qwen2VLVideoProcessor())
 
 
-def whisper(*, positions: int = 1500) -> tuple[Any, Any]:
+def whisper(**wide: int) -> tuple[Any, Any]:
+    """Return a model of audio; ``wide`` are other sizes of it."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = hf.WhisperTokenizer(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
     special = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|notimestamps|>"]
     words.add_tokens(special, special_tokens=True)
     end, start, *_ = words.convert_tokens_to_ids(special)
+    sizes = {
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_target_positions": 64,
+    }  # fmt: skip
     config = hf.WhisperConfig(
-        vocab_size=len(words), d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=positions,
-        max_target_positions=64, bos_token_id=end, eos_token_id=end, pad_token_id=end, decoder_start_token_id=start,
+        **{**sizes, **wide}, vocab_size=len(words), bos_token_id=end, eos_token_id=end, pad_token_id=end,
+        decoder_start_token_id=start,
     )  # fmt: skip
-    hears = hf.WhisperFeatureExtractor(feature_size=80, chunk_length=positions // 50)
-    return hf.WhisperForConditionalGeneration(config), hf.WhisperProcessor(hears, words)
+    return hf.WhisperForConditionalGeneration(config), hf.WhisperProcessor(hf.WhisperFeatureExtractor(), words)
 
 
 MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
@@ -115,14 +119,14 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }  # fmt: skip
 
 
-def save(folder: Path, name: str) -> Path:
-    """Write the checkpoint ``name`` with random weights into ``folder``, its processor beside it."""
+def save(folder: Path, made: str | tuple[Any, Any]) -> Path:
+    """Write the checkpoint that ``made`` is, or names, with random weights into ``folder``, its processor beside it."""
     torch.manual_seed(7)
     hf.logging.disable_progress_bar()
-    model, processor = MODELS[name]()
+    model, processor = MODELS[made]() if isinstance(made, str) else made
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 0.1)
-    model.save_pretrained(folder, max_shard_size="100KB")
+    model.save_pretrained(folder, max_shard_size="100KB" if isinstance(made, str) else "1GB")
     processor.save_pretrained(folder)
     return folder
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTCo
 
 from stages.units import format_bytes
 from tests.e2e.conftest import Finished
+from tests.e2e.media_checkpoints import llava, picture, recording, save, whisper
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=3, num_attention_heads=8,
@@ -40,6 +41,31 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     parts = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())["predicted"]["cpu"]
     request = sum(parts[name] for name in ("cache", "activations", "scratch"))
     assert request > 0.2 * predicted, "the prompts take too little for the test to prove anything"
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["llava", "whisper"])
+def test_what_encoders_of_images_and_audio_hold_is_predicted(
+    name: str, tmp_path: Path, offstage: Callable[..., Finished]
+) -> None:
+    pytest.importorskip("PIL.Image")
+    if name == "llava":
+        wide = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 3}
+        folder = save(tmp_path / "checkpoint", llava(side=560, **wide))
+        prompt = f"{{prompt: '<image>', images: [{picture(tmp_path / 'a.png', (900, 700))}]}}"
+    else:
+        wide = {"d_model": 512, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048, "encoder_layers": 3}
+        folder = save(tmp_path / "checkpoint", whisper(**wide))
+        prompt = f"{{audio: [{recording(tmp_path / 'a.wav', seconds=20)}]}}"
+    done = offstage(
+        f"model.path={folder}", "max_memory.cpu=30MB", "storage.io=direct", f"generate.prompts=[{prompt}]",
+        "generate.max_new_tokens=3", "generate.chat=false",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    predicted, measured = (done.record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
+    parts = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())["predicted"]["cpu"]
+    request = sum(parts[kind] for kind in ("cache", "activations", "scratch"))
+    assert request > 30_000_000, "the media take too little for the test to prove anything"
     assert predicted == pytest.approx(measured, rel=0.1)
 
 

@@ -136,3 +136,25 @@ def test_a_buffer_that_a_forward_counts_in_keeps_its_value() -> None:
     model = Counting()
     describe(model)
     assert float(model.steps) == 0
+
+
+class Hooking(torch.nn.Module):
+    """Puts a hook on its layer when it first runs, as transformers does to collect hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 4)
+        self.layer = torch.nn.Linear(4, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "hooked"):
+            self.layer.register_forward_hook(lambda *_: None)
+            self.hooked = True
+        return self.layer(self.embed(tokens))
+
+
+def test_hooks_that_a_models_code_installs_are_gone_after_a_rehearsal() -> None:
+    model = Hooking()
+    assert describe(model).unrehearsed is None
+    assert not model.layer._forward_hooks
+    assert not hasattr(model, "hooked")

@@ -1,0 +1,131 @@
+"""What prompts with images or audio take of a model: the tokens that they come to, and the moments of their forwards.
+
+Only the processor tells how many tokens an image has, and only the model's code what its encoder holds. So both are
+asked once, before the plan is made, and what they said is kept beside the figures of the machine: a run that is served
+from the cache imports neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cache.fingerprint import fingerprint
+from pipeline.errors import ConfigError
+from pipeline.stage import MEASURED, Config
+from pipeline.typed_config import fits
+from stages.empty_init.identity import text_identity
+from stages.empty_init.skeleton import Moment, monomials
+from stages.inputs.libraries import media_libraries
+from stages.machine.kept_figures import kept_or_measured
+from stages.plan.geometry import encoder_rows_bytes
+from stages.plan.prompts import Prompt, read_prompts
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+FILE_NAME = "media.json"
+
+_DECODING, _PROCESSING = 8, 4
+"""How many times the bytes of decoded media, and of what the processor makes of them, are held while it is made."""
+_CONSTANT = (0.0,) * (len(monomials(1, 1)) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaDemand:
+    """The ``tokens`` of the longest prompt, or of what its encoder makes; ``moments`` of a forward that holds most.
+
+    The moments are those of one sequence, at the one shape that its prompt has.
+    """
+
+    tokens: int
+    moments: tuple[Moment, ...]
+
+    def for_copies(self, copies: int) -> tuple[Moment, ...]:
+        """Return the moments of so many sequences of one prompt."""
+        return tuple(
+            replace(
+                moment,
+                activations=tuple(copies * factor for factor in moment.activations),
+                operands=tuple(tuple(copies * factor for factor in operand) for operand in moment.operands),
+            )
+            for moment in self.moments
+        )
+
+
+def media_demand(config: Config, cache: Path, *, skeleton: str, live: Callable[[], nn.Module]) -> MediaDemand | None:
+    """Return what the prompts of ``generate`` that have media take; null where there are none, or where they are bad.
+
+    ``skeleton`` is the key of the model, and ``live`` returns it on meta. What is bad of prompts is for ``generate`` to
+    report.
+    """
+    generate, model = config.get("generate") or {}, config.get("model") or {}
+    try:
+        prompts = {name: prompt for name, prompt in read_prompts(generate).items() if prompt.media}
+    except ConfigError:
+        return None
+    if not prompts:
+        return None
+    asked = {key: generate.get(key) for key in ("chat", "system")}
+    key = fingerprint([list(prompts.values()), asked, skeleton, text_identity(model), media_libraries()])
+    probe = partial(_measure, prompts, generate, model, live)
+    try:
+        figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=_is_sound).get(key)
+    except ConfigError:
+        return None
+    return None if figure is None else MediaDemand(figure["tokens"], tuple(map(_moment, figure["moments"])))
+
+
+def _measure(
+    prompts: Mapping[str, Prompt], generate: Mapping[str, Any], model: Mapping[str, Any], live: Callable[[], nn.Module]
+) -> dict[str, Any]:
+    """Return the figure of ``prompts``: of all of them the tokens, the moments of the one whose inputs are largest."""
+    from stages.empty_init.media_call import media_moments
+    from stages.inputs.prompt_processor import PromptProcessor
+    from stages.plan.prompt_inputs import prompt_inputs
+
+    processor = PromptProcessor(model, key=next(iter(prompts)))
+    tokens, preparing = 0, 0
+    largest: dict[str, torch.Tensor] = {}
+    for name, prompt in prompts.items():
+        made = prompt_inputs(name, prompt, processor, generate)
+        tokens, size = max(tokens, len(made.ids)), _bytes(made.tensors)
+        preparing = max(preparing, _DECODING * made.decoded_bytes + _PROCESSING * size)
+        largest = dict(made.tensors) if size > _bytes(largest) else largest
+    moments, encoded = media_moments(live(), largest)
+    if not moments:
+        rows = encoder_rows_bytes(model, {name: tuple(one.shape) for name, one in largest.items()})
+        moments = (Moment((float(rows + 2 * _bytes(largest)), *_CONSTANT)),)
+    moments = (Moment((float(preparing), *_CONSTANT)), *moments)
+    figures = [
+        [moment.activations[0], moment.kernel, [operand[0] for operand in moment.operands]] for moment in moments
+    ]
+    return {"tokens": max(tokens, encoded), "moments": figures}
+
+
+def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _moment(figure: list[Any]) -> Moment:
+    held, kernel, operands = figure
+    return Moment((held, *_CONSTANT), kernel, tuple((operand, *_CONSTANT) for operand in operands))
+
+
+def _is_sound(figure: Any) -> bool:
+    if not isinstance(figure, dict) or set(figure) != {"tokens", "moments"} or not fits(int, figure["tokens"]):
+        return False
+    return isinstance(figure["moments"], list) and all(
+        isinstance(one, list)
+        and len(one) == 3
+        and fits(float, one[0])
+        and isinstance(one[1], str)
+        and isinstance(one[2], list)
+        and len(one[2]) in (0, 3)
+        and all(fits(float, operand) for operand in one[2])
+        for one in figure["moments"]
+    )
