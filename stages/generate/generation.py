@@ -233,7 +233,11 @@ class _Decoding:
     ) -> torch.Tensor:  # fmt: skip
         model, device = self._dispatched.model, self._dispatched.device
         if not self._uses_transformers:
-            return decode.decode_plainly(model, asked["input_ids"].to(device), given, clock=clock, logprobs=logprobs)
+            about = f"generate: {type(model).__name__} has no generate() of transformers, and fails on token ids alone"
+            with foreign(ConfigError, about, advice="; stages=forward calls any model with inputs of its own"):
+                return decode.decode_plainly(
+                    model, asked["input_ids"].to(device), given, clock=clock, logprobs=logprobs
+                )
         stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
         call = {**given, "tokenizer": self._tokenizer} if stops else dict(given)
         if self._assistant is not None:

@@ -15,7 +15,7 @@ import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from tests.e2e import checkpoints_of_kinds as kinds
+from tests.e2e import checkpoints_of_kinds as kinds, media_checkpoints as media
 from tests.e2e.conftest import Finished, Replay
 
 Run = Callable[..., Finished]
@@ -166,6 +166,32 @@ def test_wav2vec2_hears_sounds_of_unlike_length(forward: Any, tmp_path: Path) ->
     assert torch.equal(found["last_hidden_state"], hidden)
     mask = model._get_feature_vector_attention_mask(hidden.shape[1], made["attention_mask"]).float()[:, :, None]
     assert torch.equal(found["embeddings"], (hidden * mask).sum(1) / mask.sum(1))
+
+
+def test_a_vision_language_model_reads_texts_beside_images(forward: Any, tmp_path: Path) -> None:
+    folder = media.save(tmp_path / "llava", "llava")
+    files = [media.picture(tmp_path / f"{place}.png", seed=place) for place in range(2)]
+    texts = ["<image>what is it", "see <image>"]
+    found, _ = forward(f"model.path={folder}", f"forward.images={listed(files)}", f"forward.texts={json.dumps(texts)}",
+                       "forward.outputs=[logits]")  # fmt: skip
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    made = processor(images=[Image.open(file) for file in files], text=texts, return_tensors="pt", padding=True)
+    expected = plain(folder, "LlavaForConditionalGeneration", made, use_cache=False).logits
+    assert torch.equal(found["logits"], expected)
+
+
+def test_whisper_hears_and_is_told_what_was_said(forward: Any, tmp_path: Path) -> None:
+    folder = media.save(tmp_path / "whisper", "whisper")
+    file = kinds.save_sound(tmp_path / "a.wav", 4000)
+    said = {"decoder_input_ids": np.array([[3, 5, 7]])}
+    np.savez("said.npz", **said)
+    found, _ = forward(f"model.path={folder}", f"forward.audio=[{file}]", "forward.inputs=said.npz",
+                       "forward.outputs=[logits,encoder_last_hidden_state]")  # fmt: skip
+    with wave.open(str(file)) as sound:
+        samples = np.frombuffer(sound.readframes(10**6), "<i2").astype(np.float32) / 32768
+    made = transformers.AutoFeatureExtractor.from_pretrained(folder)(samples, sampling_rate=16000, return_tensors="pt")
+    given = {**made, "decoder_input_ids": torch.tensor(said["decoder_input_ids"])}
+    equal(found, plain(folder, "WhisperForConditionalGeneration", given, use_cache=False))
 
 
 NET = """

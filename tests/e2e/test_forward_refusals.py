@@ -175,3 +175,19 @@ def test_a_pipeline_of_diffusers_names_its_models_and_what_to_install(offstage_h
     refused(offstage_here(*forward, "model.path=pipe"), f"{whole}{tmp_path}/pipe/unet")
     if importlib.util.find_spec("diffusers") is None:
         refused(offstage_here(*forward, "model.path=pipe/unet"), "pip install 'offstage-pipeline[diffusers]'")
+
+
+def test_generate_says_where_a_model_belongs_that_takes_more_than_tokens(
+    offstage_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "net_deaf.py").write_text(
+        "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.only = torch.nn.Linear(4, 2)\n\n    def forward(self, left, right):\n"
+        "        return self.only(left) + right\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    save_file({"only.weight": torch.randn(2, 4), "only.bias": torch.randn(2)}, tmp_path / "model.safetensors")
+    run = offstage_here("model=module", "model._target_=net_deaf.Net", "model.path=.", "generate.prompts=[[1,2]]")
+    assert run.code == 2, run.err
+    assert "generate: Net has no generate() of transformers, and fails on token ids alone: TypeError" in run.err
+    assert "stages=forward calls any model with inputs of its own" in run.err
