@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipeline.errors import ConfigError
 from stages.inference.logits import logits_of
 from stages.inference.padding import make_batch
 from stages.plan.requests import NORMALISED
@@ -34,6 +35,27 @@ class TokenScores:
     greedy: list[bool]
 
 
+def has_encoder(model: Any) -> bool:
+    """Return whether ``model``, or a class of models, has an encoder that reads the context of what is scored."""
+    return "decoder_input_ids" in inspect.signature(model.forward).parameters
+
+
+def require_causal(model: Any, device: torch.device) -> None:
+    """Raise ``ConfigError`` if a token is told to ``model`` before it is asked for: then nothing is foretold.
+
+    A model of the kind that decodes only if its config says so, and doesn't, is shown two texts of one beginning.
+    """
+    if getattr(getattr(model, "config", None), "is_decoder", None) is not False or has_encoder(model):
+        return
+    with torch.no_grad():
+        one, other = (logits_of(model(torch.tensor([[0, last]], device=device)))[0, 0] for last in (0, 1))
+    if not torch.equal(one, other):
+        raise ConfigError(
+            f"model.class: {type(model).__name__} sees what comes after a token (its config.json says is_decoder: "
+            "false), so it can't score texts; give a checkpoint of a language model"
+        )
+
+
 def score_windows(model: nn.Module, windows: Sequence[Window], device: torch.device) -> list[TokenScores]:
     """Return the scores of each of ``windows``, which ``model`` gets in one batch, on ``device``."""
     with torch.no_grad():
@@ -49,7 +71,7 @@ def _call(model: Any, windows: Sequence[Window], device: torch.device) -> Any:
         return model(batch.input_ids.to(device))
     known = inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"use_cache": False} if "use_cache" in known else {}
-    if getattr(config, "is_encoder_decoder", False):
+    if has_encoder(model):
         options["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch.input_ids).to(device)
         batch = make_batch([window.source for window in windows], pad=_PAD, side="right")
     if not bool(batch.attention_mask.all()):

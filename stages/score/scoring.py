@@ -24,7 +24,7 @@ from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
 from stages.plan.texts import ScoredText
 from stages.score.inputs import SCORES, ScoreInputs
-from stages.score.likelihoods import TokenScores, score_windows
+from stages.score.likelihoods import TokenScores, has_encoder, require_causal, score_windows
 from stages.score.metrics import ScoreCost, TextScore
 from stages.score.windows import Window, cut, encode
 
@@ -56,11 +56,10 @@ def perform(inputs: ScoreInputs, context: Context, folder: Path) -> Scores:
     """
     tokenizer, progress = load_tokenizer(inputs.model), Progress(folder / SCORES)
     dispatched: Dispatched = context.live("dispatch")
-    config = getattr(dispatched.model, "config", None)
-    has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+    require_causal(dispatched.model, dispatched.device)
+    halves = has_encoder(dispatched.model)
     encoded = [
-        encode(name, text, tokenizer, has_encoder=has_encoder)
-        for name, text in zip(inputs.names, inputs.texts, strict=True)
+        encode(name, text, tokenizer, has_encoder=halves) for name, text in zip(inputs.names, inputs.texts, strict=True)
     ]
     check_words(dispatched.model, [[*text.ids, *text.source] for text in encoded], key="score")
     windows = list(cut(encoded, window=inputs.window, stride=inputs.stride))

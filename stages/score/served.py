@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import transformers
-
 from pipeline.errors import Fault, OffstageError
 from stages.empty_init.model import read_class
 from stages.plan.texts import ScoreOptions
+from stages.score.likelihoods import has_encoder
 from stages.score.windows import check_encoded_texts
 
 
@@ -23,19 +22,18 @@ def check_served(options: ScoreOptions, model: Mapping[str, Any]) -> Iterable[Fa
         yield from check_encoded_texts(options, model, has_encoder=False)
         return
     try:
-        config, model_class = read_class(model)
+        _, model_class = read_class(model)
     except OffstageError:
         return  # said as the model is built
     reason = _unserved(model_class)
     if reason:
-        head = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
-        advice = f", such as model.class={head.__name__}" if head not in (None, model_class) else ""
         yield Fault(
             "model.class",
-            f"{model_class.__name__} {reason}, so it can't score texts; give a checkpoint of a language model{advice}",
+            f"{model_class.__name__} {reason}, so it can't score texts; give a checkpoint of a language model, or set "
+            "model.class to the one with its head",
         )
         return
-    yield from check_encoded_texts(options, model, has_encoder=bool(config.is_encoder_decoder))
+    yield from check_encoded_texts(options, model, has_encoder=has_encoder(model_class))
 
 
 def _unserved(model_class: Any) -> str:
@@ -44,4 +42,6 @@ def _unserved(model_class: Any) -> str:
         return "gives no logits of the token that comes next"
     if "input_ids" not in inspect.signature(model_class.forward).parameters:
         return f"reads {model_class.main_input_name} and no token ids"
+    if has_encoder(model_class) and not hasattr(model_class, "prepare_decoder_input_ids_from_labels"):
+        return "doesn't say what its decoder begins with (it has no prepare_decoder_input_ids_from_labels)"
     return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BertConfig, BertForMaskedLM, BertModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 from stages.plan.texts import ScoreOptions, read_scored_texts
 from stages.score.windows import Window, cut, encode
 from tests.e2e.conftest import Finished, Replay, start
+from tests.e2e.test_keys import MODULES, save_weights
 from tests.stages.score.test_likelihoods import CAUSAL, HALVES, made, plainly, tokens
 
 Run = Callable[..., Finished]
@@ -181,14 +193,52 @@ def test_bad_input_is_one_line_before_any_weight_is_read(
         assert len(done.err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("kind", [BertModel, BertForMaskedLM])
-def test_a_model_that_foretells_nothing_is_refused_by_name(kind: Any, offstage_here: Run, tmp_path: Path) -> None:
-    config = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=90)
-    kind(config).save_pretrained(tmp_path / "bert")
-    done = offstage_here(SCORE, "model.path=bert", "score.texts=[[5,6,7]]")
+BERT = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=90)
+HALF = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+SMALL = {**HALF, "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 90}
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+REFUSED = [
+    (BertModel(BERT), "BertModel gives no logits of the token that comes next"),
+    (BertForMaskedLM(BERT), "BertForMaskedLM gives no logits of the token that comes next"),
+    (
+        WhisperForConditionalGeneration(WhisperConfig(**SMALL, **ENDS)),
+        "WhisperForConditionalGeneration reads input_features and no token ids",
+    ),
+    (
+        M2M100ForConditionalGeneration(M2M100Config(**SMALL, **ENDS)),
+        "M2M100ForConditionalGeneration doesn't say what its decoder begins with",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "words"), REFUSED, ids=[type(model).__name__ for model, _ in REFUSED])
+def test_a_model_that_foretells_nothing_is_refused_by_name(
+    model: Any, words: str, offstage_here: Run, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path / "checkpoint")
+    done = offstage_here(SCORE, "model.path=checkpoint", "score.texts=[[5,6,7]]")
     assert done.code == 2
-    assert f"model.class: {kind.__name__} gives no logits of the token that comes next" in done.err
+    assert f"model.class: {words}" in done.err
     assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
+
+
+def test_any_module_of_logits_scores_and_another_text_remakes_the_scores_alone(
+    offstage_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name, text in MODULES.items():
+        tmp_path.joinpath(name).write_text(text)
+        monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
+    save_weights(tmp_path)
+    module = [SCORE, "model=module", "model._target_=net_keyed.Net", "model.path=.", "max_memory.cpu=1GB"]
+    first = offstage_here(*module, "score.texts=[[3,4,5]]")
+    (text,) = texts_of(first)
+    assert text["tokens"] == 2
+    again = offstage_here(*module, "score.texts=[[3,4,6],[7,8]]", "score.batch_size=2")
+    assert [row["rows"] for row in windows_of(again)] == [1, 1], "nothing is known of masks"
+    assert not again.cached["score"]
+    assert again.cached["shard_load"]
+    assert texts_of(again)[0]["log_likelihoods"][0] == text["log_likelihoods"][0]
 
 
 def test_text_without_a_tokenizer_and_an_encoder_without_a_context_are_told(offstage_here: Run, tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BartConfig,
+    BertConfig,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
@@ -21,9 +23,10 @@ from transformers import (
     T5Config,
 )
 
+from pipeline.errors import ConfigError
 from stages.inference.batches import by_length
 from stages.plan.requests import NORMALISED
-from stages.score.likelihoods import TokenScores, score_windows
+from stages.score.likelihoods import TokenScores, require_causal, score_windows
 from stages.score.metrics import TextScore
 from stages.score.windows import EncodedText, Window, cut
 
@@ -148,6 +151,14 @@ def test_the_log_softmax_of_some_rows_is_that_of_all(words: int, dtype: torch.dt
         assert torch.equal(
             logits[start : start + NORMALISED].float().log_softmax(-1), whole[start : start + NORMALISED]
         )
+
+
+def test_a_model_that_sees_what_comes_after_a_token_foretells_nothing() -> None:
+    sizes = {**SIZES, "vocab_size": WORDS}
+    for config in (BertConfig(**sizes, is_decoder=True), GPTNeoXConfig(**sizes), CAUSAL["llama"], HALVES["t5"]):
+        require_causal(made(config, torch.float32), CPU)
+    with pytest.raises(ConfigError, match="BertLMHeadModel sees what comes after a token"):
+        require_causal(made(BertConfig(**sizes), torch.float32), CPU)
 
 
 class Bare(torch.nn.Module):
