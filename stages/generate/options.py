@@ -27,6 +27,7 @@ CACHES = ("dynamic", "static")
 """The values of ``cache_implementation`` whose caches stay where the model computes."""
 
 
+_COUNTS = {"max_new_tokens": "tokens", "num_beams": "beams", "num_return_sequences": "sequences"}
 _PROCESSORS: Mapping[str, Callable[[Any], object]] = {
     "repetition_penalty": processors.RepetitionPenaltyLogitsProcessor,
     "no_repeat_ngram_size": processors.NoRepeatNGramLogitsProcessor,
@@ -40,8 +41,14 @@ _WARPERS: Mapping[str, Callable[[Any], object]] = {
     "epsilon_cutoff": processors.EpsilonLogitsWarper,
     "eta_cutoff": processors.EtaLogitsWarper,
 }
+_ADVICE = {"temperature": "; give a number above 0, or generate.do_sample=false for the likeliest tokens"}
 _UNUSED = {"no_repeat_ngram_size": 0, "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0, "eta_cutoff": 0}
 """The values with which an option changes nothing, and that its processor refuses."""
+
+
+def is_count(value: object) -> bool:
+    """Return whether ``value`` is a whole number from 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def given_options(generate: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,9 +64,12 @@ def check_options(generate: Mapping[str, Any]) -> Iterable[Fault]:
     for name in unknown:
         yield Fault(f"generate.{name}", f"no such option{closest(name, [*known, *OWN_KEYS])}; see GenerationConfig")
     yield from _token_faults(options)
-    length = options.get("max_new_tokens", 1)
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        yield Fault("generate.max_new_tokens", f"{length!r} is no number of tokens; give a whole number from 1")
+    uncounted = [name for name in _COUNTS if not is_count(options.get(name, 1))]
+    for name in uncounted:
+        yield Fault(
+            f"generate.{name}", f"{options[name]!r} is no number of {_COUNTS[name]}; give a whole number from 1"
+        )
+    if uncounted:
         return
     try:
         GenerationConfig(**{name: value for name, value in options.items() if name in known}).validate()
@@ -139,7 +149,7 @@ def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[
         try:
             processor(options[name])
         except (ValueError, TypeError) as error:
-            yield name, f"is refused by transformers: {words_of(error)}"
+            yield name, f"is refused by transformers: {words_of(error)}{_ADVICE.get(name, '')}"
     words = options.get("bad_words_ids")
     if words is not None:
         processors.NoBadWordsLogitsProcessor(words, eos_token_id=options.get("eos_token_id"))

@@ -146,6 +146,8 @@ def _content(name: str, value: Any, kinds: Sequence[str]) -> Content:
         return str(value)
     if "token_ids" in kinds and is_token_ids(value):
         return list(value)
+    if value in ("", []):
+        raise ConfigError(f"{name}: {value!r} is empty; give a text, or token ids")
     raise ConfigError(f"{name}: {value!r} is neither text in UTF-8 nor a list of token ids; {_KINDS}")
 
 

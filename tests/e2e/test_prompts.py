@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -76,7 +78,7 @@ def test_prompt_lookup_takes_several_prompts(offstage_here: Callable[..., Finish
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"prompt": ""}', "generate.prompts_file line 2.prompt: '' is neither text in UTF-8"),
+        ('{"prompt": ""}', "generate.prompts_file line 2.prompt: '' is empty"),
         ('{"token_ids": [1], "do_sample": true, "top_p": 1.5}', "line 2.top_p: 1.5 is refused by transformers"),
         ('{"prompt": "x"', 'generate.prompts_file line 2: \'{"prompt": "x"\' is no JSON'),
         ('{"messages": [{"role": "user", "content": "x"}]}', "generate.chat: the tokenizer has no template for chats"),
@@ -92,6 +94,49 @@ def test_a_bad_line_is_named_before_any_weight_is_read(
     assert words in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "an empty prompt": (["generate.prompts=['']"], "generate.prompts[0]: '' is empty"),
+    "no token ids": (["generate.prompts=[[]]"], "generate.prompts[0]: [] is empty"),
+    "no prompts": (["generate.prompts=[]"], "generate.prompts: [] is no list of prompts"),
+    "an empty file": (["generate.prompts_file=empty.txt"], "empty.txt' holds no prompt"),
+    "beyond the context": (["generate.prompts_file=long.txt"], "file line 1: 4002 tokens are more than the model's"),
+    "Latin-1": (["generate.prompts_file=latin.txt"], "file line 2: 'FOLDER/latin.txt' isn't UTF-8 there"),
+    "broken JSON lines": (["generate.prompts_file=broken.jsonl"], "generate.prompts_file line 3: '{\"prompt\": '"),
+    "cold sampling": (
+        ["generate.do_sample=true", "generate.temperature=0"],
+        "generate.temperature: 0 is refused by transformers: ValueError: `temperature` (=0) has to be a strictly "
+        "positive float, otherwise your next token scores will be invalid.; give a number above 0, or "
+        "generate.do_sample=false",
+    ),
+    "more than all": (["generate.do_sample=true", "generate.top_p=1.5"], "generate.top_p: 1.5 is refused by"),
+    "no beams": (["generate.num_beams=0"], "generate.num_beams: 0 is no number of beams; give a whole number from 1"),
+    "no answers": (["generate.num_return_sequences=true"], "num_return_sequences: True is no number of sequences"),
+    "no batch": (["generate.batch_size=large"], "generate.batch_size: 'large' is no batch size"),
+    "a stop that nobody reads": (
+        ["model.path=bare", "generate.prompts=[[5,6]]", "generate.stop_strings=[end]"],
+        "generate.stop_strings: ['end'] needs a tokenizer, and the checkpoint has none; set model.tokenizer",
+    ),
+}
+
+
+def test_bad_input_is_one_clear_line_before_any_weight_is_read(
+    tmp_path: Path, offstage_here: Callable[..., Finished]
+) -> None:
+    tmp_path.joinpath("empty.txt").write_text("\n  \n")
+    tmp_path.joinpath("long.txt").write_text("in " * 4000)
+    tmp_path.joinpath("latin.txt").write_bytes("fine\nnaïve\n".encode("latin-1"))
+    tmp_path.joinpath("broken.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": \n')
+    bare = Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "bare"))
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    for wrong, (arguments, words) in BAD.items():
+        done = offstage_here(*arguments)
+        assert (done.code, done.err.count("\n")) == (2, 1), (wrong, done.err)
+        assert words.replace("FOLDER", str(tmp_path)) in done.err, wrong
+        assert done.record["status"] == "failed"
+        assert not tmp_path.joinpath("outputs/cache/shard_load").exists(), wrong
 
 
 def test_a_bad_file_hides_no_other_fault(offstage_here: Callable[..., Finished]) -> None:
