@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as processors
 
 from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
+from pipeline.regular_files import read_object
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.empty_init.identity import read_config
@@ -42,6 +43,10 @@ _WARPERS: Mapping[str, Callable[[Any], object]] = {
     "eta_cutoff": processors.EtaLogitsWarper,
 }
 _ADVICE = {"temperature": "; give a number above 0, or generate.do_sample=false for the likeliest tokens"}
+_OPTIONS_OF: Mapping[str, Mapping[str, type[str | bool]]] = {
+    "whisper": {"language": str, "task": str, "return_timestamps": bool},
+}
+_WORDS = {str: "text", bool: "flag: give true or false"}
 _UNUSED = {"no_repeat_ngram_size": 0, "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0, "eta_cutoff": 0}
 """The values with which an option changes nothing, and that its processor refuses."""
 
@@ -56,13 +61,19 @@ def given_options(generate: Mapping[str, Any]) -> dict[str, Any]:
     return {str(k): v for k, v in generate.items() if k not in OWN_KEYS and v is not None}
 
 
-def check_options(generate: Mapping[str, Any]) -> Iterable[Fault]:
-    """Yield the options that transformers doesn't know, and those whose values it refuses."""
+def check_options(generate: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Iterable[Fault]:
+    """Yield the options that transformers doesn't know, and those whose values it refuses.
+
+    A ``model`` may have options of its own.
+    """
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"}
-    options = given_options(generate)
-    unknown = [name for name in options if name not in known]
-    for name in unknown:
-        yield Fault(f"generate.{name}", f"no such option{closest(name, [*known, *OWN_KEYS])}; see GenerationConfig")
+    options, own = given_options(generate), _own_options(model or {})
+    for name in (name for name in options if name not in known | own.keys()):
+        near = closest(name, [*known, *OWN_KEYS, *own])
+        yield Fault(f"generate.{name}", f"no such option{near}; see GenerationConfig")
+    for name in options.keys() & own.keys():
+        if not isinstance(options[name], own[name]):
+            yield Fault(f"generate.{name}", f"{options[name]!r} is no {_WORDS[own[name]]}")
     yield from _token_faults(options)
     uncounted = [name for name in _COUNTS if not is_count(options.get(name, 1))]
     for name in uncounted:
@@ -76,6 +87,13 @@ def check_options(generate: Mapping[str, Any]) -> Iterable[Fault]:
     except (ValueError, TypeError) as error:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         yield Fault("generate", f"transformers refuses these options: {message}")
+
+
+def _own_options(model: Mapping[str, Any]) -> Mapping[str, type[str | bool]]:
+    """Return the options that the generate of the checkpoint's model has beside those of all, with their types."""
+    if model.get("kind") != "pretrained":
+        return {}
+    return _OPTIONS_OF.get(str(read_object(checkpoint_folder(model) / "config.json").get("model_type")), {})
 
 
 def _token_faults(options: Mapping[str, Any]) -> Iterable[Fault]:
@@ -99,7 +117,7 @@ def check_own_options(
         own = dict(prompt.options)
         yield from check_seed(f"{name}.seed", own.pop("seed", 0))
         both = {**generate, **own}
-        for fault in list(check_options(both)) or check_served(both, model):
+        for fault in list(check_options(both, model)) or check_served(both, model):
             yield Fault(f"{name}{fault.key.removeprefix('generate')}", fault.message, fault.error)
 
 

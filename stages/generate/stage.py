@@ -61,7 +61,7 @@ class GenerateStage(Stage[GenerateInputs]):
         from stages.generate.prompts import check_encoded
 
         generate, model = config["generate"], config["model"]
-        looks = (check_options(generate), check_served(generate, model), check_assistant(generate, model))
+        looks = (check_options(generate, model), check_served(generate, model), check_assistant(generate, model))
         faults = next(filter(None, map(list, looks)), [])
         yield from faults
         if faults:

@@ -70,6 +70,34 @@ def test_what_a_model_sees_or_hears_is_answered_as_it_is_in_memory(
     assert [file["path"] for file in told[key]] == [str(media)]
 
 
+def test_whisper_takes_its_own_options(tmp_path: Path, offstage_here: Callable[..., Finished]) -> None:
+    folder, media = save(tmp_path / "checkpoint", "whisper"), recording(tmp_path / "a.wav")
+    number = hf.AutoProcessor.from_pretrained(folder).tokenizer.convert_tokens_to_ids
+    file = folder / "generation_config.json"
+    spoken = {
+        "is_multilingual": True, "lang_to_id": {"<|en|>": number("<|en|>")},
+        "task_to_id": {"transcribe": number("<|transcribe|>")}, "no_timestamps_token_id": number("<|notimestamps|>"),
+    }  # fmt: skip
+    defaults = {name: value for name, value in json.loads(file.read_text()).items() if name != "_from_model_config"}
+    file.write_text(json.dumps(defaults | spoken))
+    prompts = f"generate.prompts=[{{audio: {media}, language: en, task: transcribe}}, {{audio: {media}, language: 3}}]"
+    refused = offstage_here(f"model.path={folder}", prompts)
+    assert refused.code == 2
+    assert "generate.prompts[1].language: 3 is no text" in refused.err
+    done = offstage_here(
+        f"model.path={folder}", f"generate.prompts=[{{audio: {media}}}]", "generate.max_new_tokens=6",
+        "+generate.language=en", "+generate.task=transcribe",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    model = hf.WhisperForConditionalGeneration.from_pretrained(folder)
+    with wave.open(str(media)) as recorded:
+        sound = np.frombuffer(recorded.readframes(recorded.getnframes()), "<i2").astype(np.float32) / 2**15
+    inputs = hf.AutoProcessor.from_pretrained(folder)(sound, sampling_rate=16000, return_tensors="pt")
+    plain = model.generate(**inputs, max_new_tokens=6, do_sample=False, language="en", task="transcribe")
+    assert done.tokens == plain.tolist()
+    assert done.record["outputs"][0]["text"] is not None
+
+
 @pytest.fixture
 def seeing(tmp_path: Path) -> Path:
     picture(tmp_path / "a.png")
