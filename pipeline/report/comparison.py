@@ -65,7 +65,7 @@ def compare_answers(before: Sequence[Answer], after: Sequence[Answer]) -> list[s
     """Return in words whether the new tokens are the same, and where not, the first that differs of each prompt."""
     if not before or not after:
         without = " nor ".join(name for name, answers in (("A", before), ("B", after)) if not answers)
-        return [f"Neither {without} generated." if " nor " in without else f"{without} did not generate."]
+        return [f"Neither {without} has outputs." if " nor " in without else f"{without} has no outputs."]
     lines = [f"A has {len(before)} answers, B has {len(after)}."] if len(before) != len(after) else []
     for index, (one, other) in enumerate(zip(before, after, strict=False)):
         lines += [f"Prompt {index}: {fault}" for fault in _answer_faults(one, other)]

@@ -77,7 +77,7 @@ def headline(summary: Summary) -> list[tuple[str, str, str]]:
 
 
 def _answered(summary: Summary) -> str:
-    return f"{sum(len(names) for _, names in summary.answers):,} jobs generated"
+    return f"{sum(len(names) for _, names in summary.answers):,} jobs answered"
 
 
 def labels(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, str]:

@@ -30,10 +30,8 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tens
         yield name or "output", output
         return
     inner = _parts(output)
-    if not name and len(inner) == 1 and isinstance(output, tuple | list):
-        inner = {"output": output[0]}
-    elif not name and isinstance(output, tuple | list):
-        inner = {f"output.{key}": value for key, value in inner.items()}
+    if not name and isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        inner = {"output": output[0]} if len(output) == 1 else {f"output.{key}": one for key, one in inner.items()}
     for key, value in inner.items():
         if key not in _NEVER:
             yield from named_tensors(value, f"{name}.{key}" if name else key)

@@ -158,8 +158,8 @@ def answer(*tokens: int, prompt: str = "p") -> Answer:
         ([answer(1, 2)], [answer(1, 2, 3)], ["Prompt 0: A has 2 tokens and B 3; those in both are the same."]),
         ([answer(1), answer(2)], [answer(1)], ["A has 2 answers, B has 1."]),
         ([answer(1)], [answer(1, prompt="q")], ["Prompt 0: the prompts differ."]),
-        ([], [answer(1)], ["A did not generate."]),
-        ([], [], ["Neither A nor B generated."]),
+        ([], [answer(1)], ["A has no outputs."]),
+        ([], [], ["Neither A nor B has outputs."]),
     ],
 )
 def test_tokens_are_compared_in_words(before: list[Answer], after: list[Answer], lines: list[str]) -> None:
