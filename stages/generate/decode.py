@@ -28,6 +28,7 @@ FILLED = -1
 class Clock:
     """When each token of a batch came, in seconds of ``time.perf_counter``; ``tick`` is told after each.
 
+    Tokens that were guessed and then kept come several at once.
     ``first`` is called once the first token is there: what follows is decoding, what came before is the prefill.
     ``see`` gets all new tokens so far, of shape (sequences, tokens), where the model computes; none where they can't
     be told from others.
@@ -37,13 +38,17 @@ class Clock:
     first: Callable[[], object] = lambda: None
     see: Callable[[torch.Tensor], object] = lambda tokens: None
     times: list[float] = field(default_factory=list)
+    _seen: int = 0
 
     def token(self, tokens: torch.Tensor) -> None:
-        """Note that a token has come: the last of ``tokens``, all new ones so far."""
-        self.times.append(time.perf_counter())
-        if len(self.times) == 1:
+        """Note that a token has come, or several: the last of ``tokens``, all new ones so far."""
+        came = max(1, tokens.shape[1] - self._seen) if self.times else 1
+        self._seen = tokens.shape[1]
+        if not self.times:
             self.first()
-        self.tick()
+        self.times += [time.perf_counter()] * came
+        for _ in range(came):
+            self.tick()
         self.see(tokens)
 
 

@@ -134,10 +134,11 @@ def check_served(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Itera
         effective = {**(defaults.to_dict() if defaults is not None else {}), **options}
         with foreign(ConfigError, "generate: transformers refuses these options"):
             found = [*_removed(effective), *_unserved(effective, model), *_unguessable(effective, generate, model)]
+            found += _untold(generate, model)
     except (ConfigError, CheckpointError) as error:
         yield Fault("generate", str(error).removeprefix("generate: "), type(error))
         return
-    asked = {**effective, ASSISTANT: generate.get(ASSISTANT)}
+    asked = {**effective, **{key: generate.get(key) for key in (ASSISTANT, "output_logprobs")}}
     for name, message in found:
         origin = "" if generate.get(name) is not None else f" ({folder / FILE_NAME} says so)"
         yield Fault(f"generate.{name}", f"{asked[name]!r}{origin} {message}")
@@ -189,9 +190,20 @@ def _unguessable(
     }
     for name in (name for name, refuses in refused.items() if refuses):
         yield name, f"can't go with generate.{guessing[0]}, which guesses for one sequence at a time; leave one out"
-    names = read_config(checkpoint_folder(model)).get("architectures") or [None]
-    if getattr(getattr(transformers, str(names[0]), None), "_is_stateful", False):
-        yield guessing[-1], f"asks to take tokens back, which {names[0]} can't; leave it out"
+    name = _architecture(model)
+    if getattr(getattr(transformers, name, None), "_is_stateful", False):
+        yield guessing[-1], f"asks to take tokens back, which {name} can't; leave it out"
+
+
+def _untold(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yield log-probabilities where they are asked of a model that decodes parts of a recording again and again."""
+    if generate.get("output_logprobs") and "Whisper" in _architecture(model):
+        yield "output_logprobs", "isn't served for Whisper, which may decode a part of a recording twice; leave it out"
+
+
+def _architecture(model: Mapping[str, Any]) -> str:
+    names = read_config(checkpoint_folder(model)).get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
 
 
 def _processors(options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any], object]]]:

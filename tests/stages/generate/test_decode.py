@@ -96,12 +96,19 @@ def test_the_plain_loop_stops_when_every_row_has_ended(llama: LlamaForCausalLM) 
 
 def test_the_clock_tells_prefill_from_decoding() -> None:
     told: list[str] = []
-    clock = Clock(
-        tick=lambda: told.append("tick"), first=lambda: told.append("first"), see=lambda new: told.append(str(new))
-    )
-    for tokens in ("a", "ab"):
-        clock.token(tokens)  # type: ignore[arg-type]
-    assert told == ["first", "tick", "a", "tick", "ab"]
+    clock = Clock(tick=lambda: told.append("tick"), first=lambda: told.append("first"))
+    clock.see = lambda new: told.append(str(new.shape[1]))
+    for count in (1, 2):
+        clock.token(torch.ones(3, count))
+    assert told == ["first", "tick", "1", "tick", "2"]
+
+
+def test_tokens_that_were_guessed_come_together() -> None:
+    clock = Clock()
+    for count in (2, 3, 7, 8):
+        clock.token(torch.ones(1, count))
+    assert len(clock.times) == 7, "what the first forward gave is the prefill's, as one"
+    assert len(set(clock.times[2:6])) == 1
 
 
 def test_the_clock_sees_the_new_tokens_as_they_come(llama: LlamaForCausalLM) -> None:

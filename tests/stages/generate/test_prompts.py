@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import CheckpointError, ConfigError
 from stages.checkpoints.tokenizers import load_tokenizer
-from stages.generate.options import check_options, check_own_options, checkpoint_defaults, plain_options
+from stages.generate.options import check_options, check_own_options, check_served, checkpoint_defaults, plain_options
 from stages.generate.prompts import Encoder, check_encoded
 from stages.plan.prompts import Prompt, check_prompts, read_prompts
 
@@ -224,3 +224,21 @@ def test_the_plain_loop_refuses_options_it_does_not_know(tmp_path: Path) -> None
     options = plain_options({"max_new_tokens": 3, "do_sample": False}, defaults)
     assert (options["eos_token_id"], options["do_sample"], options["max_new_tokens"]) == (7, False, 3)
     assert checkpoint_defaults(tmp_path / "elsewhere") is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "asked", "words"),
+    [
+        ("WhisperForConditionalGeneration", {"output_logprobs": True}, "generate.output_logprobs: True isn't served"),
+        ("MambaForCausalLM", {"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens: 2 asks to take tokens back"),
+        ("LlamaForCausalLM", {"output_logprobs": True, "prompt_lookup_num_tokens": 2}, ""),
+    ],
+)
+def test_what_an_architecture_does_not_do_is_refused_by_its_option(
+    tmp_path: Path, architecture: str, asked: dict, words: str
+) -> None:
+    tmp_path.joinpath("config.json").write_text(json.dumps({"architectures": [architecture]}))
+    faults = [
+        str(fault) for fault in check_served({"prompts": ["a"], **asked}, {"kind": "pretrained", "path": tmp_path})
+    ]
+    assert [words in fault for fault in faults] == ([True] if words else [])
