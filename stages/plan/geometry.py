@@ -25,7 +25,8 @@ LEAST_LENGTH = 64
 class Geometry:
     """The shape of a decoder: ``cached`` is the elements of keys and values a layer keeps for a token.
 
-    ``context`` is how many tokens it has positions for, 0 where its config doesn't say, and for an encoder-decoder.
+    ``context`` is how many tokens it has positions for, 0 where its config doesn't say, and for a decoder that
+    ``has_encoder`` beside it.
     """
 
     layers: int = 0
@@ -34,6 +35,7 @@ class Geometry:
     intermediate: int = 0
     vocabulary: int = 0
     context: int = 0
+    has_encoder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def read_geometry(model: Mapping[str, Any]) -> Geometry:
 
 def geometry_of(config: Mapping[str, Any]) -> Geometry:
     """Return the shape that ``config``, the content of a ``config.json``, states."""
-    two_halves = bool(config.get("is_encoder_decoder"))
+    has_encoder = bool(config.get("is_encoder_decoder"))
     config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
     hidden = _first(config, "hidden_size", "n_embd", "d_model")
@@ -84,7 +86,8 @@ def geometry_of(config: Mapping[str, Any]) -> Geometry:
         hidden=hidden,
         intermediate=_first(config, "intermediate_size", "ffn_dim", "n_inner", "d_ff") or 4 * hidden,
         vocabulary=_first(config, "vocab_size"),
-        context=0 if two_halves else _first(config, "max_position_embeddings", "n_positions"),
+        context=0 if has_encoder else _first(config, "max_position_embeddings", "n_positions"),
+        has_encoder=has_encoder,
     )
 
 

@@ -25,7 +25,7 @@ from stages.plan.batch_size import AUTO, batch_sizes
 from stages.plan.geometry import LEAST_LENGTH, Request, read_geometry, round_up
 from stages.plan.media_demand import MediaDemand
 from stages.plan.prompts import Prompt, read_prompts
-from stages.plan.texts import ScoredText, ScoreOptions, read_scored_texts
+from stages.plan.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -199,12 +199,14 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 def score_request(score: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
     """Return how much the config's ``score`` asks of ``model``: windows whose every position gives logits."""
     options = read(ScoreOptions, score)
-    window, stride = options.windows(read_geometry(model).context)
+    geometry = read_geometry(model)
+    window, stride = options.windows(geometry.context)
     try:
         texts = list(read_scored_texts(options).values())
     except ConfigError:
         texts = [ScoredText("")]  # ``score`` itself reports what is none
-    lengths = [_text_tokens(text, window, model) for text in texts]
+    parts = [[text.context, text.content] if geometry.has_encoder else [text.whole] for text in texts]
+    lengths = [max(_count(part or "", window, model) for part in both) for both in parts]
     windows = sum(1 + max(0, -((window - length) // stride)) for length in lengths)
     most = windows if options.batch_size == AUTO else int(options.batch_size)
     length = round_up(max(LEAST_LENGTH, min(window, max(lengths))))
@@ -220,13 +222,12 @@ def score_request(score: Mapping[str, Any], model: Mapping[str, Any]) -> Request
     )
 
 
-def _text_tokens(text: ScoredText, window: int, model: Mapping[str, Any]) -> int:
-    """Return how many tokens ``text`` has; of one that has far more than a ``window``, as many as its beginning has."""
-    whole = text.text
-    if whole is None:
-        return len(text.content) + len(text.context or ())
-    beginning = whole[: _LONG * window]
-    return count_tokens(beginning, model) * len(whole) // len(beginning) if beginning else 0
+def _count(tokens: Tokens, window: int, model: Mapping[str, Any]) -> int:
+    """Return how many ``tokens`` there are; of a text that is far longer than a ``window``, by its beginning."""
+    if not isinstance(tokens, str):
+        return len(tokens)
+    beginning = tokens[: _LONG * window]
+    return count_tokens(beginning, model) * len(tokens) // len(beginning) if beginning else 0
 
 
 READERS: Mapping[str, Reader] = {"generate": generate_request, "score": score_request, "forward": forward_request}

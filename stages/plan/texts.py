@@ -56,11 +56,11 @@ class ScoredText:
     context: Tokens | None = None
 
     @property
-    def text(self) -> str | None:
-        """All of it as text, null where token ids were given."""
-        if not isinstance(self.content, str):
-            return None
-        return (self.context if isinstance(self.context, str) else "") + self.content
+    def whole(self) -> Tokens:
+        """The context and what is scored, in one."""
+        if isinstance(self.content, str):
+            return (self.context if isinstance(self.context, str) else "") + self.content
+        return [*(self.context if isinstance(self.context, list) else ()), *self.content]
 
 
 def check_texts(options: ScoreOptions) -> Iterable[Fault]:

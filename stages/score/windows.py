@@ -134,7 +134,7 @@ def check_encoded_texts(options: ScoreOptions, model: Mapping[str, Any], *, has_
         if not model.get("path") or not checkpoint_folder(model).is_dir():
             return
         texts, geometry = read_scored_texts(options), read_geometry(model)
-        needs = any(text.text is not None for text in texts.values())
+        needs = any(isinstance(text.content, str) for text in texts.values())
         tokenizer = load_tokenizer(model) if needs else None
     except OffstageError:
         return

@@ -19,6 +19,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertModel,
+    LlamaConfig,
     M2M100Config,
     M2M100ForConditionalGeneration,
     WhisperConfig,
@@ -29,7 +30,7 @@ from stages.plan.texts import ScoreOptions, read_scored_texts
 from stages.score.windows import Window, cut, encode
 from tests.e2e.conftest import Finished, Replay, start
 from tests.e2e.test_keys import MODULES, save_weights
-from tests.stages.score.test_likelihoods import CAUSAL, HALVES, made, plainly, tokens
+from tests.stages.score.test_likelihoods import CAUSAL, HALVES, SIZES, made, plainly, tokens
 
 Run = Callable[..., Finished]
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
@@ -267,9 +268,14 @@ def test_a_replay_scores_again_and_tells_a_likelihood_that_differs(
     assert "log_likelihood: was" in out
 
 
-def test_the_peak_of_long_windows_is_as_predicted(offstage: Run, tmp_path: Path) -> None:
-    write_text(tmp_path)
-    done = offstage(SCORE, "score.text_file=long.txt", "score.window=1024", "max_memory.cpu=3.8MB", "dtype=float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_peak_of_a_windows_logits_is_as_predicted(dtype: torch.dtype, offstage: Run, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, vocab_size=50257, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(tmp_path / "checkpoint")
+    tmp_path.joinpath("ids.jsonl").write_text(json.dumps(tokens(1024)) + "\n")
+    done = offstage(SCORE, "model.path=checkpoint", "score.texts_file=ids.jsonl", "max_memory.cpu=1GB")
     assert done.code == 0, done.err
     predicted, measured = (done.record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
-    assert predicted == pytest.approx(measured, rel=0.1)
+    logits = 1024 * 50257 * dtype.itemsize
+    assert measured > 2.5e8 + logits, "the logits of the whole window are held at once"
+    assert predicted == pytest.approx(measured, rel=0.06)

@@ -56,6 +56,13 @@ def test_scoring_asks_for_the_logits_of_whole_windows_and_no_cache() -> None:
     assert read_request(scoring(texts=[[5] * 1000], window=512, batch_size=64)).sequences == 2, "there are no more"
 
 
+def test_what_an_encoder_reads_is_no_part_of_the_window_of_logits(tmp_path: Path) -> None:
+    pair = {"texts": [{"context": [5] * 500, "continuation": [6] * 100}]}
+    assert score_request(pair, {"path": str(tmp_path)}).prompt == round_up(600)
+    tmp_path.joinpath("config.json").write_text('{"is_encoder_decoder": true}')
+    assert score_request(pair, {"path": str(tmp_path)}).prompt == round_up(500)
+
+
 def test_a_batch_of_windows_can_be_the_plans_to_choose() -> None:
     requests = read_requests(scoring(texts=[[5] * 1000], window=100, batch_size="auto"))
     assert max(size for size in requests if size) == 10
