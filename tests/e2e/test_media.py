@@ -15,6 +15,7 @@ import transformers as hf
 
 from tests.e2e.conftest import Finished, Replay
 from tests.e2e.media_checkpoints import picture, recording, save
+from tests.stages.inputs.test_media import bomb
 
 pytest.importorskip("PIL.Image")
 
@@ -129,6 +130,23 @@ def test_messages_and_text_meet_in_one_template(seeing: Path, offstage_here: Cal
     assert done.tokens[0] == expected.tolist()
 
 
+def test_text_and_images_in_one_run_are_each_answered_as_alone(
+    seeing: Path, offstage_here: Callable[..., Finished]
+) -> None:
+    image = "{prompt: '<image>Look', images: [a.png], max_new_tokens: 3}"
+    fixed = (f"model.path={seeing}", "generate.chat=false", "generate.max_new_tokens=5", "max_memory.cpu=150KB")
+    mixed = offstage_here(
+        *fixed, f"generate.prompts=[One,{image},{{token_ids: [9, 8, 7]}}]", "generate.batch_size=auto"
+    )
+    assert mixed.code == 0, mixed.err
+    assert len({output["batch"] for output in mixed.record["outputs"]}) == 2, (
+        "the texts share a batch, the image is alone"
+    )
+    alone = offstage_here(*fixed, f"generate.prompts=[{image}]")
+    assert mixed.tokens[1] == alone.tokens[0]
+    assert [len(tokens) for tokens in mixed.tokens] == [5, 3, 5]
+
+
 def test_another_image_is_another_generation_and_a_replay_says_so(
     seeing: Path, tmp_path: Path, offstage_here: Callable[..., Finished], replay: Replay
 ) -> None:
@@ -164,6 +182,7 @@ BAD: dict[str, tuple[str, str, str]] = {
         "{prompt: '<image>', images: [gone.png]}",
         "generate.prompts[0].images[0]: '",
     ),
+    "a decompression bomb": ("llava", "{prompt: '<image>', images: [bomb.png]}", "could be decompression bomb"),
     "a folder": ("llava", "{prompt: '<image>', images: [llava]}", "not a regular file"),
     "no place": ("llava", "{prompt: Look, images: [a.png]}", "<image>"),
     "a hearing model's file": ("llava", "{prompt: Look, audio: [a.wav]}", "takes no audio"),
@@ -199,6 +218,7 @@ def test_a_file_that_does_not_do_is_one_line_before_any_weight_is_read(
     recording(tmp_path / "slow.wav", rate=8000)
     recording(tmp_path / "long.wav", seconds=31)
     tmp_path.joinpath("text.png").write_text("no image")
+    tmp_path.joinpath("bomb.png").write_bytes(bomb())
     chosen = [] if name == "text" else [f"model.path={save(tmp_path / name, name)}"]
     done = offstage_here(*chosen, f"generate.prompts=[{prompt}]", "generate.chat=false")
     assert done.code == 2, done.err
