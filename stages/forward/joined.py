@@ -29,29 +29,32 @@ class Joined:
         self._calls.append((call.rows, tensors))
 
     def tensors(self) -> Tensors:
-        """Return the outputs of all calls by name, each in memory of its own.
+        """Return the outputs of all calls by name, each in memory of its own; they aren't here any more afterwards.
 
         Where rows of several calls differ in size, the shorter end with zeros. Raises a ``ConfigError`` where an output
         isn't one of rows, so that calls can't be put together.
         """
-        names = self._calls[0][1]
-        found = {name: self._calls[0][1][name] if len(self._calls) == 1 else self._join(name) for name in names}
-        return _apart(found)
+        if len(self._calls) == 1:
+            return _apart(self._calls[0][1])
+        return {name: self._join(name) for name in list(self._calls[0][1])}
 
     def _join(self, name: str) -> torch.Tensor:
-        pieces = [(list(rows), tensors[name]) for rows, tensors in self._calls]
-        for rows, piece in pieces:
-            if not piece.dim() or len(piece) != len(rows) or piece.dim() != pieces[0][1].dim():
-                raise ConfigError(
-                    f"{KEY}.batch_size: the output {name!r} of shape {tuple(piece.shape)} isn't one of {len(rows)} "
-                    "rows, so that batches can't be put together; leave it null, or name others under forward.outputs"
-                )
-        sizes = [max(sizes) for sizes in zip(*(piece.shape[1:] for _, piece in pieces), strict=True)]
-        whole = torch.zeros([sum(len(rows) for rows, _ in pieces), *sizes], dtype=pieces[0][1].dtype)
-        for rows, piece in pieces:
-            for row, own in zip(rows, piece, strict=True):
+        """Return the output ``name`` of all calls; each piece is let go as it is copied, so that none is held twice."""
+        shapes = [self._shape(rows, tensors[name], name) for rows, tensors in self._calls]
+        sizes = [max(each) for each in zip(*(shape[1:] for shape in shapes), strict=True)]
+        whole = torch.zeros([sum(shape[0] for shape in shapes), *sizes], dtype=self._calls[0][1][name].dtype)
+        for rows, tensors in self._calls:
+            for row, own in zip(rows, tensors.pop(name), strict=True):
                 whole[row][tuple(slice(0, size) for size in own.shape)] = own
         return whole
+
+    def _shape(self, rows: Sequence[int], piece: torch.Tensor, name: str) -> torch.Size:
+        if not piece.dim() or len(piece) != len(rows) or piece.dim() != self._calls[0][1][name].dim():
+            raise ConfigError(
+                f"{KEY}.batch_size: the output {name!r} of shape {tuple(piece.shape)} isn't one of {len(rows)} rows, "
+                "so that batches can't be put together; leave it null, or name others under forward.outputs"
+            )
+        return piece.shape
 
 
 def _apart(tensors: Tensors) -> Tensors:

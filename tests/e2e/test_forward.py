@@ -284,3 +284,15 @@ def test_a_transformer_of_diffusers(forward: Any, tmp_path: Path) -> None:
     found, _ = forward(f"model.path={tmp_path}/dit", "forward.inputs=in.safetensors", "max_memory.cpu=3MB")
     with torch.no_grad():
         equal(found, diffusers.DiTTransformer2DModel.from_pretrained(tmp_path / "dit").eval()(**given))
+
+
+def test_another_image_in_the_same_place_is_another_forward(offstage_here: Run, tmp_path: Path) -> None:
+    folder = kinds.save(tmp_path / "vit", kinds.vit(), "ViTForImageClassification", kinds.vit_processor())
+    kinds.save_image(tmp_path / "a.png", seed=1)
+    arguments = ["stages=forward", "model=pretrained", f"model.path={folder}", "forward.images=[a.png]", *STREAMED]
+    first = offstage_here(*arguments)
+    kinds.save_image(tmp_path / "a.png", seed=2)
+    second = offstage_here(*arguments)
+    assert (first.code, second.code) == (0, 0), second.err
+    assert not second.cached["forward"]
+    assert first.record["outputs"] != second.record["outputs"]
