@@ -27,25 +27,34 @@ TEXTS = {
     "whisper": "",
 }
 NEEDS = {"qwen2_vl": "torchvision"}
-SAMPLED = ("generate.do_sample=true", "generate.temperature=0.9", "seed=5")
+WAYS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "greedy": ({}, ()),
+    "sampled": (
+        {"do_sample": True, "temperature": 0.9},
+        ("generate.do_sample=true", "+generate.temperature=0.9", "seed=5"),
+    ),
+    "beams": ({"num_beams": 3}, ("+generate.num_beams=3",)),
+    "bfloat16": ({}, ("dtype=bfloat16",)),
+}
+"""By each name the options of transformers' generate, and ours."""
 
 
-def plain_tokens(folder: Path, name: str, media: Path, *, sampled: bool) -> list[int]:
+def plain_tokens(folder: Path, name: str, media: Path, way: str) -> list[int]:
     """Return the new tokens that transformers' own generate gives for the prompt, on the model in memory."""
-    processor = hf.AutoProcessor.from_pretrained(folder)
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": sampled} | ({"temperature": 0.9} if sampled else {})
+    processor, dtype = hf.AutoProcessor.from_pretrained(folder), getattr(torch, way, torch.float32)
     if name == "whisper":
-        model = hf.AutoModelForSpeechSeq2Seq.from_pretrained(folder)
+        model = hf.AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=dtype)
         with wave.open(str(media)) as file:
             sound = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 2**15
         inputs, before = processor(sound, sampling_rate=16000, return_tensors="pt"), 0
     else:
-        model = hf.AutoModelForImageTextToText.from_pretrained(folder)
+        model = hf.AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
         image = hf.image_utils.load_image(str(media))
         inputs = processor(images=[[image]], text=TEXTS[name], return_tensors="pt")
         before = inputs["input_ids"].shape[1]
     torch.manual_seed(5)
-    return model.generate(**inputs, **options)[0, before:].tolist()
+    options = {"max_new_tokens": 8, "do_sample": False, **WAYS[way][0]}
+    return model.generate(**inputs.to(dtype), **options)[0, before:].tolist()
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -62,13 +71,13 @@ def test_what_a_model_sees_or_hears_is_answered_as_it_is_in_memory(
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     fixed = (f"model.path={folder}", f"max_memory.cpu={size // 2}", "storage.io=direct", "generate.chat=false")
     asked = ("generate.prompts_file=prompts.jsonl", "generate.max_new_tokens=8")
-    greedy, sampled = offstage_here(*fixed, *asked), offstage_here(*fixed, *asked, *SAMPLED)
-    assert greedy.code == sampled.code == 0, greedy.err + sampled.err
-    assert greedy.record["metrics"]["streamed_bytes_per_token"] > 0, "nothing lay on disk: the test proves nothing"
-    assert greedy.tokens == [plain_tokens(folder, name, media, sampled=False)]
-    assert sampled.tokens == [plain_tokens(folder, name, media, sampled=True)]
-    (told,) = (output["prompt"] for output in greedy.record["outputs"])
-    assert [file["path"] for file in told[key]] == [str(media)]
+    done = {way: offstage_here(*fixed, *asked, *options) for way, (_, options) in WAYS.items()}
+    assert all(run.code == 0 for run in done.values()), [run.err for run in done.values()]
+    told = done["greedy"].record
+    assert told["metrics"]["streamed_bytes_per_token"] > 0, "nothing lay on disk: the test proves nothing"
+    for way, run in done.items():
+        assert run.tokens == [plain_tokens(folder, name, media, way)], way
+    assert [file["path"] for file in told["outputs"][0]["prompt"][key]] == [str(media)]
 
 
 def test_whisper_takes_its_own_options(tmp_path: Path, offstage_here: Callable[..., Finished]) -> None:
