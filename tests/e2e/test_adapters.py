@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForSequenceClassification,
     MixtralConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -273,6 +275,27 @@ def test_an_adapter_in_the_models_place_is_told_where_it_belongs(
     assert refused.code == 3
     assert "it holds an adapter: give it as model.adapter" in refused.err
     assert refused.err.count("\n") == 1
+
+
+def test_a_classifiers_adapter_answers_in_one_forward_as_pefts_own(tmp_path: Path, offstage_here: Run) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(**SIZES, vocab_size=WORDS, max_position_embeddings=64, num_labels=3)
+    model = BertForSequenceClassification(config)
+    model.save_pretrained(tmp_path / "bert")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="SEQ_CLS", init_lora_weights=False)).eval()
+    torch.nn.init.normal_(adapted.base_model.model.classifier.modules_to_save["default"].weight)
+    adapted.save_pretrained(tmp_path / "adapter")
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    save_file(given, tmp_path / "inputs.safetensors")
+    done = offstage_here(
+        f"model.path={tmp_path}/bert", f"model.adapter={tmp_path}/adapter", "stages=forward", "device_map=disk",
+        f"forward.inputs={tmp_path}/inputs.safetensors", "max_memory.cpu=1GB", "storage.io=direct",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    (file,) = tmp_path.glob("outputs/cache/forward/*/*.safetensors")
+    with torch.no_grad():
+        assert torch.equal(load_file(file)["logits"], adapted(**given).logits)
 
 
 def test_from_python_an_adapter_is_an_option(tmp_path: Path) -> None:
