@@ -17,6 +17,9 @@ from pipeline.cgroup_files import memory_groups, read_lines
 PROCESS_BYTES = 290 * 10**6
 """What the process holds on the host beside weights: Python, torch and transformers, imported and warm."""
 
+PEFT_BYTES = 18 * 10**6
+"""What it holds besides where peft is imported, with what that imports, and an adapter's modules were made."""
+
 _OWN_BYTES = PROCESS_BYTES * 5 // 4
 """The most that counts as the process itself; a quarter more, since a rehearsal leaves some behind."""
 _UNLIMITED = 1 << 62

@@ -7,15 +7,16 @@ plan of their key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.stage import MEASURED, Config
 from pipeline.typed_config import read
+from stages.checkpoints.adapters import adapter_folder
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
 from stages.machine.hardware import Accelerator, Hardware, coarse
-from stages.machine.host_memory import PROCESS_BYTES
+from stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from stages.machine.rates import Rates, local_rates, read_rates
 from stages.plan import options
@@ -90,7 +91,13 @@ def gather_inputs(
         overrides=options.read_overrides(given.device_map_overrides),
         demands={
             size: _demand(
-                outline, given, machine, most(work(outline, geometry, one, kernels) for one in (request, *apart))
+                outline,
+                given,
+                machine,
+                replace(
+                    most(work(outline, geometry, one, kernels) for one in (request, *apart)),
+                    library_bytes=PEFT_BYTES if adapter_folder(config.get("model") or {}) else 0,
+                ),
             )
             for size, request in requests.items()
         },
@@ -134,7 +141,7 @@ def host_kernels(config: Config, cache: Path) -> Kernels:
 
 def _needed(machine: Hardware, needs: Work) -> int:
     """Return what the request takes beside weights where it computes; the host computes where nothing else does."""
-    on_host = 0 if machine.accelerators else needs.scratch_bytes + needs.result_bytes
+    on_host = 0 if machine.accelerators else needs.scratch_bytes + needs.result_bytes + needs.library_bytes
     return needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + on_host
 
 

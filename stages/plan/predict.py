@@ -31,7 +31,8 @@ class Work:
     """What a request takes on the device that computes a layer, in bytes: keys and values, and activations.
 
     ``scratch_bytes`` are what the host's kernels take beside them, ``result_bytes`` what the host keeps to the end,
-    and ``assistant_bytes`` what a second model takes on the main device.
+    and ``assistant_bytes`` what a second model takes on the main device. ``library_bytes`` are those of libraries that
+    the host's process has for this model alone.
     """
 
     cache_bytes: int
@@ -39,6 +40,7 @@ class Work:
     scratch_bytes: int = 0
     result_bytes: int = 0
     assistant_bytes: int = 0
+    library_bytes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -159,7 +161,7 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
             held |= {"reserve": staging} if plan.main_device == CPU else {"staging": min(staging, PINNED_BYTES)}
             held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0
             held |= {"results": needs.result_bytes} if needs.result_bytes else {}
-            held["process"] = PROCESS_BYTES
+            held["process"] = PROCESS_BYTES + needs.library_bytes
         peaks[device] = held
     return _with_simulated(peaks, plan, needs)
 

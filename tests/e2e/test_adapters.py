@@ -26,6 +26,7 @@ from transformers import (
 
 from stages.dispatch.loaded_model import load
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from stages.machine.host_memory import PEFT_BYTES
 from tests.e2e.conftest import Finished, Replay
 from tests.e2e.pipelines import config_for, dispatched
 from tests.e2e.test_architectures import CONFIGS, ENDS, SIZES, WORDS
@@ -175,6 +176,9 @@ def test_the_plan_counts_the_adapter_and_a_replay_names_one_that_changed(
     lies = [sum(json.loads(path.read_text())["resident_bytes"].values()) for path in plans_of(bare, first)]
     file = adapter / "adapter_model.safetensors"
     assert lies[1] - lies[0] == sum(tensor.nbytes for tensor in load_file(file).values())
+
+    processes = [json.loads(path.read_text())["predicted"]["cpu"]["process"] for path in plans_of(bare, first)]
+    assert processes[1] - processes[0] == PEFT_BYTES
 
     moved = shutil.copytree(adapter, tmp_path / "moved")
     assert all(offstage_here(*given, f"model.adapter={moved}").cached.values())
