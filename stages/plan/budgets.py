@@ -95,12 +95,17 @@ def _automatic(machine: Hardware, needed: int) -> Allowance:
     return Allowance(_ordered({**budgets, DISK: None}), terms)
 
 
-def rooms(machine: Hardware) -> dict[DeviceId, int]:
-    """Return what each device has for weights and all else, coarsely, as automatic budgets leave the rest free."""
+def rooms(machine: Hardware, *, leaves: bool) -> dict[DeviceId, int]:
+    """Return what each device has for weights and all else, coarsely.
+
+    ``leaves`` says that what automatic budgets leave to the rest of the system is left: the margin, and libraries.
+    """
     free: dict[DeviceId, int] = {CPU: coarse(machine.host.available_bytes)}
-    free |= {index: coarse(accelerator.free_bytes) for index, accelerator in enumerate(machine.accelerators)}
+    for index, device in enumerate(machine.accelerators):
+        free[index] = device.free_bytes if device.simulated else coarse(device.free_bytes)
     libraries = {CPU: LIBRARY_BYTES}
-    return {device: max(0, count - round(count * MARGIN) - libraries.get(device, 0)) for device, count in free.items()}
+    left = {device: round(count * MARGIN) + libraries.get(device, 0) if leaves else 0 for device, count in free.items()}
+    return {device: max(0, count - left[device]) for device, count in free.items()}
 
 
 def _ordered(budgets: Mapping[DeviceId, int | None]) -> dict[DeviceId, int | None]:

@@ -51,8 +51,8 @@ class PlanInputs:
 
     ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
     least the last. ``count`` prompts or windows, each of ``copies`` rows that compute at once, are then to be answered,
-    in the ``rooms`` that devices have, where budgets don't say it. ``simulated`` has the accelerators that the config
-    lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
+    in the ``rooms`` that devices have. ``simulated`` has the accelerators that the config lists; those that are here
+    stand in ``machine``, since their free memory is in the budgets already.
     """
 
     skeleton: str
@@ -103,7 +103,7 @@ def gather_inputs(
         },
         count=read_request(config).sequences // largest.copies if chosen else 0,
         copies=largest.copies * largest.positions if chosen else 0,
-        rooms=rooms(machine) if chosen and given.max_memory else {},
+        rooms=rooms(machine, leaves=bool(given.max_memory)) if chosen else {},
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
         rates=rates,
         outline=outline,

@@ -77,6 +77,16 @@ def test_where_budgets_are_worked_out_weights_give_way_only_where_that_is_sooner
     assert max(sum(plan.predicted[0].values()) for plan in (slow, fast)) <= 4400 * MB * 0.95
 
 
+def test_a_batch_that_leaves_no_weights_on_the_accelerator_does_not_move_the_work_to_a_host_without_room() -> None:
+    machine = {"devices": [{"memory": "2GB"}], "host": {"memory": "5.5GB"}}
+    plan = planned("", model(40), rates=Rates(link=MB), hardware=machine)
+    assert plan.main_device == 0
+    assert plan.batch_size in batch_sizes(500)
+    assert sum(plan.predicted[0].values()) <= 2000 * MB * 0.95
+    host = {part: count for part, count in plan.predicted["cpu"].items() if part != "simulated"}
+    assert sum(host.values()) <= coarse(parse_size("5.5GB"))
+
+
 def test_the_same_inputs_come_to_the_same_size_and_copies_count() -> None:
     one = planned("2GiB", max_memory=WHOLE)
     assert one == planned("2GiB", max_memory=WHOLE)
