@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any
 
 INTERRUPTED = 130
 UNFORESEEN = 70
@@ -15,6 +17,8 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 """The environment variable that asks for tracebacks; Hydra reads it too."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MOMENT = 0.01
+"""Seconds until an interrupt that was dropped comes again."""
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -44,12 +48,30 @@ def heed_signals() -> None:
     """Turn the first signal into a ``KeyboardInterrupt``, so that what is at work can be brought to an end."""
     for number in heeded_signals():
         signal.signal(number, _interrupt)
+    sys.unraisablehook = partial(_raise_again, sys.unraisablehook)
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     """The same signal again ends the process at once; another doesn't disturb the ending."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_DFL if each == number else signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _raise_again(otherwise: Callable[[Any], object], unraisable: Any) -> None:
+    """Raise an interrupt once more where Python dropped it.
+
+    One that falls into a finaliser, or into the callback of a weak reference, as each import has them, goes no further.
+    It comes again a moment later, when that is over.
+    """
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        signal.signal(signal.SIGALRM, _interrupt_once_more)
+        signal.setitimer(signal.ITIMER_REAL, _MOMENT)
+    else:
+        otherwise(unraisable)
+
+
+def _interrupt_once_more(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 

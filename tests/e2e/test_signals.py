@@ -58,3 +58,29 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGHUP)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_falls_into_a_callback_isnt_lost(number: signal.Signals, tmp_path: Path) -> None:
+    """Python drops what a weak reference's callback raises, and every import has such callbacks."""
+    program = f"""
+import os, time, weakref
+from pipeline.command_exit import run_command
+
+class Owner: pass
+
+def work():
+    owner = Owner()
+    kept = weakref.ref(owner, lambda _: (os.kill(os.getpid(), {int(number)}), time.sleep(0.2)))
+    del owner
+    time.sleep(20)
+    return 0
+
+run_command("offstage", work)
+"""
+    began = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, preexec_fn=heed_signals
+    )
+    assert (process.returncode, process.stderr) == (130, "offstage: interrupted\n")
+    assert time.monotonic() - began < 20
