@@ -60,9 +60,15 @@ class Detokenizer:
         return new
 
     def _certain(self, text: str) -> str:
-        """Return ``text`` without what the next token may change: half a character, spaces, a word to be cleaned up."""
+        """Return ``text`` without what the next token may change: half a character, spaces, words to be cleaned up.
+
+        Cleaning up joins three words at most: the n, the apostrophe and the t of a negation.
+        """
         certain = text.rstrip(_INCOMPLETE).rstrip()
-        return certain[: max(certain.rfind(" "), 0)] if self._cleans else certain
+        if not self._cleans:
+            return certain
+        words = certain.rsplit(None, 2)
+        return words[0] if len(words) > 2 else ""
 
     def _whole(self, ids: Sequence[int]) -> int:
         """Return how many of ``ids`` there are before the bytes in the end, which aren't characters yet."""
