@@ -19,7 +19,7 @@ from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.empty_init.identity import quantization_fault, text_identity
 from stages.plan import plan as plans
-from stages.plan.assistant import KEY, assistant_node
+from stages.plan.request.assistant import KEY, assistant_node
 
 _KEY = f"generate.{KEY}"
 _OWN_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")

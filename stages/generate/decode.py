@@ -17,7 +17,7 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 from stages.generate.logprobs import ChosenLogprobs
 from stages.generate.prompts import token_ids
 from stages.inference.logits import logits_of
-from stages.plan.requests import keeps_logits
+from stages.plan.request.requests import keeps_logits
 
 END = "eos_token_id"
 FILLED = -1

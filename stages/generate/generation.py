@@ -37,8 +37,8 @@ from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
 from stages.inputs.prompt_processor import PromptProcessor
 from stages.plan import plan as plans
-from stages.plan.prompt_inputs import prompt_inputs
-from stages.plan.prompts import MOST
+from stages.plan.request.prompt_inputs import prompt_inputs
+from stages.plan.request.prompts import MOST
 
 ShowText = Callable[[str], object]
 _PAD = "pad_token_id"

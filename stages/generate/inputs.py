@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stages.inference.inputs import InferenceInputs
-from stages.plan.prompts import Prompt
+from stages.plan.request.prompts import Prompt
 
 GENERATIONS = "generations.jsonl"
 """The file that grows as sequences finish."""

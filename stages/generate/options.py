@@ -16,8 +16,8 @@ from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.empty_init.identity import read_config
 from stages.generate.prompts import token_ids
-from stages.plan.assistant import KEY as ASSISTANT
-from stages.plan.prompts import OWN_KEYS, Prompt, check_seed
+from stages.plan.request.assistant import KEY as ASSISTANT
+from stages.plan.request.prompts import OWN_KEYS, Prompt, check_seed
 
 FILE_NAME = "generation_config.json"
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")

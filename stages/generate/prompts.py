@@ -12,10 +12,10 @@ from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from stages.empty_init.model import read_class
 from stages.inference.tokens import encode_text
 from stages.inputs.prompt_processor import PromptProcessor
-from stages.plan.geometry import read_geometry
-from stages.plan.messages import Message
-from stages.plan.prompt_inputs import conversation, prompt_inputs
-from stages.plan.prompts import MOST, Prompt
+from stages.plan.request.geometry import read_geometry
+from stages.plan.request.messages import Message
+from stages.plan.request.prompt_inputs import conversation, prompt_inputs
+from stages.plan.request.prompts import MOST, Prompt
 
 _TOKENS = "input_ids"
 _INSTEAD = "generate.prompts=[[5,6,7]]"

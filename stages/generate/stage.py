@@ -15,8 +15,8 @@ from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.transcript import transcript
 from stages.inference.inputs import batch_size, gather_model
 from stages.inputs.libraries import media_libraries
-from stages.plan.assistant import KEY as ASSISTANT
-from stages.plan.prompts import check_prompts, check_seed, read_prompts
+from stages.plan.request.assistant import KEY as ASSISTANT
+from stages.plan.request.prompts import check_prompts, check_seed, read_prompts
 
 FILE_NAME = "generation.json"
 _APART = ("prompts", "prompts_file", ASSISTANT)

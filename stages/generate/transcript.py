@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.plan.messages import text_of
-from stages.plan.prompt_media import MEDIA
-from stages.plan.prompts import Content, Told
+from stages.plan.request.messages import text_of
+from stages.plan.request.prompt_media import MEDIA
+from stages.plan.request.prompts import Content, Told
 
 if TYPE_CHECKING:
     import torch

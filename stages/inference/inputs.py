@@ -11,8 +11,8 @@ from pipeline.stage import Context
 from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from stages.empty_init.identity import text_identity
 from stages.machine.kernels import choosers
-from stages.plan.batch_size import AUTO
 from stages.plan.plan import FILE_NAME as PLAN
+from stages.plan.request.batch_size import AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.errors import ConfigError
 from stages.checkpoints.tokenizers import tokenizing
-from stages.plan.prompts import MOST
+from stages.plan.request.prompts import MOST
 
 
 def encode_text(name: str, text: str, tokenizer: Any, *, instead: str, special: bool = True) -> list[int]:

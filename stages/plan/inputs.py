@@ -21,11 +21,11 @@ from stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from stages.machine.rates import Rates, local_rates, read_rates
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow, rooms
-from stages.plan.geometry import read_geometry
-from stages.plan.media_demand import MediaDemand
 from stages.plan.outline import Outline
 from stages.plan.predict import Work, most, work
-from stages.plan.requests import media_request, read_request, read_requests
+from stages.plan.request.geometry import read_geometry
+from stages.plan.request.media_demand import MediaDemand
+from stages.plan.request.requests import media_request, read_request, read_requests
 from stages.plan.serving import Io, choose_io
 from stages.units import CPU, DeviceId
 

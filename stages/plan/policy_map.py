@@ -19,12 +19,12 @@ from stages.machine.kernels import local_kernels
 from stages.plan.budgets import allow
 from stages.plan.checks import require_fit
 from stages.plan.functions import Sizes, get_max_memory
-from stages.plan.geometry import Request, geometry_of
 from stages.plan.module_sizes import Classes, outline_of
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, fold
 from stages.plan.policies import POLICIES
 from stages.plan.predict import work
+from stages.plan.request.geometry import Request, geometry_of
 from stages.units import CPU, DISK, DeviceId
 
 REQUEST = Request(sequences=1, prompt=256, length=512)

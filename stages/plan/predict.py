@@ -16,9 +16,9 @@ from operator import mul
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates
-from stages.plan.geometry import Geometry, Request
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
+from stages.plan.request.geometry import Geometry, Request
 from stages.plan.serving import is_streamed, waits_on
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 

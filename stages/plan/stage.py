@@ -21,10 +21,8 @@ from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble
-from stages.plan.batch_size import soonest
 from stages.plan.checks import has_room, require_room, require_writable
 from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_rates
-from stages.plan.media_demand import media_demand
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement
@@ -33,7 +31,9 @@ from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
 from stages.plan.policies.optimal import optimal
 from stages.plan.predict import predict
-from stages.plan.requests import asking
+from stages.plan.request.batch_size import soonest
+from stages.plan.request.media_demand import media_demand
+from stages.plan.request.requests import asking
 from stages.units import DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"

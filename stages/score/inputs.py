@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stages.inference.inputs import InferenceInputs
-from stages.plan.texts import ScoredText
+from stages.plan.request.texts import ScoredText
 
 SCORES = "scores.jsonl"
 """The file that grows as windows finish."""

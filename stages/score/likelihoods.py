@@ -18,7 +18,7 @@ from torch import nn
 from pipeline.errors import ConfigError
 from stages.inference.logits import logits_of
 from stages.inference.padding import make_batch
-from stages.plan.requests import NORMALISED
+from stages.plan.request.requests import NORMALISED
 from stages.score.windows import Window
 
 _PAD = 0

@@ -22,7 +22,7 @@ from stages.inference.batches import by_length
 from stages.inference.measured import measured_peaks
 from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
-from stages.plan.texts import ScoredText
+from stages.plan.request.texts import ScoredText
 from stages.score.inputs import SCORES, ScoreInputs
 from stages.score.likelihoods import TokenScores, has_encoder, require_causal, score_windows
 from stages.score.metrics import ScoreCost, TextScore

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.errors import Fault, OffstageError
 from stages.empty_init.model import read_class
-from stages.plan.texts import ScoreOptions
+from stages.plan.request.texts import ScoreOptions
 from stages.score.likelihoods import has_encoder
 from stages.score.windows import check_encoded_texts
 

@@ -11,8 +11,8 @@ from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from stages.inference.inputs import batch_size, gather_model
-from stages.plan.geometry import read_geometry
-from stages.plan.texts import ScoreOptions, check_texts, read_scored_texts
+from stages.plan.request.geometry import read_geometry
+from stages.plan.request.texts import ScoreOptions, check_texts, read_scored_texts
 from stages.score.inputs import SCORES, ScoreInputs
 
 FILE_NAME = "score.json"

@@ -15,8 +15,8 @@ from pipeline.errors import ConfigError, Fault, OffstageError
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.inference.tokens import encode_text
-from stages.plan.geometry import read_geometry
-from stages.plan.texts import ScoredText, ScoreOptions, check_stride, read_scored_texts
+from stages.plan.request.geometry import read_geometry
+from stages.plan.request.texts import ScoredText, ScoreOptions, check_stride, read_scored_texts
 
 _INSTEAD = "score.texts=[[5,6,7]]"
 

@@ -26,7 +26,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from stages.plan.texts import ScoreOptions, read_scored_texts
+from stages.plan.request.texts import ScoreOptions, read_scored_texts
 from stages.score.windows import Window, cut, encode
 from tests.e2e.conftest import Finished, Replay, start
 from tests.e2e.test_keys import MODULES, save_weights

@@ -22,7 +22,7 @@ from stages.generate import options
 from stages.generate.prompts import Encoder
 from stages.plan import options as plan_options
 from stages.plan.options import PlanConfig
-from stages.plan.prompts import Prompt, check_prompts, read_prompts
+from stages.plan.request.prompts import Prompt, check_prompts, read_prompts
 from stages.units import parse_device
 from tests.fuzz.formats import RIGHT, Format, require
 from tests.fuzz.mutations import BYTES, JSON

@@ -9,7 +9,7 @@ from pipeline.errors import CheckpointError, ConfigError
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.generate.options import check_options, check_own_options, check_served, checkpoint_defaults, plain_options
 from stages.generate.prompts import Encoder, check_encoded
-from stages.plan.prompts import Prompt, check_prompts, read_prompts
+from stages.plan.request.prompts import Prompt, check_prompts, read_prompts
 
 
 @pytest.mark.parametrize(

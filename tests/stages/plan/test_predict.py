@@ -12,10 +12,10 @@ from stages.empty_init.skeleton import Moment, TensorSpec
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import Kernels
 from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
-from stages.plan.geometry import Geometry, Request, read_geometry
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.predict import Work, predict, work
+from stages.plan.request.geometry import Geometry, Request, read_geometry
 from stages.plan.stage import make_plan
 from tests.stages.plan.skeletons import outline
 

@@ -16,10 +16,10 @@ from pipeline.errors import ConfigError, Fault, closest
 from pipeline.standard_input import SIGN
 from stages.inputs.line_file import LineFile, is_text as is_text
 from stages.inputs.media_files import MediaFile
-from stages.plan.assistant import KEY as ASSISTANT
-from stages.plan.batch_size import AUTO
-from stages.plan.messages import Message, text_of
-from stages.plan.prompt_media import MEDIA, find_beside, place_media
+from stages.plan.request.assistant import KEY as ASSISTANT
+from stages.plan.request.batch_size import AUTO
+from stages.plan.request.messages import Message, text_of
+from stages.plan.request.prompt_media import MEDIA, find_beside, place_media
 
 OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact", "output_logprobs", ASSISTANT)
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""

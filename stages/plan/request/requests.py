@@ -20,12 +20,12 @@ from stages.calls.options import ForwardOptions, count_rows, read_texts
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
-from stages.plan.assistant import GUESSES, KEY as ASSISTANT, assistant_bytes
-from stages.plan.batch_size import AUTO, batch_sizes
-from stages.plan.geometry import LEAST_LENGTH, Request, read_geometry, round_up
-from stages.plan.media_demand import MediaDemand
-from stages.plan.prompts import Prompt, read_prompts
-from stages.plan.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
+from stages.plan.request.assistant import GUESSES, KEY as ASSISTANT, assistant_bytes
+from stages.plan.request.batch_size import AUTO, batch_sizes
+from stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, round_up
+from stages.plan.request.media_demand import MediaDemand
+from stages.plan.request.prompts import Prompt, read_prompts
+from stages.plan.request.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

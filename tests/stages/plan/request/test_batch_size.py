@@ -11,10 +11,10 @@ from pipeline.errors import BudgetError
 from stages.empty_init.skeleton import Moment
 from stages.machine.hardware import coarse
 from stages.machine.rates import Rates
-from stages.plan.batch_size import batch_sizes
 from stages.plan.budgets import LIBRARY_BYTES
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
+from stages.plan.request.batch_size import batch_sizes
 from stages.plan.stage import make_plan
 from stages.units import parse_size
 from tests.stages.plan.skeletons import stack

@@ -21,8 +21,8 @@ from stages.empty_init.identity import text_identity
 from stages.empty_init.skeleton import Moment, monomials
 from stages.inputs.libraries import media_libraries
 from stages.machine.kept_figures import kept_or_measured
-from stages.plan.geometry import encoder_rows_bytes
-from stages.plan.prompts import Prompt, read_prompts
+from stages.plan.request.geometry import encoder_rows_bytes
+from stages.plan.request.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ def _measure(
     """Return the figure of ``prompts``: of all of them the tokens, the moments of the one whose inputs are largest."""
     from stages.empty_init.media_call import media_moments
     from stages.inputs.prompt_processor import PromptProcessor
-    from stages.plan.prompt_inputs import prompt_inputs
+    from stages.plan.request.prompt_inputs import prompt_inputs
 
     processor = PromptProcessor(model, key=next(iter(prompts)))
     tokens, preparing = 0, 0

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from stages.plan.geometry import Geometry, Request, round_up
 from stages.plan.predict import work
-from stages.plan.requests import NORMALISED, generate_request, read_request, read_requests, score_request
+from stages.plan.request.geometry import Geometry, Request, round_up
+from stages.plan.request.requests import NORMALISED, generate_request, read_request, read_requests, score_request
 from tests.stages.plan.skeletons import outline
 
 

@@ -12,7 +12,7 @@ from pipeline.regular_files import read_object
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
 from stages.empty_init.identity import MODEL_KEYS
-from stages.plan.geometry import geometry_of
+from stages.plan.request.geometry import geometry_of
 from stages.units import DTYPE_BYTES
 
 KEY = "assistant_model"

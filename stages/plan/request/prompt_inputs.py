@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.errors import ConfigError
 from stages.inputs.prompt_processor import ModelInputs, PromptProcessor
-from stages.plan.messages import Message
-from stages.plan.prompts import Prompt
+from stages.plan.request.messages import Message
+from stages.plan.request.prompts import Prompt
 
 
 def prompt_inputs(name: str, prompt: Prompt, processor: PromptProcessor, generate: Mapping[str, Any]) -> ModelInputs:

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.errors import ConfigError
 from pipeline.typed_config import absolute
 from stages.inputs.media_files import MediaFile, MediaKind, find_media
-from stages.plan.messages import Message, read_messages
+from stages.plan.request.messages import Message, read_messages
 
 MEDIA: Mapping[str, MediaKind] = {"images": "image", "audio": "audio"}
 """What may stand beside text: lists of paths."""
