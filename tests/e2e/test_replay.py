@@ -93,6 +93,14 @@ def test_an_option_changed_in_the_record_gives_other_tokens_and_is_named(run_pat
     assert "generate.options.max_new_tokens: was 6, is 4" in out
 
 
+def test_tokens_that_the_record_lost_are_a_difference(run_path: Path, replay: Replay) -> None:
+    """A record of another stage may have outputs without any, so this one is no damage that can be told."""
+    edit(run_path, lambda record: record["outputs"][0].pop("token_ids"))
+    code, out, _ = replay(run_path)
+    assert code == 1
+    assert "token 0" in out
+
+
 def test_a_budget_changed_in_the_record_moves_modules_and_keeps_the_tokens(run_path: Path, replay: Replay) -> None:
     edit(run_path, lambda record: record["config"]["max_memory"].update(cpu="6MB"))
     code, out, _ = replay(run_path)

@@ -24,8 +24,8 @@ def text(folder: Path) -> str:
 
 
 def test_the_text_is_on_the_terminal_while_it_is_made(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, *ENDLESS)
-    prompt = "The weights of"
+    prompt = "The weights"
+    terminal = Terminal(tmp_path, *ENDLESS, f"generate.prompts=[{prompt}]")
     terminal.read_until(lambda shown: len(shown.partition(prompt)[2]) > 40)
     assert terminal.process.poll() is None
     assert "dispatch" in terminal.shown.partition(prompt)[0], "the stages before stand above it"

@@ -14,9 +14,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from pipeline.cache.store import Store
-from pipeline.errors import raise_faults
+from pipeline.errors import ConfigError, raise_faults
 from pipeline.stage import Context
-from stages.checkpoints.tokenizers import load_tokenizer
+from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from stages.empty_init.stage import EmptyInitStage
 from stages.generate import options
 from stages.generate.prompts import Encoder
@@ -107,9 +107,8 @@ def _attempt_tokenizer(folder: Path, pristine: Path) -> str:
     tokenizer = load_tokenizer(_node(place))
     ids = Encoder(tokenizer, chat=False).encode("text", Prompt(TEXT))
     require(all(isinstance(token, int) for token in ids), f"tokens {ids!r}")
-    from stages.generate.generation import _decoded
-
-    _decoded(tokenizer, [token for token in ids if 0 <= token < 1024])
+    with tokenizing(ConfigError, "the tokenizer can't make text"):
+        tokenizer.decode([token for token in ids if 0 <= token < 1024], skip_special_tokens=True)
     require(bool(ids), "no tokens")
     return RIGHT
 
