@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -17,8 +18,10 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 """The environment variable that asks for tracebacks; Hydra reads it too."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MOMENT = 0.01
-"""Seconds until an interrupt that was dropped comes again."""
+_IMPORTS = "<frozen importlib"
+"""What the names of the files begin with whose code imports others."""
+_MOMENT, _PATIENCE = 0.01, 5.0
+"""Seconds until an interrupt comes again where it was held up or dropped, and how long imports may hold it up."""
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -51,28 +54,33 @@ def heed_signals() -> None:
     sys.unraisablehook = partial(_raise_again, sys.unraisablehook)
 
 
-def _interrupt(number: int, _frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     """The same signal again ends the process at once; another doesn't disturb the ending."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_DFL if each == number else signal.SIG_IGN)
-    raise KeyboardInterrupt
+    _raise_after_imports(number, frame, until=time.monotonic() + _PATIENCE)
+
+
+def _raise_after_imports(_number: int, frame: FrameType | None, *, until: float) -> None:
+    """Raise the interrupt, but not into an import, for some seconds: it might lose it. Look again in a moment then."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_IMPORTS):
+        frame = frame.f_back
+    if frame is None or time.monotonic() > until:
+        raise KeyboardInterrupt
+    _call_soon(partial(_raise_after_imports, until=until))
 
 
 def _raise_again(otherwise: Callable[[Any], object], unraisable: Any) -> None:
-    """Raise an interrupt once more where Python dropped it.
-
-    One that falls into a finaliser, or into the callback of a weak reference, as each import has them, goes no further.
-    It comes again a moment later, when that is over.
-    """
+    """Raise an interrupt once more where Python dropped it: in a finaliser, or the callback of a weak reference."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
-        signal.signal(signal.SIGALRM, _interrupt_once_more)
-        signal.setitimer(signal.ITIMER_REAL, _MOMENT)
+        _call_soon(partial(_raise_after_imports, until=time.monotonic() + _PATIENCE))
     else:
         otherwise(unraisable)
 
 
-def _interrupt_once_more(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _call_soon(handler: Callable[[int, FrameType | None], object]) -> None:
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, _MOMENT)
 
 
 def shows_all() -> bool:

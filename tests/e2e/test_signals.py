@@ -84,3 +84,26 @@ run_command("offstage", work)
     )
     assert (process.returncode, process.stderr) == (130, "offstage: interrupted\n")
     assert time.monotonic() - began < 20
+
+
+def test_a_signal_during_an_import_that_loses_exceptions_isnt_lost(tmp_path: Path) -> None:
+    caught = "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(0.2)\nexcept BaseException:\n    pass\n"
+    tmp_path.joinpath("lossy.py").write_text(f"import os, signal, time\n{caught}")
+    program = f"""
+import sys, time
+from pipeline.command_exit import run_command
+
+def work():
+    sys.path.insert(0, {str(tmp_path)!r})
+    import lossy
+    time.sleep(20)
+    return 0
+
+run_command("offstage", work)
+"""
+    began = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, preexec_fn=heed_signals
+    )
+    assert (process.returncode, process.stderr) == (130, "offstage: interrupted\n")
+    assert time.monotonic() - began < 20
