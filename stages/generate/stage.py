@@ -9,13 +9,14 @@ from typing import Any
 
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
-from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
+from pipeline.typed_config import PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
 from stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.transcript import transcript
 from stages.inference.inputs import batch_size, gather_model
 from stages.inputs.libraries import media_libraries
 from stages.plan.request.assistant import KEY as ASSISTANT
+from stages.plan.request.prompt_media import located_prompts
 from stages.plan.request.prompts import check_prompts, check_seed, read_prompts
 
 FILE_NAME = "generation.json"
@@ -31,7 +32,11 @@ class GenerateConfig:
 
     generate: Mapping[str, Any] = field(
         default_factory=dict,
-        metadata={PATHS: {"prompts_file": absolute, ASSISTANT: absolute}, STANDARD_INPUT: {"prompts_file": "prompts"}},
+        metadata={
+            PATHS: {"prompts_file": absolute, ASSISTANT: absolute},
+            PATHS_INSIDE: {"prompts": located_prompts},
+            STANDARD_INPUT: {"prompts_file": "prompts"},
+        },
     )
     seed: int = 0
 

@@ -99,6 +99,18 @@ def test_paths_become_absolute(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert config["outputs"] == str(tmp_path / "out")
 
 
+def test_paths_inside_prompts_become_absolute(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is run again from another folder."""
+    monkeypatch.chdir(tmp_path)
+    chat = "{messages: [{role: user, content: [{type: image, path: b.png}, {type: text, text: Look}]}], audio: c.wav}"
+    plain = composed(f"generate.prompts=[Look,{{prompt: Look, images: [a.png]}},{chat}]")
+    text, beside, within = plain["generate"]["prompts"]
+    assert text == "Look"
+    assert beside == {"prompt": "Look", "images": [str(tmp_path / "a.png")]}
+    assert within["audio"] == str(tmp_path / "c.wav")
+    assert within["messages"][0]["content"][0] == {"type": "image", "path": str(tmp_path / "b.png")}
+
+
 def test_mandatory_values_are_all_named_at_once() -> None:
     with pytest.raises(ConfigError, match=r"model\._target_: no value.*\n.*model\.path: no value"):
         composed("model=module")
