@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from pipeline.terminal import shorten
 LOST = "its process was lost before it could say why; see .submitit in the sweep's folder"
 _FIGURES = {"s/token": "decode_seconds_per_token", "perplexity": "perplexity"}
 """What is shown of each job, where any has it: the metric by its title."""
+_MOMENT, _PATIENCE = 0.05, 10.0
+"""Seconds between looks at a record that isn't closed, and how long a job is given to close it."""
 _COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow"}
 
 
@@ -45,10 +48,18 @@ def settled(sweep: Path, outcome: Outcome) -> Mapping[str, Any]:
     path = _find(sweep, outcome)
     if path is None:
         return {}
-    record = RunRecord.load(path)
+    record = _with_last_words(path)
     if record.data["status"] == "running":
         record.finish("failed", error=KilledError(LOST))
     return record.data
+
+
+def _with_last_words(path: Path) -> RunRecord:
+    """Return the record; a job whose waiting process was killed is itself still ending, and says how in a moment."""
+    until = time.monotonic() + _PATIENCE
+    while (record := RunRecord.load(path)).data["status"] == "running" and time.monotonic() < until:
+        time.sleep(_MOMENT)
+    return record
 
 
 def _find(sweep: Path, outcome: Outcome) -> Path | None:
