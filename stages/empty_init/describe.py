@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +11,10 @@ from torch import nn
 from pipeline.errors import OffstageError
 from stages.checkpoints.dtypes import dtype_name
 from stages.empty_init.activation_peaks import weigh
+from stages.empty_init.experts import describe_experts
 from stages.empty_init.fake_weights import REFUSALS
 from stages.empty_init.rehearsal import Rehearsal, rehearse
-from stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec, parent
+from stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
 from stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
 
 
@@ -36,6 +37,7 @@ def describe(
         seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
         moments = weigh(model, declared or ()) if seen and call is None else ()
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    borrowers = _borrowers(seen, tied) if seen else _likely_borrowers(model)
     return Skeleton(
         tensors=tuple(_tensors(model)),
         modules=tuple(
@@ -46,12 +48,22 @@ def describe(
         no_split=tuple(sorted(declared or ())),
         order=tuple(seen.order) if seen else tuple(names),
         calls=tuple(seen.calls) if seen else tuple(name for name in names if _holds_tensors(model, name)),
-        borrowers=_borrowers(seen, tied) if seen else _likely_borrowers(model),
+        borrowers=borrowers,
         unrehearsed=refusal,
         moments=moments,
         model_class=type(model).__name__,
         written=seen.written if seen else {},
+        experts=tuple(_experts(model, seen, tied, borrowers)),
     )
+
+
+def _experts(
+    model: nn.Module, seen: Rehearsal | None, tied: list[list[str]], borrowers: Mapping[str, tuple[str, ...]]
+) -> Iterator[ExpertsSpec]:
+    """Yield the experts that can be brought one by one: nobody but their module reads or changes their weights."""
+    shared = {name for group in tied for name in group} | (set(seen.written) if seen else set())
+    borrowed = {f"{owner}.{key}" for owner in borrowers for key in model.get_submodule(owner)._parameters}
+    yield from describe_experts(model, routed=seen.routed if seen else {}, unsuited=shared | borrowed)
 
 
 def _tensors(model: nn.Module) -> Iterable[TensorSpec]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stages.empty_init.experts import watch_routing
 from stages.empty_init.fake_weights import Faking, fake_weights, quiet, swapped
 
 _SCALINGS = (torch.ops.aten.mul_, torch.ops.aten.div_)
@@ -26,13 +27,15 @@ class Rehearsal:
     """What a rehearsal saw.
 
     ``order``: modules by their first call; ``calls``: every call of a module that holds tensors, repeats included;
-    ``users``: tensor name → the modules whose code read it; ``written``: the module that changes it.
+    ``users``: tensor name → the modules whose code read it; ``written``: the module that changes it. ``routed``: the
+    experts that a token uses of each module of a mixture.
     """
 
     order: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     users: dict[str, set[str]] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
+    routed: dict[str, int] = field(default_factory=dict)
 
 
 def rehearse(model: nn.Module, call: Callable[[nn.Module], object] | None = None) -> Rehearsal:
@@ -49,7 +52,7 @@ def rehearse(model: nn.Module, call: Callable[[nn.Module], object] | None = None
             mode.names.setdefault(id(fake), []).append(name)
         for name, tensor in (*fakes.items(), *model.named_buffers(remove_duplicate=False)):
             mode.stored.setdefault(tensor.untyped_storage()._cdata, []).append(name)
-        with _watch_calls(model, seen, stack), swapped(model, fakes):
+        with _watch_calls(model, seen, stack), watch_routing(model, seen.routed), swapped(model, fakes):
             (call or call_with_tokens)(model)
     return seen
 

@@ -50,6 +50,20 @@ class ModuleSpec:
     looks_up: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The experts of one layer of a mixture: the ``module`` whose forward is told which of them each token uses.
+
+    ``count`` experts lie in the ``tensors`` (full names), each along the first dimension: one expert is a row of every
+    one. ``per_token`` of them compute for a token.
+    """
+
+    module: str
+    count: int
+    per_token: int
+    tensors: tuple[str, ...]
+
+
 def monomials(sequences: int, length: int) -> tuple[int, ...]:
     """Return what the sizes of a forward's tensors are sums of, for ``sequences`` of ``length`` tokens each."""
     tokens = sequences * length
@@ -93,6 +107,7 @@ class Skeleton:
     mixer that reads the weight of its convolution without calling it). ``moments`` are those of a forward that can be
     the peak of what it holds beside weights; none where no rehearsal gave them.
     ``written`` has the tensors that the model's own code changes in place, each with the module that does.
+    ``experts`` are those of a mixture whose experts can be brought one by one, in the order of registration.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -106,6 +121,7 @@ class Skeleton:
     model_class: str = ""
     moments: tuple[Moment, ...] = ()
     written: Mapping[str, str] = field(default_factory=dict)
+    experts: tuple[ExpertsSpec, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, TensorSpec]:
@@ -159,6 +175,7 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
     fields["moments"] = tuple(
         Moment(tuple(m["activations"]), m["kernel"], tuple(map(tuple, m["operands"]))) for m in data["moments"]
     )
+    fields["experts"] = tuple(ExpertsSpec(**{**e, "tensors": tuple(e["tensors"])}) for e in data["experts"])
     return Skeleton(**fields)
 
 

@@ -73,7 +73,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 8
+    version = 9
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
