@@ -20,6 +20,7 @@ from stages.calls.options import KEY, ForwardOptions, Text, files_of, read_texts
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from stages.inputs.audio import read_audio
+from stages.inputs.batches import by_length
 from stages.inputs.images import read_image
 from stages.inputs.processors import load_processor
 from stages.inputs.tensor_files import read_tensors
@@ -88,7 +89,7 @@ def _of_texts(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[st
     encode = _text_encoder(given, model, texts)
     names, listed = list(texts), list(texts.values())
     lengths = [len(ids) for ids in encode(listed, padding=False)["input_ids"]]
-    for rows in _batches(lengths, given.batch_size):
+    for rows in by_length(lengths, size=given.batch_size):
         found = encode([listed[row] for row in rows], padding=True)
         yield _call(names[rows[0]], rows, {name: torch.tensor(value) for name, value in found.items()})
 
@@ -159,7 +160,7 @@ def _of_images(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[Forw
     files = files_of(given, "images")
     names = list(files)
     processor = load_processor(model, "image processor", key=f"{KEY}.images")
-    for rows in _batches([0] * len(files), given.batch_size):
+    for rows in by_length([0] * len(files), size=given.batch_size):
         images = [read_image(names[row], files[names[row]]) for row in rows]
         yield _call(names[rows[0]], rows, _processed(f"{KEY}.images", processor, images=images))
 
@@ -170,7 +171,7 @@ def _of_audio(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[Forwa
     extractor = load_processor(model, "feature extractor", key=f"{KEY}.audio")
     pads = inspect.signature(extractor.__call__).parameters.get("padding")
     padding = {} if pads is not None and pads.default else {"padding": True}
-    for rows in _batches([file.stat().st_size for file in files.values()], given.batch_size):
+    for rows in by_length([file.stat().st_size for file in files.values()], size=given.batch_size):
         sounds = [read_audio(names[row], files[names[row]], rate=_rate(extractor)) for row in rows]
         made = _processed(f"{KEY}.audio", extractor, raw_speech=sounds, sampling_rate=_rate(extractor), **padding)
         yield _call(names[rows[0]], rows, made)
@@ -228,14 +229,3 @@ def _processed(key: str, processor: Any, **asked: Any) -> Tensors:
 
 def _call(key: str, rows: Sequence[int], made: Tensors) -> ForwardCall:
     return ForwardCall(key, tuple(rows), made, frozenset(made))
-
-
-def _batches(lengths: Sequence[int], size: int | None) -> Iterator[list[int]]:
-    """Yield the places of ``lengths`` in batches of at most ``size`` (null: all in one), the longest first.
-
-    In a batch they stand in their own order.
-    """
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    step = size or max(1, len(lengths))
-    for start in range(0, len(lengths), step):
-        yield sorted(longest_first[start : start + step])

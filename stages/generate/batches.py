@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.inference.batches import by_length
+from stages.inputs.batches import by_length
 
 ALONE = ("prompt_lookup_num_tokens",)
 """Options that transformers takes for one sequence at a time only. Prompts with media are taken one at a time too."""

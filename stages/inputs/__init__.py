@@ -1,1 +1,1 @@
-"""What a model is given beside text: images, audio and tensors from files, each read within bounds."""
+"""What a model is given beside text: images, audio, tensors from files, each read within bounds; and what together."""

@@ -18,10 +18,10 @@ from pipeline.stage import Context
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
-from stages.inference.batches import by_length
 from stages.inference.measured import measured_peaks
 from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
+from stages.inputs.batches import by_length
 from stages.plan.request.texts import ScoredText
 from stages.score.inputs import SCORES, ScoreInputs
 from stages.score.likelihoods import TokenScores, has_encoder, require_causal, score_windows

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from pipeline.errors import ConfigError
-from stages.inference.batches import by_length
+from stages.inputs.batches import by_length
 from stages.plan.request.requests import NORMALISED
 from stages.score.likelihoods import TokenScores, require_causal, score_windows
 from stages.score.metrics import TextScore

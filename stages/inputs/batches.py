@@ -1,4 +1,4 @@
-"""Which sequences a model gets together."""
+"""Which of the sequences that a model is given share a call."""
 
 from __future__ import annotations
 
