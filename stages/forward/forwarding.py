@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,13 @@ from stages.calls.options import ForwardOptions, count_rows, read_texts
 from stages.checkpoints.dtypes import dtype_name
 from stages.checkpoints.hub import checkpoint_folder
 from stages.dispatch.stage import Dispatched
-from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.forward.inputs import OUTPUTS, ForwardInputs
 from stages.forward.joined import Joined
 from stages.forward.labels import say
-from stages.inference.bound import bound_of
+from stages.inference.cost import ForwardCost, Metrics, run_metrics
 from stages.inference.measured import measured_peaks
 from stages.machine.aligned_memory import byte_view
-
-Metrics = dict[str, float | int | str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,41 +67,25 @@ def perform(inputs: ForwardInputs, context: Context) -> Forwarded:
     """Call the live model of the stage dispatch with all that ``inputs`` give."""
     dispatched: Dispatched = context.live("dispatch")
     given, model = inputs.given, dispatched.model
-    traffic, joined = dispatched.streamer.traffic, Joined()
-    before, seconds, together = replace(traffic), 0.0, []
+    cost, joined, together = ForwardCost(dispatched.streamer.traffic), Joined(), []
     with tqdm(total=count_rows(given) or None, desc="forward", unit="row", disable=None, leave=False) as bar:
         for call in calls(given, inputs.model):
             began = time.perf_counter()
             with foreign(ConfigError, f"{call.key}: {type(model).__name__}'s forward fails with these inputs"):
                 joined.add(call, answer(model, call, given, device=dispatched.device))
-            seconds += time.perf_counter() - began
+            cost.add(time.perf_counter() - began, results=len(call.rows))
             together.append(list(call.rows))
             bar.update(len(call.rows))
     tensors = joined.tensors()
-    metrics = {
-        "load_seconds": dispatched.load_seconds,
-        **_metrics(before, traffic, seconds=seconds, together=together),
-        "storage_read_bytes": dispatched.read_bytes + traffic.storage_bytes,
-        "stall_seconds": traffic.stall_seconds,
+    own = {
+        "forward_seconds": cost.seconds,
+        "forwards": cost.forwards,
+        "rows_per_second": cost.results_per_second,
+        **cost.metrics(),
     }
     labels = say(tensors, _config(inputs.model), _texts(given))
     measured = measured_peaks(context, dispatched)
-    return Forwarded(tensors, labels, together, metrics, measured, dispatched.streamer.trace)
-
-
-def _metrics(before: Traffic, after: Traffic, *, seconds: float, together: list[list[int]]) -> Metrics:
-    """Return the run record's metrics of forwards of so many ``seconds``, by what had streamed before and after."""
-    stalled, stored = after.stall_seconds - before.stall_seconds, after.storage_bytes - before.storage_bytes
-    streamed = after.streamed_bytes - before.streamed_bytes
-    return {
-        "forward_seconds": seconds,
-        "forwards": len(together),
-        "rows_per_second": sum(map(len, together)) / seconds,
-        "streamed_bytes_per_forward": round(streamed / len(together)),
-        "streamed_bytes_per_second": streamed / seconds,
-        "stall_share": stalled / seconds,
-        "bound": bound_of(seconds, stall_seconds=stalled, storage_bytes=stored),
-    }
+    return Forwarded(tensors, labels, together, run_metrics(dispatched, own), measured, dispatched.streamer.trace)
 
 
 def _config(model: Mapping[str, Any]) -> dict[str, Any]:

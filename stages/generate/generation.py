@@ -28,9 +28,10 @@ from stages.generate.batches import Asked, make_batches
 from stages.generate.detokenizer import Detokenizer, decode_after
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.logprobs import ChosenLogprobs
-from stages.generate.metrics import Cost, Metrics
+from stages.generate.metrics import Cost
 from stages.generate.sampling import SeededRows
 from stages.generate.transcript import LiveTranscript, before_answer
+from stages.inference.cost import Metrics, run_metrics
 from stages.inference.measured import measured_peaks
 from stages.inference.padding import make_batch
 from stages.inference.progress import Progress, Row
@@ -247,10 +248,4 @@ class _Decoding:
 
     def metrics(self, plan: plans.Plan) -> Metrics:
         """Return the run record's metrics under ``plan``: of loading, of decoding, of all that streamed."""
-        traffic = self._dispatched.streamer.traffic
-        return {
-            "load_seconds": self._dispatched.load_seconds,
-            **self._cost.metrics(plan),
-            "storage_read_bytes": self._dispatched.read_bytes + traffic.storage_bytes,
-            "stall_seconds": traffic.stall_seconds,
-        }
+        return run_metrics(self._dispatched, self._cost.metrics(plan))

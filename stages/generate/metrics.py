@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from stages.dispatch.transfer.carrier import Traffic
 from stages.inference.bound import Bound, bound_of
+from stages.inference.cost import Metrics
 from stages.plan.plan import Plan
 from stages.plan.predict import bound_seconds
-
-Metrics = dict[str, float | int | str | None]
 
 
 @dataclass(slots=True)

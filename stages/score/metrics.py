@@ -1,13 +1,10 @@
-"""What scores come to: sums, perplexity, bits a byte; and what they cost."""
+"""What scores come to: sums, perplexity, bits a byte."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from stages.dispatch.transfer.carrier import Traffic
-from stages.inference.bound import bound_of
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +57,4 @@ class TextScore:
             "log_likelihood": self.total,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
-        }
-
-
-class ScoreCost:
-    """Sums over the forwards of one run, from what ``traffic`` counts while they go on."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic, self._before = traffic, replace(traffic)
-        self._seconds, self._forwards, self._tokens = 0.0, 0, 0
-
-    def add(self, seconds: float, tokens: int) -> None:
-        """Add a forward that took so many ``seconds`` and scored so many ``tokens``."""
-        self._seconds += seconds
-        self._forwards += 1
-        self._tokens += tokens
-
-    def metrics(self) -> dict[str, float | int | str | None]:
-        """Return the run record's metrics of scoring, null where every window had been scored by an earlier run."""
-        seconds, forwards = self._seconds, self._forwards
-        streamed = self._traffic.streamed_bytes - self._before.streamed_bytes
-        stalled = self._traffic.stall_seconds - self._before.stall_seconds
-        stored = self._traffic.storage_bytes - self._before.storage_bytes
-        timed = forwards > 0 and seconds > 0
-        return {
-            "score_seconds": seconds,
-            "scored_tokens_per_second": self._tokens / seconds if timed else None,
-            "streamed_bytes_per_forward": round(streamed / forwards) if forwards else None,
-            "streamed_bytes_per_second": streamed / seconds if timed else None,
-            "stall_share": stalled / seconds if timed else None,
-            "bound": bound_of(seconds, stall_seconds=stalled, storage_bytes=stored) if forwards else None,
         }

@@ -18,6 +18,7 @@ from pipeline.stage import Context
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
+from stages.inference.cost import ForwardCost, Metrics, run_metrics
 from stages.inference.measured import measured_peaks
 from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
@@ -25,7 +26,7 @@ from stages.inputs.batches import by_length
 from stages.plan.request.texts import ScoredText
 from stages.score.inputs import SCORES, ScoreInputs
 from stages.score.likelihoods import TokenScores, has_encoder, require_causal, score_windows
-from stages.score.metrics import ScoreCost, TextScore
+from stages.score.metrics import TextScore
 from stages.score.windows import Window, cut, encode
 
 
@@ -36,7 +37,7 @@ class Scores:
     """
 
     texts: list[dict[str, Any]]
-    metrics: dict[str, Any]
+    metrics: Metrics
     measured: dict[str, int]
     trace: Trace | None = None
 
@@ -66,31 +67,29 @@ def perform(inputs: ScoreInputs, context: Context, folder: Path) -> Scores:
     cost = _run(windows, inputs.batch_size, progress, dispatched)
     texts = _texts(inputs, progress.settle())
     together = TextScore.together([TextScore.of(text["log_likelihoods"], text["bytes"]) for text in texts]).metrics()
-    traffic = dispatched.streamer.traffic
-    metrics = {
-        "load_seconds": dispatched.load_seconds,
+    own = {
         "scored_tokens": together.pop("tokens"),
         **together,
+        "score_seconds": cost.seconds,
+        "scored_tokens_per_second": cost.results_per_second,
         **cost.metrics(),
-        "storage_read_bytes": dispatched.read_bytes + traffic.storage_bytes,
-        "stall_seconds": traffic.stall_seconds,
     }
-    return Scores(texts, metrics, measured_peaks(context, dispatched), dispatched.streamer.trace)
+    return Scores(texts, run_metrics(dispatched, own), measured_peaks(context, dispatched), dispatched.streamer.trace)
 
 
-def _run(windows: Sequence[Window], size: int, progress: Progress, dispatched: Dispatched) -> ScoreCost:
+def _run(windows: Sequence[Window], size: int, progress: Progress, dispatched: Dispatched) -> ForwardCost:
     """Score every window, in batches of ``size``, those apart that ``progress`` has; return what it cost."""
     lengths = [max(len(window.ids), len(window.source)) for window in windows]
     batches = by_length(lengths, size=size, padded=_pads(dispatched.model))
     left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
-    cost = ScoreCost(dispatched.streamer.traffic)
+    cost = ForwardCost(dispatched.streamer.traffic)
     with tqdm(total=len(windows), desc="score", unit="window", disable=None, leave=False) as bar:
         bar.update(len(windows) - sum(map(len, left.values())))
         for number, batch in left.items():
             chosen = [windows[index] for index in batch]
             began = time.perf_counter()
             scores = score_windows(dispatched.model, chosen, dispatched.device)
-            cost.add(time.perf_counter() - began, sum(len(score.values) for score in scores))
+            cost.add(time.perf_counter() - began, results=sum(len(score.values) for score in scores))
             progress.add([_row(number, len(batch), *pair) for pair in zip(chosen, scores, strict=True)])
             bar.update(len(batch))
     return cost

@@ -1,0 +1,61 @@
+"""What forwards cost: seconds, the bytes that streamed for them, how long they waited, and what set their speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stages.dispatch.stage import Dispatched
+from stages.dispatch.transfer.carrier import Traffic
+from stages.inference.bound import bound_of
+
+Metrics = dict[str, float | int | str | None]
+
+
+class ForwardCost:
+    """Sums over the forwards of one run, from what ``traffic`` counts while they go on.
+
+    ``seconds`` are those of all ``forwards`` together.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic, self._before, self._results = traffic, replace(traffic), 0
+        self.seconds, self.forwards = 0.0, 0
+
+    def add(self, seconds: float, *, results: int) -> None:
+        """Add a forward that took so many ``seconds`` and gave so many ``results``: rows, or tokens."""
+        self.seconds += seconds
+        self.forwards += 1
+        self._results += results
+
+    @property
+    def results_per_second(self) -> float | None:
+        """How many results came in a second; null where there was no forward."""
+        return self._per_second(self._results)
+
+    def metrics(self) -> Metrics:
+        """Return the run record's metrics of all forwards; null where there was none."""
+        streamed = self._traffic.streamed_bytes - self._before.streamed_bytes
+        stalled = self._traffic.stall_seconds - self._before.stall_seconds
+        stored = self._traffic.storage_bytes - self._before.storage_bytes
+        bound = bound_of(self.seconds, stall_seconds=stalled, storage_bytes=stored) if self.forwards else None
+        return {
+            "streamed_bytes_per_forward": round(streamed / self.forwards) if self.forwards else None,
+            "streamed_bytes_per_second": self._per_second(streamed),
+            "stall_share": self._per_second(stalled),
+            "bound": bound,
+        }
+
+    def _per_second(self, total: float) -> float | None:
+        """Return what of ``total`` falls to each second of the forwards."""
+        return total / self.seconds if self.seconds > 0 else None
+
+
+def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:
+    """Return a stage's ``own`` metrics amid those of the whole run: of loading, and of all that streamed."""
+    traffic = dispatched.streamer.traffic
+    return {
+        "load_seconds": dispatched.load_seconds,
+        **own,
+        "storage_read_bytes": dispatched.read_bytes + traffic.storage_bytes,
+        "stall_seconds": traffic.stall_seconds,
+    }

@@ -1,0 +1,37 @@
+"""What forwards cost, summed over a run, and what their speed is put down to."""
+
+from __future__ import annotations
+
+import pytest
+
+from stages.dispatch.transfer.carrier import Traffic
+from stages.inference.cost import ForwardCost
+
+
+def test_only_what_streams_while_the_forwards_go_on_is_counted() -> None:
+    traffic = Traffic(streamed_bytes=1000, storage_bytes=500, stall_seconds=9)
+    cost = ForwardCost(traffic)
+    for seconds, results in ((1.0, 3), (3.0, 5)):
+        traffic.streamed_bytes += 101
+        traffic.storage_bytes += 50
+        traffic.stall_seconds += 0.5
+        cost.add(seconds, results=results)
+    assert (cost.seconds, cost.forwards, cost.results_per_second) == (4.0, 2, 2.0)
+    assert cost.metrics() == {
+        "streamed_bytes_per_forward": 101, "streamed_bytes_per_second": 50.5, "stall_share": 0.25, "bound": "storage",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("stalled", "bound"), [(1.0, "link"), (0.1, "compute")])
+def test_what_does_not_come_from_storage_waits_for_the_link_or_not_at_all(stalled: float, bound: str) -> None:
+    traffic = Traffic()
+    cost = ForwardCost(traffic)
+    traffic.stall_seconds += stalled
+    cost.add(4.0, results=1)
+    assert cost.metrics()["bound"] == bound
+
+
+def test_of_a_run_whose_results_were_all_there_nothing_is_told() -> None:
+    cost = ForwardCost(Traffic())
+    assert cost.results_per_second is None
+    assert set(cost.metrics().values()) == {None}
