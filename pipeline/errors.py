@@ -87,6 +87,12 @@ class Fault:
     message: str
     error: type[OffstageError] = ConfigError
 
+    @classmethod
+    def of(cls, error: ConfigError) -> Fault:
+        """Return ``error``, whose text begins with a key, as a fault of that key."""
+        key, _, message = str(error).partition(": ")
+        return cls(key, message)
+
     def __str__(self) -> str:
         return f"{self.key}: {self.message}"
 

@@ -104,13 +104,7 @@ def _file_faults(given: ForwardOptions) -> Iterator[Fault]:
         try:
             check()
         except ConfigError as error:
-            yield fault_of(error)
-
-
-def fault_of(error: ConfigError) -> Fault:
-    """Return ``error``, whose text begins with a key, as a fault of that key."""
-    key, _, message = str(error).partition(": ")
-    return Fault(key, message)
+            yield Fault.of(error)
 
 
 def files_of(given: ForwardOptions, kind: Literal["images", "audio"]) -> dict[str, Path]:

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.errors import ConfigError, Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
-from stages.calls.options import ForwardConfig, check_options, fault_of, identity, is_given
+from stages.calls.options import ForwardConfig, check_options, identity, is_given
 from stages.forward.inputs import OUTPUTS, ForwardInputs
 from stages.inference.inputs import gather_model
 from stages.inputs.libraries import media_libraries
@@ -41,7 +41,7 @@ class ForwardStage(Stage[ForwardInputs]):
         try:
             next(calls(given, config["model"]))
         except ConfigError as error:
-            yield fault_of(error)
+            yield Fault.of(error)
 
     def gather(self, context: Context) -> ForwardInputs:
         """Return the model's identity and placement, and all that is given and asked."""

@@ -83,8 +83,7 @@ def check_encoded(
     try:
         lengths = dict(_lengths(prompts, Encoder.of(generate, tokenizer), generate, model))
     except ConfigError as error:
-        key, _, message = str(error).partition(": ")
-        yield Fault(key, message)
+        yield Fault.of(error)
         return
     for name, length in lengths.items():
         if not takes_text and not prompts[name].media:

@@ -60,8 +60,7 @@ class PlanStage(Stage[PlanInputs]):
         try:
             _require_devices(choice, overrides, hardware(config))
         except ConfigError as error:
-            key, _, message = str(error).partition(": ")
-            yield Fault(key, message)
+            yield Fault.of(error)
 
     def gather(self, context: Context) -> PlanInputs:
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""

@@ -147,8 +147,7 @@ def check_encoded_texts(options: ScoreOptions, model: Mapping[str, Any], *, has_
             encoded = encode(name, text, tokenizer, has_encoder=has_encoder)
             yield from _faults(name, encoded, window=window, words=geometry.vocabulary, whole=text.context is not None)
     except ConfigError as error:
-        key, _, message = str(error).partition(": ")
-        yield Fault(key, message)
+        yield Fault.of(error)
 
 
 def _faults(name: str, encoded: EncodedText, *, window: int, words: int, whole: bool) -> Iterator[Fault]:

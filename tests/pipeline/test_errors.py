@@ -79,3 +79,8 @@ def test_what_the_block_asks_of_our_own_code_is_still_about_what_foreign_code_ga
         foreign(ConfigError, "generate"),
     ):
         parse_size("x")
+
+
+def test_an_error_that_begins_with_a_key_is_a_fault_of_that_key() -> None:
+    fault = Fault.of(ConfigError("generate.prompts[0]: 'a: b' has no tokens; give more"))
+    assert fault == Fault("generate.prompts[0]", "'a: b' has no tokens; give more")

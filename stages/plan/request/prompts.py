@@ -90,8 +90,7 @@ def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
     try:
         read_prompts(generate)
     except ConfigError as error:
-        key, _, message = str(error).partition(": ")
-        yield Fault(key, message)
+        yield Fault.of(error)
 
 
 def check_seed(key: str, seed: object) -> Iterable[Fault]:

@@ -75,8 +75,7 @@ def check_texts(options: ScoreOptions) -> Iterable[Fault]:
     try:
         read_scored_texts(options)
     except ConfigError as error:
-        key, _, message = str(error).partition(": ")
-        yield Fault(key, message)
+        yield Fault.of(error)
 
 
 def check_stride(options: ScoreOptions, window: int | None) -> Iterable[Fault]:
