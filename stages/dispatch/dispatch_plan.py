@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.atomic_files import write_text
-from stages.empty_init.skeleton import Skeleton, parent, upward
+from stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent, upward
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves
 from stages.plan.plan import Plan
@@ -27,12 +27,14 @@ class ModulePlan:
     """One module that holds tensors directly: where it computes and how its tensors get there.
 
     ``serving`` is the plan's, by tensor; what isn't in it is resident. ``callers`` are the modules whose calls bring in
-    what is streamed: the module itself, and those that read its tensors without calling it.
+    what is streamed: the module itself, and those that read its tensors without calling it. ``experts`` are those of a
+    mixture that are brought one by one, if the module has such.
     """
 
     execution: DeviceId
     serving: Mapping[str, Serving]
     callers: tuple[str, ...]
+    experts: ExpertsSpec | None = None
 
     @property
     def streamed(self) -> tuple[str, ...]:
@@ -47,7 +49,8 @@ class DispatchPlan:
     ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
     ``staging_bytes`` may be held on the host for streamed weights on their way: the reserve, and what the plan left of
     the main device's budget where that is the host. ``reserves`` are the bytes of the largest streamed layer on each
-    device that computes one: what an accelerator holds for weights on their way.
+    device that computes one: what an accelerator holds for weights on their way. ``slots`` are the bytes for experts on
+    each device that computes some which lie elsewhere.
     """
 
     main_device: DeviceId
@@ -57,6 +60,7 @@ class DispatchPlan:
     streamed_bytes: int
     staging_bytes: int
     reserves: Mapping[DeviceId, int]
+    slots: Mapping[DeviceId, int]
 
     def save(self, folder: Path) -> None:
         """Write ``dispatch.json`` into ``folder``."""
@@ -65,17 +69,26 @@ class DispatchPlan:
 
 def from_json(data: Mapping[str, Any]) -> DispatchPlan:
     """Return the plan that ``dispatch.json`` holds."""
-    parts = {name: ModulePlan(**{**part, "callers": tuple(part["callers"])}) for name, part in data["parts"].items()}
-    reserves = {parse_device(device): count for device, count in data["reserves"].items()}  # JSON's keys are strings
-    return DispatchPlan(**{**data, "parts": parts, "order": tuple(data["order"]), "reserves": reserves})
+    parts = {name: _part(part) for name, part in data["parts"].items()}
+    by_device = {  # JSON's keys are strings
+        key: {parse_device(device): count for device, count in data[key].items()} for key in ("reserves", "slots")
+    }
+    return DispatchPlan(**{**data, "parts": parts, "order": tuple(data["order"]), **by_device})
+
+
+def _part(data: Mapping[str, Any]) -> ModulePlan:
+    found = data["experts"]
+    experts = None if found is None else ExpertsSpec(**{**found, "tensors": tuple(found["tensors"])})
+    return ModulePlan(**{**data, "callers": tuple(data["callers"]), "experts": experts})
 
 
 def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
     """Return the dispatch plan of a model with this ``skeleton`` placed by this ``plan``."""
-    parts = {}
+    parts, experts = {}, _experts(skeleton, plan)
     for module, tensors in skeleton.by_module.items():
         serving = {spec.name: plan.serving[spec.name] for spec in tensors if spec.name in plan.serving}
-        parts[module] = ModulePlan(plan.execution[module], serving, (module, *skeleton.borrowers.get(module, ())))
+        callers = (module, *skeleton.borrowers.get(module, ()))
+        parts[module] = ModulePlan(plan.execution[module], serving, callers, experts.get(module))
     return DispatchPlan(
         main_device=plan.main_device,
         parts=parts,
@@ -84,12 +97,23 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         streamed_bytes=sum(skeleton.by_name[name].bytes for part in parts.values() for name in part.streamed),
         staging_bytes=plan.staging_bytes,
         reserves=_reserves(skeleton, plan),
+        slots=plan.slots,
     )
+
+
+def _experts(skeleton: Skeleton, plan: Plan) -> dict[str, ExpertsSpec]:
+    """Return the experts that the plan has brought one by one, by module."""
+    return {
+        spec.module: spec
+        for spec in skeleton.experts
+        if all(plan.serving.get(name) == "experts" for name in spec.tensors)
+    }
 
 
 def _reserves(skeleton: Skeleton, plan: Plan) -> dict[DeviceId, int]:
     leaders = {skeleton.leader(name): home for name, home in plan.homes.items()}
-    return reserves(Outline(skeleton), Placement(leaders, plan.main_device))
+    outline = Outline(skeleton, routes="experts" in plan.serving.values())
+    return reserves(outline, Placement(leaders, plan.main_device))
 
 
 def _entries(skeleton: Skeleton, plan: Plan) -> dict[str, DeviceId]:

@@ -59,7 +59,7 @@ class DispatchStage(Stage[DispatchInputs]):
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
     name = "dispatch"
-    version = 3
+    version = 4
     needs: tuple[str, ...] = ("shard_load",)
     config_class = DispatchConfig
 

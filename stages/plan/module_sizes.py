@@ -112,7 +112,7 @@ def outline_of(
     special = {name: _dtype(value) for name, value in (special_dtypes or {}).items()}
     wanted = None if dtype is None else _dtype(dtype)
     tensors = tuple(_cast(tensor, wanted, special.get(tensor.name)) for tensor in skeleton.tensors)
-    return Outline(replace(skeleton, tensors=tensors), gathers=False)
+    return Outline(replace(skeleton, tensors=tensors), gathers=False, routes=False)
 
 
 def _cast(tensor: TensorSpec, wanted: str | None, special: str | None) -> TensorSpec:

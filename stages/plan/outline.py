@@ -13,7 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from stages.empty_init.skeleton import Skeleton, parent
+from stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent
+
+ROUTES = False
+"""Whether a mixture's experts are served one by one: the default of ``Outline.routes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,13 @@ class Outline:
     """The tree of a skeleton's modules and its layers; everything is worked out once, on first use.
 
     ``gathers`` says that an embedding on disk is served row by row where the host computes: it is a lookup, and neither
-    streamed nor given room for. Without it the layers are those that the field's own functions see.
+    streamed nor given room for. ``routes`` says that of a mixture's experts which lie elsewhere only those are brought
+    that tokens are routed to. Without both the layers are those that the field's own functions see.
     """
 
     skeleton: Skeleton
     gathers: bool = True
+    routes: bool = ROUTES
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -95,7 +100,7 @@ class Outline:
             name, tensor = stack.pop()
             if tensor:
                 pieces.append((name, [name]))
-            elif classes.get(name) in self.skeleton.no_split or not self.children[name]:
+            elif classes.get(name) in self.skeleton.no_split or not self.children[name] or name in self.experts:
                 pieces.append((name, self.below(name)))
             else:
                 stack += [(child, False) for child in reversed(self.children[name])]
@@ -113,6 +118,16 @@ class Outline:
         """The tensors that are only ever looked up row by row."""
         tables = {module.name for module in self.skeleton.modules if module.looks_up} if self.gathers else set()
         return frozenset(name for name in self.sizes if parent(name) in tables - self.skeleton.borrowers.keys())
+
+    @cached_property
+    def experts(self) -> dict[str, ExpertsSpec]:
+        """The modules whose experts can be brought one by one, in the order of registration."""
+        return {spec.module: spec for spec in self.skeleton.experts} if self.routes else {}
+
+    @cached_property
+    def expert_tensors(self) -> frozenset[str]:
+        """The tensors of which one expert is a row."""
+        return frozenset(name for spec in self.experts.values() for name in spec.tensors)
 
     @cached_property
     def computed(self) -> frozenset[str]:

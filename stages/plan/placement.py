@@ -78,8 +78,7 @@ def reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
 
 def _streamed(outline: Outline, layer: Layer, placement: Placement, device: DeviceId) -> dict[str, Serving]:
     """Return how each tensor of ``layer`` is served that is streamed to ``device``."""
-    homes, leader = placement.homes, outline.skeleton.leader
-    served = {name: serving_of(outline, name, home=homes[leader(name)], computes=device) for name in layer.tensors}
+    served = {name: serving_of(outline, name, placement.homes, computes=device) for name in layer.tensors}
     return {name: serving for name, serving in served.items() if serving is not None and is_streamed(serving)}
 
 

@@ -25,8 +25,9 @@ class Plan:
     tied names included; ``execution`` one for every module that holds tensors directly; ``serving`` one for every
     tensor that isn't resident where it computes: how it gets there. ``budgets`` are bytes of weights (null: unlimited).
     ``resident_bytes`` counts tied tensors once; on disk it is what lies there. ``reserve_bytes`` is kept free on
-    ``main_device`` for streamed weights. ``reasons`` says why each layer lies where it does. ``notes`` are remarks in
-    words; ``budget_terms`` lists what automatic budgets are the sum of.
+    ``main_device`` for streamed weights. ``slots`` are the bytes on each device that computes experts which lie
+    elsewhere: they hold those that may be wanted again. ``reasons`` says why each layer lies where it does. ``notes``
+    are remarks in words; ``budget_terms`` lists what automatic budgets are the sum of.
     ``ledgers`` has, for each simulated accelerator, the bytes of weights that it takes before it is full.
     ``predicted`` are the bytes of each device at its peak, by what they are for; ``forecast`` the bytes streamed and
     the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
@@ -43,6 +44,7 @@ class Plan:
     resident_bytes: Mapping[DeviceId, int]
     reserve_bytes: int
     reasons: Mapping[str, str]
+    slots: Mapping[DeviceId, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     budget_terms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     predicted: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict)
@@ -60,10 +62,10 @@ class Plan:
     def staging_bytes(self) -> int:
         """The bytes that may be held for streamed weights where they compute.
 
-        They are the reserve, and what the plan left of the budget where the host computes.
+        They are the reserve, and what the plan left of the budget where the host computes, slots aside.
         """
         budget = self.budgets.get(CPU) if self.main_device == CPU else None
-        left = 0 if budget is None else budget - self.resident_bytes.get(CPU, 0)
+        left = 0 if budget is None else budget - self.resident_bytes.get(CPU, 0) - self.slots.get(CPU, 0)
         return max(self.reserve_bytes, left)
 
     def save(self, folder: Path) -> None:
@@ -75,7 +77,7 @@ class Plan:
 def from_json(data: Mapping[str, Any]) -> Plan:
     """Return the plan that ``plan.json`` holds; JSON's string keys become device ids again."""
     fields = dict(data)
-    for key in ("budgets", "resident_bytes", "predicted", "ledgers"):
+    for key in ("budgets", "resident_bytes", "predicted", "ledgers", "slots"):
         fields[key] = {parse_device(device): count for device, count in data.get(key, {}).items()}
     fields["notes"] = tuple(data.get("notes", ()))
     return Plan(**fields)

@@ -1,9 +1,10 @@
 """How each tensor that doesn't lie where it computes is served there: decided here, once, for all that comes later.
 
-A tensor is **resident** where it computes, and not served at all; **streamed**, brought in for each use; or **looked
-up**, which brings a few of its rows. Which it is follows from where it lies, where its module computes, and what kind
-of module that is. Nothing but ``storage.io`` is left to choose: whether the host reads what lies on disk into staging
-memory, or uses it where a map of its file has it.
+A tensor is **resident** where it computes, and not served at all; **streamed**, brought in for each use; **looked
+up**, which brings a few of its rows; or one of a mixture's **experts**, of which those are brought that tokens are
+routed to, and kept in slots. Which it is follows from where it lies, where its module computes, and what kind of module
+that is. Nothing but ``storage.io`` is left to choose: whether the host reads what lies on disk into staging memory, or
+uses it where a map of its file has it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from stages.empty_init.skeleton import ExpertsSpec, parent
 from stages.plan.outline import Outline
 from stages.units import CPU, DISK, DeviceId
 
-Serving = Literal["direct", "map", "rows", "copy"]
+Serving = Literal["direct", "map", "rows", "copy", "experts"]
 """``direct``: read from disk past the page cache, for each use. ``map``: used where a map of its file has it. ``rows``:
-looked up in such a map. ``copy``: it waits in memory, and is copied over a link for each use."""
+looked up in such a map. ``copy``: it waits in memory, and is copied over a link for each use. ``experts``: an expert's
+row is brought from wherever the tensor waits, once tokens are routed to it and no slot has it."""
 
 Io = Literal["direct", "mmap"]
 
@@ -43,23 +46,28 @@ def serve(
     ``homes`` has every tensor's device, tied names included; ``execution`` that of every module that holds tensors.
     """
     placed = (
-        (name, serving_of(outline, name, home=homes[name], computes=execution[module], io=io))
+        (name, serving_of(outline, name, homes, computes=execution[module], io=io))
         for module, names in outline.direct.items()
         for name in names
     )
     return {name: serving for name, serving in placed if serving is not None}
 
 
-def serving_of(outline: Outline, name: str, *, home: DeviceId, computes: DeviceId, io: Io = "direct") -> Serving | None:
-    """Return how the tensor ``name`` gets from ``home`` to where it ``computes``; null where it is resident.
+def serving_of(
+    outline: Outline, name: str, homes: Mapping[str, DeviceId], *, computes: DeviceId, io: Io = "direct"
+) -> Serving | None:
+    """Return how the tensor ``name`` gets from its home to where it ``computes``; null where it is resident.
 
-    A buffer that no checkpoint has (it isn't persistent) can't lie on disk: it waits on the host, where the constructor
-    computed it.
+    ``homes`` has the device of every leader at least. A buffer that no checkpoint has (it isn't persistent) can't lie
+    on disk: it waits on the host, where the constructor computed it.
     """
+    home = homes[name] if name in homes else homes[outline.skeleton.leader(name)]
     if home == DISK and name in outline.computed:
         home = CPU
     if home == computes:
         return None
+    if name in outline.expert_tensors and is_offstage(outline.experts[parent(name)], homes, computes=computes):
+        return "experts"
     if home != DISK:
         return "copy"
     if computes != CPU:
@@ -69,9 +77,17 @@ def serving_of(outline: Outline, name: str, *, home: DeviceId, computes: DeviceI
     return "map" if io == "mmap" else "direct"
 
 
+def is_offstage(experts: ExpertsSpec, homes: Mapping[str, DeviceId], *, computes: DeviceId) -> bool:
+    """Return whether ``experts`` lie elsewhere than where they compute, all of their tensors.
+
+    Where a map keeps some of the tensors, the others are streamed whole: an expert is brought with all it has, or not.
+    """
+    return all(homes[name] != computes for name in experts.tensors)
+
+
 def is_streamed(serving: Serving | None) -> bool:
     """Return whether all of the tensor is brought in for each use."""
-    return serving is not None and serving != "rows"
+    return serving not in (None, "rows", "experts")
 
 
 def waits_on(serving: Serving) -> DeviceId:
