@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError
-from pipeline.regular_files import parse_json, read_object, read_regular
+from pipeline.regular_files import read_object, read_regular
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from stages.checkpoints.config_files import parse_config
 from stages.checkpoints.hashes import hash_files
 from stages.checkpoints.shard_files import locate
 
@@ -54,13 +55,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{str(folder)!r} is no folder; {_FOLDER}")
-    path, content = folder / CONFIG, _read_config(folder)
-    try:
-        config = parse_json(content)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); restore the file") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: holds {type(config).__name__}, not a JSON object; {_FOLDER}")
+    path = folder / CONFIG
+    config = parse_config(path, _read_config(folder))
     kind = config.get("peft_type")
     if kind != _TYPE:
         raise CheckpointError(f"{path}: peft_type {str(kind)[:40]!r} isn't served; the one that is: {_TYPE}")

@@ -14,8 +14,9 @@ from typing import Any
 
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.plain_data import walk
-from pipeline.regular_files import parse_json, read_object, read_regular
+from pipeline.regular_files import read_object, read_regular
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
+from stages.checkpoints.config_files import parse_config
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import is_plain_name
@@ -198,14 +199,7 @@ def read_config_bytes(folder: Path) -> bytes:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return what a checkpoint folder's ``config.json`` says; a ``CheckpointError`` if it isn't a JSON object."""
-    content = read_config_bytes(folder)
-    try:
-        parsed = parse_json(content)
-    except ValueError as error:
-        raise CheckpointError(f"{folder / 'config.json'}: not JSON ({error}); restore the file") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{folder / 'config.json'}: holds {type(parsed).__name__}, not a JSON object")
-    return parsed
+    return parse_config(folder / "config.json", read_config_bytes(folder))
 
 
 def resolve_dtype(config: Mapping[str, Any]) -> str:
