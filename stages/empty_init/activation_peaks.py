@@ -42,6 +42,8 @@ _SHAPES = tuple((1 << i, 1 << j) for i in range(9) for j in range(18))
 _FACTORS = tuple(itertools.product((0, 1), (0, 1), (0, 1, 2, 4)))
 """What a kernel may take, for each byte of the operands and the result, where its widest moment is to be kept."""
 _BLOCKS = 2
+_MOST_DECIDED = 10_000
+"""The operators of one forward beyond which code that asks for values is left: it goes through token by token."""
 
 aten = torch.ops.aten
 _PRODUCTS = {
@@ -95,8 +97,8 @@ class _Weighing(Faking):  # type: ignore[no-untyped-call]
     What an operator does inside itself isn't: torch takes an operator apart only the first time it meets it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, decides: bool = False) -> None:
+        super().__init__(decides=decides)
         self.tally: _Tally | None = None
         self._depth = 0
 
@@ -111,6 +113,8 @@ class _Weighing(Faking):  # type: ignore[no-untyped-call]
                 if isinstance(leaf, torch.Tensor):
                     self.tally.meet(leaf)
             self.tally.moments.append(_Instant(self.tally.live, *kernel_of(func, args, result)))
+            if self._decides and len(self.tally.moments) > _MOST_DECIDED:
+                raise RuntimeError("the forward asks for values, token by token")
         return result
 
 
@@ -206,8 +210,20 @@ def _probe(sequences: int, length: int) -> Callable[[nn.Module], object]:
 
 
 def _run(model: nn.Module, call: Callable[[nn.Module], object]) -> list[_Instant]:
-    """Return what is alive after each operator of one forward, without the cache that it leaves, and its kernel."""
-    with torch.no_grad(), quiet(), _Weighing() as mode:
+    """Return what is alive after each operator of one forward, without the cache that it leaves, and its kernel.
+
+    Code that asks for values is answered as ``deciding`` decides.
+    """
+    try:
+        return _tally(model, call)
+    except OffstageError:
+        raise
+    except REFUSALS:
+        return _tally(model, call, decides=True)
+
+
+def _tally(model: nn.Module, call: Callable[[nn.Module], object], *, decides: bool = False) -> list[_Instant]:
+    with torch.no_grad(), quiet(), _Weighing(decides=decides) as mode:
         fakes = fake_weights(model)
         tally = _Tally()
         held = [*fakes.values(), *(mode.from_tensor(buffer) for buffer in model.buffers())]

@@ -11,6 +11,7 @@ from torch import nn
 from pipeline.errors import OffstageError
 from stages.checkpoints.dtypes import dtype_name
 from stages.empty_init.activation_peaks import weigh
+from stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
 from stages.empty_init.experts import describe_experts
 from stages.empty_init.fake_weights import REFUSALS
 from stages.empty_init.rehearsal import Rehearsal, rehearse
@@ -28,7 +29,8 @@ def describe(
     """Return the skeleton of ``model``, whose tensors may lie on any device, meta included.
 
     ``no_split`` names the classes whose modules compute on one device; by default what a transformers model
-    declares. ``call`` runs the rehearsal's forward (see ``rehearse``). A model that can't be rehearsed is described
+    declares. ``call`` runs the rehearsal's forward (see ``rehearse``). Code that fake tensors don't have the values
+    for is rehearsed as ``deciding`` decides. A model that can't be rehearsed is described
     in the order of registration, and ``unrehearsed`` says why.
     """
     declared = getattr(model, "_no_split_modules", None) if no_split is None else no_split
@@ -54,6 +56,7 @@ def describe(
         model_class=type(model).__name__,
         written=seen.written if seen else {},
         experts=tuple(_experts(model, seen, tied, borrowers)),
+        expert_lists=_expert_lists(model, seen),
     )
 
 
@@ -64,6 +67,13 @@ def _experts(
     shared = {name for group in tied for name in group} | (set(seen.written) if seen else set())
     borrowed = {f"{owner}.{key}" for owner in borrowers for key in model.get_submodule(owner)._parameters}
     yield from describe_experts(model, routed=seen.routed if seen else {}, unsuited=shared | borrowed)
+
+
+def _expert_lists(model: nn.Module, seen: Rehearsal | None) -> dict[str, int]:
+    """Return the lists of experts: as a rehearsal that had to decide saw them, or by their looks."""
+    if seen is None:
+        return guess_expert_lists(model)
+    return find_expert_lists(model, set(seen.order)) if seen.decided else {}
 
 
 def _tensors(model: nn.Module) -> Iterable[TensorSpec]:
@@ -83,13 +93,17 @@ def _holds_tensors(model: nn.Module, name: str) -> bool:
 def _try_rehearsal(model: nn.Module, call: Callable[[nn.Module], object] | None) -> tuple[Rehearsal | None, str | None]:
     """Return what a rehearsal saw and null, or null and why the model's code refused fake tensors."""
     training = model.training
+    refusals = []
     try:
-        return rehearse(model.eval(), call), None
-    except OffstageError:
-        raise  # of a call that can't be made, with fake tensors or real ones
-    except REFUSALS as error:
-        first_line = (str(error).strip() or "no message").splitlines()[0]
-        return None, f"{type(error).__name__}: {first_line}"
+        for decides in (False, True):
+            try:
+                return rehearse(model.eval(), call, decides=decides), None
+            except OffstageError:
+                raise  # of a call that can't be made, with fake tensors or real ones
+            except REFUSALS as error:
+                first_line = (str(error).strip() or "no message").splitlines()[0]
+                refusals.append(f"{type(error).__name__}: {first_line}")
+        return None, refusals[0]
     finally:
         model.train(training)
 

@@ -40,12 +40,12 @@ def describe_experts(
         direct = {f"{name}.{key}": tensor for key, tensor in module._parameters.items() if tensor is not None}
         tensors = tuple(key for key, tensor in direct.items() if tensor.dim() > 1 and tensor.shape[0] == count)
         if count > 1 and tensors and not set(tensors) & set(unsuited):
-            yield ExpertsSpec(name, count, routed.get(name) or _configured(module, count), tensors)
+            yield ExpertsSpec(name, count, routed.get(name) or configured_width(module.config, count), tensors)
 
 
-def _configured(module: nn.Module, count: int) -> int:
-    """Return the experts a token as the config says; all of them where it doesn't."""
-    found = (getattr(module.config, key, None) for key in _PER_TOKEN_KEYS)
+def configured_width(config: object, count: int) -> int:
+    """Return how many of ``count`` experts a token uses as the model's ``config`` says; all where it doesn't."""
+    found = (getattr(config, key, None) for key in _PER_TOKEN_KEYS)
     return next((value for value in found if isinstance(value, int) and 0 < value <= count), count)
 
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stages.empty_init.deciding import decide, is_decided, with_indices
+
 REFUSALS = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError, AssertionError,
 )  # fmt: skip
@@ -22,10 +24,12 @@ class Faking(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors for a whole model.
 
     A subclass that watches operators does so in this one mode: intercepted once and not twice, they take half the time.
+    One that ``decides`` runs code too that asks for values: see ``deciding``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, decides: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._decides = decides
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -34,7 +38,17 @@ class Faking(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _fake_grouped_mm(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if not self._decides:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        if is_decided((args, kwargs)):
+            return func(*args, **(kwargs or {}))
+        self._decides = False  # inside an operator, fake tensors are what they always are
+        try:
+            args = with_indices(func, args)
+            faked = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._decides = True
+        return decide(func, args, kwargs or {}, faked)
 
 
 def _fake_grouped_mm(left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Rehearsal:
 
     ``order``: modules by their first call; ``calls``: every call of a module that holds tensors, repeats included;
     ``users``: tensor name → the modules whose code read it; ``written``: the module that changes it. ``routed``: the
-    experts that a token uses of each module of a mixture.
+    experts that a token uses of each module of a mixture. ``decided`` says that what data decide was made up.
     """
 
     order: list[str] = field(default_factory=list)
@@ -36,17 +36,21 @@ class Rehearsal:
     users: dict[str, set[str]] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
     routed: dict[str, int] = field(default_factory=dict)
+    decided: bool = False
 
 
-def rehearse(model: nn.Module, call: Callable[[nn.Module], object] | None = None) -> Rehearsal:
+def rehearse(
+    model: nn.Module, call: Callable[[nn.Module], object] | None = None, *, decides: bool = False
+) -> Rehearsal:
     """Run one forward of ``model``, whose parameters may be on meta, with fake tensors, and return what was seen.
 
-    ``call`` runs the forward on the module that it is given; by default eight token ids in a batch of one.
-    Raises whatever the model's code raises when it meets fake tensors (one of ``faking.REFUSALS``).
+    ``call`` runs the forward on the module that it is given; by default eight token ids in a batch of one. One that
+    ``decides`` answers code that asks for values (see ``deciding``).
+    Raises whatever the model's code raises when it meets fake tensors (one of ``fake_weights.REFUSALS``).
     """
-    seen = Rehearsal()
+    seen = Rehearsal(decided=decides)
     stack: list[str] = []
-    with torch.no_grad(), quiet(), _Watching(seen, stack) as mode:
+    with torch.no_grad(), quiet(), _Watching(seen, stack, decides=decides) as mode:
         fakes = fake_weights(model)
         for name, fake in fakes.items():
             mode.names.setdefault(id(fake), []).append(name)
@@ -104,8 +108,8 @@ def _watch_calls(model: nn.Module, seen: Rehearsal, stack: list[str]) -> Iterato
 class _Watching(Faking):  # type: ignore[no-untyped-call]
     """Fake tensors, and a note of which running module hands which weight to an operator, and which one it changes."""
 
-    def __init__(self, seen: Rehearsal, stack: list[str]) -> None:
-        super().__init__()
+    def __init__(self, seen: Rehearsal, stack: list[str], *, decides: bool) -> None:
+        super().__init__(decides=decides)
         self._noted, self._running = seen, stack
         self.names: dict[int, list[str]] = {}
         """The names of each weight, by the id of the fake tensor that stands for it."""

@@ -108,6 +108,8 @@ class Skeleton:
     the peak of what it holds beside weights; none where no rehearsal gave them.
     ``written`` has the tensors that the model's own code changes in place, each with the module that does.
     ``experts`` are those of a mixture whose experts can be brought one by one, in the order of registration.
+    ``expert_lists`` are those whose experts are modules in a list, of which a forward calls some: each such list, and
+    how many of its members a token uses.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -122,6 +124,7 @@ class Skeleton:
     moments: tuple[Moment, ...] = ()
     written: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[ExpertsSpec, ...] = ()
+    expert_lists: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def by_name(self) -> dict[str, TensorSpec]:
@@ -152,6 +155,12 @@ class Skeleton:
     def unique(self) -> tuple[TensorSpec, ...]:
         """The tensors, tied ones once."""
         return tuple(tensor for tensor in self.tensors if self.leader(tensor.name) == tensor.name)
+
+    @cached_property
+    def expert_of(self) -> dict[str, str]:
+        """The member of ``expert_lists`` that each module with tensors is in; those in none aren't there."""
+        inside = ((name, above) for name in self.by_module for above in upward(name) if above)
+        return {name: above for name, above in inside if parent(above) in self.expert_lists}
 
     @property
     def bytes(self) -> int:

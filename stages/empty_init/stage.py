@@ -73,7 +73,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 9
+    version = 10
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

@@ -44,10 +44,14 @@ LAYOUTS: Mapping[str, Callable[[str], DeviceId]] = {
 }
 
 
-def to_disk(model: nn.Module, on_disk: set[str], path: Path) -> dict[str, Extent]:
-    """Write the tensors named to ``path``, leave meta tensors in their places, and return where they lie."""
+def to_disk(model: nn.Module, on_disk: set[str], path: Path, *, begin: int = 24) -> dict[str, Extent]:
+    """Write the tensors named to ``path``, leave meta tensors in their places, and return where they lie.
+
+    The first lies at ``begin``. For one token MKL sums up in an order that depends on where a matrix lies, up to 16
+    bytes: where bits are compared, it must be a multiple of that, as it is in memory.
+    """
     tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    data, begins = b"\0" * 24, {}
+    data, begins = b"\0" * begin, {}
     for name in sorted(on_disk):
         begins[name] = len(data)
         data += tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

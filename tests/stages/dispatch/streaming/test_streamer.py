@@ -210,7 +210,7 @@ def test_the_attention_of_torch_works_where_it_cannot_be_rehearsed(dispatch: Dis
             self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            assert float(x.sum()) == float(x.sum())
+            assert float(self.inner.in_proj_weight.sum()) <= 100
             return self.inner(x, x, x)[0]
 
     x = torch.randn(1, 3, 4)
