@@ -22,7 +22,7 @@ from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from stages.inputs.audio import read_audio
 from stages.inputs.batches import by_length
 from stages.inputs.images import read_image
-from stages.inputs.processors import load_processor
+from stages.inputs.processors import load_processor, sampling_rate
 from stages.inputs.tensor_files import read_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -171,14 +171,11 @@ def _of_audio(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[Forwa
     extractor = load_processor(model, "feature extractor", key=f"{KEY}.audio")
     pads = inspect.signature(extractor.__call__).parameters.get("padding")
     padding = {} if pads is not None and pads.default else {"padding": True}
+    rate = sampling_rate(extractor)
     for rows in by_length([file.stat().st_size for file in files.values()], size=given.batch_size):
-        sounds = [read_audio(names[row], files[names[row]], rate=_rate(extractor)) for row in rows]
-        made = _processed(f"{KEY}.audio", extractor, raw_speech=sounds, sampling_rate=_rate(extractor), **padding)
+        sounds = [read_audio(names[row], files[names[row]], rate=rate) for row in rows]
+        made = _processed(f"{KEY}.audio", extractor, raw_speech=sounds, sampling_rate=rate, **padding)
         yield _call(names[rows[0]], rows, made)
-
-
-def _rate(extractor: Any) -> int:
-    return int(getattr(extractor, "sampling_rate", 16000))
 
 
 def _together(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]) -> ForwardCall:
@@ -208,7 +205,7 @@ def _by_processor(given: ForwardOptions, model: Mapping[str, Any], texts: Mappin
     if model.get("tokenizer"):
         processor.tokenizer = load_tokenizer(model)
     images = [read_image(name, file) for name, file in files_of(given, "images").items()]
-    rate = _rate(getattr(processor, "feature_extractor", None))
+    rate = sampling_rate(getattr(processor, "feature_extractor", None))
     sounds = [read_audio(name, file, rate=rate) for name, file in files_of(given, "audio").items()]
     pairs = [text for text in texts.values() if not isinstance(text, str)]
     if pairs:

@@ -32,3 +32,11 @@ def load_processor(model: Mapping[str, Any], kind: Kind, *, key: str) -> Any:
         return getattr(transformers, _CLASSES[kind]).from_pretrained(
             folder, trust_remote_code=remote, local_files_only=True
         )
+
+
+def sampling_rate(extractor: Any) -> int:
+    """Return how many samples a second of sound has for a feature ``extractor``, in Hz.
+
+    Where it doesn't say so, or is null, that is 16000: nearly all models of speech were trained at it.
+    """
+    return int(getattr(extractor, "sampling_rate", 16000))

@@ -14,7 +14,7 @@ from stages.checkpoints.tokenizers import tokenizing
 from stages.inputs.audio import read_audio
 from stages.inputs.images import read_image
 from stages.inputs.media_files import MediaFile, MediaKind
-from stages.inputs.processors import load_processor
+from stages.inputs.processors import load_processor, sampling_rate
 
 _PARTS: Mapping[MediaKind, tuple[str, ...]] = {
     "image": ("image_processor",),
@@ -126,7 +126,7 @@ class PromptProcessor:
 
     @property
     def _rate(self) -> int:
-        return int(getattr(self._part("audio"), "sampling_rate", 16000))
+        return sampling_rate(self._part("audio"))
 
     @property
     def _longest(self) -> int | None:
