@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +183,7 @@ def _together(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[st
     key = KEY if sum(map(bool, (texts, given.images, given.audio))) > 1 else _kind_key(given, texts)
     beside = read_tensors(f"{KEY}.inputs", Path(given.inputs)) if given.inputs else {}
     if key != KEY:
-        alone = ForwardOptions(
-            texts=given.texts, texts_file=given.texts_file, images=given.images, audio=given.audio,
-            truncation=given.truncation,
-        )  # fmt: skip
-        (call,) = calls(alone, model)
+        (call,) = calls(replace(given, inputs=None), model)
     else:
         call = _by_processor(given, model, texts)
     twice = sorted(beside.keys() & call.arguments.keys())
