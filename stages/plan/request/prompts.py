@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.errors import ConfigError, Fault, closest
 from pipeline.standard_input import SIGN
-from stages.inputs.line_file import LineFile, is_text as is_text
+from stages.inputs.line_file import LineFile, is_text
 from stages.inputs.media_files import MediaFile
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.batch_size import AUTO
