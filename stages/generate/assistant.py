@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from pipeline.errors import CheckpointError, ConfigError, Fault, OffstageError, StorageError
-from pipeline.regular_files import read_object
 from pipeline.stage import Context
 from stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
 from stages.checkpoints.hub import checkpoint_folder
@@ -20,6 +19,7 @@ from stages.checkpoints.tokenizers import load_tokenizer
 from stages.empty_init.identity import quantization_fault, text_identity
 from stages.plan import plan as plans
 from stages.plan.request.assistant import KEY, assistant_node
+from stages.plan.request.geometry import read_geometry
 
 _KEY = f"generate.{KEY}"
 _OWN_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
@@ -51,22 +51,18 @@ def check_assistant(generate: Mapping[str, Any], model: Mapping[str, Any]) -> It
     if model["kind"] != "pretrained":
         yield Fault(_KEY, "a model of model=module has no generate() that takes an assistant; leave it out")
         return
-    mine, other = (read_object(checkpoint_folder(each) / "config.json") for each in (model, node))
-    if bool(mine.get("is_encoder_decoder")) != bool(other.get("is_encoder_decoder")):
+    mine, other = map(read_geometry, (model, node))
+    if mine.has_encoder != other.has_encoder:
         yield Fault(_KEY, f"{node['path']!r} has an encoder where the model has none, or the other way; give one alike")
-    elif (counts := (_words(mine), _words(other)))[0] != counts[1]:
+    elif mine.vocabulary != other.vocabulary:
         yield Fault(
-            _KEY, f"{node['path']!r} has {counts[1]} words and the model {counts[0]}; give one of its tokenizer"
+            _KEY,
+            f"{node['path']!r} has {other.vocabulary} words and the model {mine.vocabulary}; give one of its tokenizer",
         )
     elif not _share_tokens(model, node):
         yield Fault(
             _KEY, f"{node['path']!r} has a tokenizer with other tokens than the model's; give one with the same"
         )
-
-
-def _words(config: Mapping[str, Any]) -> object:
-    text = config.get("text_config")
-    return (text if isinstance(text, Mapping) and "vocab_size" in text else config).get("vocab_size")
 
 
 def _share_tokens(model: Mapping[str, Any], node: Mapping[str, Any]) -> bool:
