@@ -102,7 +102,7 @@ def _token_faults(options: Mapping[str, Any]) -> Iterable[Fault]:
         try:
             token_ids(name, options[name])
         except ConfigError as error:
-            yield Fault(f"generate.{name}", str(error).removeprefix(f"generate.{name}: "))
+            yield Fault.of(error)
 
 
 def check_own_options(
