@@ -146,16 +146,21 @@ def test_an_encoder_decoder_says_what_else_it_needs(offstage_here: Run, tmp_path
     refused(run, "give decoder_input_ids too, in the file of forward.inputs, or set model.class to its encoder")
 
 
-def test_a_module_that_needs_more_says_what(
-    offstage_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "net_refusing.py").write_text(
+def write_net(folder: Path, name: str) -> str:
+    """Write the module ``name``, with a Net whose forward takes two tensors, and its weights; return the folder."""
+    (folder / f"{name}.py").write_text(
         "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
         "        self.only = torch.nn.Linear(4, 2)\n\n    def forward(self, left, right):\n"
         "        return self.only(left) + right\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    save_file({"only.weight": torch.randn(2, 4), "only.bias": torch.randn(2)}, tmp_path / "model.safetensors")
+    save_file({"only.weight": torch.randn(2, 4), "only.bias": torch.randn(2)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_a_module_that_needs_more_says_what(
+    offstage_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(write_net(tmp_path, "net_refusing"))
     save_file({"left": torch.randn(3, 4)}, tmp_path / "in.safetensors")
     run = offstage_here("stages=forward", "model=module", "model._target_=net_refusing.Net", "model.path=.",
                         "forward.inputs=in.safetensors")  # fmt: skip
@@ -180,13 +185,7 @@ def test_a_pipeline_of_diffusers_names_its_models_and_what_to_install(offstage_h
 def test_generate_says_where_a_model_belongs_that_takes_more_than_tokens(
     offstage_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "net_deaf.py").write_text(
-        "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.only = torch.nn.Linear(4, 2)\n\n    def forward(self, left, right):\n"
-        "        return self.only(left) + right\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    save_file({"only.weight": torch.randn(2, 4), "only.bias": torch.randn(2)}, tmp_path / "model.safetensors")
+    monkeypatch.syspath_prepend(write_net(tmp_path, "net_deaf"))
     run = offstage_here("model=module", "model._target_=net_deaf.Net", "model.path=.", "generate.prompts=[[1,2]]")
     assert run.code == 2, run.err
     assert "generate: Net has no generate() of transformers, and fails on token ids alone: TypeError" in run.err

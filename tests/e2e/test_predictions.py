@@ -25,6 +25,15 @@ MIXTURE = MixtralConfig(hidden_size=128, intermediate_size=256, num_hidden_layer
                         num_key_value_heads=2, vocab_size=512, num_local_experts=8)  # fmt: skip
 
 
+def bytes_as_predicted(done: Finished) -> tuple[int, int]:
+    """Return what the plan predicted beside weights for the request, and in all, once the host's peak proved it."""
+    assert done.code == 0, done.err
+    predicted, measured = (done.record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
+    assert predicted == pytest.approx(measured, rel=0.1)
+    parts = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())["predicted"]["cpu"]
+    return sum(parts[name] for name in ("cache", "activations", "scratch")), predicted
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     name: str, tmp_path: Path, offstage: Callable[..., Finished]
@@ -36,12 +45,8 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
         f"model.path={folder}", "max_memory.cpu=500MB", "storage.io=direct", f"generate.prompts={prompts}",
         "generate.max_new_tokens=2", "generate.min_new_tokens=2",
     )  # fmt: skip
-    assert done.code == 0, done.err
-    predicted, measured = (done.record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
-    parts = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())["predicted"]["cpu"]
-    request = sum(parts[name] for name in ("cache", "activations", "scratch"))
+    request, predicted = bytes_as_predicted(done)
     assert request > 0.2 * predicted, "the prompts take too little for the test to prove anything"
-    assert predicted == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["llava", "whisper"])
@@ -61,12 +66,8 @@ def test_what_encoders_of_images_and_audio_hold_is_predicted(
         f"model.path={folder}", "max_memory.cpu=30MB", "storage.io=direct", f"generate.prompts=[{prompt}]",
         "generate.max_new_tokens=3", "generate.chat=false",
     )  # fmt: skip
-    assert done.code == 0, done.err
-    predicted, measured = (done.record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
-    parts = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())["predicted"]["cpu"]
-    request = sum(parts[kind] for kind in ("cache", "activations", "scratch"))
+    request, _ = bytes_as_predicted(done)
     assert request > 30_000_000, "the media take too little for the test to prove anything"
-    assert predicted == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("io", ["direct", "mmap"])

@@ -60,6 +60,16 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     assert process.returncode == 0, err
 
 
+def require_interrupted(program: str) -> None:
+    """Run ``program``, which is sent a signal and else sleeps for 20 seconds: it ends by the signal, and says so."""
+    began = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, preexec_fn=heed_signals
+    )
+    assert (process.returncode, process.stderr) == (130, "offstage: interrupted\n")
+    assert time.monotonic() - began < 20
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_that_falls_into_a_callback_isnt_lost(number: signal.Signals, tmp_path: Path) -> None:
     """Python drops what a weak reference's callback raises, and every import has such callbacks."""
@@ -78,12 +88,7 @@ def work():
 
 run_command("offstage", work)
 """
-    began = time.monotonic()
-    process = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, preexec_fn=heed_signals
-    )
-    assert (process.returncode, process.stderr) == (130, "offstage: interrupted\n")
-    assert time.monotonic() - began < 20
+    require_interrupted(program)
 
 
 def test_a_signal_during_an_import_that_loses_exceptions_isnt_lost(tmp_path: Path) -> None:
@@ -101,9 +106,4 @@ def work():
 
 run_command("offstage", work)
 """
-    began = time.monotonic()
-    process = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, preexec_fn=heed_signals
-    )
-    assert (process.returncode, process.stderr) == (130, "offstage: interrupted\n")
-    assert time.monotonic() - began < 20
+    require_interrupted(program)
