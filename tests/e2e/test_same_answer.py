@@ -29,6 +29,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
+@pytest.fixture(scope="module")
+def outputs(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one folder of outputs for all placements of a checkpoint: the model is described once for all of them."""
+    return tmp_path_factory.mktemp(f"outputs-of-{checkpoint.name}")
+
+
 def padded() -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(map(len, ROWS))
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in ROWS])
@@ -66,28 +72,28 @@ def answers(model: Any) -> list[torch.Tensor]:
     return found
 
 
-def test_any_placement_gives_the_answer_of_the_plain_model(checkpoint: Path, tmp_path: Path) -> None:
+def test_any_placement_gives_the_answer_of_the_plain_model(checkpoint: Path, outputs: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(checkpoint)
     expected = answers(plain)
     chance = random.Random(checkpoint.name)
     for number in range(PLACEMENTS):
         placement = random_map(plain, chance) if number else "disk"
         model = dispatched_model(
-            checkpoint, tmp_path / str(number), device_map=placement, max_memory={"cpu": "1GB"},
+            checkpoint, outputs, device_map=placement, max_memory={"cpu": "1GB"},
             storage={"io": chance.choice(["direct", "direct", "mmap"])},
         )  # fmt: skip
         for got, wanted in zip(answers(model), expected, strict=True):
             assert torch.equal(got, wanted), (number, placement)
 
 
-def test_simulated_accelerators_give_the_answer_of_the_plain_model(checkpoint: Path, tmp_path: Path) -> None:
+def test_simulated_accelerators_give_the_answer_of_the_plain_model(checkpoint: Path, outputs: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(checkpoint)
     expected = answers(plain)
     chance = random.Random(checkpoint.name)
     for number in range(ACCELERATED):
         placement = random_map(plain, chance, others=(0, 1, "cpu", "cpu"))
         live = dispatched(
-            checkpoint, tmp_path / str(number), device_map=placement,
+            checkpoint, outputs, device_map=placement,
             max_memory={0: "1GB", 1: "1GB", "cpu": "1GB"}, hardware={"devices": [{"memory": "2GB"}, {"memory": "2GB"}]},
         )  # fmt: skip
         held = live.devices.peaks
