@@ -16,7 +16,7 @@ from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.adapted_model import Unadapted, without_adapter
-from stages.empty_init.skeleton import Skeleton
+from stages.empty_init.skeleton import Skeleton, parent
 from stages.shard_load.checkpoint_match import match_checkpoint
 from stages.shard_load.load import Load, prepare
 from stages.shard_load.names import Naming, Step
@@ -74,6 +74,7 @@ def _part(skeleton: Skeleton, names: Collection[str]) -> Skeleton:
         skeleton,
         tensors=tuple(spec for spec in skeleton.tensors if spec.name in names),
         tied=tuple(group for group in skeleton.tied if not set(group).isdisjoint(names)),
+        experts=tuple(spec for spec in skeleton.experts if set(spec.tensors) <= set(names)),
     )
 
 
@@ -83,4 +84,8 @@ def _renamed(skeleton: Skeleton, names: Mapping[str, str]) -> Skeleton:
         skeleton,
         tensors=tuple(replace(spec, name=names[spec.name]) for spec in skeleton.tensors),
         tied=tuple(tuple(names[name] for name in group) for group in skeleton.tied),
+        experts=tuple(
+            replace(spec, tensors=tuple(names[name] for name in spec.tensors), module=parent(names[spec.tensors[0]]))
+            for spec in skeleton.experts
+        ),
     )

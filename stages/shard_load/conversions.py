@@ -66,6 +66,20 @@ def _gathered(piece: _Target, dtype: torch.dtype, fill: Fill) -> torch.Tensor:
     return result
 
 
+def source_places(step: Step, reader: SourceReader) -> list[tuple[str, int]] | None:
+    """Return each source of ``step`` with the place of its first element in the one tensor that it makes.
+
+    Null if the operations aren't all known, or don't leave each source in that tensor as it is, in one piece.
+    """
+    if step.converter is None:
+        return [(name, 0) for name in step.source_names]
+    piece = _as_piece(step, reader)
+    views = list(piece.places(torch.empty(piece.shape, device="meta"))) if piece else []
+    if not all(view.is_contiguous() for _, view in views):
+        return None
+    return [(name, int(view.storage_offset())) for name, view in views] or None
+
+
 def _as_piece(step: Step, reader: SourceReader) -> _Target | None:
     """Return the one target of ``step`` as places for its sources, or null if its operations aren't all known."""
     if len(step.targets) != 1:

@@ -8,6 +8,7 @@ import torch
 
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import read_extent
+from stages.shard_load.expert_rows import Rows, read_rows
 
 
 class DiskWeights(Mapping[str, torch.Tensor]):
@@ -17,22 +18,29 @@ class DiskWeights(Mapping[str, torch.Tensor]):
     recorded is a ``CheckpointError``.
     """
 
-    def __init__(self, extents: Mapping[str, Extent]) -> None:
-        self._extents = dict(extents)
+    def __init__(self, extents: Mapping[str, Extent], rows: Mapping[str, Rows] | None = None) -> None:
+        self._extents, self._rows = dict(extents), dict(rows or {})
+        self._names = dict.fromkeys((*self._extents, *self._rows))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return read_extent(self._extents[name])
+        extent = self._extents.get(name)
+        return read_rows(self._rows[name]) if extent is None else read_extent(extent)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._extents)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._extents)
+        return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._extents
+        return name in self._names
 
     @property
     def extents(self) -> Mapping[str, Extent]:
-        """Where each tensor lies, for a reader that has buffers of its own."""
+        """Where each tensor lies that is in one piece, for a reader that has buffers of its own."""
         return self._extents
+
+    @property
+    def rows(self) -> Mapping[str, Rows]:
+        """Where the row of each expert lies, of every tensor that has one row an expert."""
+        return self._rows

@@ -18,6 +18,8 @@ from stages.checkpoints.readers import SourceReader, open_reader
 from stages.empty_init.skeleton import Skeleton, TensorSpec
 from stages.machine.aligned_memory import HostBlock
 from stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
+from stages.shard_load.conversions import source_places
+from stages.shard_load.expert_rows import Rows, locate_rows
 from stages.shard_load.names import Step
 from stages.shard_load.offload_store import StoredTensor
 from stages.units import CPU, DISK, DeviceId
@@ -55,6 +57,18 @@ class Load:
         """Where those tensors lie that can be served from the checkpoint as they are."""
         extents = ((spec.name, self._in_place(spec)) for spec in self.on_disk)
         return {name: extent for name, extent in extents if extent is not None}
+
+    @cached_property
+    def experts(self) -> tuple[TensorSpec, ...]:
+        """The tensors on disk that have a row for each expert of a mixture."""
+        names = {name for spec in self.skeleton.experts for name in spec.tensors}
+        return tuple(spec for spec in self.on_disk if spec.name in names)
+
+    @cached_property
+    def rows(self) -> Mapping[str, Rows]:
+        """Where the rows of those tensors of experts lie that the checkpoint holds row by row as they are used."""
+        found = ((spec.name, self._rows_in_place(spec)) for spec in self.experts)
+        return {name: rows for name, rows in found if rows is not None}
 
     @cached_property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -106,6 +120,12 @@ class Load:
     def _in_place(self, spec: TensorSpec) -> Extent | None:
         extent = self.extent_of(self.match.origins[spec.name][0])
         return extent if extent is not None and extent.dtype == spec.dtype else None
+
+    def _rows_in_place(self, spec: TensorSpec) -> Rows | None:
+        step, _ = self.match.origins[spec.name]
+        places = source_places(step, self.reader) or ()
+        located = [(extent, at) for name, at in places if (extent := self.source_extent(name)) is not None]
+        return locate_rows(located, spec.shape, spec.dtype) if located else None
 
 
 def prepare(

@@ -24,6 +24,7 @@ from stages.empty_init.skeleton import parent
 from stages.machine.aligned_memory import HostBlock, byte_view
 from stages.machine.devices import Devices
 from stages.shard_load.disk_weights import DiskWeights
+from stages.shard_load.expert_rows import Rows, locate_rows
 from stages.shard_load.load import Load
 from stages.shard_load.model_tensors import make_tensors
 from stages.shard_load.offload_store import OffloadStore
@@ -105,16 +106,21 @@ def place(
     _settle_others(load, devices)
     steps = {id(step): step for step, _ in (load.match.origins[name] for name in names)}
     read_bytes = sum(load.source_bytes(step) for step in steps.values())
-    offloaded, seconds = DiskWeights(extents(load, files)), time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    offloaded = DiskWeights(extents(load, files), expert_rows(load, files))
     return PlacedWeights(load.model, offloaded, seconds, read_bytes, devices, load.host)
 
 
 def joined(pieces: Sequence[PlacedWeights]) -> PlacedWeights:
     """Return as one what was placed piece by piece, from several checkpoints; the last has the whole model."""
+    offloaded = [piece.offloaded for piece in pieces]
     return replace(
         pieces[0],
         model=pieces[-1].model,
-        offloaded=DiskWeights({name: extent for piece in pieces for name, extent in piece.offloaded.extents.items()}),
+        offloaded=DiskWeights(
+            {name: extent for weights in offloaded for name, extent in weights.extents.items()},
+            {name: rows for weights in offloaded for name, rows in weights.rows.items()},
+        ),
         load_seconds=sum(piece.load_seconds for piece in pieces),
         read_bytes=sum(piece.read_bytes for piece in pieces),
     )
@@ -127,6 +133,17 @@ def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
         extent = load.served.get(spec.name) or Extent(files[spec.name], 0, spec.dtype, spec.shape)
         names = load.skeleton.names_of(spec.name)
         by_name |= dict.fromkeys((load.names.get(name, name) for name in names), extent)
+    return by_name
+
+
+def expert_rows(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Rows]:
+    """Return where the row of each expert is, of every tensor of a mixture's experts that lies on disk."""
+    by_name: dict[str, Rows] = {}
+    for spec in load.experts:
+        found = load.rows.get(spec.name)
+        if found is None:
+            found = locate_rows([(Extent(files[spec.name], 0, spec.dtype, spec.shape), 0)], spec.shape, spec.dtype)
+        by_name |= {load.names.get(spec.name, spec.name): found} if found else {}
     return by_name
 
 

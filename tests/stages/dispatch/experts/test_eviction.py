@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable
 
 import pytest
 
-from stages.dispatch.experts.eviction import POLICIES, Eviction, Expert, LeastFrequentlyUsed
+from stages.dispatch.experts.eviction import HALF_LIFE_PASSES, POLICIES, Eviction, Expert, LeastFrequentlyUsed
 
 LAYERS, EXPERTS = 5, 12
 
@@ -121,7 +121,7 @@ def by_last_use(uses: list[tuple[int, Expert]], number: int, layer: int) -> list
 def by_count(uses: list[tuple[int, Expert]], number: int, layer: int) -> list[Expert]:
     counts: Counter[Expert] = Counter()
     for used_in, expert in uses:
-        counts[expert] += 2 ** (used_in / 64)  # type: ignore[assignment]
+        counts[expert] += 2 ** (used_in / HALF_LIFE_PASSES)  # type: ignore[assignment]
     return sorted(by_last_use(uses, number, layer), key=lambda expert: round(counts[expert], 6))
 
 
