@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stages.empty_init import init_empty_weights
 
+INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 500 * 10**6
+SPREAD = 0.02
 SHAPES = {
     "0.1b": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
     "0.4b": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16},
@@ -31,8 +33,7 @@ SHAPES = {
 
 def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a Llama checkpoint of ``size`` into ``folder`` unless one is there; return the folder."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
+    if (folder / INDEX).exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
@@ -42,16 +43,19 @@ def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     config.save_pretrained(folder)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weight_map = _write_shards(model, folder)
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))
+    write_shards(((name, parameter.shape, SPREAD) for name, parameter in model.named_parameters()), folder, dtype)
     return folder
 
 
-def _write_shards(model: nn.Module, folder: Path) -> dict[str, str]:
+def write_shards(tensors: Iterable[tuple[str, Sequence[int], float]], folder: Path, dtype: torch.dtype) -> None:
+    """Write random ``tensors`` in shards into ``folder``, and in the end their index.
+
+    They are given by name, shape and standard deviation; vectors are ones.
+    """
     generator = torch.Generator().manual_seed(0)
     pending: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
+    total = 0
 
     def flush() -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
@@ -59,13 +63,16 @@ def _write_shards(model: nn.Module, folder: Path) -> dict[str, str]:
         weight_map.update(dict.fromkeys(pending, name))
         pending.clear()
 
-    for name, parameter in model.named_parameters():
-        if sum(tensor.nbytes for tensor in pending.values()) + parameter.nbytes > SHARD_BYTES and pending:
+    for name, shape, spread in tensors:
+        noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+        tensor = (noise * spread if len(shape) > 1 else torch.ones(shape)).to(dtype)
+        if sum(each.nbytes for each in pending.values()) + tensor.nbytes > SHARD_BYTES and pending:
             flush()
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-        pending[name] = (noise * 0.02 if parameter.dim() > 1 else torch.ones(parameter.shape)).to(parameter.dtype)
+        pending[name] = tensor
+        total += tensor.nbytes
     flush()
-    return weight_map
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    folder.joinpath(INDEX).write_text(json.dumps(index, indent=1))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def main() -> None:
         rounds: list[dict[str, Any]] = []
         for number in range(arguments.rounds):
             rounds.append(run_round(sides, checkpoint, number))
-            _keep(arguments.folder / f"results-{arguments.size}.json", arguments, rounds)
+            keep(arguments.folder / f"results-{arguments.size}.json", arguments, rounds)
         summarise(rounds)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -100,28 +100,27 @@ def prepare(setting: Setting, arguments: argparse.Namespace) -> Sides:
     return sides
 
 
-def run_round(sides: Sides, checkpoint: Path, number: int) -> dict[str, Any]:
-    """Run every side once, with the raw bandwidth measured before and after."""
+def run_round(
+    sides: Sides, checkpoint: Path, number: int, *, bandwidth: Callable[[Path], float] = direct_read_bandwidth
+) -> dict[str, Any]:
+    """Run every side once, with the raw ``bandwidth`` of the checkpoint's files measured before and after."""
     names = list(sides)
     first = number % len(names)
-    raw = [_cold_bandwidth(checkpoint)]
+    drop_page_cache()
+    raw = [bandwidth(checkpoint)]
     found = {}
     for name in names[first:] + names[:first]:
         drop_page_cache()
         found[name] = sides[name]()
         told = " ".join(f"{key}={value}" for key, value in found[name].items() if key != "tokens")
         say(f"round {number + 1}  {name:42} {told}")
-    raw.append(_cold_bandwidth(checkpoint))
+    drop_page_cache()
+    raw.append(bandwidth(checkpoint))
     say(f"round {number + 1}  raw direct reads    {raw[0] / 1e9:.2f} and {raw[1] / 1e9:.2f} GB/s")
     return {"sides": found, "raw": raw}
 
 
-def _cold_bandwidth(checkpoint: Path) -> float:
-    drop_page_cache()
-    return direct_read_bandwidth(checkpoint)
-
-
-def _keep(path: Path, arguments: argparse.Namespace, rounds: list[dict[str, Any]]) -> None:
+def keep(path: Path, arguments: argparse.Namespace, rounds: object) -> None:
     """Write the rounds so far, with what was asked."""
     asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     path.write_text(json.dumps({"asked": asked, "rounds": rounds}, indent=1) + "\n")

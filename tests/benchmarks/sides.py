@@ -120,7 +120,8 @@ def offstage_side(setting: Setting, options: Sequence[str]) -> Side:
         return done
     record = record_in(setting.work)
     metrics = record["metrics"]
-    return {
+    routed = {"hit_rate": metrics["expert_hit_rate"]} if "expert_hit_rate" in metrics else {}
+    return routed | {
         "seconds": metrics["decode_seconds_per_token"],
         "tokens": record["outputs"][0]["token_ids"],
         "streamed": metrics["streamed_bytes_per_token"],

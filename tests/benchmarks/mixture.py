@@ -1,0 +1,213 @@
+"""A mixture of experts under hard memory caps: offstage against transformers + accelerate and AirLLM, in turn.
+
+    python -m tests.benchmarks.mixture --rounds 3 --airllm /tmp/airllm/bin/python
+    python -m tests.benchmarks.mixture --gigabytes 1 --caps 1GiB --rounds 1 --tokens 2
+
+Makes a Qwen3-MoE checkpoint with random weights in bfloat16, of about ``--gigabytes``: layers as those of
+Qwen3-30B-A3B, 128 experts of which a token uses 8, stored expert by expert as that is, and as many layers as fit
+(narrower ones where fewer than 6 would). It is written tensor by tensor, and kept in ``--folder``.
+
+Rounds, sides and caps are those of ``tests.benchmarks.offload``, whose needs it shares; accelerate gets three budgets
+for each cap. The raw figure is of direct reads in random places, each as large as one tensor of an expert. Routers that
+haven't learnt choose any expert alike, which is the worst case for keeping some.
+
+The table in the end has, by cap, the medians: seconds a token, the bytes that offstage streamed for one, the share of
+the wanted experts that were kept, and what both are to the least that has to be read, which is the bytes of the experts
+that a token is routed to less those that were kept; how often accelerate at its best takes as long, and AirLLM. Where
+a version of offstage streams all experts, no share is known, and the least is that of a run that keeps nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from stages.empty_init import init_empty_weights
+from stages.units import format_bytes, parse_size
+from tests.benchmarks import airllm
+from tests.benchmarks.checkpoints import INDEX, SPREAD, write_shards
+from tests.benchmarks.offload import OURS, keep, run_round, say, summarise
+from tests.benchmarks.sides import Setting, Side, accelerate_side, airllm_side, offstage_side
+from tests.benchmarks.storage import random_read_bandwidth
+
+EXPERTS, CHOSEN, VOCABULARY = 128, 8, 32_000
+WIDTHS, FEWEST_LAYERS = (2048, 1024, 512), 6
+BUDGET_SHARES = (0.4, 0.5, 0.6)
+"""Of the cap: accelerate's host budgets. The process itself and a layer on its way need the rest."""
+RULER = "cap       s a token  streamed a token  hit rate  of the least  accelerate  AirLLM"
+
+Rounds = list[dict[str, Any]]
+
+
+def main() -> None:
+    """Run the rounds under each cap and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="about how large the checkpoint is")
+    parser.add_argument("--caps", nargs="+", default=["2GiB", "3GiB", "4GiB"], help="the hard memory caps")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--budgets", nargs="*", help="accelerate's host budgets; else 0.4, 0.5 and 0.6 of the cap")
+    parser.add_argument("--airllm", metavar="PYTHON", help="the interpreter of an environment with AirLLM")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds that a side may take")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
+    parser.add_argument("--option", action="append", default=[], help="an override for offstage")
+    parser.add_argument("--remove", action="store_true", help="remove the checkpoint afterwards")
+    arguments = parser.parse_args()
+    config = mixture_config(arguments.gigabytes * 1e9)
+    checkpoint = make_mixture(config, arguments.folder / f"mixture-{arguments.gigabytes:g}gb")
+    work = arguments.folder / "work"
+    work.mkdir(exist_ok=True)
+    try:
+        by_cap = measure(config, checkpoint, work, arguments)
+        for cap, rounds in by_cap.items():
+            say(f"under {cap}:")
+            summarise(rounds)
+        for line in table(by_cap, config):
+            say(line)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        if arguments.remove:
+            shutil.rmtree(checkpoint)
+
+
+def mixture_config(total_bytes: float) -> Qwen3MoeConfig:
+    """Return the config of a mixture of about ``total_bytes`` in bfloat16."""
+    fits = ((width, _layers(width, total_bytes)) for width in WIDTHS)
+    width, layers = next((found for found in fits if found[1] >= FEWEST_LAYERS), (WIDTHS[-1], 1))
+    return Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=width, moe_intermediate_size=width * 3 // 8, intermediate_size=width * 3,
+        num_hidden_layers=layers, num_attention_heads=width // 64, num_key_value_heads=4, head_dim=128,
+        num_experts=EXPERTS, num_experts_per_tok=CHOSEN, norm_topk_prob=True, tie_word_embeddings=False,
+        max_position_embeddings=4096, bos_token_id=0, eos_token_id=None, dtype=torch.bfloat16,
+        architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+
+
+def _layers(width: int, total_bytes: float) -> int:
+    """Return how many layers of ``width`` fit beside the embedding and the head."""
+    attention = 2 * width * 2 * width + 2 * width * 512
+    layer = 2 * (EXPERTS * 3 * width * width * 3 // 8 + attention + EXPERTS * width)
+    return int((total_bytes - 2 * 2 * VOCABULARY * width) // layer)
+
+
+def make_mixture(config: Qwen3MoeConfig, folder: Path) -> Path:
+    """Write a checkpoint of ``config`` into ``folder`` unless one is there; return the folder."""
+    if not (folder / INDEX).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(folder)
+        write_shards(published_tensors(config), folder, torch.bfloat16)
+    return folder
+
+
+def published_tensors(config: Qwen3MoeConfig) -> Iterator[tuple[str, Sequence[int], float]]:
+    """Yield name, shape and spread of each tensor as published checkpoints have them: an expert's three side by side.
+
+    What tokens are is spread widely. Else what attention adds, much the same from position to position, outweighs it,
+    and the model says one token for ever, whose experts are then always kept.
+    """
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    hidden, width = config.hidden_size, config.moe_intermediate_size
+    shapes = {"down_proj": (hidden, width), "gate_proj": (width, hidden), "up_proj": (width, hidden)}
+    for name, parameter in model.named_parameters():
+        module, _, stacked = name.rpartition(".")
+        if not module.endswith(".experts"):
+            yield name, parameter.shape, 1.0 if "embed" in name else SPREAD
+        elif stacked == "gate_up_proj":
+            for expert in range(EXPERTS):
+                yield from ((f"{module}.{expert}.{matrix}.weight", shape, SPREAD) for matrix, shape in shapes.items())
+
+
+def measure(config: Qwen3MoeConfig, checkpoint: Path, work: Path, arguments: argparse.Namespace) -> dict[str, Rounds]:
+    """Return the rounds by cap; they are kept in a file as they come."""
+    layers = _converted(checkpoint, work, arguments.airllm)
+    bandwidth = partial(random_read_bandwidth, read_bytes=expert_bytes(config) // 3)
+    by_cap: dict[str, Rounds] = {}
+    for cap in arguments.caps:
+        setting = Setting(checkpoint, work, parse_size(cap), arguments.tokens, arguments.timeout)
+        sides = _sides(setting, arguments, layers)
+        by_cap[cap] = []
+        for number in range(arguments.rounds):
+            say(f"cap {cap}")
+            by_cap[cap].append(run_round(sides, checkpoint, number, bandwidth=bandwidth))
+            keep(arguments.folder / f"results-mixture-{arguments.gigabytes:g}gb.json", arguments, by_cap)
+    return by_cap
+
+
+def _converted(checkpoint: Path, work: Path, python: str | None) -> Path | None:
+    """Return the folder that AirLLM, run by ``python``, made of the checkpoint; null where it can't or isn't there."""
+    if python is None:
+        return None
+    try:
+        seconds = airllm.convert(checkpoint, work / "airllm", python)
+    except SystemExit as failure:
+        say(f"no AirLLM: {failure}")
+        return None
+    say(f"AirLLM converted the checkpoint in {seconds:.1f} s, once, outside the cap")
+    return work / "airllm"
+
+
+def _sides(setting: Setting, arguments: argparse.Namespace, layers: Path | None) -> Mapping[str, Callable[[], Side]]:
+    """Return what runs each side under the cap of ``setting``."""
+    own = [round(share * setting.cap) for share in BUDGET_SHARES]
+    budgets = own if arguments.budgets is None else [parse_size(budget) for budget in arguments.budgets]
+    sides: dict[str, Callable[[], Side]] = {OURS: partial(offstage_side, setting, arguments.option)}
+    for budget in budgets:
+        sides[f"accelerate {format_bytes(budget)}"] = partial(accelerate_side, setting, budget)
+    if layers is not None:
+        sides["AirLLM"] = partial(airllm_side, setting, layers, arguments.airllm)
+    return sides
+
+
+def expert_bytes(config: Qwen3MoeConfig) -> int:
+    """Return the bytes of one expert: three matrices in bfloat16."""
+    return 2 * 3 * int(config.hidden_size) * int(config.moe_intermediate_size)
+
+
+def table(by_cap: Mapping[str, Rounds], config: Qwen3MoeConfig) -> Iterator[str]:
+    """Yield the lines of the table."""
+    routed = config.num_hidden_layers * CHOSEN * expert_bytes(config)
+    yield f"a token is routed to {format_bytes(routed)} in {config.num_hidden_layers} layers; medians:"
+    said = [
+        side["tokens"]
+        for rounds in by_cap.values()
+        for one in rounds
+        for side in one["sides"].values()
+        if side["seconds"]
+    ]
+    if said:
+        yield f"{len(set(said[0]))} of the {len(said[0])} tokens said are different ones"
+    yield RULER
+    for cap, rounds in by_cap.items():
+        ours = [one["sides"][OURS] for one in rounds if one["sides"][OURS]["seconds"]]
+        if not ours:
+            yield f"{cap:8}  no figure: {rounds[-1]['sides'][OURS]['failed']}"
+            continue
+        seconds = statistics.median(side["seconds"] for side in ours)
+        streamed = statistics.median(side["streamed"] for side in ours)
+        rates = [side["hit_rate"] for side in ours if side.get("hit_rate") is not None]
+        kept = statistics.median(rates) if rates else 0.0
+        rate = f"{kept:.1%}" if rates else "none"
+        least = f"{streamed / (routed * (1 - kept)):.2f}" if kept < 1 else "-"
+        others = "".join(f"  {_times(rounds, tool, seconds):>{len(tool)}}" for tool in ("accelerate", "AirLLM"))
+        yield f"{cap:8} {seconds:10.3f}  {format_bytes(round(streamed)):>16}  {rate:>8}  {least:>12}{others}"
+
+
+def _times(rounds: Rounds, tool: str, seconds: float) -> str:
+    """Return how many times as long as ``seconds`` a token takes ``tool`` at its best; ``-`` where it has no figure."""
+    names = [name for name in rounds[0]["sides"] if name.startswith(tool)]
+    lived = [[one["sides"][name]["seconds"] for one in rounds if one["sides"][name]["seconds"]] for name in names]
+    medians = [statistics.median(times) for times in lived if times]
+    return f"{min(medians) / seconds:.1f}x" if medians else "-"
+
+
+if __name__ == "__main__":
+    main()
