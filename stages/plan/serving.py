@@ -85,6 +85,11 @@ def is_offstage(experts: ExpertsSpec, homes: Mapping[str, DeviceId], *, computes
     return all(homes[name] != computes for name in experts.tensors)
 
 
+def routed(serving: Mapping[str, Serving]) -> tuple[str, ...]:
+    """Return the tensors of which those experts are brought that tokens are routed to."""
+    return tuple(name for name, how in serving.items() if how == "experts")
+
+
 def is_streamed(serving: Serving | None) -> bool:
     """Return whether all of the tensor is brought in for each use."""
     return serving not in (None, "rows", "experts")

@@ -158,7 +158,12 @@ def _references(load: Load) -> dict[str, dict[str, object]]:
     """Return index entries for what is not in a file of its own name: tensors in the checkpoint, and tied names."""
     found: dict[str, dict[str, object]] = {}
     for spec in load.on_disk:
-        known = {"dtype": spec.dtype, "shape": list(spec.shape)}
+        known: dict[str, object] = {"dtype": spec.dtype, "shape": list(spec.shape)}
+        if spec.name in load.served_by_row:
+            names = load.served_by_row[spec.name]
+            files = dict.fromkeys(str(load.reader.entries[name].file.path.absolute()) for name in names)
+            found[spec.name] = {**known, "safetensors_files": list(files), "weight_names": list(names)}
+            continue
         extent: Extent | None = load.served.get(spec.name)
         (source, *_) = [*load.match.origins[spec.name][0].source_names, ""]
         where = {"file": f"{spec.name}.dat"}

@@ -66,18 +66,18 @@ def _gathered(piece: _Target, dtype: torch.dtype, fill: Fill) -> torch.Tensor:
     return result
 
 
-def source_places(step: Step, reader: SourceReader) -> list[tuple[str, int]] | None:
-    """Return each source of ``step`` with the place of its first element in the one tensor that it makes.
+def sources_in_order(step: Step, reader: SourceReader) -> tuple[str, ...]:
+    """Return the sources of ``step`` in the order in which the one tensor that it makes is these, one after the other.
 
-    Null if the operations aren't all known, or don't leave each source in that tensor as it is, in one piece.
+    None if its operations aren't all known, or don't leave each source as it is, in one piece.
     """
     if step.converter is None:
-        return [(name, 0) for name in step.source_names]
+        return tuple(step.source_names)
     piece = _as_piece(step, reader)
     views = list(piece.places(torch.empty(piece.shape, device="meta"))) if piece else []
     if not all(view.is_contiguous() for _, view in views):
-        return None
-    return [(name, int(view.storage_offset())) for name, view in views] or None
+        return ()
+    return tuple(name for name, _ in sorted(views, key=lambda place: place[1].storage_offset()))
 
 
 def _as_piece(step: Step, reader: SourceReader) -> _Target | None:

@@ -8,7 +8,7 @@ and no merged copy has to be made.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,19 +22,24 @@ Rows = tuple[tuple[Extent, ...], ...]
 """For each expert the extents that are its row: one after the other, as they are, along the row's first dimension."""
 
 
-def locate_rows(places: Iterable[tuple[Extent, int]], shape: tuple[int, ...], dtype: str) -> Rows | None:
-    """Return the rows of a tensor of ``shape`` and ``dtype`` that the extents in ``places`` make up.
+def locate_rows(extents: Sequence[Extent], shape: tuple[int, ...], dtype: str) -> Rows:
+    """Return the rows of the tensor of ``shape`` and ``dtype`` that is these ``extents``, one after the other.
 
-    Beside each stands its first element's place in the tensor, which they cover. Null where one is of another dtype, or
-    begins or ends within a row other than at a step of that row's first dimension.
+    None where the tensor isn't that, or an extent begins or ends within a row other than at a step of that row's first
+    dimension.
     """
     steps, width = math.prod(shape[1:2]), math.prod(shape[2:])
+    lengths = [math.prod(extent.shape) for extent in extents]
+    if len(shape) < 2 or not math.prod(shape) or sum(lengths) != math.prod(shape):
+        return ()
+    if any(length % width for length in lengths) or any(extent.dtype != dtype for extent in extents):
+        return ()
     rows: list[list[Extent]] = [[] for _ in range(shape[0])]
-    for extent, begin in sorted(places, key=lambda place: place[1]):
-        if extent.dtype != dtype or not width or begin % width or math.prod(extent.shape) % width:
-            return None
-        for row, piece in _cut(extent, begin // width, steps=steps, rest=shape[2:]):
+    begin = 0
+    for extent, length in zip(extents, lengths, strict=True):
+        for row, piece in _cut(extent, begin, steps=steps, rest=shape[2:]):
             rows[row].append(piece)
+        begin += length // width
     return tuple(map(tuple, rows))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from stages.checkpoints.readers import SourceReader, open_reader
 from stages.empty_init.skeleton import Skeleton, TensorSpec
 from stages.machine.aligned_memory import HostBlock
 from stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
-from stages.shard_load.conversions import source_places
+from stages.shard_load.conversions import sources_in_order
 from stages.shard_load.expert_rows import Rows, locate_rows
 from stages.shard_load.names import Step
 from stages.shard_load.offload_store import StoredTensor
@@ -30,7 +30,8 @@ class Load:
     """One load: the model to fill, the checkpoint that it comes from, and where each tensor is to go.
 
     Tensors bound for the host are read into ``host``, if there is such a block. ``names`` are those that tensors have
-    where what is loaded is used, if they are others than ``model`` has.
+    where what is loaded is used, if they are others than ``model`` has; ``routed`` has, by these, the tensors of which
+    single experts are read from disk.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Load:
     match: CheckpointMatch
     host: HostBlock | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    routed: Collection[str] = ()
 
     @cached_property
     def on_disk(self) -> tuple[TensorSpec, ...]:
@@ -54,9 +56,18 @@ class Load:
 
     @cached_property
     def served(self) -> Mapping[str, Extent]:
-        """Where those tensors lie that can be served from the checkpoint as they are."""
+        """Where those tensors lie that can be served whole from the checkpoint as they are."""
         extents = ((spec.name, self._in_place(spec)) for spec in self.on_disk)
         return {name: extent for name, extent in extents if extent is not None}
+
+    @cached_property
+    def served_by_row(self) -> Mapping[str, tuple[str, ...]]:
+        """The tensors that are served expert by expert from the checkpoint, which doesn't hold them whole.
+
+        Each is the tensors beside it, by their names in the checkpoint, one after the other.
+        """
+        named = ((name, self.outer_name(name)) for name in self.rows.keys() - self.served.keys())
+        return {name: self._expert_sources[name] for name, outer in sorted(named) if outer in self.routed}
 
     @cached_property
     def experts(self) -> tuple[TensorSpec, ...]:
@@ -68,7 +79,7 @@ class Load:
     def rows(self) -> Mapping[str, Rows]:
         """Where the rows of those tensors of experts lie that the checkpoint holds row by row as they are used."""
         found = ((spec.name, self._rows_in_place(spec)) for spec in self.experts)
-        return {name: rows for name, rows in found if rows is not None}
+        return {name: rows for name, rows in found if rows}
 
     @cached_property
     def stored(self) -> Mapping[str, StoredTensor]:
@@ -76,7 +87,7 @@ class Load:
         return {
             spec.name: StoredTensor(spec.dtype, spec.shape, tuple(self.match.origins[spec.name][0].source_names))
             for spec in self.on_disk
-            if spec.name not in self.served
+            if spec.name not in self.served and spec.name not in self.served_by_row
         }
 
     @property
@@ -105,6 +116,10 @@ class Load:
             bytes_by_dtype[spec.dtype] += spec.bytes
         return bytes_by_dtype.most_common(1)[0][0]
 
+    def outer_name(self, name: str) -> str:
+        """Return what the tensor ``name`` is called where what is loaded is used."""
+        return self.names.get(name, name)
+
     def source_bytes(self, step: Step) -> int:
         """Return the bytes of the tensors in the checkpoint that ``step`` reads."""
         return sum(self.reader.entries[name].bytes for name in step.source_names)
@@ -121,11 +136,15 @@ class Load:
         extent = self.extent_of(self.match.origins[spec.name][0])
         return extent if extent is not None and extent.dtype == spec.dtype else None
 
-    def _rows_in_place(self, spec: TensorSpec) -> Rows | None:
-        step, _ = self.match.origins[spec.name]
-        places = source_places(step, self.reader) or ()
-        located = [(extent, at) for name, at in places if (extent := self.source_extent(name)) is not None]
-        return locate_rows(located, spec.shape, spec.dtype) if located else None
+    @cached_property
+    def _expert_sources(self) -> Mapping[str, tuple[str, ...]]:
+        origins = self.match.origins
+        return {spec.name: sources_in_order(origins[spec.name][0], self.reader) for spec in self.experts}
+
+    def _rows_in_place(self, spec: TensorSpec) -> Rows:
+        sources = self._expert_sources[spec.name]
+        extents = [extent for name in sources if (extent := self.source_extent(name)) is not None]
+        return locate_rows(extents, spec.shape, spec.dtype)
 
 
 def prepare(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from stages.checkpoints.readers import read_extent
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular
 from stages.machine.aligned_memory import byte_view
+from stages.shard_load.expert_rows import Rows, locate_rows, read_rows
 from stages.shard_load.offload_store import read_index
 from stages.units import DTYPE_BYTES, format_bytes
 
@@ -99,8 +100,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """The tensors of a state dict in memory and those of an offload folder, as one mapping.
 
     ``state_dict`` counts where both have a name. ``index`` is by default that of ``save_folder``; an entry with
-    ``safetensors_file`` (and ``weight_name`` where it differs) is read from there. Those on disk are read at each
-    access, to ``device`` if one is given; the header of a safetensors file is read once, and again if the file changes.
+    ``safetensors_file`` (and ``weight_name`` where it differs) is read from there, and one with ``safetensors_files``
+    is the tensors ``weight_names`` in them, one after the other: the experts of a mixture. Those on disk are read at
+    each access, to ``device`` if one is given; the header of a safetensors file is read once, and again if it changes.
     """
 
     def __init__(
@@ -132,21 +134,34 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.all_keys)
 
-    def extent(self, key: str) -> Extent:
-        """Return where the tensor ``key`` lies on disk, as it lies there, for a reader that has buffers of its own."""
+    def extents(self, key: str) -> list[Extent]:
+        """Return where the tensor ``key`` lies on disk, as it lies there, for a reader that has buffers of its own.
+
+        Where it lies in several pieces, the tensor is these, one after the other.
+        """
         info = self.index[key]
+        if "safetensors_files" in info:
+            return self._pieces(info["safetensors_files"], info.get("weight_names"))
         if info.get("safetensors_file") is None:
-            return weight_extent(Path(self.save_folder or ".") / str(info.get("file", f"{key}.dat")), info)
-        file, entries = self._header(Path(str(info["safetensors_file"])))
-        name = str(info.get("weight_name", key))
-        if name not in entries:
-            raise CheckpointError(f"{file.path}: holds no tensor {name!r}, which the offload index says it does")
-        return entries[name]
+            return [weight_extent(Path(self.save_folder or ".") / str(info.get("file", f"{key}.dat")), info)]
+        return self._pieces([info["safetensors_file"]], [info.get("weight_name", key)])
+
+    def _pieces(self, files: object, names: object) -> list[Extent]:
+        if not (isinstance(files, list) and isinstance(names, list) and files and names):
+            raise CheckpointError(f"{self.save_folder}: its index lists no files or no tensors; offload them again")
+        entries: dict[str, Extent] = {}
+        for file in files:
+            entries |= self._header(Path(str(file)))[1]
+        for name in names:
+            if str(name) not in entries:
+                raise CheckpointError(f"{files[0]}: holds no tensor {name!r}, which the offload index says it does")
+        return [entries[str(name)] for name in names]
 
     def _read(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
-        extent = self.extent(key)
-        tensor = read_extent(extent)
-        return tensor.to(torch_dtype(_dtype_name(extent.file.path, info["dtype"]))) if "dtype" in info else tensor
+        extents = self.extents(key)
+        path = extents[0].file.path
+        tensor = read_extent(extents[0]) if len(extents) == 1 else read_rows(_rows(path, extents, info))
+        return tensor.to(torch_dtype(_dtype_name(path, info["dtype"]))) if "dtype" in info else tensor
 
     def _header(self, path: Path) -> tuple[ShardFile, dict[str, Extent]]:
         """Return the file ``path`` and its tensors, as they were read before if it is still that file."""
@@ -154,6 +169,15 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if known is None or (known[0].size, known[0].mtime_ns) != (status.st_size, status.st_mtime_ns):
             known = self._headers[path] = read_header(path)
         return known
+
+
+def _rows(path: Path, extents: Sequence[Extent], info: Mapping[str, Any]) -> Rows:
+    """Return the rows of the tensor that is these ``extents``, one after the other, as its index entry has it."""
+    shape = info.get("shape")
+    rows = locate_rows(extents, tuple(shape or ()), extents[0].dtype) if is_shape(shape) else ()
+    if not rows:
+        raise CheckpointError(f"{path}: {len(extents)} of its tensors don't make up one of {shape!r}, as an index says")
+    return rows
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):

@@ -127,12 +127,13 @@ def joined(pieces: Sequence[PlacedWeights]) -> PlacedWeights:
 
 
 def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
-    """Return where every tensor that lies on disk is, tied names included."""
+    """Return where every tensor is that lies on disk in one piece, tied names included."""
     by_name: dict[str, Extent] = {}
     for spec in load.on_disk:
+        if spec.name in load.served_by_row:
+            continue
         extent = load.served.get(spec.name) or Extent(files[spec.name], 0, spec.dtype, spec.shape)
-        names = load.skeleton.names_of(spec.name)
-        by_name |= dict.fromkeys((load.names.get(name, name) for name in names), extent)
+        by_name |= dict.fromkeys(map(load.outer_name, load.skeleton.names_of(spec.name)), extent)
     return by_name
 
 
@@ -140,10 +141,9 @@ def expert_rows(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Rows]:
     """Return where the row of each expert is, of every tensor of a mixture's experts that lies on disk."""
     by_name: dict[str, Rows] = {}
     for spec in load.experts:
-        found = load.rows.get(spec.name)
-        if found is None:
-            found = locate_rows([(Extent(files[spec.name], 0, spec.dtype, spec.shape), 0)], spec.shape, spec.dtype)
-        by_name |= {load.names.get(spec.name, spec.name): found} if found else {}
+        stored = [Extent(files[spec.name], 0, spec.dtype, spec.shape)] if spec.name in files else []
+        found = load.rows.get(spec.name) or locate_rows(stored, spec.shape, spec.dtype)
+        by_name |= {load.outer_name(spec.name): found} if found else {}
     return by_name
 
 
@@ -161,12 +161,15 @@ def bind(model: nn.Module, names: Iterable[str], tensor: torch.Tensor) -> None:
         setattr(module, attribute, value)
 
 
-def refuse_infinite(load: Load, name: str, tensor: torch.Tensor) -> None:
-    """Raise a ``CheckpointError`` if ``tensor`` holds a NaN or an infinity."""
+def refuse_infinite(load: Load, name: str, tensor: torch.Tensor, *, source: str | None = None) -> None:
+    """Raise a ``CheckpointError`` if ``tensor`` holds a NaN or an infinity.
+
+    It is what the model calls ``name``, or the part of it that the checkpoint calls ``source``.
+    """
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        step, _ = load.match.origins[name]
-        entry = load.reader.entries[step.source_names[0]] if step.sources else None
-        where = entry.file.path if entry else load.checkpoint.path
+        sources = [source] if source else load.match.origins[name][0].source_names
+        where = load.reader.entries[sources[0]].file.path if sources else load.checkpoint.path
+        name = source or name
         raise CheckpointError(
             f"{where}: tensor {name!r} holds NaN or infinity as {dtype_name(tensor.dtype)}; "
             "take another dtype, or set check_finite=false"
@@ -175,9 +178,11 @@ def refuse_infinite(load: Load, name: str, tensor: torch.Tensor) -> None:
 
 def refuse_infinite_served(load: Load) -> None:
     """Check the tensors that are served from the checkpoint, and so are never read here otherwise."""
-    with byte_bar("checking", sum(extent.bytes for extent in load.served.values())) as bar:
-        for name, extent in load.served.items():
-            refuse_infinite(load, name, read_extent(extent))
+    parts = [(name, source) for name, sources in load.served_by_row.items() for source in sources]
+    extents = [*load.served.values(), *(load.reader.entries[source] for _, source in parts)]
+    with byte_bar("checking", sum(extent.bytes for extent in extents)) as bar:
+        for (name, source), extent in zip([*((name, None) for name in load.served), *parts], extents, strict=True):
+            refuse_infinite(load, name, read_extent(extent), source=source)
             bar.update(extent.bytes)
 
 

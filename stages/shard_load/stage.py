@@ -16,6 +16,7 @@ from stages.checkpoints.adapters import weights_identity
 from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
+from stages.plan.serving import routed
 from stages.shard_load.config import ShardLoadConfig, faults, open_adapter_of, open_weights
 from stages.shard_load.offload_store import open_store
 from stages.units import CPU, DeviceId, format_bytes
@@ -38,7 +39,8 @@ class ShardLoadInputs:
     that file, ``ledgers`` are the plan's. ``spills`` says whether weights bound for the host wait on disk; ``model`` is
     the config's node of that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint``
     identifies. It lies at ``place``: files that were unpacked with times of their own may look alike in two places.
-    ``opened_adapter`` is the adapter, which ``adapter`` identifies by its bytes, if there is one.
+    ``opened_adapter`` is the adapter, which ``adapter`` identifies by its bytes, if there is one. ``routed`` has the
+    tensors of which single experts are read from disk.
     """
 
     checkpoint: Mapping[str, object]
@@ -46,6 +48,7 @@ class ShardLoadInputs:
     adapter: Mapping[str, str] | None
     skeleton: str
     device_map: str
+    routed: tuple[str, ...]
     ledgers: Mapping[DeviceId, int]
     offload_folder: str | None
     strict: bool
@@ -65,7 +68,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
     """
 
     name = "shard_load"
-    version = 2
+    version = 3
     needs: tuple[str, ...] = ("empty_init",)
     config_class = ShardLoadConfig
 
@@ -85,6 +88,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             adapter=None if adapter is None else weights_identity(adapter),
             skeleton=skeleton.key,
             device_map=plan.digest(plans.MAP_NAME),
+            routed=routed(found.serving),
             ledgers=found.ledgers,
             offload_folder=given.offload_folder,
             strict=given.strict,
@@ -163,9 +167,11 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[Load]:
     model, homes = context.live("empty_init"), inputs.plan.homes
     checkpoint = _held(inputs, _opened(inputs))
     if inputs.opened_adapter is None:
-        return [prepare(model, skeleton, homes=homes, checkpoint=checkpoint, strict=inputs.strict)]
-    adapter = _held(inputs, inputs.opened_adapter)
-    return prepare_adapted(model, skeleton, homes=homes, checkpoint=checkpoint, adapter=adapter, strict=inputs.strict)
+        loads = [prepare(model, skeleton, homes=homes, checkpoint=checkpoint, strict=inputs.strict)]
+    else:
+        adapter, strict = _held(inputs, inputs.opened_adapter), inputs.strict
+        loads = prepare_adapted(model, skeleton, homes=homes, checkpoint=checkpoint, adapter=adapter, strict=strict)
+    return [replace(load, routed=inputs.routed) for load in loads]
 
 
 def _held(inputs: ShardLoadInputs, checkpoint: Checkpoint) -> Checkpoint:
@@ -202,9 +208,10 @@ def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[s
 
 
 def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
+    """Return where each tensor on disk is: its place in a file, or the tensors that it is in the checkpoint."""
     from stages.shard_load.placed_weights import extents
 
-    return {
+    whole: dict[str, object] = {
         name: {
             "source": "checkpoint" if extent.file.mtime_ns is not None else "store",
             "file": extent.file.name,
@@ -213,6 +220,16 @@ def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
             "offsets": [extent.begin, extent.end],
         }
         for name, extent in extents(load, files).items()
+    }
+    specs = load.skeleton.by_name
+    return whole | {
+        load.outer_name(name): {
+            "source": "checkpoint",
+            "tensors": list(sources),
+            "dtype": specs[name].dtype,
+            "shape": list(specs[name].shape),
+        }
+        for name, sources in load.served_by_row.items()
     }
 
 
@@ -223,7 +240,7 @@ def _load_report(loads: Sequence[Load]) -> dict[str, object]:
             tier = tiers.setdefault(str(load.homes[spec.name]), {"tensors": 0, "bytes": 0})
             tier["tensors"] += 1
             tier["bytes"] += spec.bytes
-    served = [spec.bytes for load in loads for spec in load.on_disk if spec.name in load.served]
+    served = [spec.bytes for load in loads for spec in load.on_disk if spec.name not in load.stored]
     stored = [spec.bytes for load in loads for spec in load.on_disk if spec.name in load.stored]
     return {
         "format": loads[0].checkpoint.format,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from stages.empty_init.skeleton import Skeleton
 from stages.machine.devices import AnyDevice, device_id
 from stages.plan.placement import Budgets
 from stages.plan.policy_map import map_by_policy
+from stages.plan.serving import routed
 from stages.shard_load.checkpoint_in_model import fill_model, load_checkpoint_in_model, with_dtype
 from stages.shard_load.homes import homes_of
 from stages.shard_load.load import prepare
@@ -86,8 +88,8 @@ def dispatch_model(  # the field's signature
     )
     plan = plan_for(skeleton, wanted)
     folder = None if offload_dir is None else Path(offload_dir)
-    extents = locate_weights(model, skeleton, plan, folder=folder, index=offload_index)
-    stream(model, skeleton, plan, wanted, Sources(extents, state_dict or {}))
+    stored = locate_weights(model, skeleton, plan, folder=folder, index=offload_index)
+    stream(model, skeleton, plan, wanted, Sources(stored, state_dict or {}))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -143,10 +145,11 @@ def load_checkpoint_and_dispatch(  # the field's signature
     plan = plan_for(skeleton, wanted)
     source = open_checkpoint(Path(checkpoint))
     load = prepare(model, skeleton, homes=plan.homes, checkpoint=source, strict=strict, partial=not strict)
+    load = replace(load, routed=routed(plan.serving))
     spills = bool(load.on_disk) if offload_state_dict is None else offload_state_dict
     placed = fill_model(load, None if offload_folder is None else Path(offload_folder), spills=spills)
     if plan.serving or len(set(device_map.values())) > 1 or force_hooks:
-        stream(model, skeleton, plan, wanted, Sources(placed.offloaded.extents, {}))
+        stream(model, skeleton, plan, wanted, Sources(placed.offloaded, {}))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -243,6 +246,6 @@ def _offload_all(
         preload=preload or (),
     )
     plan = plan_for(skeleton, wanted)
-    extents = locate_weights(model, skeleton, plan, folder=folder)
-    stream(model, skeleton, plan, wanted, Sources(extents, weights or {}))
+    stored = locate_weights(model, skeleton, plan, folder=folder)
+    stream(model, skeleton, plan, wanted, Sources(stored, weights or {}))
     return model

@@ -15,6 +15,8 @@ from stages.checkpoints.extents import Extent
 from stages.empty_init.skeleton import Skeleton, TensorSpec
 from stages.plan.plan import Plan
 from stages.shard_load import OffloadedWeightsLoader, offload_state_dict
+from stages.shard_load.disk_weights import DiskWeights
+from stages.shard_load.expert_rows import Rows, locate_rows
 from stages.shard_load.offload_store import read_index
 from stages.units import DISK
 
@@ -26,15 +28,15 @@ def locate_weights(
     *,
     folder: Path | None,
     index: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, Extent]:
-    """Return where each tensor that ``plan`` has on disk can be read, as the model holds it, tied names included.
+) -> DiskWeights:
+    """Return each tensor that ``plan`` has on disk where it can be read, as the model holds it, tied names included.
 
     ``index`` says where they are; without one they are in ``folder``, after those that it lacks are written there. So
     is a tensor that lies somewhere in another dtype than the model's: what is streamed is never cast.
     """
     wanted = [spec for spec in skeleton.tensors if plan.homes[spec.name] == DISK and spec.persistent]
     if not wanted:
-        return {}
+        return DiskWeights({})
     if index is None and folder is None:
         raise ConfigError("offload_dir: tensors are mapped to disk, and no folder is given to offload them to")
     if index is None and folder is not None:
@@ -42,7 +44,15 @@ def locate_weights(
         state = model.state_dict()
         store_weights({name: state[name] for name in state if name in leaders}, folder)
     stored = OffloadedWeightsLoader(save_folder=folder, index=index)
-    return {spec.name: _extent(stored, _known_name(spec.name, skeleton, stored), spec, folder) for spec in wanted}
+    experts = {name for spec in skeleton.experts for name in spec.tensors}
+    extents: dict[str, Extent] = {}
+    rows: dict[str, Rows] = {}
+    for spec in wanted:
+        by_row = plan.serving.get(spec.name) == "experts"
+        found = _extents(stored, _known_name(spec.name, skeleton, stored), spec, folder=folder, by_row=by_row)
+        extents |= {spec.name: found[0]} if len(found) == 1 else {}
+        rows |= {spec.name: locate_rows(found, spec.shape, spec.dtype)} if spec.name in experts else {}
+    return DiskWeights(extents, rows)
 
 
 def _known_name(name: str, skeleton: Skeleton, stored: OffloadedWeightsLoader) -> str:
@@ -50,19 +60,24 @@ def _known_name(name: str, skeleton: Skeleton, stored: OffloadedWeightsLoader) -
     return next((known for known in (name, *skeleton.names_of(name)) if known in stored.index), name)
 
 
-def _extent(stored: OffloadedWeightsLoader, name: str, spec: TensorSpec, folder: Path | None) -> Extent:
+def _extents(
+    stored: OffloadedWeightsLoader, name: str, spec: TensorSpec, *, folder: Path | None, by_row: bool
+) -> list[Extent]:
+    """Return where the tensor lies as the model holds it: in one piece, or ``by_row`` in several."""
     if name not in stored.index:
         raise CheckpointError(f"offload_index: has no tensor {name!r}; give an index or a folder that has all of them")
-    extent = stored.extent(name)
-    if (extent.dtype, tuple(extent.shape)) == (spec.dtype, spec.shape):
-        return extent
-    if extent.shape != spec.shape or folder is None:
+    found = stored.extents(name)
+    shape = found[0].shape if len(found) == 1 else tuple(stored.index[name].get("shape", ()))
+    in_rows = by_row and locate_rows(found, spec.shape, spec.dtype)
+    if shape == spec.shape and (in_rows or (len(found) == 1 and found[0].dtype == spec.dtype)):
+        return found
+    if shape != spec.shape or folder is None:
         raise CheckpointError(
-            f"{extent.file.path}: tensor {name!r} is {extent.dtype} {list(extent.shape)} and the model's "
+            f"{found[0].file.path}: tensor {name!r} is {found[0].dtype} {list(shape)} and the model's "
             f"{spec.dtype} {list(spec.shape)}; give offload_dir, a folder for what must be cast"
         )
     offload_state_dict(folder, {spec.name: stored[name].to(torch_dtype(spec.dtype))})
-    return OffloadedWeightsLoader(save_folder=folder).extent(spec.name)
+    return OffloadedWeightsLoader(save_folder=folder).extents(spec.name)
 
 
 def store_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:

@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stages.checkpoints.extents import Extent
 from stages.dispatch.accelerate_api.align import SkipKeys
 from stages.dispatch.accelerate_api.engine_hook import EngineHook
 from stages.dispatch.accelerate_api.hooks import add_hook_to_module
@@ -63,17 +61,12 @@ class Wanted:
         return spec.kind == "parameter" or (self.offload_buffers and spec.persistent)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sources:
-    """Where the data of what is away is: ``extents`` on disk, ``weights`` on the host, by name; else in the model."""
+    """Where the data of what is away is: ``stored`` on disk, ``weights`` on the host, by name; else in the model."""
 
-    extents: Mapping[str, Extent]
+    stored: DiskWeights
     weights: Mapping[str, torch.Tensor]
-
-    @cached_property
-    def stored(self) -> DiskWeights:
-        """What is on disk, as a mapping that reads it: one for all tensors."""
-        return DiskWeights(self.extents)
 
 
 def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sources: Sources) -> None:
@@ -87,7 +80,7 @@ def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sou
         for name, part in dispatch_plan.parts.items():
             placer.place(name, part)
         hook.streamer = Streamer(
-            model, dispatch_plan, extents=sources.extents, devices=devices, skip_keys=wanted.skip_keys
+            model, dispatch_plan, extents=sources.stored.extents, devices=devices, skip_keys=wanted.skip_keys
         )
         undo.pop_all()
     add_hook_to_module(model, hook, append=True)
@@ -170,7 +163,7 @@ class _Placer:
 
     def _waiting(self, tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
         """Return what stands for ``tensor`` while it is away: read from disk, or from the host's memory."""
-        if name in self.sources.extents:
+        if name in self.sources.stored:
             return send_waiting(tensor, WaitingSource(self.sources.stored, name, device), keep=False)
         value = self._value(tensor, name)
         host = value.detach().to(device=CPU, dtype=tensor.dtype if value.is_floating_point() else value.dtype)

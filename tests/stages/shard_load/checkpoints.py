@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,22 @@ def artifact_of(stage: str, folder: Path) -> Artifact:
 
 
 def make_context(
-    root: Path, checkpoint: Path, make: Callable[[], Any], where: Callable[[str], DeviceId], **config: Any
+    root: Path,
+    checkpoint: Path,
+    make: Callable[[], Any],
+    where: Callable[[str], DeviceId],
+    *,
+    routes: bool = False,
+    **config: Any,
 ) -> FakeContext:
-    """Return a context for loading ``checkpoint`` into what ``make()`` returns, each tensor at ``where(name)``."""
+    """Return a context for loading ``checkpoint`` into what ``make()`` returns, each tensor at ``where(name)``.
+
+    With ``routes`` the experts of a mixture that lie on disk are brought one by one.
+    """
     skeleton = describe(make(), rehearsed=False)
     plan = make_plan(skeleton, where)
+    experts = [name for spec in skeleton.experts for name in spec.tensors if plan.homes[name] == "disk"]
+    plan = replace(plan, serving=dict.fromkeys(experts, "experts") if routes else {})
     folders = {stage: root / "artifacts" / stage for stage in ("empty_init", "plan")}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)

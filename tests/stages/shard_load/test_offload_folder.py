@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from pipeline.errors import CheckpointError
 from stages.shard_load.offload_folder import OffloadedWeightsLoader, offload_state_dict
@@ -44,3 +45,27 @@ def test_an_entry_that_is_no_mapping_is_not_there(entry: object, tmp_path: Path)
     index = json.loads(tmp_path.joinpath("index.json").read_text())
     tmp_path.joinpath("index.json").write_text(json.dumps({**index, "w": entry}))
     assert list(OffloadedWeightsLoader(save_folder=tmp_path)) == ["v"]
+
+
+PIECES = {"dtype": "float32", "shape": [2, 2, 3], "weight_names": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"safetensors_files": []}, "lists no files"),
+        ({"weight_names": "ab"}, "lists no files or no tensors"),
+        ({"weight_names": ["a", "c"]}, "holds no tensor 'c'"),
+        ({"shape": [3, 2, 3]}, r"2 of its tensors don't make up one of \[3, 2, 3\]"),
+        ({"shape": []}, "don't make up"),
+        ({"shape": "2"}, "don't make up"),
+        ({"dtype": "fp8"}, "unknown dtype"),
+    ],
+)
+def test_an_entry_of_several_tensors_is_held_to_them(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    pieces = {name: torch.randn(2, 3) for name in "ab"}
+    save_file(pieces, tmp_path / "experts.safetensors")
+    entry = {**PIECES, "safetensors_files": [str(tmp_path / "experts.safetensors")]}
+    assert torch.equal(OffloadedWeightsLoader(index={"w": entry})["w"], torch.stack(list(pieces.values())))
+    with pytest.raises(CheckpointError, match=words):
+        OffloadedWeightsLoader(index={"w": {**entry, **change}})["w"]

@@ -1,7 +1,9 @@
 """Where the row of each expert lies on disk: assembled, the rows are what ``from_pretrained`` holds."""
 
+import json
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,21 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose, WeightConverter
 
+from pipeline.errors import CheckpointError
+from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.empty_init import init_empty_weights
-from stages.shard_load.conversions import source_places
+from stages.empty_init.describe import describe
+from stages.shard_load import OffloadedWeightsLoader
+from stages.shard_load.checkpoint_in_model import fill_model
+from stages.shard_load.conversions import sources_in_order
 from stages.shard_load.expert_rows import locate_rows, read_rows
+from stages.shard_load.load import prepare
 from stages.shard_load.names import Step
+from stages.shard_load.stage import ShardLoadStage
 from tests.stages.empty_init.test_experts import CONFIGS
-from tests.stages.shard_load.checkpoints import load, make_context, save_bin
+from tests.stages.shard_load.checkpoints import assert_same, load, make_context, save_bin
 from tests.stages.shard_load.test_conversions import MemoryReader
 
 
@@ -31,24 +40,31 @@ def make_mixture(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     return model.to(dtype).eval()
 
 
-def offloaded(root: Path, name: str, checkpoint: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Return what waits on disk of the checkpoint when all of it does."""
-
-    def make() -> Any:
-        with init_empty_weights():
-            return AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=dtype).eval()
-
-    return load(make_context(root, checkpoint, make, lambda _: "disk"), root / "out").offloaded
+def empty_mixture(name: str) -> Any:
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=torch.bfloat16).eval()
 
 
-def experts_of(checkpoint: Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def offloaded(root: Path, name: str, checkpoint: Path, **options: Any) -> Any:
+    """Return what waits on disk of the checkpoint when all of it does and experts are brought one by one."""
+
+    make = partial(empty_mixture, name)
+    context = make_context(root, checkpoint, make, lambda _: "disk", **{"routes": True, **options})
+    return load(context, root / "out").offloaded
+
+
+def experts_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of experts that transformers makes of the checkpoint."""
-    state = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).state_dict()
+    state = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).state_dict()
     return {name: tensor for name, tensor in state.items() if ".experts." in name}
 
 
 def files_of(weights: Any, name: str) -> set[Path]:
     return {piece.file.path for row in weights.rows[name] for piece in row}
+
+
+STACKED = ("gpt-oss", "Granite-MoE")
+"""Those whose checkpoints hold the experts stacked."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -58,9 +74,80 @@ def test_rows_lie_in_the_checkpoint_and_are_what_transformers_makes(name: str, t
     assert weights.rows.keys() == wanted.keys()
     for tensor, value in wanted.items():
         assert torch.equal(read_rows(weights.rows[tensor]), value), tensor
+        assert torch.equal(weights[tensor], value), tensor
         assert len(weights.rows[tensor]) == len(value)
         assert {path.parent for path in files_of(weights, tensor)} == {tmp_path / "checkpoint"}
+        assert (tensor in weights.extents) == (name in STACKED)
     assert len({path for tensor in wanted for path in files_of(weights, tensor)}) > 1
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nothing_of_a_checkpoint_in_the_dtype_of_the_run_is_stored(name: str, tmp_path: Path) -> None:
+    model = make_mixture(name)
+    model.save_pretrained(tmp_path / "checkpoint")
+    weights = offloaded(tmp_path, name, tmp_path / "checkpoint")
+    assert set(weights) == set(model.state_dict())
+    assert len(weights) == len(set(weights))
+    assert not list(tmp_path.rglob("*.dat"))
+    report = json.loads((tmp_path / "out" / "load_report.json").read_text())
+    assert report["stored"] == {"tensors": 0, "bytes": 0}
+    assert report["served"]["bytes"] == sum(spec.nbytes for spec in model.state_dict().values())
+
+
+def test_the_artifact_says_of_which_tensors_experts_are_made(tmp_path: Path) -> None:
+    make_mixture("Qwen2-MoE").save_pretrained(tmp_path / "checkpoint")
+    offloaded(tmp_path, "Qwen2-MoE", tmp_path / "checkpoint")
+    index = json.loads((tmp_path / "out" / "offload_index.json").read_text())
+    layer = "model.layers.1.mlp.experts"
+    assert index[f"{layer}.gate_up_proj"] == {
+        "source": "checkpoint",
+        "tensors": [f"{layer}.{expert}.{part}_proj.weight" for expert in range(6) for part in ("gate", "up")],
+        "dtype": "bfloat16",
+        "shape": [6, 32, 32],
+    }
+    assert "offsets" in index["model.layers.1.mlp.gate.weight"]
+
+
+def test_where_no_expert_is_brought_by_itself_the_store_has_them_stacked(tmp_path: Path) -> None:
+    make_mixture("Mixtral").save_pretrained(tmp_path / "checkpoint")
+    weights = offloaded(tmp_path, "Mixtral", tmp_path / "checkpoint", routes=False)
+    assert weights.rows
+    for tensor, rows in weights.rows.items():
+        assert weights.extents[tensor].file.path.suffix == ".dat"
+        assert torch.equal(read_rows(rows), weights[tensor])
+
+
+def test_plans_that_serve_experts_otherwise_do_not_share_an_artifact(tmp_path: Path) -> None:
+    make_mixture("Mixtral").save_pretrained(tmp_path / "checkpoint")
+    make = partial(empty_mixture, "Mixtral")
+    contexts = [
+        make_context(tmp_path / str(routes), tmp_path / "checkpoint", make, lambda _: "disk", routes=routes)
+        for routes in (False, True)
+    ]
+    first, second = (ShardLoadStage().gather(context) for context in contexts)
+    assert first != second
+
+
+def test_an_offload_folder_has_an_entry_for_experts_and_no_copy(tmp_path: Path) -> None:
+    make_mixture("Mixtral").save_pretrained(tmp_path / "checkpoint", max_shard_size="8KB")
+    model, wanted = empty_mixture("Mixtral"), experts_of(tmp_path / "checkpoint")
+    skeleton, checkpoint = describe(model, rehearsed=False), open_checkpoint(tmp_path / "checkpoint")
+    homes = {spec.name: "disk" for spec in skeleton.tensors}
+    prepared = prepare(model, skeleton, homes=homes, checkpoint=checkpoint)
+    fill_model(replace(prepared, routed=tuple(wanted)), tmp_path / "folder", spills=False)
+    assert not list((tmp_path / "folder").glob("*.dat"))
+    found = OffloadedWeightsLoader(save_folder=tmp_path / "folder")
+    assert_same({name: found[name] for name in wanted}, wanted)
+    assert set(found) == set(model.state_dict())
+
+
+def test_an_expert_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    model = make_mixture("Mixtral")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[4, 0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.block_sparse_moe\.experts\.4\.w2\.weight' holds NaN"):
+        offloaded(tmp_path, "Mixtral", tmp_path / "checkpoint", check_finite=True)
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
@@ -88,26 +175,26 @@ EXTENT = Extent(ShardFile("f", Path("f"), 0, None, ""), 100, "bfloat16", (2, 3))
 
 def test_a_row_is_its_parts_along_its_first_dimension() -> None:
     gate, up = EXTENT, replace(EXTENT, begin=500, shape=(1, 3))
-    assert locate_rows([(up, 6), (gate, 0)], (1, 3, 3), "bfloat16") == ((gate, up),)
+    assert locate_rows([gate, up], (1, 3, 3), "bfloat16") == ((gate, up),)
 
 
 def test_what_covers_several_rows_is_cut() -> None:
     stacked = replace(EXTENT, shape=(3, 2, 3))
     first, second, third = (replace(EXTENT, begin=100 + 12 * row) for row in range(3))
-    assert locate_rows([(stacked, 0)], (3, 2, 3), "bfloat16") == ((first,), (second,), (third,))
+    assert locate_rows([stacked], (3, 2, 3), "bfloat16") == ((first,), (second,), (third,))
 
 
 @pytest.mark.parametrize(
-    ("places", "shape", "dtype"),
-    [
-        ([(EXTENT, 0)], (1, 2, 3), "float32"),
-        ([(EXTENT, 0), (EXTENT, 6)], (1, 3, 4), "bfloat16"),
-        ([(EXTENT, 0)], (1, 2, 0), "bfloat16"),
-    ],
-    ids=["of another dtype", "that end within a step of a row", "of nothing"],
+    ("shape", "dtype"),
+    [((2, 2, 3), "float32"), ((3, 1, 4), "bfloat16"), ((3, 2, 3), "bfloat16"), ((12,), "bfloat16"), ((), "bfloat16")],
+    ids=["of another dtype", "that end within a step of a row", "that are fewer", "of numbers", "of one number"],
 )
-def test_other_places_give_no_rows(places: list[tuple[Extent, int]], shape: tuple[int, ...], dtype: str) -> None:
-    assert locate_rows(places, shape, dtype) is None
+def test_other_extents_give_no_rows(shape: tuple[int, ...], dtype: str) -> None:
+    assert locate_rows([EXTENT, EXTENT], shape, dtype) == ()
+
+
+def test_tensors_of_nothing_have_no_rows() -> None:
+    assert locate_rows([replace(EXTENT, shape=(2**40, 0))], (2**40, 0), "bfloat16") == ()
 
 
 OTHER_CHAINS = {
@@ -119,10 +206,10 @@ OTHER_CHAINS = {
 
 
 @pytest.mark.parametrize("chain", OTHER_CHAINS)
-def test_sources_that_do_not_lie_in_one_piece_have_no_places(chain: str) -> None:
+def test_sources_that_do_not_lie_in_one_piece_have_no_order(chain: str) -> None:
     sources = {f"a.{expert}.{name}": torch.empty(4, 6) for expert in range(2) for name in ("w1", "w3")}
     patterns = ["a.*.w1", "a.*.w3"] if chain == "joined within their steps" else ["a.*.w1"]
     named = [(f"a.*.{name[-2:]}", name) for name in sources if f"a.*.{name[-2:]}" in patterns]
     shape = {"transposed": (2, 6, 4), "joined within their steps": (2, 4, 12)}.get(chain, (4, 2, 6))
     step = Step({"a.merged": shape}, tuple(named), WeightConverter(patterns, "a.merged", OTHER_CHAINS[chain]))
-    assert source_places(step, MemoryReader(sources)) is None
+    assert sources_in_order(step, MemoryReader(sources)) == ()
