@@ -1,6 +1,8 @@
 """The benchmarks are no part of the tests, since they measure; but they must start."""
 
 import importlib
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -20,3 +22,26 @@ def test_the_rules_of_eviction_can_be_set_side_by_side(capsys: pytest.CaptureFix
     for row in rows:
         *rates, optimum = (float(cell.rstrip("%")) for cell in row[3:])
         assert max(rates) <= optimum
+
+
+def test_the_mixture_that_is_measured_is_stored_as_published_ones_are(tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from transformers import Qwen3MoeForCausalLM
+
+    mixture = importlib.import_module("tests.benchmarks.mixture")
+    config = mixture.mixture_config(8e9)
+    config.update({"vocab_size": 8, "hidden_size": 16, "moe_intermediate_size": 8, "num_experts": 3, "head_dim": 4})
+    config.update({"num_experts_per_tok": 2, "num_attention_heads": 4, "num_hidden_layers": 2})
+    made = mixture.make_mixture(config, tmp_path / "made")
+    model, report = Qwen3MoeForCausalLM.from_pretrained(made, output_loading_info=True)
+    assert not any(report.values())
+    model.save_pretrained(tmp_path / "saved")
+    with safe_open(tmp_path / "saved/model.safetensors", "pt") as saved:
+        assert set(json.loads((made / "model.safetensors.index.json").read_bytes())["weight_map"]) == set(saved.keys())
+
+
+def test_the_mixture_has_about_the_bytes_that_were_asked_for() -> None:
+    mixture = importlib.import_module("tests.benchmarks.mixture")
+    for gigabytes in (1, 4, 8, 30):
+        tensors = mixture.published_tensors(mixture.mixture_config(gigabytes * 1e9))
+        assert 0.85 < sum(2 * math.prod(shape) for _, shape, _ in tensors) / (gigabytes * 1e9) <= 1
