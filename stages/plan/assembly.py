@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
+from stages.empty_init.skeleton import parent
 from stages.plan.budgets import Allowance
 from stages.plan.checks import require_fit
+from stages.plan.expert_slots import pools, slot_bytes
 from stages.plan.outline import Layer, Outline
-from stages.plan.placement import Placement, execution_devices, fold, reserves, resident_bytes
+from stages.plan.placement import Placement, execution_devices, fold, offstage, reserves, resident_bytes
 from stages.plan.plan import Plan
-from stages.plan.serving import Io, serve
-from stages.units import DISK, DeviceId, format_bytes, in_tier_order
+from stages.plan.serving import Io, Serving, serve
+from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 
 def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, policy: str, io: Io) -> Plan:
@@ -24,20 +27,44 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
     execution = {
         module: computing[outline.layer_of[tensors[0]].name] for module, tensors in outline.direct.items() if tensors
     }
+    serving, kept = serve(outline, homes, execution, io=io), reserves(outline, placement)
+    sharing = pools(outline, offstage(outline, placement))
+    taken = {device: held.get(device, 0) + kept.get(device, 0) for device in sharing}
+    staged = {CPU: max(0, _two_parts(outline, serving) - kept.get(CPU, 0))}
     return Plan(
         policy=policy,
         main_device=placement.main,
         device_map=fold(outline, placement.homes),
         homes=homes,
         execution=execution,
-        serving=serve(outline, homes, execution, io=io),
+        serving=serving,
         budgets={device: allowance.budgets.get(device) for device in devices},
         resident_bytes={device: held.get(device, 0) for device in devices},
-        reserve_bytes=reserves(outline, placement).get(placement.main, 0),
+        reserve_bytes=kept.get(placement.main, 0),
         reasons={layer.name: _reason(outline, layer, placement, computing) for layer in outline.layers},
+        pools=sharing,
+        slots={
+            device: slot_bytes(pool, _left(allowance, device, taken[device]), staged=staged.get(device, 0))
+            for device, pool in sharing.items()
+        },
         notes=allowance.notes,
         budget_terms=allowance.terms,
     )
+
+
+def _left(allowance: Allowance, device: DeviceId, taken: int) -> int | None:
+    """Return what the budget of ``device`` leaves beside so many ``taken`` bytes; null where it is unlimited."""
+    budget = allowance.budgets.get(device, 0)
+    return None if budget is None else budget - taken
+
+
+def _two_parts(outline: Outline, serving: Mapping[str, Serving]) -> int:
+    """Return the bytes of the two largest parts that the host reads for each use: what one module holds is a part."""
+    parts = Counter[str]()
+    for name in serving:
+        if serving[name] == "direct":
+            parts[parent(name)] += outline.sizes[name]
+    return sum(sorted(parts.values())[-2:])
 
 
 def _reason(outline: Outline, layer: Layer, placement: Placement, computing: Mapping[str, DeviceId]) -> str:
@@ -50,4 +77,6 @@ def _reason(outline: Outline, layer: Layer, placement: Placement, computing: Map
     if homes == [device]:
         return f"{size} resident on {where}"
     cause = "the faster devices are full" if DISK in homes else "the accelerators are full"
-    return f"{size} on {where}, streamed to {device}: {cause}"
+    away = {leader for leader in leaders if placement.homes[leader] != device}
+    how = "its experts brought to" if away <= outline.expert_tensors else "streamed to"
+    return f"{size} on {where}, {how} {device}: {cause}"

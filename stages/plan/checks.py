@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 
 from pipeline.errors import BudgetError, ConfigError, closest
 from stages.empty_init.skeleton import longest_prefix
@@ -73,7 +74,7 @@ def require_ties_together(outline: Outline, homes: Mapping[str, DeviceId], key: 
 
 
 def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> None:
-    """Raise ``BudgetError``, with the least budget that would work, where a device can't hold weights and reserve."""
+    """Raise ``BudgetError``, with the least budget that would work, where a device can't hold what must be there."""
     shortage = find_shortage(outline, placement, budgets)
     if shortage is not None:
         raise BudgetError(_told(shortage))
@@ -109,7 +110,7 @@ def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int) -> str:
     terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in parts.items() if count)
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
     reserve = max(parts["reserve"], plan.reserve_bytes if device == plan.main_device else 0)
-    most = parts["weights"] + reserve - excess
+    most = parts["weights"] + reserve + parts.get("slots", 0) - excess
     advice = f"the most that works is {most} bytes ({format_bytes(most)})"
     return (
         f"max_memory.{device}: the plan takes {format_bytes(sum(parts.values()))} on {where} ({terms}), which has"
@@ -118,11 +119,12 @@ def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int) -> str:
 
 
 def _told(shortage: Shortage) -> str:
-    device, budget, held, kept = shortage.device, shortage.budget, shortage.held, shortage.kept
+    device, budget, held, kept, slots = astuple(shortage)
     where = "the host" if device == CPU else "the disk" if device == DISK else f"accelerator {device}"
-    wants = [f"{format_bytes(held)} of weights"] if held or not kept else []
+    wants = [f"{format_bytes(held)} of weights"] if held or not kept + slots else []
     wants += [f"a reserve of {format_bytes(kept)} for the largest streamed layer"] if kept else []
-    needed = held + kept
+    wants += [f"a slot of {format_bytes(slots)} for an expert"] if slots else []
+    needed = held + kept + slots
     return (
         f"max_memory.{device}: {format_bytes(budget)} ({budget} bytes) can't hold {' and '.join(wants)} on {where};"
         f" the least that works is {needed} bytes ({format_bytes(needed)})"

@@ -3,7 +3,8 @@
 The reserve depends on what is offloaded, and what is offloaded on the reserve. So the filling starts with no reserve,
 and raises it to the largest streamed layer until nothing changes. Reserves only grow and the devices only hold less, so
 this ends, and what stands at the end is the most that can be held: any placement that respects its own reserve fits
-into every step on the way.
+into every step on the way. What a mixture's experts need at least is kept free in the same way: two slots, or one where
+two are too many.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from stages.plan.expert_slots import LEAST, ROOMY
 from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Homes, Placement, find_shortage, held_bytes, main_device, reserves
+from stages.plan.placement import Budgets, Homes, Placement, find_shortage, held_bytes, kept_free, main_device
 from stages.units import CPU, DeviceId, in_tier_order
 
 Filling = Callable[[Outline, Budgets], Homes]
@@ -58,13 +60,15 @@ def place(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
     (A tied tensor of two no-split layers is streamed to one of them; where a filling parts the two, it takes a reserve
     that another doesn't.)
     """
-    placements = [_best(outline, budgets, way) for way in dict.fromkeys((filling, fill))]
-    return max(
-        placements, key=lambda found: (find_shortage(outline, found, budgets) is None, held_bytes(outline, found.homes))
-    )
+    for slots in (ROOMY, LEAST) if outline.experts else (LEAST,):
+        placements = [_best(outline, budgets, way, slots=slots) for way in dict.fromkeys((filling, fill))]
+        fitting = [placed for placed in placements if find_shortage(outline, placed, budgets, slots=slots) is None]
+        if fitting:
+            break
+    return max(fitting or placements, key=lambda placed: held_bytes(outline, placed.homes))
 
 
-def _best(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
+def _best(outline: Outline, budgets: Budgets, filling: Filling, *, slots: int) -> Placement:
     """Return the placement that holds most on the accelerators, then on the host, with its reserves kept free.
 
     Every accelerator with a budget is tried as the main device; those before it then hold nothing, so that it is the
@@ -74,7 +78,7 @@ def _best(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
     """
     attempts: list[_Attempt] = []
     for main, caps in _candidates(budgets):
-        attempts.append(_settle(outline, budgets, filling, main=main, caps=caps))
+        attempts.append(_settle(outline, budgets, filling, main=main, caps=caps, slots=slots))
         if attempts[-1].sound and not attempts[-1].kept:
             break
     sound = [attempt.placement for attempt in attempts if attempt.sound]
@@ -95,14 +99,20 @@ def _candidates(budgets: Budgets) -> Iterator[tuple[DeviceId, dict[DeviceId, int
 
 
 def _settle(
-    outline: Outline, budgets: Budgets, filling: Filling, *, main: DeviceId, caps: Mapping[DeviceId, int | None]
+    outline: Outline,
+    budgets: Budgets,
+    filling: Filling,
+    *,
+    main: DeviceId,
+    caps: Mapping[DeviceId, int | None],
+    slots: int,
 ) -> _Attempt:
-    """Fill, and raise the reserves to what the filling needs, until they hold."""
+    """Fill, and raise what is kept free to what the filling needs, until it holds."""
     kept: dict[DeviceId, int] = {}
     while True:
         free = {device: None if room is None else max(0, room - kept.get(device, 0)) for device, room in caps.items()}
         placement = Placement(filling(outline, free), main)
-        needed = reserves(outline, placement)
+        needed = kept_free(outline, placement, slots)
         if all(count <= kept.get(device, 0) for device, count in needed.items()):
             break
         kept = {device: max(kept.get(device, 0), needed.get(device, 0)) for device in {**kept, **needed}}

@@ -21,6 +21,7 @@ from stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from stages.machine.rates import Rates, local_rates, read_rates
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow, rooms
+from stages.plan.expert_slots import Routing
 from stages.plan.outline import Outline
 from stages.plan.predict import Work, most, work
 from stages.plan.request.geometry import read_geometry
@@ -35,7 +36,8 @@ class Demand:
     """What a request takes, and what it leaves to weights: its work, and the budgets that are resolved beside it.
 
     ``io``, ``pages_stay`` and ``tight`` are all that free memory changes of a plan: how the host reads, whether what
-    it maps stays in memory, and the memory that is free where it may be too little, else null.
+    it maps stays in memory, and the memory that is free where it may be too little, else null. ``routing`` is how the
+    tokens of a pass use a mixture's experts, null for other models.
     """
 
     work: Work
@@ -43,6 +45,7 @@ class Demand:
     io: Io
     pages_stay: bool
     tight: int | None
+    routing: Routing | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,12 @@ def gather_inputs(
     kernels: Kernels,
     skeleton: str = "",
     media: MediaDemand | None = None,
+    hit_rates: Mapping[str, float] | None = None,
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
-    ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take.
+    ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``hit_rates``
+    how often runs of this checkpoint found experts in slots.
     """
     given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
     requests, apart = read_requests(config), [media_request(config.get("generate") or {}, media)] if media else []
@@ -98,6 +103,7 @@ def gather_inputs(
                     most(work(outline, geometry, one, kernels) for one in (request, *apart)),
                     library_bytes=PEFT_BYTES if adapter_folder(config.get("model") or {}) else 0,
                 ),
+                Routing(request.pass_tokens, hit_rates or {}) if outline.experts else None,
             )
             for size, request in requests.items()
         },
@@ -111,7 +117,9 @@ def gather_inputs(
     )
 
 
-def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, needs: Work) -> Demand:
+def _demand(
+    outline: Outline, given: options.PlanConfig, machine: Hardware, needs: Work, routing: Routing | None
+) -> Demand:
     allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
     streaming = _streaming(machine, outline, allowance, needs)
     return Demand(
@@ -120,6 +128,7 @@ def _demand(outline: Outline, given: options.PlanConfig, machine: Hardware, need
         io=choose_io(given.storage.io, **streaming),
         pages_stay=choose_io("auto", **streaming) == "mmap",
         tight=_tight(machine, outline, allowance, needs),
+        routing=routing,
     )
 
 
@@ -149,12 +158,12 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
     """Return the least that the host streams where it holds all that it may, and what is free for its pages then.
 
     They are told before the placement is known, so that a key can hold what follows: a plan that was made when memory
-    was free isn't found again where it isn't.
+    was free isn't found again where it isn't. Experts aren't among it: those that are routed to are read into slots.
     """
     whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
     held = whole if most is None else min(most, whole)
     free = coarse(machine.host.available_bytes) - held - needs.bytes - PROCESS_BYTES
-    return {"streamed_bytes": whole - held, "free_bytes": free}
+    return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - held), "free_bytes": free}
 
 
 def _tight(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> int | None:

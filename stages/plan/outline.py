@@ -10,7 +10,7 @@ follows it with its other tensors too (the bias of a tied head lies beside the e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent
@@ -128,6 +128,18 @@ class Outline:
     def expert_tensors(self) -> frozenset[str]:
         """The tensors of which one expert is a row."""
         return frozenset(name for spec in self.experts.values() for name in spec.tensors)
+
+    @cached_property
+    def expert_bytes(self) -> dict[str, int]:
+        """The bytes of one expert of each of the ``experts``, by module."""
+        whole = {module: sum(map(self.sizes.__getitem__, spec.tensors)) for module, spec in self.experts.items()}
+        return {module: count // self.experts[module].count for module, count in whole.items()}
+
+    @cached_property
+    def dense(self) -> Outline:
+        """The model without its experts: what every token needs."""
+        tensors = tuple(spec for spec in self.skeleton.tensors if spec.name not in self.expert_tensors)
+        return replace(self, skeleton=replace(self.skeleton, tensors=tensors, experts=()))
 
     @cached_property
     def computed(self) -> frozenset[str]:

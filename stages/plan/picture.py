@@ -1,4 +1,4 @@
-"""The plan as a picture: a bar for each device, filled by layers, the reserve hatched, a line at the budget.
+"""The plan as a picture: a bar for each device, filled by layers, slots dotted, reserve hatched, a line at the budget.
 
 Each bar has its own scale, since a disk holds a hundred times what an accelerator does; the labels give the sizes.
 Mid-tone fills and ``currentColor`` on no background are read on a light page as on a dark one.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from xml.sax.saxutils import escape, quoteattr
 
 from stages.plan.plan import Plan
-from stages.plan.table import rows
+from stages.plan.table import rows, slots_told
 from stages.units import DeviceId
 
 FILE_NAME = "plan.svg"
@@ -26,7 +26,9 @@ text { fill: currentColor; }
 .budget { stroke: #d0342c; stroke-width: 2; }
 </style>
 <defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
-<line x1="0" y1="0" x2="0" y2="6" stroke="currentColor" stroke-width="2" opacity="0.6"/></pattern></defs>"""
+<line x1="0" y1="0" x2="0" y2="6" stroke="currentColor" stroke-width="2" opacity="0.6"/></pattern>
+<pattern id="dots" width="6" height="6" patternUnits="userSpaceOnUse">
+<circle cx="3" cy="3" r="1.2" fill="currentColor" opacity="0.6"/></pattern></defs>"""
 
 
 def draw(plan: Plan, sizes: Mapping[str, int]) -> str:
@@ -41,11 +43,11 @@ def draw(plan: Plan, sizes: Mapping[str, int]) -> str:
 
 
 def _bar(plan: Plan, device: DeviceId, sizes: Mapping[str, int], *, top: int) -> str:
-    """Return the bar of one device: its layers in order, then its reserve, and the line of its budget."""
-    held = plan.resident_bytes[device]
+    """Return the bar of one device: its layers in order, its slots, then its reserve, and the line of its budget."""
+    held, slots = plan.resident_bytes[device], plan.slots.get(device, 0)
     reserve = plan.reserve_bytes if device == plan.main_device else 0
     budget = plan.budgets.get(device)
-    scale = _BAR / max(held + reserve, budget or 0, 1)
+    scale = _BAR / max(held + slots + reserve, budget or 0, 1)
     parts = [f'<text x="{_LEFT - 10}" y="{top + 22}" text-anchor="end" font-weight="600">{device}</text>']
     left, shown = float(_LEFT), 0
     for index, row in enumerate(row for row in rows(plan, sizes) if row.device == device):
@@ -53,13 +55,18 @@ def _bar(plan: Plan, device: DeviceId, sizes: Mapping[str, int], *, top: int) ->
         shown += count
         parts.append(_segment(left, top, count * scale, _HUES[index % len(_HUES)], f"{row.name}: {gib(row.bytes)}"))
         left += count * scale
+    if slots:
+        told = f"{slots_told(plan, device)}: {gib(slots)}"
+        parts.append(_segment(left, top, slots * scale, "url(#dots)", told))
+        left += slots * scale
     if reserve:
         parts.append(_segment(left, top, reserve * scale, "url(#hatch)", f"reserve: {gib(reserve)}"))
     parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_BAR}" height="{_HEIGHT}" class="frame"/>')
     if budget is not None:
         x = _LEFT + budget * scale
         parts.append(f'<line x1="{x:.1f}" y1="{top - 5}" x2="{x:.1f}" y2="{top + _HEIGHT + 5}" class="budget"/>')
-    label = [f"weights {gib(held)}", *([f"reserve {gib(reserve)}"] if reserve else [])]
+    label = [f"weights {gib(held)}", *([f"slots {gib(slots)}"] if slots else [])]
+    label += [f"reserve {gib(reserve)}"] if reserve else []
     label.append("no limit" if budget is None else f"budget {gib(budget)}")
     parts.append(f'<text x="{_LEFT}" y="{top + _HEIGHT + 18}" font-size="12">{escape(" · ".join(label))}</text>')
     return "\n".join(parts)

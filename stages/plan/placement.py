@@ -2,7 +2,8 @@
 
 What is streamed, ``serving`` says. Each device that computes streamed tensors needs room for the largest layer of them:
 the reserve. Whole layers are the measure and not single tensors, because a no-split
-module's tensors may all be wanted at once.
+module's tensors may all be wanted at once. Of a mixture's experts a device that computes some which lie elsewhere needs
+room for a slot or two, however many a layer has.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stages.empty_init.skeleton import upward
+from stages.plan.expert_slots import LEAST, pools
 from stages.plan.outline import Layer, Outline
-from stages.plan.serving import Serving, is_streamed, serving_of, waits_on
+from stages.plan.serving import Serving, is_offstage, is_streamed, serving_of, waits_on
 from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 Budgets = Mapping[DeviceId, int | None]
@@ -33,12 +35,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A device whose ``budget`` is less than the weights ``held`` on it and the reserve ``kept`` there, in bytes."""
+    """A device whose ``budget`` is less than what must be there, in bytes.
+
+    That is the weights ``held`` on it, the reserve ``kept`` for what is streamed, and the ``slots`` for experts.
+    """
 
     device: DeviceId
     budget: int
     held: int
     kept: int
+    slots: int
 
 
 def main_device(homes: Homes) -> DeviceId:
@@ -82,6 +88,31 @@ def _streamed(outline: Outline, layer: Layer, placement: Placement, device: Devi
     return {name: serving for name, serving in served.items() if serving is not None and is_streamed(serving)}
 
 
+def offstage(outline: Outline, placement: Placement) -> dict[str, DeviceId]:
+    """Return the modules whose experts lie elsewhere than where they compute, and where they compute."""
+    computing = {
+        module: execution_device(outline, outline.layer_of[experts.tensors[0]], placement)
+        for module, experts in outline.experts.items()
+    }
+    return {
+        module: device
+        for module, device in computing.items()
+        if is_offstage(outline.experts[module], placement.homes, computes=device)
+    }
+
+
+def least_slots(outline: Outline, placement: Placement, count: int = LEAST) -> dict[DeviceId, int]:
+    """Return the bytes of ``count`` slots on each device that computes experts which lie elsewhere."""
+    found = pools(outline, offstage(outline, placement))
+    return {device: min(count, pool.experts) * pool.expert_bytes for device, pool in found.items()}
+
+
+def kept_free(outline: Outline, placement: Placement, slots: int = LEAST) -> dict[DeviceId, int]:
+    """Return the bytes that each device keeps free of weights that lie there: the reserve, and so many ``slots``."""
+    kept, least = reserves(outline, placement), least_slots(outline, placement, slots)
+    return {device: kept.get(device, 0) + least.get(device, 0) for device in {**kept, **least}}
+
+
 def streamed_bytes(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
     """Return the bytes that are brought in for each token, by where they wait. Each use of a tied tensor counts."""
     found: dict[DeviceId, int] = {}
@@ -106,16 +137,17 @@ def held_bytes(outline: Outline, homes: Homes) -> tuple[int, int]:
     return sum(count for device, count in held.items() if isinstance(device, int)), held.get(CPU, 0)
 
 
-def find_shortage(outline: Outline, placement: Placement, budgets: Budgets) -> Shortage | None:
-    """Return the first device that can't hold its weights and its reserve; null where all can.
+def find_shortage(outline: Outline, placement: Placement, budgets: Budgets, *, slots: int = LEAST) -> Shortage | None:
+    """Return the first device that can't hold its weights, its reserve and so many ``slots``; null where all can.
 
     A device that ``budgets`` doesn't list holds nothing, except that disk is then unlimited.
     """
     held, kept = resident_bytes(outline, placement.homes), reserves(outline, placement)
-    for device in in_tier_order([*held, *kept]):
+    least = least_slots(outline, placement, slots)
+    for device in in_tier_order([*held, *kept, *least]):
         budget = budgets.get(device, None if device == DISK else 0)
-        found = Shortage(device, budget or 0, held.get(device, 0), kept.get(device, 0))
-        if budget is not None and found.held + found.kept > budget:
+        found = Shortage(device, budget or 0, held.get(device, 0), kept.get(device, 0), least.get(device, 0))
+        if budget is not None and found.held + found.kept + found.slots > budget:
             return found
     return None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.atomic_files import write_text
+from stages.plan.expert_slots import Pool
 from stages.plan.serving import Serving
 from stages.units import CPU, DeviceId, in_tier_order, parse_device
 
@@ -26,11 +27,13 @@ class Plan:
     tensor that isn't resident where it computes: how it gets there. ``budgets`` are bytes of weights (null: unlimited).
     ``resident_bytes`` counts tied tensors once; on disk it is what lies there. ``reserve_bytes`` is kept free on
     ``main_device`` for streamed weights. ``slots`` are the bytes on each device that computes experts which lie
-    elsewhere: they hold those that may be wanted again. ``reasons`` says why each layer lies where it does. ``notes``
-    are remarks in words; ``budget_terms`` lists what automatic budgets are the sum of.
+    elsewhere: they hold those that may be wanted again. ``pools`` says how many experts share them. ``reasons`` says
+    why each layer lies where it does. ``notes`` are remarks in words; ``budget_terms`` lists what automatic budgets are
+    the sum of.
     ``ledgers`` has, for each simulated accelerator, the bytes of weights that it takes before it is full.
     ``predicted`` are the bytes of each device at its peak, by what they are for; ``forecast`` the bytes streamed and
     the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
+    ``used_bytes`` are those that a token reads of what each device holds: of a mixture's experts those it is routed to.
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null.
     """
 
@@ -45,11 +48,13 @@ class Plan:
     reserve_bytes: int
     reasons: Mapping[str, str]
     slots: Mapping[DeviceId, int] = field(default_factory=dict)
+    pools: Mapping[DeviceId, Pool] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     budget_terms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     predicted: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict)
     forecast: Mapping[str, float | int | str] = field(default_factory=dict)
     ledgers: Mapping[DeviceId, int] = field(default_factory=dict)
+    used_bytes: Mapping[DeviceId, int] = field(default_factory=dict)
     rates: Mapping[str, int] = field(default_factory=dict)
     batch_size: int | None = None
 
@@ -77,7 +82,8 @@ class Plan:
 def from_json(data: Mapping[str, Any]) -> Plan:
     """Return the plan that ``plan.json`` holds; JSON's string keys become device ids again."""
     fields = dict(data)
-    for key in ("budgets", "resident_bytes", "predicted", "ledgers", "slots"):
+    for key in ("budgets", "resident_bytes", "predicted", "ledgers", "slots", "used_bytes"):
         fields[key] = {parse_device(device): count for device, count in data.get(key, {}).items()}
+    fields["pools"] = {parse_device(device): Pool(**pool) for device, pool in data.get("pools", {}).items()}
     fields["notes"] = tuple(data.get("notes", ()))
     return Plan(**fields)

@@ -1,8 +1,9 @@
 """What each device will hold at its peak, and how long a token will take.
 
 Decoding is bound by the movement of weights: each token reads the resident weights once from the memory they lie in,
-and the streamed ones once from where they wait. Reading ahead overlaps these, so a token takes as long as the slowest
-of storage, link and memory (the roofline argument, with bytes in place of operations).
+and the streamed ones once from where they wait; of a mixture's experts those that it is routed to. Reading ahead
+overlaps these, so a token takes as long as the slowest of storage, link and memory (the roofline argument, with bytes
+in place of operations).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from operator import mul
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates
+from stages.plan.expert_slots import SINGLE, ExpertTraffic, Routing, expert_traffic
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.request.geometry import Geometry, Request
@@ -24,6 +26,9 @@ from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
 PINNED_BYTES = 16 * 2**20
 """The host memory that weights pass through on their way from storage to an accelerator."""
+
+BOUNCE_BYTES = 0
+"""The host memory that experts pass through on their way from storage to a slot, wherever that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,24 +128,55 @@ def compute_dtype(outline: Outline) -> str:
     return max(count, key=lambda dtype: count[dtype], default="float32")
 
 
-def predict(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, pages_stay: bool = False) -> Plan:
+def predict(
+    outline: Outline,
+    plan: Plan,
+    needs: Work,
+    rates: Rates,
+    *,
+    routing: Routing = SINGLE,
+    pages_stay: bool = False,
+) -> Plan:
     """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token.
 
-    Where ``pages_stay``, what is mapped is read from storage once, and is in memory for every token that follows.
+    A token stands for a pass of decoding, whose tokens are routed as ``routing`` says. Where ``pages_stay``, what is
+    mapped is read from storage once, and is in memory for every token that follows.
     """
-    streamed: Counter[DeviceId] = Counter()
+    offstage = _offstage(outline, plan)
+    experts = expert_traffic(outline, plan.homes, offstage, slots=plan.slots, routing=routing)
+    streamed = Counter({device: round(count) for device, count in experts.brought.items()})
     for name, serving in plan.serving.items():
         if is_streamed(serving):
             streamed[CPU if pages_stay and serving == "map" else waits_on(serving)] += outline.sizes[name]
-    seconds = token_seconds(streamed, plan.resident_bytes, main=plan.main_device, rates=rates)
+    used = _used_bytes(outline, plan, experts)
+    seconds = token_seconds(streamed, used, main=plan.main_device, rates=rates)
     bound = max(seconds, key=lambda name: seconds[name])
     forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": sum(streamed.values())}
+    if offstage:
+        forecast["expert_bytes_per_token"] = round(sum(experts.brought.values()))
+        forecast["expert_hit_rate"] = round(experts.hit_rate, 4)
     forecast |= {"seconds_per_token": seconds[bound], "bound": bound}
     if streamed.get(DISK):
         forecast["storage_bandwidth_bytes_per_second"] = rates.storage
     through = sum(outline.sizes[name] for name, serving in plan.serving.items() if serving == "direct")
     peaks = _peaks(outline, plan, needs, through=through)
-    return replace(plan, predicted=peaks, forecast=forecast, rates=asdict(rates))
+    return replace(plan, predicted=peaks, forecast=forecast, used_bytes=used, rates=asdict(rates))
+
+
+def _offstage(outline: Outline, plan: Plan) -> dict[str, DeviceId]:
+    """Return the modules whose experts are brought one by one, and where they compute."""
+    served = (module for module, spec in outline.experts.items() if plan.serving.get(spec.tensors[0]) == "experts")
+    return {module: plan.execution[module] for module in served}
+
+
+def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic) -> dict[DeviceId, int]:
+    """Return the bytes that a token reads of what each device holds: all weights, but only those experts it uses."""
+    used = Counter(plan.resident_bytes)
+    for name in outline.expert_tensors:
+        used[plan.homes[name]] -= outline.sizes[name]
+    for there in (experts.resident, experts.found):
+        used.update({device: round(count) for device, count in there.items()})
+    return dict(used)
 
 
 def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[DeviceId, dict[str, int]]:
@@ -153,12 +189,14 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
         held = {"weights": plan.resident_bytes.get(device, 0)}
         if device != DISK:
             held["reserve"] = plan.reserve_bytes if device == plan.main_device else 0
+            held |= {"slots": plan.slots[device]} if device in plan.slots else {}
             held["cache"] = needs.cache_bytes * computing.count(device) // len(computing)
             held["activations"] = needs.activation_bytes if device in plan.execution.values() else 0
         if device == plan.main_device and needs.assistant_bytes:
             held["assistant"] = needs.assistant_bytes
         if device == CPU:
             held |= {"reserve": staging} if plan.main_device == CPU else {"staging": min(staging, PINNED_BYTES)}
+            held |= {"slots": plan.slots.get(CPU, 0) + BOUNCE_BYTES} if plan.slots else {}
             held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0
             held |= {"results": needs.result_bytes} if needs.result_bytes else {}
             held["process"] = PROCESS_BYTES + needs.library_bytes
@@ -190,7 +228,8 @@ def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float) ->
     The rates are those that ``plan`` was made with.
     """
     streamed = {DISK: storage_bytes, CPU: streamed_bytes - storage_bytes}
-    seconds = token_seconds(streamed, plan.resident_bytes, main=plan.main_device, rates=Rates(**plan.rates))
+    used = plan.used_bytes or plan.resident_bytes
+    seconds = token_seconds(streamed, used, main=plan.main_device, rates=Rates(**plan.rates))
     return max(seconds.values())
 
 
@@ -199,7 +238,7 @@ def token_seconds(
 ) -> dict[str, float]:
     """Return the seconds that a token takes storage, the link, and either memory; the largest bounds it.
 
-    ``streamed`` are the bytes brought in for a token by where they wait, ``held`` those that lie on each device.
+    ``streamed`` are the bytes brought in for a token by where they wait, ``held`` those read on each device.
     """
     total = sum(streamed.values())
     on_accelerators = sum(count for device, count in held.items() if isinstance(device, int))

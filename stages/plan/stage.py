@@ -22,6 +22,7 @@ from stages.machine.rates import Rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble
 from stages.plan.checks import has_room, require_room, require_writable
+from stages.plan.expert_slots import SINGLE
 from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_rates
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
@@ -136,7 +137,9 @@ def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[objec
     plan = assemble(outline, placement, allowance, policy=inputs.choice.policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
     plan = replace(plan, ledgers=ledgers(inputs.machine, plan.budgets), batch_size=size)
-    return predict(outline, plan, demand.work, inputs.rates, pages_stay=demand.pages_stay)
+    return predict(
+        outline, plan, demand.work, inputs.rates, routing=demand.routing or SINGLE, pages_stay=demand.pages_stay
+    )
 
 
 def _place(inputs: PlanInputs, allowed: Budgets) -> Placement:
@@ -158,8 +161,9 @@ def _require_devices(choice: options.Choice, overrides: Mapping[str, DeviceId], 
 def _summary(plan: plans.Plan) -> str:
     held = [f"{device} {format_bytes(count)}" for device, count in plan.resident_bytes.items() if count]
     reserve = [f"reserve {format_bytes(plan.reserve_bytes)} on {plan.main_device}"] if plan.reserve_bytes else []
+    experts = table.experts_told(plan)
     batch = [f"batches of {plan.batch_size}"] if plan.batch_size else []
-    return "; ".join([", ".join(held), *reserve, *batch, *plan.notes])
+    return "; ".join([", ".join(held), *reserve, *experts, *batch, *plan.notes])
 
 
 def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:

@@ -61,13 +61,34 @@ def render(plan: Plan, sizes: Mapping[str, int]) -> str:
     lines = [("module", "lies on", "computes on", "size")]
     for row in rows(plan, sizes):
         lines.append((row.name, str(row.device), str(row.execution), format_bytes(row.bytes)))
-    devices = [("device", "weights", "reserve", "budget")]
+    slots = ["slots"] if plan.slots else []
+    devices = [["device", "weights", "reserve", *slots, "budget"]]
     for device, held in plan.resident_bytes.items():
         reserve = plan.reserve_bytes if device == plan.main_device else 0
         budget = plan.budgets.get(device)
         room = "unlimited" if budget is None and device == DISK else format_bytes(budget or 0)
-        devices.append((str(device), format_bytes(held), format_bytes(reserve), room))
-    return f"{_align(lines)}\n\n{_align(devices)}"
+        kept = [format_bytes(plan.slots.get(device, 0)) for _ in slots]
+        devices.append([str(device), format_bytes(held), format_bytes(reserve), *kept, room])
+    return "\n\n".join([_align(lines), _align(devices), *experts_told(plan)])
+
+
+def slots_told(plan: Plan, device: DeviceId) -> str:
+    """Return in words how many of the experts that ``device`` computes can be kept there."""
+    pool = plan.pools[device]
+    return f"{pool.fitting(plan.slots[device])} slots for {pool.experts} experts"
+
+
+def experts_told(plan: Plan) -> list[str]:
+    """Return in words what the slots for experts are, and what a token brings of those that aren't in one."""
+    if not plan.pools:
+        return []
+    where = ", ".join(f"{slots_told(plan, device)} on {device}" for device in plan.pools)
+    told = {
+        name: plan.forecast[name] for name in ("expert_hit_rate", "expert_bytes_per_token") if name in plan.forecast
+    }
+    expected = [f"{told['expert_hit_rate']:.0%} of those a token uses are expected there"] if told else []
+    expected += [f"{format_bytes(int(told['expert_bytes_per_token']))} a token are brought"] if told else []
+    return ["; ".join([where, *expected])]
 
 
 def _align(lines: Sequence[Iterable[str]]) -> str:

@@ -1,12 +1,13 @@
 """``cpu_offload_gb: N``: the first N GB of the decoder layers' parameters live on the host.
 
 All else is on the accelerator. Parameter by parameter, in the order of execution, whole layers or not: each computes on
-the accelerator all the same.
+the accelerator all the same. The experts of a layer go together: an expert is brought with all it has.
 What it asks is how much memory to free, where the other policies ask how much there is.
 """
 
 from __future__ import annotations
 
+from stages.empty_init.skeleton import parent
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement
 from stages.units import CPU, DISK, DeviceId, in_tier_order
@@ -25,9 +26,15 @@ def cpu_offload_gb(outline: Outline, budgets: Budgets, gigabytes: float) -> Plac
     for leader in _parameters(outline):
         if offloaded >= gigabytes * 10**9:
             break
-        homes[leader] = away
-        offloaded += outline.sizes[leader]
+        together = _together(outline, leader) if homes[leader] == main else ()
+        homes |= dict.fromkeys(together, away)
+        offloaded += sum(outline.sizes[name] for name in together)
     return Placement(homes, main)
+
+
+def _together(outline: Outline, leader: str) -> tuple[str, ...]:
+    """Return the parameters that are offloaded with ``leader``: those of the same experts, else itself alone."""
+    return outline.experts[parent(leader)].tensors if leader in outline.expert_tensors else (leader,)
 
 
 def _parameters(outline: Outline) -> list[str]:

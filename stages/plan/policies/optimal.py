@@ -9,17 +9,23 @@ For a reserve of r bytes each layer may stream at most r. Which of its tensors s
 enough (a dozen tensors, few distinct layers) to be solved exactly. The smallest r whose remaining tensors fit beside
 it leaves the fewest bytes to stream. An accelerator besides the main one holds whole layers, since what is streamed
 computes on the main device.
+
+Of a mixture's experts a token uses a few, so a byte of an expert is worth a fraction of a byte that every token needs.
+Where not all fits, the model without its experts is placed first, as any model is; the experts all wait below, evenly,
+and what is left of the budgets is slots for those that tokens are routed to. A few layers with all of their experts
+would be slots that nothing but these layers can use.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stages.empty_init.skeleton import parent
 from stages.machine.rates import Rates
+from stages.plan.expert_slots import LEAST, ROOMY
 from stages.plan.filling import fill
 from stages.plan.outline import Layer, Outline
 from stages.plan.placement import (
@@ -27,7 +33,8 @@ from stages.plan.placement import (
     Placement,
     find_shortage,
     held_bytes,
-    reserves,
+    kept_free,
+    offstage,
     resident_bytes,
     streamed_bytes,
 )
@@ -65,15 +72,48 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
     Among placements that are equally fast (the host's memory may bound both) the one with the least to stream.
     """
     whole = balanced(outline, budgets)
-    if not reserves(outline, whole):
+    if not kept_free(outline, whole):
         return whole
-    found = [sequential(outline, budgets), *_split(outline, budgets), whole]
+    apart = next(_apart(outline, budgets, rates), None) if outline.experts else None
+    if apart is not None:
+        return apart
+    split = () if outline.experts else _split(outline, budgets)
+    found = [sequential(outline, budgets), *split, whole]
     return min(found, key=lambda placement: _cost(outline, placement, rates or Rates()))
+
+
+def _apart(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[Placement]:
+    """Yield the placements of a mixture that have all experts below and slots where they compute, the best first."""
+    accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
+    for computing in (accelerators, [CPU]) if accelerators else ([CPU],):
+        rooms = {device: 0 if device in accelerators and computing == [CPU] else budgets[device] for device in budgets}
+        for slots in (ROOMY, LEAST):
+            least = slots * max(outline.expert_bytes.values())
+            free = {**rooms, **{device: _less(rooms.get(device, 0), least) for device in computing}}
+            placement = _with_experts_below(outline, optimal(outline.dense, free, rates), budgets)
+            if placement.main in computing and find_shortage(outline, placement, budgets, slots=slots) is None:
+                yield placement
+
+
+def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) -> Placement:
+    """Return the placement ``dense`` of all but the experts with these on the host, as far as it goes, and on disk."""
+    names = [name for layer in outline.layers for name in layer.owned if name in outline.expert_tensors]
+    held = resident_bytes(outline, dense.homes).get(CPU, 0)
+    below = _below(outline, names, dense.main, {CPU: _less(budgets.get(CPU, 0), held)})
+    return Placement({**dense.homes, **below}, dense.main)
+
+
+def _less(room: int | None, count: int) -> int | None:
+    return None if room is None else max(0, room - count)
 
 
 def _cost(outline: Outline, placement: Placement, rates: Rates) -> tuple[float, int, int, int]:
     """Return what makes a placement worse: seconds a token, bytes streamed, those from disk, bytes not accelerated."""
-    streamed, held = streamed_bytes(outline, placement), resident_bytes(outline, placement.homes)
+    streamed, held = Counter(streamed_bytes(outline, placement)), resident_bytes(outline, placement.homes)
+    for module in offstage(outline, placement):
+        experts = outline.experts[module]
+        for name in experts.tensors:
+            streamed[placement.homes[name]] += outline.sizes[name] * experts.per_token // experts.count
     seconds = max(token_seconds(streamed, held, main=placement.main, rates=rates).values())
     return seconds, sum(streamed.values()), streamed.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
 

@@ -66,6 +66,11 @@ class Request:
         """The tokens that all sequences have together in the end, of which keys and values are kept."""
         return self.sequences * self.length
 
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of one pass of decoding; of the one forward where that is all."""
+        return self.sequences * (self.positions if self.length else self.prompt)
+
 
 def read_geometry(model: Mapping[str, Any]) -> Geometry:
     """Return the shape that the ``config.json`` of the config's ``model`` states; nothing where there is none."""

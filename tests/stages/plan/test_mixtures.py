@@ -1,0 +1,257 @@
+"""Plans of mixtures: what every token needs comes first, and what the budgets leave is slots for experts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from pipeline.errors import BudgetError
+from stages.dispatch import dispatch_plan
+from stages.plan import plan as plans
+from stages.plan.expert_slots import Pool, Routing
+from stages.plan.outline import Outline
+from stages.plan.picture import draw
+from stages.plan.plan import Plan
+from stages.plan.policies import POLICIES
+from stages.plan.stage import make_plan
+from stages.plan.table import render
+from stages.units import CPU, DISK, DeviceId
+from tests.stages.plan.mixtures import mixture
+
+NAMES = ["Mixtral", "Qwen3-MoE", "DeepSeek-V3", "gpt-oss"]
+many = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def plan_for(outline: Outline, policy: Any = "optimal", **budgets: int) -> Plan:
+    """Return the plan under ``budgets``: ``cpu``, and ``_0`` and so on for accelerators, which are simulated."""
+    max_memory = {key.lstrip("_"): str(count) for key, count in budgets.items()}
+    hardware = {"devices": [{"memory": "1GB"}] * sum(key != "cpu" for key in budgets), "host": {"memory": "8GB"}}
+    config = {"max_memory": max_memory, "device_map": policy, "hardware": hardware, "generate": {}}
+    return make_plan(outline, {**config, "storage": {"io": "direct"}})
+
+
+def planned(outline: Outline, policy: str, budgets: dict[str, int]) -> Plan | str:
+    """Return the plan, or what is said where the budgets can't hold one."""
+    try:
+        return plan_for(outline, policy, **budgets)
+    except BudgetError as error:
+        return str(error)
+
+
+def expert_bytes(outline: Outline) -> int:
+    return max(outline.expert_bytes.values())
+
+
+def dense_bytes(outline: Outline) -> int:
+    return outline.dense.skeleton.bytes
+
+
+def taken(plan: Plan, device: DeviceId) -> int:
+    """Return the bytes of the budget of ``device`` that the plan gives to weights, the reserve and slots."""
+    reserve = plan.reserve_bytes if device == plan.main_device else 0
+    return plan.resident_bytes.get(device, 0) + reserve + plan.slots.get(device, 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_every_token_needs_stays_and_the_rest_of_the_budget_is_slots(name: str) -> None:
+    model = mixture(name)
+    plan = plan_for(model, cpu=dense_bytes(model) + 5 * expert_bytes(model) + 3)
+    assert {tensor for tensor, home in plan.homes.items() if home == DISK} == model.expert_tensors
+    assert set(plan.serving.values()) == {"experts"}
+    assert plan.slots == {CPU: 5 * expert_bytes(model)}
+    assert (plan.reserve_bytes, plan.staging_bytes) == (0, 3)
+    assert plan.pools == {CPU: Pool(6 * len(model.experts), expert_bytes(model))}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_that_fits_has_no_slots(name: str) -> None:
+    plan = plan_for(mixture(name), cpu=mixture(name).skeleton.bytes)
+    assert (plan.serving, plan.slots, plan.pools) == ({}, {}, {})
+
+
+def test_two_experts_come_before_reading_ahead_and_one_is_enough() -> None:
+    model = mixture("Mixtral")
+    with pytest.raises(BudgetError) as refusal:
+        plan_for(model, cpu=expert_bytes(model))
+    words = str(refusal.value).split()
+    least = int(words[words.index("bytes", words.index("least")) - 1])
+    assert "a slot of 9.22 kB for an expert" in str(refusal.value)
+    assert plan_for(model, cpu=least).slots == {CPU: expert_bytes(model)}
+    assert plan_for(model, cpu=least + expert_bytes(model)).slots == {CPU: 2 * expert_bytes(model)}
+    with pytest.raises(BudgetError):
+        plan_for(model, cpu=least - 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
+@many
+@given(data=st.data())
+def test_a_plan_fits_its_budgets_or_is_refused_in_one_line(name: str, policy: str, data: st.DataObject) -> None:
+    model = mixture(name)
+    whole = model.skeleton.bytes
+    sizes = st.integers(0, whole) | st.integers(0, whole // 10)
+    budgets = {key: data.draw(sizes) for key in data.draw(st.sampled_from([["cpu"], ["_0", "cpu"], ["_0", "_1"]]))}
+    plan = planned(model, policy, budgets)
+    if isinstance(plan, str):
+        assert "\n" not in plan
+        return
+    for device, budget in plan.budgets.items():
+        assert budget is None or taken(plan, device) <= budget
+    for experts in model.experts.values():
+        assert len({plan.serving.get(tensor) for tensor in experts.tensors}) == 1, "all of them alike"
+    for device, pool in plan.pools.items():
+        assert 1 <= plan.slots[device] // pool.expert_bytes <= pool.experts
+        assert plan.slots[device] % pool.expert_bytes == 0
+    assert (
+        plan.slots.keys()
+        == plan.pools.keys()
+        == {plan.execution[module] for module, experts in model.experts.items() if experts.tensors[0] in plan.serving}
+    )
+    for parts in plan.predicted.values():
+        assert all(count >= 0 for count in parts.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@many
+@given(data=st.data())
+def test_more_budget_is_never_fewer_slots_nor_more_bytes_a_token(name: str, data: st.DataObject) -> None:
+    model = mixture(name)
+    size = st.integers(0, model.skeleton.bytes - 1)
+    small, large = sorted((data.draw(size), data.draw(size)))
+    less, more = (planned(model, "optimal", {"cpu": size}) for size in (small, large))
+    if isinstance(less, str):
+        return
+    assert isinstance(more, Plan)
+    if less.resident_bytes[CPU] == more.resident_bytes[CPU]:
+        assert less.slots[CPU] <= more.slots[CPU]
+    assert less.forecast["streamed_bytes_per_token"] >= more.forecast["streamed_bytes_per_token"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimal_streams_the_least_of_all_policies(name: str) -> None:
+    model = mixture(name)
+    for share in (0.1, 0.2, 0.4, 0.6, 0.8, 0.95):
+        budgets = {"cpu": int(share * model.skeleton.bytes)}
+        plans_made = [planned(model, policy, budgets) for policy in ("optimal", "sequential")]
+        counts = [plan.forecast["streamed_bytes_per_token"] for plan in plans_made if isinstance(plan, Plan)]
+        assert [int(count) for count in counts] == sorted(int(count) for count in counts)
+
+
+def test_experts_wait_on_the_host_as_far_as_it_goes_and_compute_from_slots_of_the_accelerators() -> None:
+    model = mixture("Qwen3-MoE")
+    rest = model.skeleton.bytes - dense_bytes(model)
+    both = dense_bytes(model) + 9 * expert_bytes(model)
+    plan = plan_for(model, _0=both, cpu=rest // 2)
+    assert plan.main_device == 0
+    assert {plan.homes[name] for name in model.expert_tensors} == {CPU, DISK}
+    assert 0.6 * (rest // 2) < plan.resident_bytes[CPU] <= rest // 2
+    assert plan.slots == {0: 9 * expert_bytes(model)}
+    two = plan_for(model, _0=both // 2, _1=both // 2, cpu=0)
+    assert set(two.slots) == {0, 1}
+    assert {home for name, home in two.homes.items() if name not in model.expert_tensors} == {0, 1}
+
+
+def test_other_policies_keep_whole_layers() -> None:
+    model = mixture("Mixtral")
+    layers = [layer.name for layer in model.layers if layer.name in model.blocks]
+    first = [layer.bytes for layer in model.layers if layer.name not in model.blocks or layer.name == layers[0]]
+    reserve = dense_bytes(model) // 3
+    plan = plan_for(model, "sequential", cpu=sum(first) + reserve + 3 * expert_bytes(model))
+    homes = [{plan.homes[name] for name in model.layer_of[f"{layer}.mlp.gate.weight"].tensors} for layer in layers]
+    assert homes == [{CPU}, {DISK}, {DISK}]
+    assert plan.pools[CPU].experts == 12
+    assert plan.slots[CPU] >= 3 * expert_bytes(model)
+
+
+def test_of_a_map_that_tears_experts_apart_the_module_is_served_as_a_whole() -> None:
+    model = mixture("Mixtral")
+    experts = list(model.experts)
+    device_map = {"": "cpu", f"{experts[0]}.gate_up_proj": "disk", experts[1]: "disk"}
+    plan = plan_for(model, device_map, cpu=model.skeleton.bytes)
+    assert plan.serving == {
+        f"{experts[0]}.gate_up_proj": "direct", **dict.fromkeys(model.experts[experts[1]].tensors, "experts"),
+    }  # fmt: skip
+    assert plan.pools[CPU].experts == 6
+    assert plan.reserve_bytes == model.sizes[f"{experts[0]}.gate_up_proj"]
+
+
+def test_cpu_offload_gb_takes_the_experts_of_a_layer_together() -> None:
+    model = mixture("Mixtral")
+    first = model.experts[next(iter(model.experts))]
+    before = 0
+    for name in model.layer_of[first.tensors[0]].owned:
+        if name == first.tensors[0]:
+            break
+        before += model.sizes[name]
+    plan = plan_for(model, {"cpu_offload_gb": (before + 1) / 10**9}, _0=10**8, cpu=10**8)
+    assert {plan.serving[name] for name in first.tensors} == {"experts"}
+    assert plan.slots == {0: 6 * expert_bytes(model)}
+
+
+def test_a_token_is_expected_to_bring_the_experts_that_it_uses_and_that_have_no_slot() -> None:
+    model = mixture("Mixtral")
+    plan = plan_for(model, cpu=dense_bytes(model) + 6 * expert_bytes(model))
+    used = 3 * 3 * expert_bytes(model)
+    assert plan.forecast["expert_hit_rate"] == round(6 / 18, 4)
+    assert plan.forecast["expert_bytes_per_token"] == plan.forecast["streamed_bytes_per_token"] == used * 12 // 18
+    assert plan.used_bytes == {CPU: dense_bytes(model) + used * 6 // 18, DISK: 0}
+
+
+def test_tokens_of_one_pass_share_experts_and_what_was_measured_counts() -> None:
+    experts = mixture("Mixtral").skeleton.experts[0]
+    assert [round(Routing(tokens).distinct(experts), 6) for tokens in (1, 2, 1000)] == [3, 4.5, 6]
+    measured = Routing(1, {"11/32 of 18, 1 a pass": 0.75})
+    assert measured.hit_rate(Pool(18, 10), 6) == 0.75
+    assert measured.hit_rate(Pool(18, 10), 9) == 0.5, "at another number of slots"
+    assert replace(measured, tokens=2).hit_rate(Pool(18, 10), 6) == 6 / 18
+
+
+def test_batches_and_beams_are_tokens_of_a_pass() -> None:
+    model = mixture("Mixtral")
+    config = {"max_memory": {"cpu": str(dense_bytes(model) + 6 * expert_bytes(model))}, "storage": {"io": "direct"}}
+    asked = {"prompts": ["one", "two"], "num_beams": 3, "max_new_tokens": 4}
+    plan = make_plan(model, {**config, "device_map": "optimal", "generate": asked})
+    wanted = round(3 * 6 * (1 - 0.5**6) * expert_bytes(model) * 12 / 18)
+    assert plan.forecast["expert_bytes_per_token"] == pytest.approx(wanted, abs=2)
+
+
+def test_slots_are_a_part_of_the_predicted_peak() -> None:
+    model = mixture("Mixtral")
+    plan = plan_for(model, _0=dense_bytes(model) + 4 * expert_bytes(model), cpu=model.skeleton.bytes)
+    assert plan.predicted[0]["slots"] == 4 * expert_bytes(model)
+    assert list(plan.predicted[CPU])[-1] == "simulated"
+    assert plan.predicted[CPU]["simulated"] >= dense_bytes(model) + 4 * expert_bytes(model)
+
+
+def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> None:
+    model = mixture("DeepSeek-V3")
+    plan = plan_for(model, cpu=dense_bytes(model) + 6 * expert_bytes(model))
+    plan.save(tmp_path)
+    assert plans.from_json(json.loads((tmp_path / plans.FILE_NAME).read_text())) == plan
+    made = dispatch_plan.make_dispatch_plan(model.skeleton, plan)
+    made.save(tmp_path)
+    assert dispatch_plan.from_json(json.loads((tmp_path / dispatch_plan.FILE_NAME).read_text())) == made
+    assert made.slots == plan.slots
+    assert {name: part.experts for name, part in made.parts.items() if part.experts} == model.experts
+    assert (made.order, made.streamed_bytes, made.reserves) == ((), 0, {})
+
+
+def test_screen_and_picture_show_the_slots() -> None:
+    model = mixture("Mixtral")
+    plan = plan_for(model, cpu=dense_bytes(model) + 6 * expert_bytes(model))
+    told = "6 slots for 18 experts on cpu; 33% of those a token uses are expected there; 55.30 kB a token are brought"
+    assert told in render(plan, model.sizes)
+    assert "6 slots for 18 experts" in draw(plan, model.sizes)
+    assert "slots" in render(plan, model.sizes).splitlines()[-5]
+
+
+def test_without_the_switch_experts_are_streamed_as_any_weights() -> None:
+    model = replace(mixture("Mixtral"), routes=False)
+    plan = plan_for(model, cpu=model.skeleton.bytes // 2)
+    assert set(plan.serving.values()) == {"direct", "rows"}
+    assert (plan.slots, "expert_hit_rate" in plan.forecast, "slots" in plan.predicted[CPU]) == ({}, False, False)
