@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.stage import Artifact, Context, Report, Stage
 from pipeline.typed_config import read
@@ -37,22 +37,24 @@ class Dispatched:
 
 @dataclass(frozen=True, slots=True)
 class DispatchConfig:
-    """Whether to write a time line of reads, copies, stalls and computing."""
+    """Whether to write a time line of reads, copies, stalls and computing; which experts of a mixture are kept."""
 
     trace: bool = False
+    expert_eviction: Literal["lru", "lfu", "least_stale"] = "lru"
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchInputs:
     """The dispatch plan depends on the skeleton and the weights, by their keys, and on the plan, by its hash.
 
-    ``traces`` says whether what is done with the model is to be traced.
+    ``traces`` says whether what is done with the model is to be traced, ``eviction`` which experts are kept.
     """
 
     skeleton: str
     plan: str
     weights: str
     traces: bool = field(compare=False)
+    eviction: str = field(compare=False)
 
 
 class DispatchStage(Stage[DispatchInputs]):
@@ -65,11 +67,13 @@ class DispatchStage(Stage[DispatchInputs]):
 
     def gather(self, context: Context) -> DispatchInputs:
         """Return the earlier artifacts that the dispatch plan is made of."""
+        given = read(DispatchConfig, context.config)
         return DispatchInputs(
             skeleton=context.artifact("empty_init").key,
             plan=context.artifact("plan").digest(plans.FILE_NAME),
             weights=context.artifact("shard_load").key,
-            traces=read(DispatchConfig, context.config).trace,
+            traces=given.trace,
+            eviction=given.expert_eviction,
         )
 
     def build(self, inputs: DispatchInputs, context: Context, folder: Path) -> Any:
@@ -89,9 +93,11 @@ class DispatchStage(Stage[DispatchInputs]):
             placed.model,
             plan,
             extents=placed.offloaded.extents,
+            rows=placed.offloaded.rows,
             devices=placed.devices,
             host=placed.host,
             trace=Trace() if inputs.traces else None,
+            eviction=inputs.eviction,
         )
         main = placed.devices.torch_device(plan.main_device)
         return Dispatched(placed.model, streamer, main, placed.load_seconds, placed.read_bytes, placed.devices)

@@ -6,17 +6,20 @@ forward is told, for each token, the experts that it was routed to and their wei
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from stages.empty_init.skeleton import ExpertsSpec
 
 _MARKS = ("num_experts", "has_gate", "is_transposed", "config")
 """What transformers' decorator and the classes that it is for leave on each of these modules."""
-_INDEX, _INDEX_PLACE = "top_k_index", 1
+_INDEX_PLACE = 1
+"""The place among the arguments of an experts module of what its tokens are routed to, (tokens, choices)."""
 _PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_k")
 
 
@@ -65,9 +68,18 @@ def watch_routing(model: nn.Module, routed: dict[str, int]) -> Iterator[None]:
 
 
 def _noting(name: str, routed: dict[str, int]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-    def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        index = args[_INDEX_PLACE] if len(args) > _INDEX_PLACE else kwargs.get(_INDEX)
-        if index is not None:
-            routed[name] = max(routed.get(name, 0), int(index.shape[-1]))
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        routed[name] = max(routed.get(name, 0), int(routing(module, args, kwargs).shape[-1]))
 
     return note
+
+
+def routing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the experts of each token, (tokens, choices), of the arguments of a call of an experts module."""
+    if len(args) > _INDEX_PLACE:
+        index = args[_INDEX_PLACE]
+    else:
+        names = list(inspect.signature(module.forward).parameters)
+        index = kwargs[names[_INDEX_PLACE]]
+    found: torch.Tensor = index
+    return found

@@ -188,8 +188,9 @@ class LeastStale:
             begin = end
 
 
+LRU = "lru"
 POLICIES: Mapping[str, Callable[[], Eviction]] = {
-    "lru": LeastRecentlyUsed,
+    LRU: LeastRecentlyUsed,
     "lfu": LeastFrequentlyUsed,
     "least_stale": LeastStale,
 }

@@ -19,10 +19,7 @@ import torch
 from stages.dispatch.streaming.schedule import Schedule
 from stages.dispatch.transfer.arena import Region
 from stages.dispatch.transfer.carrier import Carrier, Delivery, Traffic
-from stages.dispatch.transfer.trace import Trace
-
-STALL_SECONDS = 1e-4
-"""Shorter waits are no stalls in a trace: taking a result takes that long."""
+from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
 
 
 class Lookahead(Generic[Region]):

@@ -19,6 +19,8 @@ from pipeline.errors import ConfigError
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.mapped_file import MappedFile
 from stages.dispatch.dispatch_plan import DispatchPlan
+from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_slots
+from stages.dispatch.experts.eviction import LRU, POLICIES
 from stages.dispatch.streaming.guard import guard, is_guarded, unguard
 from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lookahead import Lookahead
@@ -36,6 +38,7 @@ from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.plan.serving import Serving
 from stages.shard_load.disk_weights import DiskWeights
+from stages.shard_load.expert_rows import Rows
 from stages.units import CPU, DeviceId
 
 OpenLink = Callable[[Devices, DeviceId], Link]
@@ -73,9 +76,10 @@ class _Streamed:
 class Streamer:
     """The hooks of one dispatched model, and the lookaheads behind them: one for each device that computes.
 
-    ``extents`` says where each tensor that waits on disk lies; what waits on the host is in the model, best in the
-    block ``host``. ``devices`` are those behind the device ids. How each tensor is served, the plan says.
-    ``skip_keys`` are arguments that stay where they are, by default those that the model declares.
+    ``extents`` says where each tensor that waits on disk lies, ``rows`` where those of experts do; what waits on the
+    host is in the model, best in the block ``host``. ``devices`` are those behind the device ids. How each tensor is
+    served, the plan says. ``eviction`` names the rule by which kept experts give up their slots. ``skip_keys`` are
+    arguments that stay where they are, by default those that the model declares.
     """
 
     def __init__(
@@ -85,13 +89,18 @@ class Streamer:
         *,
         extents: Mapping[str, Extent],
         devices: Devices,
+        rows: Mapping[str, Rows] | None = None,
         host: HostBlock | None = None,
         trace: Trace | None = None,
+        eviction: str = LRU,
         open_link: OpenLink = open_link,
         skip_keys: str | Collection[str] | None = None,
     ) -> None:
         self.traffic, self.trace = Traffic(), trace
-        self._model, self._extents = model, extents
+        self._model, self._extents, self._stored = model, extents, DiskWeights(extents, rows)
+        self._eviction = eviction
+        self._links: dict[DeviceId, Link] = {}
+        self.routed = RoutedModel()
         self._devices, self._open_link, self._skip_keys = devices, open_link, skip_keys
         self._lookaheads: list[Lookahead[Any]] = []
         self._empty: set[int] = set()
@@ -125,11 +134,24 @@ class Streamer:
             for unhook in move_inputs(self._model, entries, skip_keys=self._skip_keys):
                 self._stack.callback(unhook)
         parts = list(self._parts(plan))
-        self._look_ahead([part for part in parts if part.brought], plan, host)
-        stored = DiskWeights(self._extents)
+        experts = expert_slots(self._model, plan, self._stored)
+        self._pin([*(part for part in parts if part.brought)], experts, plan, host)
+        self._look_ahead([part for part in parts if part.brought], plan)
+        self.routed = attach_experts(
+            self._model,
+            plan,
+            experts,
+            stored=self._stored,
+            devices=self._devices,
+            links=self._link,
+            policy=POLICIES[self._eviction],
+            traffic=self.traffic,
+            stack=self._stack,
+            trace=self.trace,
+        )
         for part in parts:
             for slot in part.slots:
-                have_wait(slot, stored, self._devices.torch_device(plan.parts[part.name].execution))
+                have_wait(slot, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
                 self._stack.callback(slot.restore)
             self._stream(part, callers=plan.parts[part.name].callers)
         for unhook in mark_passes(self._model, begin=self._begin, end=self._end, recover=lambda: self._recover(parts)):
@@ -142,6 +164,8 @@ class Streamer:
             apart = self._devices.is_apart(part.execution)
             slots: dict[Serving, list[Slot]] = {"copy": [], "direct": [], "map": [], "rows": []}
             for tensor, serving in part.serving.items():
+                if serving == "experts":
+                    continue
                 # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
                 if apart or serving == "copy" or tensor in self._extents:
                     slots[serving].append(make_slot(self._model, tensor, on_disk=tensor in self._extents))
@@ -160,17 +184,17 @@ class Streamer:
         streamed = 0 if looked_up else sum(self._extents[slot.name].bytes for slot in slots)
         return _Streamed(name, slots, CPU, brought=False, files=files, streamed_bytes=streamed)
 
-    def _look_ahead(self, parts: Sequence[_Streamed], plan: DispatchPlan, host: HostBlock | None) -> None:
+    def _link(self, device: DeviceId) -> Link:
+        """Return the link to the accelerator ``device``, opened once."""
+        if device not in self._links:
+            self._links[device] = self._open_link(self._devices, device)
+        return self._links[device]
+
+    def _look_ahead(self, parts: Sequence[_Streamed], plan: DispatchPlan) -> None:
         """Give each part to the lookahead of the device that computes it."""
-        devices = list(dict.fromkeys(part.computes for part in parts))
-        links = {device: self._open_link(self._devices, device) for device in devices if device != CPU}
-        if links:
-            self._pin([part for part in parts if part.computes in links], next(iter(links.values())), host)
-        for device in devices:
+        for device in dict.fromkeys(part.computes for part in parts):
             mine = [part for part in parts if part.computes == device]
-            carrier = (
-                self._link_carrier(mine, plan, links[device]) if device in links else self._host_carrier(mine, plan)
-            )
+            carrier = self._host_carrier(mine, plan) if device == CPU else self._link_carrier(mine, plan)
             numbers = {part.name: number for number, part in enumerate(mine)}
             order = [numbers[name] for name in plan.order if name in numbers]
             lookahead: Lookahead[Any] = Lookahead(carrier, order, traffic=self.traffic, trace=self.trace)
@@ -179,18 +203,33 @@ class Streamer:
             for part in mine:
                 part.lookahead, part.number = lookahead, numbers[part.name]
 
-    def _pin(self, parts: Sequence[_Streamed], link: Link, host: HostBlock | None) -> None:
+    def _pin(
+        self,
+        parts: Sequence[_Streamed],
+        experts: Mapping[str, Sequence[Slot]],
+        plan: DispatchPlan,
+        host: HostBlock | None,
+    ) -> None:
         """Have what waits on the host wait in memory that the accelerators copy from by themselves, whichever it is."""
-        for block in settle([slot for part in parts for slot in part.slots], host):
-            self._stack.callback(pin(link, block.memory))
+        slots = [slot for part in parts if part.computes != CPU for slot in part.slots]
+        slots += [
+            slot
+            for name, places in experts.items()
+            if self._devices.is_apart(plan.parts[name].execution)
+            for slot in places
+        ]
+        devices = [part.computes for part in parts] + [plan.parts[name].execution for name in experts]
+        apart = [device for device in devices if self._devices.is_apart(device)]
+        for block in settle(slots, host) if apart else ():
+            self._stack.callback(pin(self._link(apart[0]), block.memory))
 
     def _host_carrier(self, parts: Sequence[_Streamed], plan: DispatchPlan) -> HostCarrier:
         extents = [[self._extents[slot.name] for slot in part.slots] for part in parts]
         return HostCarrier(extents, staging_bytes=plan.staging_bytes, traffic=self.traffic, trace=self.trace)
 
-    def _link_carrier(self, parts: Sequence[_Streamed], plan: DispatchPlan, link: Link) -> LinkCarrier:
+    def _link_carrier(self, parts: Sequence[_Streamed], plan: DispatchPlan) -> LinkCarrier:
         sources = [[self._source(slot) for slot in part.slots] for part in parts]
-        staging = plan.reserves.get(parts[0].computes, 0)
+        staging, link = plan.reserves.get(parts[0].computes, 0), self._link(parts[0].computes)
         return LinkCarrier(sources, link, staging_bytes=staging, traffic=self.traffic, trace=self.trace)
 
     def _source(self, slot: Slot) -> Extent | torch.Tensor:
@@ -240,11 +279,12 @@ class Streamer:
 
     def _is_lost(self, slot: Slot) -> bool:
         """Return whether what was written into ``slot`` is not in what waits, so that the next use would lack it."""
-        source = DiskWeights(self._extents)[slot.name] if slot.host is None else slot.host
+        source = self._stored[slot.name] if slot.host is None else slot.host
         return slot.bound is not None and not torch.equal(slot.bound.detach().to(source.device), source.detach())
 
     def _begin(self) -> None:
         self._refuse_strangers()
+        self.routed.begin_pass()
         for lookahead in self._lookaheads:
             lookahead.begin_pass()
 

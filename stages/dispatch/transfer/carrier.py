@@ -58,7 +58,8 @@ class Traffic:
     ``streamed_bytes`` were brought to where they compute, ``storage_bytes`` of them read from storage and
     ``link_bytes`` copied to an accelerator for it. Forwards waited ``stall_seconds``; reads waited ``link_seconds``,
     summed over the threads, until the link had taken what was read before. ``overflow_bytes`` is the most that lay
-    outside the staging memory at once.
+    outside the staging memory at once. Experts that tokens were routed to lay in a slot ``expert_hits`` times, counted
+    once a call of their layer, and were brought ``expert_misses`` times.
     """
 
     streamed_bytes: int = 0
@@ -67,6 +68,8 @@ class Traffic:
     stall_seconds: float = 0.0
     link_seconds: float = 0.0
     overflow_bytes: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
 
 
 @dataclass(slots=True)

@@ -13,6 +13,8 @@ from typing import Any
 from pipeline.atomic_files import write_text
 
 FILE_NAME = "trace.json"
+STALL_SECONDS = 1e-4
+"""Shorter waits are no stalls in a trace: taking a result takes that long."""
 
 
 class Trace:

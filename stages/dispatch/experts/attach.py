@@ -1,0 +1,176 @@
+"""Attaching a mixture's experts: their stacks wait in the model, and pools of slots stand behind them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.dispatch.dispatch_plan import DispatchPlan
+from stages.dispatch.experts.eviction import Eviction
+from stages.dispatch.experts.expert_stack import ExpertStack, StackUse
+from stages.dispatch.experts.pool import ExpertPool, ExpertUse, Layer
+from stages.dispatch.experts.routed_experts import RoutedExperts
+from stages.dispatch.experts.row_carrier import RowSource
+from stages.dispatch.experts.slot_memory import Kind, Row, kind_bytes
+from stages.dispatch.streaming.slots import Slot, make_slot
+from stages.dispatch.streaming.uncompiled import uncompiled
+from stages.dispatch.streaming.waiting_tensor import WaitingSource
+from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.host_link import HostLink
+from stages.dispatch.transfer.link import Link
+from stages.dispatch.transfer.links import open_link
+from stages.dispatch.transfer.trace import Trace
+from stages.empty_init.experts import routing
+from stages.empty_init.skeleton import ExpertsSpec
+from stages.machine.devices import Devices
+from stages.shard_load.disk_weights import DiskWeights
+from stages.units import DeviceId
+
+
+@dataclass(slots=True)
+class _Mixed:
+    """The experts of one module that wait: their spec, where they compute, and their places in the model."""
+
+    number: int
+    spec: ExpertsSpec
+    computes: DeviceId
+    slots: Sequence[Slot]
+
+    @property
+    def attributes(self) -> list[str]:
+        """The names of the stacks in their module."""
+        return [slot.attribute for slot in self.slots]
+
+
+@dataclass(slots=True)
+class RoutedModel:
+    """All experts of a model that wait: the pools of slots, and what each layer's came to, by module."""
+
+    uses: dict[str, ExpertUse] = field(default_factory=dict)
+    pools: list[ExpertPool] = field(default_factory=list)
+
+    def begin_pass(self) -> None:
+        """Say that a forward of the model begins."""
+        for pool in self.pools:
+            pool.begin_pass()
+
+
+def expert_slots(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> dict[str, list[Slot]]:
+    """Return the places of all expert stacks of ``model`` that wait, by module."""
+    return {
+        name: [make_slot(model, tensor, on_disk=tensor in stored) for tensor in part.experts.tensors]
+        for name, part in plan.parts.items()
+        if part.experts is not None
+    }
+
+
+def attach_experts(
+    model: nn.Module,
+    plan: DispatchPlan,
+    slots: Mapping[str, Sequence[Slot]],
+    *,
+    stored: DiskWeights,
+    devices: Devices,
+    policy: Callable[[], Eviction],
+    traffic: Traffic,
+    stack: ExitStack,
+    links: Callable[[DeviceId], Link] | None = None,
+    trace: Trace | None = None,
+) -> RoutedModel:
+    """Have the experts in ``slots`` be brought for what tokens are routed to; ``stack`` undoes it.
+
+    ``stored`` has what waits on disk; ``links`` are those to the accelerators, if they are open already.
+    """
+    links = links or partial(open_link, devices)
+    routed = RoutedModel()
+    mixed = list(_mixed(plan, slots))
+    for computes, kind, members in _by_kind(mixed, devices):
+        link = links(computes) if devices.is_apart(computes) else HostLink()
+        layers = [Layer(each.number, each.spec.module, each.spec.per_token, _rows(each, stored)) for each in members]
+        pool = ExpertPool(
+            kind,
+            layers,
+            link=link,
+            slot_bytes=_share(plan.slots.get(computes, 0), kind, members, mixed),
+            policy=policy,
+            traffic=traffic,
+            trace=trace,
+        )
+        stack.callback(pool.close)
+        routed.pools.append(pool)
+        for each in members:
+            routed.uses[each.spec.module] = pool.uses[each.number]
+            experts = RoutedExperts(pool, each.number, each.attributes)
+            _have_wait(each, experts, stored=stored, device=devices.torch_device(computes), stack=stack)
+            for handle in _hook(model.get_submodule(each.spec.module), experts):
+                stack.callback(handle)
+    return routed
+
+
+def _mixed(plan: DispatchPlan, slots: Mapping[str, Sequence[Slot]]) -> Iterator[_Mixed]:
+    for number, (name, places) in enumerate(slots.items()):
+        spec = plan.parts[name].experts
+        assert spec is not None
+        yield _Mixed(number, spec, plan.parts[name].execution, places)
+
+
+def _by_kind(mixed: Sequence[_Mixed], devices: Devices) -> Iterator[tuple[DeviceId, Kind, list[_Mixed]]]:
+    """Yield the experts that can lie in the same slots, with the device that computes them."""
+    found: dict[tuple[DeviceId, Kind], list[_Mixed]] = defaultdict(list)
+    for each in mixed:
+        kind = tuple((slot.attribute, Row(tuple(slot.waiting.shape[1:]), slot.waiting.dtype)) for slot in each.slots)
+        found[each.computes, kind].append(each)
+    for (computes, kind), members in found.items():
+        yield computes, kind, members
+
+
+def _share(slot_bytes: int, kind: Kind, members: Sequence[_Mixed], mixed: Sequence[_Mixed]) -> int:
+    """Return the part of a device's ``slot_bytes`` that experts of ``kind`` have: as large as theirs of all experts."""
+    mine = sum(each.spec.count for each in members) * kind_bytes(kind)
+    there = [each for each in mixed if each.computes == members[0].computes]
+    whole = sum(slot.waiting.nbytes for each in there for slot in each.slots)
+    return slot_bytes * mine // max(1, whole)
+
+
+def _rows(each: _Mixed, stored: DiskWeights) -> dict[str, list[RowSource]]:
+    """Return where each row of the stacks waits."""
+    found: dict[str, list[RowSource]] = {}
+    for slot in each.slots:
+        if slot.host is None:
+            found[slot.attribute] = list(stored.rows[slot.name])
+        else:
+            found[slot.attribute] = list(slot.host.detach().unbind(0))
+    return found
+
+
+def _have_wait(
+    each: _Mixed, experts: RoutedExperts, *, stored: DiskWeights, device: torch.device, stack: ExitStack
+) -> None:
+    """Put stacks that bring their own rows into the model."""
+    for slot in each.slots:
+        weights: Mapping[str, torch.Tensor] = stored if slot.host is None else {slot.name: slot.host}
+        source = WaitingSource(weights, slot.name, device, told=device)
+        waiting = ExpertStack.of(slot.waiting, source, StackUse(experts, slot.attribute))
+        waiting.kept = slot.waiting
+        slot.wait_as(waiting)
+        stack.callback(slot.restore)
+
+
+def _hook(module: nn.Module, experts: RoutedExperts) -> Iterator[Callable[[], None]]:
+    """Have ``experts`` know when ``module`` is called, and with what."""
+
+    def begin(called: nn.Module, args: Any, kwargs: Any) -> None:
+        experts.begin(routing(called, args, kwargs))
+
+    def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+        experts.end()
+
+    yield module.register_forward_pre_hook(uncompiled(begin), with_kwargs=True).remove
+    yield module.register_forward_hook(uncompiled(end), always_call=True).remove

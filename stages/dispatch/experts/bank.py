@@ -1,0 +1,60 @@
+"""Which expert lies in which slot.
+
+The slots are divided into banks, and each layer of a mixture has its experts in one of them: a call then sees a
+stretch of slots about as wide as the layer it stands for, and what one layer brings doesn't push out all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from itertools import pairwise
+
+from stages.dispatch.experts.eviction import Eviction, Expert
+
+
+class Bank:
+    """The slots from ``begin`` to ``end``, and the experts in them; ``policy`` says who makes room."""
+
+    def __init__(self, begin: int, end: int, policy: Eviction) -> None:
+        self.policy, self.size = policy, end - begin
+        self.evictions = 0
+        self._free = list(range(end - 1, begin - 1, -1))
+        self._slots: dict[Expert, int] = {}
+
+    def slot(self, expert: Expert) -> int | None:
+        """Return where ``expert`` lies; null if nowhere."""
+        return self._slots.get(expert)
+
+    def take(
+        self, expert: Expert, busy: Container[Expert], *, dropped: Callable[[Expert], object] = lambda _expert: None
+    ) -> int | None:
+        """Return a slot for ``expert``, which lies nowhere: a free one, or that of one that isn't ``busy``.
+
+        ``dropped`` is told whose slot it was. Null where all are busy.
+        """
+        if not self._free:
+            victim = self.policy.victim(busy)
+            if victim is None:
+                return None
+            dropped(victim)
+            self.drop(victim)
+            self.evictions += 1
+        self._slots[expert] = self._free.pop()
+        return self._slots[expert]
+
+    def drop(self, expert: Expert) -> None:
+        """Have the slot of ``expert`` be free."""
+        self._free.append(self._slots.pop(expert))
+        self.policy.forget(expert)
+
+
+def bank_bounds(slots: int, *, layers: int, largest: int, together: int) -> list[tuple[int, int]]:
+    """Return where the banks of ``slots`` begin and end.
+
+    ``largest`` is the most that a layer has, ``together`` the experts that a token uses of it: a bank holds these twice
+    over, so that some can come while others compute, and as many banks as ``layers`` are enough.
+    """
+    slots = min(slots, layers * largest)
+    banks = max(1, min(layers, slots // max(1, 2 * together)))
+    edges = [slots * number // banks for number in range(banks + 1)]
+    return list(pairwise(edges))

@@ -1,0 +1,134 @@
+"""A stack of experts that waits, and computes as if it were there: what an operator asks of it is brought then.
+
+The model's own code runs as it is, whichever of its implementations that is, and what it does to activations it does
+to all of them at once. Only three things it does to the weights: it multiplies each expert by its tokens (a grouped
+product), it takes the experts of all tokens out of the stack (indices), or one by one. A grouped product is taken of
+each expert apart anyhow, so it doesn't matter which others are there, nor where: no bit is another. What else is done
+to a stack reads all of it, as with any tensor that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from stages.dispatch.experts.routed_experts import RoutedExperts
+from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
+
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+"""The names of the grouped products: torch's in its versions, and what transformers has for where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackUse:
+    """Who brings the rows of a stack: the ``experts`` of its module, by its ``attribute`` there; whether the last two
+    dimensions are swapped.
+    """
+
+    experts: RoutedExperts
+    attribute: str
+    swapped: bool = False
+
+    def oriented(self, stack: torch.Tensor) -> torch.Tensor:
+        """Return ``stack`` with its last two dimensions as they are asked for."""
+        return stack.transpose(-2, -1) if self.swapped else stack
+
+
+class ExpertStack(WaitingTensor):
+    """The stacked tensors of a module's experts while they wait."""
+
+    use: StackUse
+
+    @classmethod
+    def of(cls, like: torch.Tensor, source: WaitingSource, use: StackUse) -> ExpertStack:
+        """Return the stack that stands for ``like`` and is read by ``use``, or by ``source`` if it is read whole."""
+        stack = cls(like, source)
+        stack.use = use
+        return stack
+
+    def moved(self, value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        """Return all of the stack, which was read whole."""
+        return self.use.oriented(super().moved(value, device))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = _OPERATIONS.get(getattr(func, "__name__", ""))
+        stack = next((arg for arg in args[:2] if isinstance(arg, ExpertStack)), None)
+        if operation is not None and stack is not None and stack.use.experts.under_way and not _keeps(args):
+            with torch._C.DisableTorchFunctionSubclass():
+                found = operation(stack, func, args, kwargs or {})
+            if found is not None:
+                return found
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _keeps(args: Sequence[Any]) -> bool:
+    """Return whether a backward pass will need what is computed with: it outlives the slot, and so is read whole."""
+    return torch.is_grad_enabled() and any(
+        isinstance(arg, torch.Tensor) and not isinstance(arg, WaitingTensor) and arg.requires_grad for arg in args
+    )
+
+
+def _swap(stack: ExpertStack, _func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertStack | None:
+    """Return the stack with its last two dimensions swapped; they aren't brought for it."""
+    dimensions = sorted(dim % stack.dim() for dim in (*args[1:], *kwargs.values()))
+    if dimensions != [stack.dim() - 2, stack.dim() - 1] or stack.use.swapped:
+        return None
+    use = StackUse(stack.use.experts, stack.use.attribute, swapped=True)
+    return ExpertStack.of(stack.as_meta().transpose(-2, -1), stack.source, use)
+
+
+def _multiply_groups(
+    stack: ExpertStack, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """Return the grouped product: rows of the left operand that follow each other are one expert's tokens.
+
+    ``offs`` (experts) says where those of each expert end.
+    """
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if len(args) != 2 or args[1] is not stack or given.keys() != {"offs"} or args[0].dim() != 2:
+        return None
+    left: torch.Tensor = args[0]
+    edges = [0, *given["offs"].tolist()]
+    counts = {expert: end - begin for expert, (begin, end) in enumerate(pairwise(edges)) if end > begin}
+    product = left.new_empty((len(left), stack.shape[-1]), dtype=stack.dtype)
+    for experts, slots, places in stack.use.experts.batches(stack.use.attribute, list(counts)):
+        in_order = sorted(zip(places, experts, strict=True))
+        rows = torch.cat([torch.arange(edges[expert], edges[expert + 1]) for _, expert in in_order]).to(left.device)
+        tokens = torch.zeros(len(slots), dtype=torch.int32)
+        tokens[[place for place, _ in in_order]] = torch.tensor(
+            [counts[expert] for _, expert in in_order], dtype=torch.int32
+        )
+        offs = tokens.cumsum(0, dtype=torch.int32).to(left.device)
+        product[rows] = func(left[rows], stack.use.oriented(slots), offs=offs)
+    return product
+
+
+def _take(stack: ExpertStack, _func: Any, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return one expert's tensor, or a copy of those of a list of experts, in its order."""
+    index = args[1] if len(args) == 2 else None
+    if isinstance(index, int) or (
+        isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_floating_point()
+    ):
+        return stack.use.oriented(stack.use.experts.row(stack.use.attribute, int(index)))
+    if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
+        return None
+    taken = torch.empty((len(index), *stack.shape[1:]), dtype=stack.dtype, device=index.device)
+    wanted = index.tolist()
+    for experts, slots, places in stack.use.experts.batches(stack.use.attribute, sorted(set(wanted))):
+        place_of = dict(zip(experts, places, strict=True))
+        rows = [row for row, expert in enumerate(wanted) if expert in place_of]
+        from_slots = torch.tensor([place_of[wanted[row]] for row in rows], device=index.device)
+        taken[torch.tensor(rows, device=index.device)] = stack.use.oriented(slots)[from_slots]
+    return taken
+
+
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "transpose": _swap,
+    "__getitem__": _take,
+    **dict.fromkeys(_GROUPED, _multiply_groups),
+}

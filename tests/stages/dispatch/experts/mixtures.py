@@ -1,0 +1,80 @@
+"""Small mixtures of many kinds, with random weights, and the pieces that have their experts wait."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    GraniteMoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PretrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+
+from stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
+from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_slots
+from stages.dispatch.experts.eviction import LRU, POLICIES
+from stages.dispatch.transfer.carrier import Traffic
+from stages.empty_init.describe import describe
+from stages.machine.devices import Devices
+from stages.shard_load.disk_weights import DiskWeights
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "pad_token_id": 0, "eos_token_id": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+CONFIGS: Mapping[str, PretrainedConfig] = {
+    "Mixtral": MixtralConfig(**SIZES, num_local_experts=8),
+    "Qwen2-MoE": Qwen2MoeConfig(
+        **SIZES, num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=32, decoder_sparse_step=2
+    ),
+    "Qwen3-MoE": Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=32, head_dim=16),
+    "OLMoE": OlmoeConfig(**SIZES, num_experts=8),
+    "DeepSeek-V3": DeepseekV3Config(
+        **{**SIZES, **LATENT, "num_key_value_heads": 4}, n_routed_experts=8, moe_intermediate_size=32,
+        first_k_dense_replace=1, n_group=2, topk_group=1,
+    ),
+    "gpt-oss": GptOssConfig(**SIZES, num_local_experts=8, head_dim=16),
+    "Granite-MoE": GraniteMoeConfig(**SIZES, num_local_experts=8),
+}  # fmt: skip
+
+
+def mixture(name: str, dtype: torch.dtype = torch.bfloat16, *, experts: str = "grouped_mm") -> nn.Module:
+    """Return the mixture ``name`` with its experts in memory, computed by transformers' implementation ``experts``."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval()
+    model.set_experts_implementation(experts)
+    return model
+
+
+@contextmanager
+def waiting_experts(model: nn.Module, slots: int, *, policy: str = LRU) -> Iterator[tuple[RoutedModel, Traffic]]:
+    """Have the experts of ``model`` wait in memory, on a simulated accelerator's other side, behind ``slots``."""
+    skeleton = describe(model)
+    whole = sum(skeleton.by_name[name].bytes for spec in skeleton.experts for name in spec.tensors)
+    one = whole // sum(spec.count for spec in skeleton.experts)
+    devices, stored, traffic = Devices({0: 2 * whole}), DiskWeights({}), Traffic()
+    parts = {spec.module: ModulePlan(0, dict.fromkeys(spec.tensors, "experts"), (), spec) for spec in skeleton.experts}
+    plan = DispatchPlan(0, parts, {}, (), 0, 0, {}, {0: slots * one})
+    with ExitStack() as stack:
+        yield (
+            attach_experts(
+                model,
+                plan,
+                expert_slots(model, plan, stored),
+                stored=stored,
+                devices=devices,
+                policy=POLICIES[policy],
+                traffic=traffic,
+                stack=stack,
+            ),
+            traffic,
+        )

@@ -1,0 +1,114 @@
+"""Experts that wait compute as they do in memory: the same bits, whichever implementation, however few slots."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.stages.dispatch.experts.mixtures import CONFIGS, mixture, waiting_experts
+
+TOKENS = torch.arange(2, 82).reshape(2, 40)
+
+
+def answers(model: nn.Module) -> list[torch.Tensor]:
+    """Return the logits of two prompts and of one short one, and what is generated after it."""
+    with torch.inference_mode():
+        return [
+            model(TOKENS).logits,
+            model(TOKENS[:, :1]).logits,
+            model.generate(TOKENS, max_new_tokens=3, num_beams=2),
+        ]
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_bits_are_those_of_the_model_in_memory(name: str) -> None:
+    model = mixture(name)
+    expected = answers(model)
+    for slots in (1, 5, 1000):
+        with waiting_experts(model, slots) as (routed, traffic):
+            assert equal(answers(model), expected)
+            assert 0 < traffic.streamed_bytes == sum(use.streamed_bytes for use in routed.uses.values())
+    assert equal(answers(model), expected)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "DeepSeek-V3"])
+def test_each_implementation_of_transformers_is_itself(name: str, experts: str) -> None:
+    model = mixture(name, torch.float32, experts=experts)
+    expected = answers(model)
+    for slots in (2, 1000):
+        with waiting_experts(model, slots):
+            assert equal(answers(model), expected)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "least_stale"])
+def test_no_rule_of_eviction_changes_an_answer(policy: str) -> None:
+    model = mixture("Qwen3-MoE")
+    expected = answers(model)
+    with waiting_experts(model, 9, policy=policy):
+        assert equal(answers(model), expected)
+
+
+def test_only_what_tokens_are_routed_to_is_brought_and_what_is_kept_not_again() -> None:
+    model = mixture("Mixtral")
+    layers = [layer.mlp.experts for layer in model.model.layers]
+    row = sum(parameter[0].nbytes for parameter in layers[0].parameters())
+    with waiting_experts(model, 1000) as (routed, traffic), torch.inference_mode():
+        routed_to: list[set[int]] = []
+        for each in layers:
+            each.register_forward_pre_hook(lambda _m, args: routed_to.append(set(args[1].flatten().tolist())))
+        model(TOKENS[:1, :1])
+        first = sum(map(len, routed_to))
+        assert traffic.streamed_bytes == first * row
+        model(TOKENS[:1, :1])
+        assert traffic.streamed_bytes == first * row
+        assert (traffic.expert_hits, traffic.expert_misses) == (first, first)
+        assert all(use.evictions == 0 for use in routed.uses.values())
+
+
+def test_a_long_prompt_brings_each_expert_once_however_few_slots_there_are() -> None:
+    model = mixture("Mixtral")
+    whole = sum(p.nbytes for layer in model.model.layers for p in layer.mlp.experts.parameters())
+    with waiting_experts(model, 2) as (_, traffic), torch.inference_mode():
+        model(TOKENS)
+        assert traffic.streamed_bytes <= whole
+
+
+def test_what_a_backward_pass_needs_is_not_kept_in_a_slot() -> None:
+    model = mixture("Qwen3-MoE", torch.float32)
+    embedded = model.get_input_embeddings()(TOKENS).detach()
+
+    def gradient() -> torch.Tensor:
+        given = embedded.clone().requires_grad_()
+        model(inputs_embeds=given).logits.square().sum().backward()
+        assert given.grad is not None
+        return given.grad
+
+    expected = gradient()
+    with waiting_experts(model, 3):
+        assert torch.equal(gradient(), expected)
+
+
+def test_other_code_that_uses_a_stack_reads_all_of_it() -> None:
+    model = mixture("Mixtral")
+    experts = model.model.layers[0].mlp.experts
+    expected = experts.down_proj.detach().clone()
+    with waiting_experts(model, 2):
+        assert torch.equal(experts.down_proj + 0, expected)
+        assert torch.equal(experts.down_proj[1:3] + 0, expected[1:3])
+        assert torch.equal(experts.down_proj.transpose(1, 2) + 0, expected.transpose(1, 2))
+
+
+def test_an_error_in_a_call_leaves_the_model_as_it_was() -> None:
+    model = mixture("Mixtral")
+    expected = answers(model)
+    activation = model.model.layers[1].mlp.experts.act_fn
+    with waiting_experts(model, 2):
+        handle = activation.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(TOKENS)
+        handle.remove()
+        assert equal(answers(model), expected)
