@@ -23,6 +23,7 @@ from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble
 from stages.plan.checks import has_room, require_room, require_writable
 from stages.plan.expert_slots import SINGLE
+from stages.plan.hit_rates import kept_hit_rates
 from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_rates
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
@@ -68,12 +69,20 @@ class PlanStage(Stage[PlanInputs]):
         config, stored = context.config, context.artifact("empty_init")
         outline, machine = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME))), hardware(config)
         rates, kernels = machine_rates(config, machine, context.cache), host_kernels(config, context.cache)
+        hit_rates = kept_hit_rates(context.cache, config["model"]) if outline.experts else None
         media = None
         if asking(config) == "generate":
             live = partial(context.live, EmptyInitStage.name)
             media = media_demand(config, context.cache, skeleton=stored.key, live=live)
         return gather_inputs(
-            outline, config, machine=machine, rates=rates, kernels=kernels, skeleton=stored.key, media=media
+            outline,
+            config,
+            machine=machine,
+            rates=rates,
+            kernels=kernels,
+            skeleton=stored.key,
+            media=media,
+            hit_rates=hit_rates,
         )
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:

@@ -1,0 +1,48 @@
+"""How often runs of a checkpoint found the experts that they wanted in slots: noted once, planned with ever after.
+
+Uniform routing is what can be said of a mixture that never ran. How skewed its routing really is shows in a run, and
+belongs to its weights: so a rate is kept by the checkpoint's files, with the share of experts that had slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.cache.fingerprint import fingerprint
+from pipeline.stage import MEASURED
+from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.weight_files import weight_files
+from stages.machine.kept_figures import kept_or_measured
+from stages.plan.expert_slots import Pool, rate_key
+
+FILE_NAME = "hit_rates.json"
+_PLACES = 2
+
+
+def kept_hit_rates(cache: Path, model: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rates that runs of the checkpoint of the config's ``model`` had, by ``rate_key``."""
+    prefix = _prefix(model)
+    kept = kept_or_measured(cache / MEASURED / FILE_NAME, {}, is_sound=is_share)
+    return {key.removeprefix(prefix): rate for key, rate in kept.items() if key.startswith(prefix)}
+
+
+def note_hit_rate(cache: Path, model: Mapping[str, Any], pool: Pool, *, slots: int, tokens: int, rate: float) -> None:
+    """Keep that a run with so many ``slots`` for ``pool``, and ``tokens`` in a pass of decoding, had the ``rate``.
+
+    Of equal runs the first counts: the plan of the others must not change with every run.
+    """
+    key = _prefix(model) + rate_key(slots, pool.experts, tokens)
+    kept_or_measured(cache / MEASURED / FILE_NAME, {key: lambda: round(rate, _PLACES)}, is_sound=is_share)
+
+
+def is_share(figure: object) -> bool:
+    """Return whether ``figure`` can be a rate of hits."""
+    return isinstance(figure, int | float) and not isinstance(figure, bool) and 0 <= figure <= 1
+
+
+def _prefix(model: Mapping[str, Any]) -> str:
+    """Return what the keys of one checkpoint's rates begin with; files that were changed are another checkpoint."""
+    files = [(path.name, path.stat()) for path in weight_files(checkpoint_folder(model))]
+    return fingerprint([[name, stat.st_size, stat.st_mtime_ns] for name, stat in files])[:16] + " "
