@@ -19,6 +19,7 @@ from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 from stages.shard_load.names import Naming, Step, ignorable, name_tensors
+from stages.shard_load.siblings import missing_sibling
 
 _log = logging.getLogger(__name__)
 
@@ -123,11 +124,13 @@ def _twins(made: Mapping[str, Step], present: list[str]) -> list[tuple[str, str]
 def _check_fit(misfits: _Misfits, spec: TensorSpec, *, step: Step, target: str, entries: Mapping[str, Extent]) -> None:
     shape = step.targets[target]
     if shape != spec.shape:
-        misfits.misshapen.append(f"{spec.name!r} is {list(shape)} instead of {list(spec.shape)}")
-    kinds = {_kind(entries[name].dtype) for name in step.source_names} - {_kind(spec.dtype)}
-    if kinds:
-        stored = entries[step.source_names[0]].dtype
-        misfits.miscast.append(f"{spec.name!r} is {stored} where {spec.dtype} belongs")
+        missing = missing_sibling(step.sources) if step.converter else None
+        without = f" (there is no {missing!r})" if missing else ""
+        misfits.misshapen.append(f"{spec.name!r} is {list(shape)} instead of {list(spec.shape)}{without}")
+    miscast = [name for name in step.source_names if _kind(entries[name].dtype) != _kind(spec.dtype)]
+    if miscast:
+        whose = spec.name if step.converter is None else miscast[0]
+        misfits.miscast.append(f"{whose!r} is {entries[miscast[0]].dtype} where {spec.dtype} belongs")
 
 
 def _kind(dtype: str) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from pipeline.errors import CheckpointError
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
+from stages.shard_load.siblings import missing_sibling, unlike_sibling
 
 
 class Converter(Protocol):
@@ -156,8 +157,20 @@ def _step(
     for pattern, name in sources:
         entry = entries[name]
         rehearsed.add_tensor(target, name, pattern, _without_data(entry))
-    shapes = {name: tuple(tensor.shape) for name, tensor in convert(rehearsed, target, rename.model).items()}
+    try:
+        shapes = {name: tuple(tensor.shape) for name, tensor in convert(rehearsed, target, rename.model).items()}
+    except CheckpointError as error:
+        raise _unmade(target, sources, entries) or error from error
     return Step(shapes, tuple(sources), converter)
+
+
+def _unmade(target: str, sources: list[tuple[str, str]], entries: Mapping[str, Extent]) -> CheckpointError | None:
+    """Return an error that names the one of ``sources`` by which ``target`` can't be made, if it can be told."""
+    missing, unlike, path = missing_sibling(sources), unlike_sibling(sources, entries), entries[sources[0][1]].file.path
+    wrong = unlike or (f"{missing!r} is missing" if missing else None)
+    if wrong is None:
+        return None
+    return CheckpointError(f"{path.parent}: {wrong}, so {target!r} can't be made; get the checkpoint again")
 
 
 def _without_data(entry: Extent) -> torch.Tensor:

@@ -72,9 +72,10 @@ def _extents(
     if shape == spec.shape and (in_rows or (len(found) == 1 and found[0].dtype == spec.dtype)):
         return found
     if shape != spec.shape or folder is None:
+        pieces = f" in {len(found)} pieces" if len(found) > 1 else ""
         raise CheckpointError(
-            f"{found[0].file.path}: tensor {name!r} is {found[0].dtype} {list(shape)} and the model's "
-            f"{spec.dtype} {list(spec.shape)}; give offload_dir, a folder for what must be cast"
+            f"{found[0].file.path}: tensor {name!r} is {found[0].dtype} {list(shape)}{pieces} and the model's "
+            f"{spec.dtype} {list(spec.shape)}; give offload_dir, a folder for what must be cast or put together"
         )
     offload_state_dict(folder, {spec.name: stored[name].to(torch_dtype(spec.dtype))})
     return OffloadedWeightsLoader(save_folder=folder).extents(spec.name)

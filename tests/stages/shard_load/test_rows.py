@@ -13,17 +13,21 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from pipeline.errors import CheckpointError
+from stages.checkpoints.adapters import open_adapter
 from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.empty_init import init_empty_weights
+from stages.empty_init.adapted_model import add_adapter
 from stages.empty_init.describe import describe
 from stages.shard_load import OffloadedWeightsLoader
+from stages.shard_load.adapter import prepare_adapted
 from stages.shard_load.checkpoint_in_model import fill_model
 from stages.shard_load.conversions import sources_in_order
 from stages.shard_load.expert_rows import locate_rows, read_rows
 from stages.shard_load.load import prepare
 from stages.shard_load.names import Step
+from stages.shard_load.placed_weights import expert_rows
 from stages.shard_load.stage import ShardLoadStage
 from tests.stages.empty_init.test_experts import CONFIGS
 from tests.stages.shard_load.checkpoints import assert_same, load, make_context, save_bin
@@ -139,6 +143,24 @@ def test_an_offload_folder_has_an_entry_for_experts_and_no_copy(tmp_path: Path) 
     found = OffloadedWeightsLoader(save_folder=tmp_path / "folder")
     assert_same({name: found[name] for name in wanted}, wanted)
     assert set(found) == set(model.state_dict())
+
+
+def test_beside_an_adapter_experts_lie_in_the_checkpoint_or_in_the_adapter(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra adapter isn't installed")
+    model, saved = make_mixture("Mixtral"), "model.layers.1.mlp.experts"
+    model.save_pretrained(tmp_path / "checkpoint")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["layers.1.mlp.experts"])
+    peft.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
+    adapted = empty_mixture("Mixtral")
+    add_adapter(adapted, tmp_path / "adapter")
+    skeleton = describe(adapted, rehearsed=False)
+    names = [name for spec in skeleton.experts for name in spec.tensors]
+    checkpoint, adapter = open_checkpoint(tmp_path / "checkpoint"), open_adapter(tmp_path / "adapter")
+    homes = {spec.name: "disk" for spec in skeleton.tensors}
+    loads = prepare_adapted(adapted, skeleton, homes=homes, checkpoint=checkpoint, adapter=adapter)
+    found = [expert_rows(replace(load, routed=names), {}) for load in loads]
+    assert set(found[0]) | set(found[1]) == set(names)
+    assert {name for name in names if saved in name} == set(found[1])
 
 
 def test_an_expert_that_is_not_finite_is_named(tmp_path: Path) -> None:
