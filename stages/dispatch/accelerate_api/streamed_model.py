@@ -80,7 +80,12 @@ def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sou
         for name, part in dispatch_plan.parts.items():
             placer.place(name, part)
         hook.streamer = Streamer(
-            model, dispatch_plan, extents=sources.stored.extents, devices=devices, skip_keys=wanted.skip_keys
+            model,
+            dispatch_plan,
+            extents=sources.stored.extents,
+            rows=sources.stored.rows,
+            devices=devices,
+            skip_keys=wanted.skip_keys,
         )
         undo.pop_all()
     add_hook_to_module(model, hook, append=True)
