@@ -86,11 +86,21 @@ def test_least_stale_gives_up_what_its_layer_passed_over_first() -> None:
     assert given_up(rule) == [(2, 0), (1, 0), (0, 0), (2, 1), (1, 1), (0, 1), (3, 0)]
 
 
-def test_least_stale_hits_where_slots_hold_less_than_a_pass_and_lru_never_does() -> None:
+def test_lfru_gives_up_what_is_used_least_of_what_was_passed_over() -> None:
+    first, second, third = [(0, 0), (0, 1), (1, 0)], [(0, 0), (0, 1), (1, 1)], [(0, 2), (1, 0)]
+    rule = used(POLICIES["lfru"](), first, second, third)
+    # 1.1 was used once and 0.0 and 0.1 twice; of what was used last, layer 1 ran last
+    assert given_up(rule) == [(1, 1), (0, 0), (0, 1), (1, 0), (0, 2)]
+    rule = used(POLICIES["lfru"](), first, second, third, [(0, 0)])
+    assert given_up(rule, busy={(0, 2)}) == [(1, 1), (0, 1), (0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("policy", ["least_stale", "lfru"])
+def test_a_rule_that_knows_of_layers_hits_where_slots_hold_less_than_a_pass(policy: str) -> None:
     every_pass = [(layer, 0) for layer in range(8)]
     assert hits(POLICIES["lru"](), [every_pass] * 10, slots=4) == 0
     # 32 of these 80 uses is also what trying every choice gives
-    assert hits(POLICIES["least_stale"](), [every_pass] * 10, slots=4) == 32
+    assert hits(POLICIES[policy](), [every_pass] * 10, slots=4) == 32
 
 
 def hits(rule: Eviction, passes: list[list[Expert]], slots: int) -> int:
@@ -131,8 +141,19 @@ def by_chances(uses: list[tuple[int, Expert]], number: int, layer: int) -> list[
     return sorted(by_last_use(uses, number, layer), key=lambda expert: (-(age[expert] // LAYERS), age[expert] % LAYERS))
 
 
+def by_privilege(uses: list[tuple[int, Expert]], number: int, layer: int) -> list[Expert]:
+    last = {expert: used_in * LAYERS + expert[0] for used_in, expert in uses}
+    passed_over = [
+        expert for expert in by_count(uses, number, layer) if number * LAYERS + layer - last[expert] >= LAYERS
+    ]
+    return passed_over + [expert for expert in by_chances(uses, number, layer) if expert not in passed_over]
+
+
+ORDERS = {"lru": by_last_use, "lfu": by_count, "least_stale": by_chances, "lfru": by_privilege}
+
+
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(("policy", "order"), [("lru", by_last_use), ("lfu", by_count), ("least_stale", by_chances)])
+@pytest.mark.parametrize(("policy", "order"), ORDERS.items())
 def test_victims_are_those_of_the_rule_told_plainly(policy: str, order: Order, seed: int) -> None:
     dice = random.Random(seed)
     rule = POLICIES[policy]()
