@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +75,15 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def wait_for(happened: Callable[[], object], process: subprocess.Popen[Any], *, seconds: float = 250) -> None:
+    """Wait until something of ``process`` has ``happened``; it must not have ended before."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert process.poll() is None, f"it ended with {process.returncode} before"
+        assert time.monotonic() < deadline, f"it never happened in {seconds} s"
+        time.sleep(0.01)
+
+
 def finish(process: subprocess.Popen[str], folder: Path, before: Mapping[Path, Any]) -> Finished:
     """Wait for ``process`` and return what came of it; ``before`` holds the records that were there already."""
     out, err = process.communicate(timeout=300)
@@ -80,35 +91,63 @@ def finish(process: subprocess.Popen[str], folder: Path, before: Mapping[Path, A
     return Finished(process.returncode, out, err, new)
 
 
+def enter(folder: Path, *arguments: str) -> int:
+    """Run the command in ``folder`` inside this process and return its exit code."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    from pipeline.app import main
+
+    GlobalHydra.instance().clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["offstage"])
+        with pytest.raises(SystemExit) as exit_info:
+            main(arguments)
+    return int(exit_info.value.code or 0)
+
+
+@pytest.fixture(scope="session")
+def described(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache that knows the embedded model and this machine: most of a small run is to find out both."""
+    folder = tmp_path_factory.mktemp("described")
+    assert enter(folder, "stop_after=plan") == 0
+    shutil.rmtree(folder / "outputs/cache/plan")
+    return folder / "outputs/cache"
+
+
 @pytest.fixture
-def offstage(tmp_path: Path) -> Callable[..., Finished]:
-    """Return a function that runs the command in this test's empty folder, to its end."""
+def fresh_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Return this test's folder, in which nothing has run yet.
+
+    What is ``described`` lies in its cache, unless the test is marked as one that begins ``from_nothing``.
+    """
+    if request.node.get_closest_marker("from_nothing") is None:
+        shutil.copytree(request.getfixturevalue("described"), tmp_path / "outputs/cache")
+    return tmp_path
+
+
+@pytest.fixture
+def offstage(fresh_folder: Path) -> Callable[..., Finished]:
+    """Return a function that runs the command in this test's folder, to its end."""
 
     def run(*arguments: str) -> Finished:
-        before = records_in(tmp_path)
-        return finish(start(tmp_path, *arguments), tmp_path, before)
+        before = records_in(fresh_folder)
+        return finish(start(fresh_folder, *arguments), fresh_folder, before)
 
     return run
 
 
 @pytest.fixture
-def offstage_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Callable[..., Finished]:
+def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Callable[..., Finished]:
     """Return a function that runs the command inside this process: the same code, without the imports' seconds."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    from pipeline.app import main
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["offstage"])
+    monkeypatch.chdir(fresh_folder)
 
     def run(*arguments: str) -> Finished:
-        GlobalHydra.instance().clear()
-        before = records_in(tmp_path)
-        with pytest.raises(SystemExit) as exit_info:
-            main(arguments)
+        before = records_in(fresh_folder)
+        code = enter(fresh_folder, *arguments)
         captured = capfd.readouterr()
-        new = [record for path, record in records_in(tmp_path).items() if path not in before]
-        return Finished(int(exit_info.value.code or 0), captured.out, captured.err, new)
+        new = [record for path, record in records_in(fresh_folder).items() if path not in before]
+        return Finished(code, captured.out, captured.err, new)
 
     return run
 

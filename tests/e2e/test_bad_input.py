@@ -70,6 +70,7 @@ def test_a_budget_added_to_a_files_null_says_what_to_write(override: str, offsta
     refused(done, CONFIG, "max_memory", "null", "write {} in the file")
 
 
+@pytest.mark.from_nothing
 def test_several_faults_are_all_reported_and_nothing_has_run(offstage_here: Run, tmp_path: Path) -> None:
     done = offstage_here("dtype=float8", "max_memory.cpu=-1", "device_map=best", "generate.beams=2", "seed=x")
     lines = [line for line in done.err.splitlines() if line.startswith("offstage: ")]

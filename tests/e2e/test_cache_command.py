@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Finished, finish, start
+from tests.e2e.conftest import Finished, finish, start, wait_for
 
 Run = Callable[..., Finished]
 Command = Callable[..., tuple[int, str, str]]
@@ -89,10 +89,7 @@ def test_a_folder_without_a_cache_is_named(cache: Command) -> None:
 
 def test_what_a_running_job_uses_is_kept(cache: Command, tmp_path: Path) -> None:
     job = start(tmp_path, "max_memory.cpu=1.9MB", "dtype=bfloat16", "generate.max_new_tokens=300")
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("outputs/cache/dispatch/*/manifest.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: list(tmp_path.glob("outputs/cache/dispatch/*/manifest.json")), job)
     (log,) = tmp_path.glob("outputs/**/run.log")
     while job.poll() is None:
         _, out, _ = cache("prune", "--max-size", "0B")
@@ -136,11 +133,12 @@ def test_damaged_figures_of_the_machine_are_found(offstage_here: Run, cache: Com
     assert cache("verify")[0] == 0
 
 
+@pytest.mark.from_nothing
 def test_an_offload_folder_of_the_users_own_is_checked_where_it_is_named(
-    offstage: Run, cache: Command, tmp_path: Path
+    offstage_here: Run, cache: Command, tmp_path: Path
 ) -> None:
     given = ("dtype=float32", "device_map=disk", "generate.max_new_tokens=2", "offload_folder=mine")
-    first = offstage(*given)
+    first = offstage_here(*given)
     assert first.code == 0, first.err
     assert "5 artifacts" in cache("verify")[1]
     assert "and 1 offload folder hashed" in cache("verify", "--offload-folder", "mine")[1]
@@ -152,7 +150,7 @@ def test_an_offload_folder_of_the_users_own_is_checked_where_it_is_named(
     assert code == 1
     assert "mine: tensor 'lm_head.weight' doesn't match its checksum (block 0)" in out
     shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
-    again = offstage(*given, "verify=full")
+    again = offstage_here(*given, "verify=full")
     assert (again.code, again.tokens) == (0, first.tokens)
     assert cache("verify", "--offload-folder", "mine")[0] == 0
 
@@ -170,9 +168,9 @@ mount --bind outputs/cache outputs/cache && mount -o remount,bind,ro outputs/cac
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_what_a_read_only_cache_keeps_is_said(offstage: Run, tmp_path: Path) -> None:
+def test_what_a_read_only_cache_keeps_is_said(offstage_here: Run, tmp_path: Path) -> None:
     mounted = ["unshare", "-m", "bash", "-c", READ_ONLY, "bash"]
-    assert offstage("stop_after=plan").code == 0
+    assert offstage_here("stop_after=plan").code == 0
     if subprocess.run([*mounted, "true"], cwd=tmp_path, capture_output=True, check=False).returncode:
         pytest.skip("may not mount")
     before = artifacts(tmp_path)
@@ -186,8 +184,8 @@ def test_what_a_read_only_cache_keeps_is_said(offstage: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_what_lies_in_folders_without_permission_is_said(offstage: Run, cache: Command, tmp_path: Path) -> None:
-    assert offstage("stop_after=plan").code == 0
+def test_what_lies_in_folders_without_permission_is_said(offstage_here: Run, cache: Command, tmp_path: Path) -> None:
+    assert offstage_here("stop_after=plan").code == 0
     folder = tmp_path / "outputs" / "cache" / "plan"
     folder.chmod(0o555)
     try:

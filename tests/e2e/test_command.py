@@ -2,17 +2,22 @@
 
 import json
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tests.e2e.conftest import COMMAND, Finished, environment, finish, records_in, start
+from tests.e2e.conftest import COMMAND, Finished, environment, finish, records_in, start, wait_for
 
+pytestmark = pytest.mark.from_nothing
 Run = Callable[..., Finished]
 STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 
@@ -41,16 +46,22 @@ def test_the_main_job_runs_and_a_second_run_is_served_from_the_cache(offstage: R
     assert second.record["metrics"]["decode_seconds_per_token"] == first.record["metrics"]["decode_seconds_per_token"]
 
 
-def test_a_served_run_imports_no_model_code_and_is_quick(offstage: Run, tmp_path: Path) -> None:
-    assert offstage().code == 0
+def test_a_served_run_imports_no_model_code_and_is_quick(offstage_here: Run, tmp_path: Path) -> None:
+    assert offstage_here().code == 0
     code = (
         "import sys\nfrom pipeline.app import main\ntry:\n    main()\nfinally:\n"
         "    assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules), sorted(sys.modules)\n"
     )
-    began = time.perf_counter()
+    began = seconds_of_children()
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - began < 3
+    assert seconds_of_children() - began < 3
+
+
+def seconds_of_children() -> float:
+    """Return what finished processes took of the processors: not the clock, since others run here too."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_a_generate_option_reuses_the_plan_and_a_budget_reuses_the_skeleton(offstage_here: Run) -> None:
@@ -128,33 +139,33 @@ class Tiny(torch.nn.Module):
 """
 
 
-def test_a_module_that_is_not_of_transformers_works(offstage: Run, tmp_path: Path) -> None:
+def test_a_module_that_is_not_of_transformers_works(
+    offstage_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tmp_path.joinpath("mymodels.py").write_text(MODULE)
-    code = (
-        "import torch, mymodels, json\nfrom safetensors.torch import save_file\ntorch.manual_seed(0)\n"
-        "model = mymodels.Tiny(width=24)\nsave_file(model.state_dict(), 'model.safetensors')\n"
-        "t = torch.tensor([[3, 4]])\n"
-        "for _ in range(5): t = torch.cat([t, model(t)[:, -1].argmax(-1, keepdim=True)], 1)\n"
-        "print(json.dumps(t[0, 2:].tolist()))"
-    )
-    made = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    done = offstage(
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    made: dict[str, Any] = {}
+    exec(MODULE, made)
+    torch.manual_seed(0)
+    model, tokens = made["Tiny"](width=24), torch.tensor([[3, 4]])
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for _ in range(5):
+        tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
+    done = offstage_here(
         "model=module", "model._target_=mymodels.Tiny", "model.width=24", "model.path=.", "max_memory.cpu=6KB",
         "generate.prompts=[[3,4]]", "generate.max_new_tokens=5",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert done.tokens == [json.loads(made.stdout)]
+    assert done.tokens == [tokens[0, 2:].tolist()]
     assert done.record["metrics"]["streamed_bytes_per_token"] > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_so(number: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, "generate.max_new_tokens=2000", "generate.min_new_tokens=2000")
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("outputs/cache/dispatch/*/manifest.json")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    time.sleep(0.5)
+    wait_for(
+        lambda: any("generate: begins" in log.read_text() for log in tmp_path.glob("outputs/runs/*/*/run.log")), process
+    )
     process.send_signal(number)
     done = finish(process, tmp_path, {})
     assert done.code == 130
@@ -169,10 +180,9 @@ def test_a_signal_is_heeded_where_the_shell_had_it_ignored(tmp_path: Path) -> No
         stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )  # fmt: skip
-    while not records_in(tmp_path):
-        time.sleep(0.02)
+    wait_for(lambda: records_in(tmp_path), process)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
+    assert process.wait(300) == 130
 
 
 def test_help_and_the_config_print_without_running_anything(offstage: Run, tmp_path: Path) -> None:
@@ -195,7 +205,7 @@ def test_shell_completion_knows_the_config(tmp_path: Path) -> None:
 
 def test_two_processes_on_an_empty_cache_share_one_artifact_a_key(tmp_path: Path) -> None:
     both = [start(tmp_path, "generate.max_new_tokens=4") for _ in range(2)]
-    errors = [process.communicate(timeout=120)[1] for process in both]
+    errors = [process.communicate(timeout=300)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], errors
     records = list(records_in(tmp_path).values())
     assert len(records) == 2

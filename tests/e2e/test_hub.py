@@ -45,6 +45,7 @@ def lay_out(repository: Path) -> None:
         (snapshot / file.name).symlink_to(f"../../blobs/{tag(file)}")
 
 
+@pytest.mark.from_nothing
 def test_what_the_cache_holds_runs_without_a_network(offstage: Run, offstage_here: Run, hub_home: Path) -> None:
     lay_out(hub_home)
     by_id = offstage(*RUN)
@@ -53,7 +54,7 @@ def test_what_the_cache_holds_runs_without_a_network(offstage: Run, offstage_her
     by_folder = offstage_here(f"model.path={hub_home / 'snapshots' / COMMIT}", *RUN[1:])
     assert by_folder.tokens == by_id.tokens
     assert by_folder.cached["empty_init"], "one model under two names has one skeleton"
-    assert offstage(*RUN, f"model.revision={COMMIT}").code == 0
+    assert offstage(*RUN, f"model.revision={COMMIT}", "stop_after=plan").code == 0
 
 
 def test_a_tokenizer_may_come_from_the_hub(offstage: Run, offstage_here: Run, hub_home: Path, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def bytes_as_predicted(done: Finished) -> tuple[int, int]:
     return sum(parts[name] for name in ("cache", "activations", "scratch")), predicted
 
 
+@pytest.mark.from_nothing
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     name: str, tmp_path: Path, offstage: Callable[..., Finished]
@@ -49,6 +50,7 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     assert request > 0.2 * predicted, "the prompts take too little for the test to prove anything"
 
 
+@pytest.mark.from_nothing
 @pytest.mark.parametrize("name", ["llava", "whisper"])
 def test_what_encoders_of_images_and_audio_hold_is_predicted(
     name: str, tmp_path: Path, offstage: Callable[..., Finished]

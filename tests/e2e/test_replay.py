@@ -23,10 +23,10 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_path(offstage: Run, checkpoint: Path, tmp_path: Path) -> Path:
+def run_path(offstage_here: Run, checkpoint: Path, tmp_path: Path) -> Path:
     """The record of one completed run."""
     length = ("generate.max_new_tokens=6", "generate.min_new_tokens=6")
-    done = offstage(f"model.path={checkpoint}", "max_memory.cpu=3MB", *length)
+    done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=3MB", *length)
     assert done.code == 0, done.err
     (path,) = records_in(tmp_path)
     return path

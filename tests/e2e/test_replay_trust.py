@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Replay, finish, records_in, start
+from tests.e2e.conftest import Replay, enter, records_in
 
 Record = dict[str, Any]
 
@@ -19,8 +19,7 @@ Record = dict[str, Any]
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The record of one completed run."""
     folder = tmp_path_factory.mktemp("finished")
-    done = finish(start(folder, "generate.max_new_tokens=2"), folder, {})
-    assert done.code == 0, done.err
+    assert enter(folder, "generate.max_new_tokens=2") == 0
     (path,) = records_in(folder)
     return path
 

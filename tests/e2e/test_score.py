@@ -133,9 +133,9 @@ def killed_after(folder: Path, lines: int, *options: str) -> bool:
     return process.returncode == -signal.SIGKILL
 
 
-def test_killed_again_and_again_no_window_is_scored_twice(tmp_path: Path, offstage: Run) -> None:
+def test_killed_again_and_again_no_window_is_scored_twice(tmp_path: Path, offstage_here: Run) -> None:
     write_text(tmp_path)
-    whole = offstage(SCORE, *LONG)
+    whole = offstage_here(SCORE, *LONG)
     rows, texts = windows_of(whole), texts_of(whole)
     assert len(rows) > 20
     tmp_path.joinpath("outputs").rename(tmp_path / "first")
@@ -148,7 +148,7 @@ def test_killed_again_and_again_no_window_is_scored_twice(tmp_path: Path, offsta
             assert lasting[: len(kept)] == kept, "what was scored is kept as it was"
             kept = lasting
     assert len(kept) >= 2
-    again = offstage(SCORE, *LONG)
+    again = offstage_here(SCORE, *LONG)
     assert (windows_of(again), texts_of(again)) == (rows, texts)
     assert again.record["metrics"]["perplexity"] == whole.record["metrics"]["perplexity"]
 
@@ -252,9 +252,9 @@ def test_text_without_a_tokenizer_and_an_encoder_without_a_context_are_told(offs
 
 
 def test_a_replay_scores_again_and_tells_a_likelihood_that_differs(
-    offstage: Run, replay: Replay, tmp_path: Path
+    offstage_here: Run, replay: Replay, tmp_path: Path
 ) -> None:
-    assert offstage(SCORE, TEXTS).code == 0
+    assert offstage_here(SCORE, TEXTS).code == 0
     (path,) = tmp_path.glob("outputs/runs/**/run.json")
     code, out, err = replay(path)
     assert code == 0, err
@@ -268,6 +268,7 @@ def test_a_replay_scores_again_and_tells_a_likelihood_that_differs(
     assert "log_likelihood: was" in out
 
 
+@pytest.mark.from_nothing
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_peak_of_a_windows_logits_is_as_predicted(dtype: torch.dtype, offstage: Run, tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES, vocab_size=50257, num_key_value_heads=2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import COMMAND, environment, heed_signals, records_in, start
+from tests.e2e.conftest import COMMAND, environment, heed_signals, records_in, start, wait_for
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -17,12 +17,10 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_while_a_run_works_ends_it_as_interrupted(number: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, "generate.max_new_tokens=100000", "generate.prompts=[[5,6,7]]")
-    deadline = time.monotonic() + 60
-    while not records_in(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: records_in(tmp_path), process)
     time.sleep(0.3)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     (record,) = records_in(tmp_path).values()
     assert (process.returncode, record["status"]) == (130, "interrupted"), err
     assert "Traceback" not in err
@@ -43,7 +41,7 @@ def test_a_signal_during_imports_leaves_no_traceback(number: signal.Signals, mil
     process.stdout.read(1)
     time.sleep(milliseconds / 1000)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (130, "offstage: interrupted\n")
     assert all(record["status"] == "interrupted" for record in records_in(tmp_path).values())
 
@@ -56,18 +54,16 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     )  # fmt: skip
     time.sleep(0.5)
     os.kill(process.pid, signal.SIGHUP)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
 
 
 def require_interrupted(program: str) -> None:
-    """Run ``program``, which is sent a signal and else sleeps for 20 seconds: it ends by the signal, and says so."""
-    began = time.monotonic()
+    """Run ``program``, which is sent a signal and else sleeps and ends well: it ends by the signal, and says so."""
     process = subprocess.run(
         [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, preexec_fn=heed_signals
     )
     assert (process.returncode, process.stderr) == (130, "offstage: interrupted\n")
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -83,7 +79,7 @@ def work():
     owner = Owner()
     kept = weakref.ref(owner, lambda _: (os.kill(os.getpid(), {int(number)}), time.sleep(0.2)))
     del owner
-    time.sleep(20)
+    time.sleep(120)
     return 0
 
 run_command("offstage", work)
@@ -101,7 +97,7 @@ from pipeline.command_exit import run_command
 def work():
     sys.path.insert(0, {str(tmp_path)!r})
     import lossy
-    time.sleep(20)
+    time.sleep(120)
     return 0
 
 run_command("offstage", work)

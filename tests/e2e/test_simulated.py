@@ -46,6 +46,7 @@ def test_four_simulated_accelerators_give_the_tokens_of_the_cpu_within_their_bud
         assert done.record["metrics"]["simulated_accelerators"] == DEVICES
 
 
+@pytest.mark.from_nothing
 def test_the_host_is_predicted_with_what_the_simulated_accelerators_hold(
     tmp_path: Path, offstage: Callable[..., Finished]
 ) -> None:
