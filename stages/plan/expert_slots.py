@@ -1,23 +1,24 @@
 """The slots of a mixture: how many experts a device can keep that lie elsewhere, and what tokens then bring.
 
-Each device that computes such experts has one pool of equal slots, each as large as the largest expert that comes
-there. What a token brings is an expectation. Routing is taken as uniform, which is the worst case for any rule of
-eviction: an expert is then in a slot as often as there are slots for all experts of the pool. Where a run has measured
-how often, that counts.
+Each device that computes such experts has one pool of memory, cut into slots for one expert. Experts of one kind, whose
+tensors are of the same shapes, can lie in each other's slots; where a mixture has several kinds, each has that part of
+the pool which it is of all of the experts. What a token brings is an expectation. Routing is taken as uniform, which is
+the worst case for any rule of eviction: an expert is then in a slot as often as there are slots for all experts of the
+pool. Where a run has measured how often, that counts.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stages.empty_init.skeleton import ExpertsSpec
-from stages.plan.outline import Outline
+from stages.plan.outline import ExpertKind, Outline
 from stages.units import DeviceId
 
 ROOMY, LEAST = 2, 1
-"""The slots that one is read into while the other computes, and those that suffice."""
+"""The slots of each kind that one is read into while the other computes, and those that suffice."""
 
 _STEP = 32
 """Measured rates of hits are kept by the share of experts that have slots, in as many steps."""
@@ -28,14 +29,22 @@ Offstage = Mapping[str, DeviceId]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What the slots of one device are for: so many ``experts``, the largest of ``expert_bytes``."""
+    """What the slots of one device are for: so many ``experts``, of so many ``bytes`` together.
+
+    With ``unit_bytes`` each kind has a slot at least: where there is one kind they are the bytes of an expert.
+    """
 
     experts: int
-    expert_bytes: int
+    bytes: int
+    unit_bytes: int
 
     def fitting(self, room: int | None) -> int:
-        """Return how many slots fit into ``room`` bytes, at most one for each expert; null is no limit."""
-        return self.experts if room is None else min(self.experts, max(0, room) // self.expert_bytes)
+        """Return the bytes of the slots that fit into ``room`` bytes, at most one for each expert; null is no limit."""
+        return self.bytes if room is None or room >= self.bytes else max(0, room) // self.unit_bytes * self.unit_bytes
+
+    def count(self, slots: int) -> int:
+        """Return how many experts have a place in so many bytes of ``slots``."""
+        return slots * self.experts // self.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +63,9 @@ class Routing:
         return experts.count * (1 - missed)
 
     def hit_rate(self, pool: Pool, slots: int) -> float:
-        """Return which share of the experts that are wanted is in one of so many ``slots``."""
-        measured = self.hit_rates.get(rate_key(slots, pool.experts, self.tokens))
-        return slots / pool.experts if measured is None or slots == pool.experts else measured
+        """Return which share of the experts that are wanted lies in so many bytes of ``slots``."""
+        measured = self.hit_rates.get(rate_key(pool, slots, self.tokens))
+        return slots / pool.bytes if measured is None or slots == pool.bytes else measured
 
 
 SINGLE = Routing()
@@ -81,19 +90,22 @@ class ExpertTraffic:
         return found / (found + brought) if found + brought else 0.0
 
 
-def rate_key(slots: int, experts: int, tokens: int) -> str:
-    """Return what a rate of hits is kept by: the share of ``experts`` with ``slots``, coarsely, and tokens a pass."""
-    return f"{round(_STEP * slots / experts)}/{_STEP} of {experts}, {tokens} a pass"
+def rate_key(pool: Pool, slots: int, tokens: int) -> str:
+    """Return what a rate of hits is kept by: the share of experts in ``slots`` bytes, coarsely, and tokens a pass."""
+    return f"{round(_STEP * slots / pool.bytes)}/{_STEP} of {pool.experts}, {tokens} a pass"
 
 
 def pools(outline: Outline, offstage: Offstage) -> dict[DeviceId, Pool]:
     """Return the pool of each device that computes experts of ``offstage``."""
-    found: dict[DeviceId, Pool] = {}
+    sharing: dict[DeviceId, Counter[ExpertKind]] = defaultdict(Counter)
     for module, device in offstage.items():
-        before = found.get(device, Pool(0, 0))
-        largest = max(before.expert_bytes, outline.expert_bytes[module])
-        found[device] = Pool(before.experts + outline.experts[module].count, largest)
-    return found
+        sharing[device][outline.expert_kinds[module]] += outline.experts[module].count
+    return {device: _pool(counts) for device, counts in sharing.items()}
+
+
+def _pool(counts: Mapping[ExpertKind, int]) -> Pool:
+    whole = sum(kind.bytes * count for kind, count in counts.items())
+    return Pool(sum(counts.values()), whole, max(-(-whole // count) for count in counts.values()))
 
 
 def slot_bytes(pool: Pool, room: int | None, *, staged: int) -> int:
@@ -102,7 +114,7 @@ def slot_bytes(pool: Pool, room: int | None, *, staged: int) -> int:
     As many slots as let one expert be read while another computes come before that.
     """
     roomy = pool.fitting(None if room is None else room - staged)
-    return max(roomy, min(ROOMY, pool.fitting(room))) * pool.expert_bytes
+    return max(roomy, min(ROOMY * pool.unit_bytes, pool.fitting(room)))
 
 
 def expert_traffic(
@@ -119,7 +131,7 @@ def expert_traffic(
     """
     brought, found, resident = (defaultdict[DeviceId, float](float) for _ in range(3))
     sharing = pools(outline, offstage)
-    rates = {device: routing.hit_rate(pool, pool.fitting(slots.get(device, 0))) for device, pool in sharing.items()}
+    rates = {device: routing.hit_rate(pool, slots.get(device, 0)) for device, pool in sharing.items()}
     for module, experts in outline.experts.items():
         for name in experts.tensors:
             used = routing.distinct(experts) * outline.sizes[name] / experts.count

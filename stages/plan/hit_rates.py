@@ -1,7 +1,7 @@
 """How often runs of a checkpoint found the experts that they wanted in slots: noted once, planned with ever after.
 
 Uniform routing is what can be said of a mixture that never ran. How skewed its routing really is shows in a run, and
-belongs to its weights: so a rate is kept by the checkpoint's files, with the share of experts that had slots.
+belongs to its weights: so a rate is kept by the checkpoint's files, with the share of experts that slots hold.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def kept_hit_rates(cache: Path, model: Mapping[str, Any]) -> dict[str, float]:
 
 
 def note_hit_rate(cache: Path, model: Mapping[str, Any], pool: Pool, *, slots: int, tokens: int, rate: float) -> None:
-    """Keep that a run with so many ``slots`` for ``pool``, and ``tokens`` in a pass of decoding, had the ``rate``.
+    """Keep which ``rate`` a run had with so many bytes of ``slots`` for ``pool``, and ``tokens`` in a pass of decoding.
 
     Of equal runs the first counts: the plan of the others must not change with every run.
     """
-    key = _prefix(model) + rate_key(slots, pool.experts, tokens)
+    key = _prefix(model) + rate_key(pool, slots, tokens)
     kept_or_measured(cache / MEASURED / FILE_NAME, {key: lambda: round(rate, _PLACES)}, is_sound=is_share)
 
 

@@ -33,6 +33,17 @@ class Layer:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertKind:
+    """What experts have in common that can lie in each other's slots: attribute, shape and dtype of their ``rows``.
+
+    One of them has so many ``bytes``.
+    """
+
+    rows: tuple[tuple[str, tuple[int, ...], str], ...]
+    bytes: int
+
+
 @dataclass(frozen=True)
 class Outline:
     """The tree of a skeleton's modules and its layers; everything is worked out once, on first use.
@@ -130,10 +141,16 @@ class Outline:
         return frozenset(name for spec in self.experts.values() for name in spec.tensors)
 
     @cached_property
-    def expert_bytes(self) -> dict[str, int]:
-        """The bytes of one expert of each of the ``experts``, by module."""
-        whole = {module: sum(map(self.sizes.__getitem__, spec.tensors)) for module, spec in self.experts.items()}
-        return {module: count // self.experts[module].count for module, count in whole.items()}
+    def expert_kinds(self) -> dict[str, ExpertKind]:
+        """What experts each of the ``experts`` has, by module."""
+        by_name = self.skeleton.by_name
+        return {
+            module: ExpertKind(
+                tuple((name.rpartition(".")[2], by_name[name].shape[1:], by_name[name].dtype) for name in spec.tensors),
+                sum(self.sizes[name] for name in spec.tensors) // spec.count,
+            )
+            for module, spec in self.experts.items()
+        }
 
     @cached_property
     def dense(self) -> Outline:

@@ -104,7 +104,7 @@ def offstage(outline: Outline, placement: Placement) -> dict[str, DeviceId]:
 def least_slots(outline: Outline, placement: Placement, count: int = LEAST) -> dict[DeviceId, int]:
     """Return the bytes of ``count`` slots on each device that computes experts which lie elsewhere."""
     found = pools(outline, offstage(outline, placement))
-    return {device: min(count, pool.experts) * pool.expert_bytes for device, pool in found.items()}
+    return {device: min(count * pool.unit_bytes, pool.bytes) for device, pool in found.items()}
 
 
 def kept_free(outline: Outline, placement: Placement, slots: int = LEAST) -> dict[DeviceId, int]:

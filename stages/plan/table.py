@@ -75,7 +75,7 @@ def render(plan: Plan, sizes: Mapping[str, int]) -> str:
 def slots_told(plan: Plan, device: DeviceId) -> str:
     """Return in words how many of the experts that ``device`` computes can be kept there."""
     pool = plan.pools[device]
-    return f"{pool.fitting(plan.slots[device])} slots for {pool.experts} experts"
+    return f"{pool.count(plan.slots[device])} slots for {pool.experts} experts"
 
 
 def experts_told(plan: Plan) -> list[str]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from stages.empty_init.skeleton import parent
 from stages.machine.rates import Rates
-from stages.plan.expert_slots import LEAST, ROOMY
+from stages.plan.expert_slots import LEAST, ROOMY, pools
 from stages.plan.filling import fill
 from stages.plan.outline import Layer, Outline
 from stages.plan.placement import (
@@ -85,10 +85,11 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
 def _apart(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[Placement]:
     """Yield the placements of a mixture that have all experts below and slots where they compute, the best first."""
     accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
+    everything = pools(outline, dict.fromkeys(outline.experts, CPU))[CPU]
     for computing in (accelerators, [CPU]) if accelerators else ([CPU],):
         rooms = {device: 0 if device in accelerators and computing == [CPU] else budgets[device] for device in budgets}
         for slots in (ROOMY, LEAST):
-            least = slots * max(outline.expert_bytes.values())
+            least = slots * everything.unit_bytes
             free = {**rooms, **{device: _less(rooms.get(device, 0), least) for device in computing}}
             placement = _with_experts_below(outline, optimal(outline.dense, free, rates), budgets)
             if placement.main in computing and find_shortage(outline, placement, budgets, slots=slots) is None:

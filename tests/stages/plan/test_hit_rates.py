@@ -12,7 +12,7 @@ from pipeline.stage import MEASURED
 from stages.plan.expert_slots import Pool, Routing
 from stages.plan.hit_rates import FILE_NAME, is_share, kept_hit_rates, note_hit_rate
 
-POOL = Pool(experts=96, expert_bytes=10)
+POOL = Pool(experts=96, bytes=960, unit_bytes=10)
 
 
 def checkpoint(folder: Path, size: int = 8) -> dict[str, str]:
@@ -24,21 +24,21 @@ def checkpoint(folder: Path, size: int = 8) -> dict[str, str]:
 def test_a_rate_is_expected_again_with_about_as_many_slots(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model")
     assert kept_hit_rates(tmp_path, model) == {}
-    note_hit_rate(tmp_path, model, POOL, slots=48, tokens=1, rate=0.8123)
+    note_hit_rate(tmp_path, model, POOL, slots=480, tokens=1, rate=0.8123)
     routing = Routing(1, kept_hit_rates(tmp_path, model))
-    assert [routing.hit_rate(POOL, slots) for slots in (48, 49, 60, 96)] == [0.81, 0.81, 60 / 96, 1]
+    assert [routing.hit_rate(POOL, slots) for slots in (480, 490, 600, 960)] == [0.81, 0.81, 600 / 960, 1]
 
 
 def test_the_first_of_equal_runs_counts(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model")
     for rate in (0.5, 0.6):
-        note_hit_rate(tmp_path, model, POOL, slots=48, tokens=1, rate=rate)
+        note_hit_rate(tmp_path, model, POOL, slots=480, tokens=1, rate=rate)
     assert list(kept_hit_rates(tmp_path, model).values()) == [0.5]
 
 
 def test_another_checkpoint_has_rates_of_its_own(tmp_path: Path) -> None:
     first, other = checkpoint(tmp_path / "model"), checkpoint(tmp_path / "other", size=9)
-    note_hit_rate(tmp_path, first, POOL, slots=48, tokens=1, rate=0.5)
+    note_hit_rate(tmp_path, first, POOL, slots=480, tokens=1, rate=0.5)
     assert kept_hit_rates(tmp_path, other) == {}
     os.utime(tmp_path / "model" / "model.safetensors", ns=(0, 0))
     assert kept_hit_rates(tmp_path, first) == {}, "its files were changed"
@@ -52,7 +52,7 @@ def test_only_shares_are_taken(figure: object, sound: bool) -> None:
 
 def test_a_rate_that_is_none_is_passed_over(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model")
-    note_hit_rate(tmp_path, model, POOL, slots=48, tokens=1, rate=0.5)
+    note_hit_rate(tmp_path, model, POOL, slots=480, tokens=1, rate=0.5)
     (key,) = kept_hit_rates(tmp_path, model)
     path = tmp_path / MEASURED / FILE_NAME
     write_sealed(path, {"x " + key: 0.5, "y": 7})

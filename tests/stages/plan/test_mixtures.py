@@ -44,7 +44,7 @@ def planned(outline: Outline, policy: str, budgets: dict[str, int]) -> Plan | st
 
 
 def expert_bytes(outline: Outline) -> int:
-    return max(outline.expert_bytes.values())
+    return outline.expert_kinds[next(iter(outline.experts))].bytes
 
 
 def dense_bytes(outline: Outline) -> int:
@@ -65,7 +65,7 @@ def test_what_every_token_needs_stays_and_the_rest_of_the_budget_is_slots(name: 
     assert set(plan.serving.values()) == {"experts"}
     assert plan.slots == {CPU: 5 * expert_bytes(model)}
     assert (plan.reserve_bytes, plan.staging_bytes) == (0, 3)
-    assert plan.pools == {CPU: Pool(6 * len(model.experts), expert_bytes(model))}
+    assert plan.pools == {CPU: Pool(count := 6 * len(model.experts), count * expert_bytes(model), expert_bytes(model))}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,8 +105,9 @@ def test_a_plan_fits_its_budgets_or_is_refused_in_one_line(name: str, policy: st
     for experts in model.experts.values():
         assert len({plan.serving.get(tensor) for tensor in experts.tensors}) == 1, "all of them alike"
     for device, pool in plan.pools.items():
-        assert 1 <= plan.slots[device] // pool.expert_bytes <= pool.experts
-        assert plan.slots[device] % pool.expert_bytes == 0
+        assert pool.unit_bytes <= plan.slots[device] <= pool.bytes
+        assert plan.slots[device] % pool.unit_bytes == 0
+        assert pool.bytes == pool.unit_bytes * pool.experts
     assert (
         plan.slots.keys()
         == plan.pools.keys()
@@ -206,9 +207,29 @@ def test_tokens_of_one_pass_share_experts_and_what_was_measured_counts() -> None
     experts = mixture("Mixtral").skeleton.experts[0]
     assert [round(Routing(tokens).distinct(experts), 6) for tokens in (1, 2, 1000)] == [3, 4.5, 6]
     measured = Routing(1, {"11/32 of 18, 1 a pass": 0.75})
-    assert measured.hit_rate(Pool(18, 10), 6) == 0.75
-    assert measured.hit_rate(Pool(18, 10), 9) == 0.5, "at another number of slots"
-    assert replace(measured, tokens=2).hit_rate(Pool(18, 10), 6) == 6 / 18
+    pool = Pool(experts=18, bytes=180, unit_bytes=10)
+    assert measured.hit_rate(pool, 60) == 0.75
+    assert measured.hit_rate(pool, 90) == 0.5, "at another number of slots"
+    assert replace(measured, tokens=2).hit_rate(pool, 60) == 60 / 180
+
+
+def test_each_kind_of_experts_has_a_slot_at_least() -> None:
+    """The engine gives each kind the part of the pool that it is of all experts there."""
+    model = mixture("Mixtral")
+    first = model.skeleton.experts[0]
+    tensors = [
+        replace(spec, shape=(2 * first.count, *spec.shape[1:])) if spec.name in first.tensors else spec
+        for spec in model.skeleton.tensors
+    ]
+    narrow = [replace(spec, shape=(*spec.shape[:-1], 2)) if spec.name in first.tensors else spec for spec in tensors]
+    experts = (replace(first, count=2 * first.count), *model.skeleton.experts[1:])
+    mixed = Outline(replace(model.skeleton, tensors=tuple(narrow), experts=experts), routes=True)
+    small, large = (mixed.expert_kinds[spec.module].bytes for spec in experts[:2])
+    plan = plan_for(mixed, cpu=dense_bytes(mixed) + 3 * (small + large))
+    (pool,) = plan.pools.values()
+    assert (small < large, pool.experts, pool.bytes) == (True, 24, 12 * small + 12 * large)
+    shares = [plan.slots[CPU] * 12 * kind // pool.bytes for kind in (small, large)]
+    assert [share // kind for share, kind in zip(shares, (small, large), strict=True)] == [3, 3]
 
 
 def test_batches_and_beams_are_tokens_of_a_pass() -> None:
