@@ -3,12 +3,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
+from typing import get_args, get_type_hints
 
 import pytest
 
 from stages.dispatch.experts.eviction import HALF_LIFE_PASSES, POLICIES, Eviction, Expert, LeastFrequentlyUsed
+from stages.dispatch.stage import DispatchConfig
 
 LAYERS, EXPERTS = 5, 12
+
+
+def test_the_config_knows_every_rule() -> None:
+    assert get_args(get_type_hints(DispatchConfig)["expert_eviction"]) == tuple(POLICIES)
 
 
 def used(rule: Eviction, *passes: Iterable[Expert]) -> Eviction:
