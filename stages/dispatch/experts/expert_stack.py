@@ -50,6 +50,10 @@ class ExpertStack(WaitingTensor):
         stack.use = use
         return stack
 
+    def again(self) -> ExpertStack:
+        """Return another stack that waits as this one does."""
+        return ExpertStack.of(self.as_meta(), self.source, self.use)
+
     def moved(self, value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
         """Return all of the stack, which was read whole."""
         return self.use.oriented(super().moved(value, device))

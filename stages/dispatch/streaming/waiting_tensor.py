@@ -95,7 +95,7 @@ class WaitingTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _KEPT:
-            return cls(args[0].as_meta(), args[0].source)
+            return args[0].again()
         if torch.device("meta") == kwargs.get("device"):
             return func(*tree_map(_meta_of, args), **kwargs)
         _refuse_changes(func, args, kwargs)
@@ -105,9 +105,13 @@ class WaitingTensor(torch.Tensor):
         """Return a plain tensor of this one's shape and dtype, on meta."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
+    def again(self) -> WaitingTensor:
+        """Return another tensor that waits as this one does, and is no parameter."""
+        return type(self)(self.as_meta(), self.source)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> WaitingTensor:
         if id(self) not in memo:
-            twin = type(self)(self, copy.deepcopy(self.source, memo))
+            twin = WaitingTensor(self, copy.deepcopy(self.source, memo))  # no engine knows the copy: it is read whole
             twin.home, twin.kept = self.home, copy.deepcopy(self.kept, memo)
             memo[id(self)] = twin
         found: WaitingTensor = memo[id(self)]

@@ -1,9 +1,12 @@
 """Experts that wait compute as they do in memory: the same bits, whichever implementation, however few slots."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+from stages.dispatch.streaming.state_on_host import state_on_host
 from tests.stages.dispatch.experts.mixtures import CONFIGS, mixture, waiting_experts
 
 TOKENS = torch.arange(2, 82).reshape(2, 40)
@@ -112,3 +115,14 @@ def test_an_error_in_a_call_leaves_the_model_as_it_was() -> None:
             model(TOKENS)
         handle.remove()
         assert equal(answers(model), expected)
+
+
+def test_a_state_dict_and_a_copy_of_a_model_whose_experts_wait_have_them_whole() -> None:
+    model = mixture("Mixtral")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with waiting_experts(model, 2):
+        found = state_on_host(model)
+        copied = state_on_host(copy.deepcopy(model.model.layers[1].mlp.experts))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert copied
+    assert all(torch.equal(copied[name], expected[f"model.layers.1.mlp.experts.{name}"]) for name in copied)
