@@ -28,13 +28,15 @@ class ModulePlan:
 
     ``serving`` is the plan's, by tensor; what isn't in it is resident. ``callers`` are the modules whose calls bring in
     what is streamed: the module itself, and those that read its tensors without calling it. ``experts`` are those of a
-    mixture that are brought one by one, if the module has such.
+    mixture that are brought one by one, if the module has such. ``listed_expert`` is the expert that it is a piece of,
+    if it is one of a list of modules: it is brought once that is called.
     """
 
     execution: DeviceId
     serving: Mapping[str, Serving]
     callers: tuple[str, ...]
     experts: ExpertsSpec | None = None
+    listed_expert: str | None = None
 
     @property
     def streamed(self) -> tuple[str, ...]:
@@ -88,7 +90,8 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
     for module, tensors in skeleton.by_module.items():
         serving = {spec.name: plan.serving[spec.name] for spec in tensors if spec.name in plan.serving}
         callers = (module, *skeleton.borrowers.get(module, ()))
-        parts[module] = ModulePlan(plan.execution[module], serving, callers, experts.get(module))
+        listed = skeleton.expert_of.get(module)
+        parts[module] = ModulePlan(plan.execution[module], serving, callers, experts.get(module), listed)
     return DispatchPlan(
         main_device=plan.main_device,
         parts=parts,

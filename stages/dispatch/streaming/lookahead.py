@@ -4,6 +4,9 @@ A part is what streams together: the tensors that one module holds directly. All
 runs the model, when it takes a part or lets one go; other threads do nothing but bring what they were told to. So
 there is no lock here, and an error of theirs surfaces in the forward that needed the part. What brings a part, and
 into which memory, is the carrier's: from storage to the host, or over the link to an accelerator.
+
+The experts of a mixture are brought when they are called, each whole at the call of its first part, and stay while
+nothing else needs their room: a token that uses them again finds them.
 """
 
 from __future__ import annotations
@@ -23,14 +26,26 @@ from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
 
 
 class Lookahead(Generic[Region]):
-    """Delivers parts by number, as ``carrier`` brings them, ahead of use in ``order``."""
+    """Delivers parts by number, as ``carrier`` brings them, ahead of use in ``order``.
+
+    ``experts`` has the parts of each expert: they are used together, and only where a forward decides so.
+    """
 
     def __init__(
-        self, carrier: Carrier[Region], order: Sequence[int], *, traffic: Traffic, trace: Trace | None = None
+        self,
+        carrier: Carrier[Region],
+        order: Sequence[int],
+        *,
+        traffic: Traffic,
+        experts: Sequence[Sequence[int]] = (),
+        trace: Trace | None = None,
     ) -> None:
         self._carrier = carrier
-        self._schedule = Schedule(order)
+        self._expert = {part: parts for parts in experts for part in parts}
+        self._schedule = Schedule(order, self._expert)
         self._deliveries: dict[int, Delivery[Region]] = {}
+        self._idle: dict[int, None] = {}  # parts of experts that nobody uses now, the longest unused first
+        self._begun: Sequence[int] = ()
         self._traffic, self._trace = traffic, trace
         self._sizes, self._streamed = carrier.sizes, carrier.streamed
 
@@ -42,16 +57,23 @@ class Lookahead(Generic[Region]):
         self._schedule.use(part)
         delivery = self._deliveries.get(part) or self._on_demand(part)
         delivery.users += 1
+        self._idle.pop(part, None)
+        self._ask_rest(part)
         self._ask_ahead()
         self._wait_for(part, delivery)
         self._traffic.streamed_bytes += self._streamed[part]
         return self._carrier.views(part, delivery)
 
     def let_go(self, part: int) -> None:
-        """Give ``part`` back: its memory is free once nothing views it, unless its next use was asked for already."""
+        """Give ``part`` back: its memory is free once nothing views it, unless its next use was asked for already.
+
+        A part of an expert may stay for a next use that nobody knows of.
+        """
         delivery = self._deliveries[part]
         delivery.users -= 1
-        if not delivery.users and (delivery.overflow or not self._schedule.wanted(part)):
+        if not delivery.users and part in self._carrier.kept and not delivery.overflow:
+            self._idle[part] = None
+        elif not delivery.users and (delivery.overflow or not self._schedule.wanted(part)):
             del self._deliveries[part]
             delivery.region = None  # a thread that has just brought it may not have let go of the delivery yet
         self._ask_ahead()
@@ -59,6 +81,7 @@ class Lookahead(Generic[Region]):
     def begin_pass(self) -> None:
         """Say that the model's forward begins."""
         self._schedule.begin_pass()
+        self._begun = ()
         self._forget_unwanted()
         self._ask_ahead()
 
@@ -71,8 +94,10 @@ class Lookahead(Generic[Region]):
 
     def take_back(self) -> None:
         """Take all parts back from calls that ended without letting go, as an interrupt ends them."""
-        for delivery in self._deliveries.values():
+        for part, delivery in self._deliveries.items():
             delivery.users = 0
+            if part in self._carrier.kept and not delivery.overflow:
+                self._idle.setdefault(part)
 
     def close(self) -> None:
         """Wait for what is under way and close the carrier; closing again does nothing."""
@@ -84,10 +109,24 @@ class Lookahead(Generic[Region]):
         """Ask for what comes next, as far as the staging memory has room."""
         for part in self._schedule.upcoming():
             if part not in self._deliveries:
-                region = self._carrier.take(part)
+                region = self._carrier.take(part, ahead=True)
                 if region is None:
                     return
                 self._ask(part, Delivery(region))
+
+    def _ask_rest(self, part: int) -> None:
+        """Where ``part`` begins an expert, ask for its others, as far as there is room without giving up its own."""
+        expert = self._expert.get(part, ())
+        if part not in self._carrier.kept or expert is self._begun:
+            return
+        self._begun = expert
+        for other in expert:
+            if other not in self._deliveries:
+                region = self._replace(other, besides=expert)
+                if region is None:
+                    return
+                self._ask(other, Delivery(region))
+                self._idle[other] = None
 
     def _ask(self, part: int, delivery: Delivery[Region]) -> Delivery[Region]:
         """Have ``part`` brought."""
@@ -108,14 +147,11 @@ class Lookahead(Generic[Region]):
             self._trace.add(f"stall: part {part}", "stall", began)
 
     def _on_demand(self, part: int) -> Delivery[Region]:
-        """Ask for ``part`` now. What was brought ahead makes room for it, the last first; failing that, new memory."""
-        region = self._carrier.take(part)
-        idle = [other for other, delivery in self._deliveries.items() if not delivery.users]
-        if region is None and idle:
-            self._schedule.ask_again()
-        while region is None and idle:
-            self._drop(idle.pop())
-            region = self._carrier.take(part)
+        """Ask for ``part`` now. What nobody uses makes room for it; failing that, it gets new memory."""
+        kept = part in self._carrier.kept
+        region = self._replace(part, besides=self._expert[part]) if kept else self._cut_back(part)
+        if region is None and kept:
+            region = self._replace(part)
         if region is not None:
             return self._ask(part, Delivery(region))
         outside = sum(self._sizes[other] for other, delivery in self._deliveries.items() if delivery.overflow)
@@ -123,14 +159,40 @@ class Lookahead(Generic[Region]):
         self._traffic.overflow_bytes = max(self._traffic.overflow_bytes, outside + self._sizes[part])
         return self._ask(part, delivery)
 
+    def _cut_back(self, part: int) -> Region | None:
+        """Return room for ``part``, if need be that of what was brought ahead, the last first."""
+        region = self._carrier.take(part)
+        kept = self._carrier.kept
+        ahead = [other for other, delivery in self._deliveries.items() if not delivery.users and other not in kept]
+        if region is None and ahead:
+            self._schedule.ask_again()
+        while region is None and ahead:
+            self._drop(ahead.pop())
+            region = self._carrier.take(part)
+        return region
+
+    def _replace(self, part: int, *, besides: Sequence[int] = ()) -> Region | None:
+        """Return room for ``part`` of an expert, if need be that of what was used longest ago, none of ``besides``."""
+        region = self._carrier.take(part)
+        while region is None:
+            oldest = next((other for other in self._idle if other not in besides), None)
+            if oldest is None:
+                return None
+            self._drop(oldest)
+            region = self._carrier.take(part)
+        return region
+
     def _drop(self, part: int) -> None:
         """Give ``part`` up; its region is free once no thread fills it."""
         delivery = self._deliveries.pop(part)
-        wait([work for work in delivery.arriving if not work.cancel()])
+        self._idle.pop(part, None)
+        under_way = [work for work in delivery.arriving if not work.cancel()]
+        wait(under_way)
+        self._carrier.count([work for work in under_way if work.exception() is None])
         delivery.region = None
 
     def _forget_unwanted(self) -> None:
         """Give up what was brought ahead and is not expected any more."""
         for part in [part for part, delivery in self._deliveries.items() if not delivery.users]:
-            if not self._schedule.wanted(part):
+            if part not in self._idle and not self._schedule.wanted(part):
                 self._drop(part)

@@ -2,23 +2,27 @@
 
 The order begins as the rehearsal's and is corrected by what a whole pass really did. A part that is called out of
 order, twice, or not at all is no error: only less is known ahead.
+
+It has what is certain alone. Parts that a forward decides to use (the experts of a mixture) are in no order, and
+neither is one that a whole pass has left out, from then on: nobody knows before it is called that it will be.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 
 class Schedule:
     """A cyclic order of part numbers, the next step, and the first step not yet asked for.
 
-    A step is a position in the endless repetition of the order: after the last part of a pass comes the first of the
-    next one.
+    Those of ``order`` that are ``optional`` aren't in it. A step is a position in the endless repetition of the order:
+    after the last part of a pass comes the first of the next one.
     """
 
-    def __init__(self, order: Sequence[int]) -> None:
-        self._order = list(order)
+    def __init__(self, order: Sequence[int], optional: Collection[int] = ()) -> None:
+        self._optional = set(optional)
+        self._order = [part for part in order if part not in self._optional]
         self._step = 0
         self._asked = 0
         self._wanted: Counter[int] = Counter()
@@ -47,6 +51,8 @@ class Schedule:
 
     def use(self, part: int) -> None:
         """Note that ``part`` is used now. One that comes early skips what stood before it."""
+        if part in self._optional:
+            return
         self._seen.append(part)
         for ahead in range(len(self._order)):
             if self._at(self._step + ahead) == part:
@@ -60,10 +66,14 @@ class Schedule:
             self._skip_to(-(-self._step // len(self._order)) * len(self._order))
 
     def end_pass(self) -> bool:
-        """End a whole pass: from now on its order is what was seen. Return whether that is another order."""
+        """End a whole pass: from now on its order is what was seen. Return whether that is another order.
+
+        What was left out is optional from now on.
+        """
         seen, self._seen = self._seen, []
         if not seen or seen == self._order:
             return False
+        self._optional.update(set(self._order) - set(seen))
         self._order = seen
         self._step = 0
         self.ask_again()

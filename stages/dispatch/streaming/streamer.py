@@ -194,10 +194,13 @@ class Streamer:
         """Give each part to the lookahead of the device that computes it."""
         for device in dict.fromkeys(part.computes for part in parts):
             mine = [part for part in parts if part.computes == device]
-            carrier = self._host_carrier(mine, plan) if device == CPU else self._link_carrier(mine, plan)
             numbers = {part.name: number for number, part in enumerate(mine)}
             order = [numbers[name] for name in plan.order if name in numbers]
-            lookahead: Lookahead[Any] = Lookahead(carrier, order, traffic=self.traffic, trace=self.trace)
+            experts = _listed_experts(numbers, plan)
+            carrier = (self._host_carrier if device == CPU else self._link_carrier)(mine, plan, experts)
+            lookahead: Lookahead[Any] = Lookahead(
+                carrier, order, experts=experts, traffic=self.traffic, trace=self.trace
+            )
             self._stack.callback(lookahead.close)
             self._lookaheads.append(lookahead)
             for part in mine:
@@ -223,14 +226,20 @@ class Streamer:
         for block in settle(slots, host) if apart else ():
             self._stack.callback(pin(self._link(apart[0]), block.memory))
 
-    def _host_carrier(self, parts: Sequence[_Streamed], plan: DispatchPlan) -> HostCarrier:
-        extents = [[self._extents[slot.name] for slot in part.slots] for part in parts]
-        return HostCarrier(extents, staging_bytes=plan.staging_bytes, traffic=self.traffic, trace=self.trace)
+    def _host_carrier(
+        self, parts: Sequence[_Streamed], plan: DispatchPlan, optional: Sequence[Sequence[int]]
+    ) -> HostCarrier:
+        extents, staging = [[self._extents[slot.name] for slot in part.slots] for part in parts], plan.staging_bytes
+        return HostCarrier(extents, optional=optional, staging_bytes=staging, traffic=self.traffic, trace=self.trace)
 
-    def _link_carrier(self, parts: Sequence[_Streamed], plan: DispatchPlan) -> LinkCarrier:
+    def _link_carrier(
+        self, parts: Sequence[_Streamed], plan: DispatchPlan, optional: Sequence[Sequence[int]]
+    ) -> LinkCarrier:
         sources = [[self._source(slot) for slot in part.slots] for part in parts]
         staging, link = plan.reserves.get(parts[0].computes, 0), self._link(parts[0].computes)
-        return LinkCarrier(sources, link, staging_bytes=staging, traffic=self.traffic, trace=self.trace)
+        return LinkCarrier(
+            sources, link, optional=optional, staging_bytes=staging, traffic=self.traffic, trace=self.trace
+        )
 
     def _source(self, slot: Slot) -> Extent | torch.Tensor:
         return self._extents[slot.name] if slot.host is None else slot.host
@@ -309,3 +318,12 @@ class Streamer:
                 slot.unbind()
         for lookahead in self._lookaheads:
             lookahead.take_back()
+
+
+def _listed_experts(numbers: Mapping[str, int], plan: DispatchPlan) -> list[list[int]]:
+    """Return the parts of each listed expert by their ``numbers``, as they are in the order of the plan."""
+    found: dict[str, list[int]] = {}
+    for name, number in numbers.items():
+        if expert := plan.parts[name].listed_expert:
+            found.setdefault(expert, []).append(number)
+    return list(found.values())

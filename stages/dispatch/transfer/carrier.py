@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -96,14 +96,24 @@ class Carrier(Protocol[Region]):
     def streamed(self) -> Sequence[int]:
         """The bytes of each part's tensors."""
 
-    def take(self, part: int) -> Region | None:
-        """Return staging memory for ``part``, or null if there is none free."""
+    @property
+    def kept(self) -> Collection[int]:
+        """The optional parts, where they have memory of their own: they may stay there unused, and nobody lacks it."""
+
+    def take(self, part: int, *, ahead: bool = False) -> Region | None:
+        """Return staging memory for ``part``, or null if there is none free.
+
+        What is brought ``ahead`` leaves room for an optional part.
+        """
 
     def beyond(self, part: int) -> Region:
         """Return memory for ``part`` outside the staging memory."""
 
     def bring(self, part: int, delivery: Delivery[Region]) -> None:
         """Start what fills the region of ``delivery`` with ``part``."""
+
+    def count(self, arrived: Iterable[Future[Any]]) -> None:
+        """Count the traffic of what has arrived, used or not."""
 
     def wait(self, delivery: Delivery[Region]) -> None:
         """Return when whoever asks may use what was brought. Raises what bringing it raised."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -10,6 +12,7 @@ from stages.checkpoints.extents import Extent
 from stages.dispatch.transfer.arena import Arena, HostMemory
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.part_layout import lay_out_reads
+from stages.dispatch.transfer.staging import Staging
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_bytes, tensor_in
 
@@ -19,27 +22,44 @@ ALIGNED_TENSORS = 32
 
 
 class HostCarrier:
-    """Brings parts that lie at the extents ``parts`` into staging memory of ``staging_bytes`` on the host."""
+    """Brings parts that lie at the extents ``parts`` into staging memory of ``staging_bytes`` on the host.
+
+    Which of them a pass uses is certain, but for groups that are ``optional``.
+    """
 
     def __init__(
-        self, parts: Sequence[Sequence[Extent]], *, staging_bytes: int, traffic: Traffic, trace: Trace | None = None
+        self,
+        parts: Sequence[Sequence[Extent]],
+        *,
+        staging_bytes: int,
+        traffic: Traffic,
+        optional: Sequence[Sequence[int]] = (),
+        trace: Trace | None = None,
     ) -> None:
         self._layouts = [lay_out_reads(extents) for extents in parts]
         self._chunks = [layout.chunks() for layout in self._layouts]
         self.sizes = [layout.size for layout in self._layouts]
         self.streamed = [layout.bytes for layout in self._layouts]
-        small = [size for size in self.sizes if size <= SMALL_BYTES]
-        large = [size for size in self.sizes if size > SMALL_BYTES]
-        slack = 2 * ALIGNMENT * min(sum(map(len, parts)), ALIGNED_TENSORS)
-        self._arena = Arena(HostMemory(min(staging_bytes + slack, sum(large))))
-        self._small = Arena(HostMemory(min(SMALL_ARENA_BYTES, sum(small))))
+        options = {part for group in optional for part in group}
+        small = {part for part, size in enumerate(self.sizes) if size <= SMALL_BYTES and part not in options}
+        large = [0 if part in small else size for part, size in enumerate(self.sizes)]
+        room = staging_bytes + 2 * ALIGNMENT * min(sum(map(len, parts)), ALIGNED_TENSORS)
+        self._staging = Staging(HostMemory, large, optional=optional, room=room, alignment=ALIGNMENT)
+        self._small = Arena(HostMemory(min(SMALL_ARENA_BYTES, sum(self.sizes[part] for part in small))))
+        self._small_parts = small
         self._traffic = traffic
         self._reader = ChunkReader({extent.file for extents in parts for extent in extents}, trace)
 
-    def take(self, part: int) -> Bytes | None:
+    @property
+    def kept(self) -> Collection[int]:
+        """The optional parts, where they have memory of their own."""
+        return self._staging.kept
+
+    def take(self, part: int, *, ahead: bool = False) -> Bytes | None:
         """Return memory for ``part``, or null if there is none free; small parts have an arena of their own."""
-        size = self.sizes[part]
-        return (self._small if size <= SMALL_BYTES else self._arena).take(size)
+        if part in self._small_parts:
+            return self._small.take(self.sizes[part])
+        return self._staging.take(part, ahead=ahead)
 
     def beyond(self, part: int) -> Bytes:
         """Return new memory for ``part``."""
@@ -53,10 +73,13 @@ class HostCarrier:
             target = data[begin - chunk.skipped :][: chunk.length]
             delivery.arriving.append(pool.submit(self._reader.read, chunk, target))
 
+    def count(self, arrived: Iterable[Future[Any]]) -> None:
+        """Count what was read."""
+        self._traffic.storage_bytes += sum(read.result() for read in arrived)
+
     def wait(self, delivery: Delivery[Bytes]) -> None:
         """Wait for the reads."""
-        for read in delivery.arriving:
-            self._traffic.storage_bytes += read.result()
+        self.count(delivery.arriving)
 
     def views(self, part: int, delivery: Delivery[Bytes]) -> list[torch.Tensor]:
         """Return the tensors of ``part``, in the order of its extents."""

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import torch
 
 from stages.checkpoints.direct_file import Chunk
-from stages.dispatch.transfer.arena import Arena
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Event, Link
 from stages.dispatch.transfer.part_layout import Source, lay_out
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
+from stages.dispatch.transfer.staging import Staging
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import align_up
 from stages.machine.probes import CHUNK_BYTES
@@ -47,7 +48,8 @@ class LinkCarrier:
     """Brings ``parts`` over ``link``: each tensor from its extent on disk, or from the host tensor given.
 
     The staging memory is as large as the largest part, or as ``staging_bytes`` if that is more, or as all parts if
-    that is less. The memory of the host tensors is best pinned.
+    that is less. The memory of the host tensors is best pinned. Which parts a pass uses is certain, but for groups that
+    are ``optional``.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class LinkCarrier:
         *,
         staging_bytes: int,
         traffic: Traffic,
+        optional: Sequence[Sequence[int]] = (),
         trace: Trace | None = None,
     ) -> None:
         self._link, self._traffic, self._trace = link, traffic, trace
@@ -64,7 +67,10 @@ class LinkCarrier:
         self.sizes = [layout.size for layout in self._layouts]
         self.streamed = [layout.bytes for layout in self._layouts]
         whole = sum(align_up(size, DEVICE_ALIGNMENT) for size in self.sizes)
-        self._arena: Arena[torch.Tensor] | None = Arena(link.memory(max(1, *self.sizes, min(staging_bytes, whole))))
+        room = max(1, *self.sizes, min(staging_bytes, whole))
+        self._staging: Staging[torch.Tensor] | None = Staging(
+            link.memory, self.sizes, optional=optional, room=room, alignment=DEVICE_ALIGNMENT
+        )
         self._chunks = [layout.chunks() for layout in self._layouts]
         self._buffers = self._pin_buffers(staging_bytes)
         self._order, self._ordering = count(), threading.Lock()
@@ -84,10 +90,15 @@ class LinkCarrier:
         """The host memory that is pinned for reads."""
         return self._buffers.bytes if self._buffers is not None else 0
 
-    def take(self, part: int) -> torch.Tensor | None:
+    @property
+    def kept(self) -> Collection[int]:
+        """The optional parts, where they have memory of their own."""
+        return self._staging.kept if self._staging is not None else ()
+
+    def take(self, part: int, *, ahead: bool = False) -> torch.Tensor | None:
         """Return staging memory for ``part``, or null if there is none free."""
-        assert self._arena is not None
-        return self._arena.take(self.sizes[part], at_end=self.sizes[part] <= SMALL_BYTES)
+        assert self._staging is not None
+        return self._staging.take(part, ahead=ahead, at_end=self.sizes[part] <= SMALL_BYTES)
 
     def beyond(self, part: int) -> torch.Tensor:
         """Return new memory for ``part``; a ``BudgetError`` where the accelerator is full."""
@@ -137,13 +148,18 @@ class LinkCarrier:
         self._link.finish(arrival.done)
         self._trace.add("copy", "copy", began, bytes=arrival.copied_bytes)
 
-    def wait(self, delivery: Delivery[torch.Tensor]) -> None:
-        """Wait until the reads are there and all copies asked for, and have computing follow the last of these."""
-        arrivals: list[_Arrival] = [arriving.result() for arriving in delivery.arriving]
-        for arrival in arrivals:
+    def count(self, arrived: Iterable[Future[Any]]) -> None:
+        """Count what was read and copied, and how long reads waited for the link."""
+        for work in arrived:
+            arrival: _Arrival = work.result()
             self._traffic.storage_bytes += arrival.stored_bytes
             self._traffic.link_bytes += arrival.copied_bytes
             self._traffic.link_seconds += arrival.waited_seconds
+
+    def wait(self, delivery: Delivery[torch.Tensor]) -> None:
+        """Wait until the reads are there and all copies asked for, and have computing follow the last of these."""
+        self.count(delivery.arriving)
+        arrivals: list[_Arrival] = [arriving.result() for arriving in delivery.arriving]
         if arrivals:
             self._link.follow(max(arrivals, key=lambda arrival: arrival.number).done)
 
@@ -155,7 +171,7 @@ class LinkCarrier:
     def close(self) -> None:
         """Wait for the accelerator, free memory and close the files; closing again does nothing."""
         self._link.close()
-        self._arena = None  # now, and not when the last thread that read has let go of the carrier
+        self._staging = None  # now, and not when the last thread that read has let go of the carrier
         if self._watcher is not None:
             self._watcher.shutdown()
         if self._buffers is not None:

@@ -1,6 +1,7 @@
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,16 @@ def extents(tmp_path: Path, tensors: list[torch.Tensor]) -> list[list[Extent]]:
     return found
 
 
-def looking_ahead(extents: list[list[Extent]], *, staging_bytes: int, traffic: Traffic | None = None) -> Lookahead[Any]:
+def looking_ahead(
+    extents: list[list[Extent]],
+    *,
+    staging_bytes: int,
+    traffic: Traffic | None = None,
+    experts: Sequence[Sequence[int]] = (),
+) -> Lookahead[Any]:
     traffic = traffic or Traffic()
-    return Lookahead(
-        HostCarrier(extents, staging_bytes=staging_bytes, traffic=traffic), list(range(6)), traffic=traffic
-    )
+    carrier = HostCarrier(extents, staging_bytes=staging_bytes, optional=experts, traffic=traffic)
+    return Lookahead(carrier, list(range(6)), experts=experts, traffic=traffic)
 
 
 @pytest.fixture
@@ -176,3 +182,36 @@ def test_a_part_needs_a_little_more_than_its_bytes(extents: list[list[Extent]]) 
     layout = lay_out_reads([extents[0][0], extents[1][0]])
     assert [(piece.begin - piece.source.begin) % 4096 for piece in layout.pieces] == [0, 0]
     assert 2 * 75_000 < layout.size <= 2 * 75_000 + 4 * 4096
+
+
+def test_what_is_certain_is_brought_past_experts_and_an_expert_whole_when_it_begins(
+    extents: list[list[Extent]], tensors: list[torch.Tensor]
+) -> None:
+    ahead = looking_ahead(extents, staging_bytes=10**6, experts=[[1, 3], [2, 5]])
+    ahead.begin_pass()
+    ahead.take(0)
+    assert set(ahead._deliveries) == {0, 4}, "the others may not be called"
+    (got,) = ahead.take(3)
+    assert torch.equal(got, tensors[3])
+    assert set(ahead._deliveries) == {0, 4, 3, 1}
+    ahead.close()
+
+
+@pytest.mark.parametrize("staging_bytes", [0, 150_000, 300_000, 10**6])
+def test_experts_are_right_in_any_order_and_whatever_the_room(
+    staging_bytes: int, extents: list[list[Extent]], tensors: list[torch.Tensor]
+) -> None:
+    ahead = looking_ahead(extents, staging_bytes=staging_bytes, experts=[[1, 3], [2, 5]])
+    for order in ([0, 1, 3, 4], [0, 2, 5, 1, 3, 4], [0, 4], [3, 1, 0, 5, 2, 4], [0, 5, 3, 5, 4]):
+        played(ahead, order, tensors)
+    ahead.close()
+
+
+def test_what_was_read_and_not_used_is_counted(extents: list[list[Extent]]) -> None:
+    traffic = Traffic()
+    ahead = looking_ahead(extents, staging_bytes=10**6, traffic=traffic)
+    ahead.take(0)
+    wait([read for delivery in ahead._deliveries.values() for read in delivery.arriving])
+    ahead.close()
+    assert traffic.streamed_bytes == 2 * SIZES[0]
+    assert traffic.storage_bytes >= 2 * sum(SIZES)

@@ -87,3 +87,34 @@ def test_an_empty_order_asks_for_nothing() -> None:
     assert list(schedule.upcoming()) == []
     assert schedule.end_pass()
     assert schedule.order == [1]
+
+
+def test_optional_parts_are_in_no_order_and_move_nothing() -> None:
+    schedule = Schedule([1, 7, 2, 8, 3], optional={7, 8})
+    schedule.begin_pass()
+    assert schedule.order == [1, 2, 3]
+    for part in (1, 8, 2, 3):
+        schedule.use(part)
+    assert not schedule.end_pass(), "what was called of them teaches nothing"
+    assert schedule.order == [1, 2, 3]
+
+
+def play(schedule: Schedule, parts: list[int]) -> None:
+    schedule.begin_pass()
+    for part in parts:
+        schedule.use(part)
+    schedule.end_pass()
+
+
+def test_a_part_that_was_left_out_once_is_never_certain_again() -> None:
+    schedule = Schedule([1, 2, 3, 4])
+    play(schedule, [1, 3, 4])
+    assert schedule.order == [1, 3, 4]
+    play(schedule, [1, 2, 3, 4])
+    assert schedule.order == [1, 3, 4]
+
+
+def test_a_part_that_no_rehearsal_knew_is_certain_once_a_pass_has_used_it() -> None:
+    schedule = Schedule([1, 2])
+    play(schedule, [1, 5, 2])
+    assert schedule.order == [1, 5, 2]

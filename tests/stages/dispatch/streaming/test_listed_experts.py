@@ -1,0 +1,139 @@
+"""Mixtures whose experts are modules in a list: of those only what a forward calls is read."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.dispatch.dispatch_plan import make_dispatch_plan
+from stages.dispatch.streaming.streamer import Streamer
+from stages.empty_init.describe import describe
+from stages.empty_init.skeleton import parent
+from stages.machine.devices import Devices
+from stages.plan.outline import Outline
+from stages.plan.plan import Plan
+from stages.plan.serving import serve
+from stages.units import DeviceId
+from tests.stages.dispatch.placed_models import to_disk
+from tests.stages.listed_experts import STYLES, WORDS, HitExperts, Mixture, mixture
+
+READ_BEYOND = 1.05
+"""Reads begin and end at multiples of 4 KiB: that is a thirtieth of an expert's matrix here."""
+STAGING = {"one matrix": 140_000, "little": 400_000, "an expert": 700_000, "a layer": 2_000_000}
+
+
+class Listed:
+    """A mixture on disk that is streamed to ``computes``, and the same in memory; every pass is compared."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        staging: int,
+        style: type[HitExperts] = HitExperts,
+        rehearsed: bool = True,
+        computes: DeviceId = "cpu",
+    ) -> None:
+        self.plain, self.model = mixture(style), mixture(style)
+        skeleton = describe(self.model, rehearsed=rehearsed, call=lambda m: m(torch.ones((1, 8), dtype=torch.long)))
+        homes: dict[str, DeviceId] = {tensor.name: "disk" for tensor in skeleton.tensors}
+        execution = {parent(name): computes for name in homes}
+        serving = serve(Outline(skeleton), homes, execution, io="direct")
+        plan = Plan("explicit", computes, homes, homes, execution, serving, {}, {}, 0, {})
+        dispatch = replace(make_dispatch_plan(skeleton, plan), staging_bytes=staging, reserves={0: staging})
+        extents = to_disk(self.model, set(homes), folder / "weights", begin=64)
+        devices = Devices({} if computes == "cpu" else {0: 10**8})
+        self.streamer = Streamer(self.model, dispatch, extents=extents, devices=devices)
+        self.called: set[str] = set()
+        for name, module in self.plain.named_modules():
+            module.register_forward_pre_hook(lambda _m, _a, name=name: self.called.add(name))
+        self.words = torch.Generator().manual_seed(1)
+
+    def routed_bytes(self) -> int:
+        """Return the bytes of what the last pass called: all but the embedding, of which rows are looked up."""
+        sizes = {name: sum(p.nbytes for p in m.parameters(recurse=False)) for name, m in self.plain.named_modules()}
+        return sum(sizes[name] for name in self.called if name != "embed")
+
+    def answer(self, tokens: int) -> tuple[int, int, int]:
+        """Return the bytes streamed and those read for a pass of so many ``tokens``, and what it called."""
+        traffic = self.streamer.traffic
+        streamed, read = traffic.streamed_bytes, traffic.storage_bytes
+        given = torch.randint(WORDS, (tokens,), generator=self.words)
+        self.called.clear()
+        expected = self.plain(given)
+        assert torch.equal(self.model(given), expected)
+        return traffic.streamed_bytes - streamed, traffic.storage_bytes - read, self.routed_bytes()
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Iterator[Callable[..., Listed]]:
+    made: list[Listed] = []
+
+    def make(**options: object) -> Listed:
+        made.append(Listed(tmp_path, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.streamer.remove()
+
+
+def norms(model: Mixture) -> int:
+    """Return the bytes that a pass brings twice: a layer uses its norm for the attention, and for the mixture."""
+    return sum(parameter.nbytes for layer in model.layers for parameter in layer.norm.parameters())
+
+
+@pytest.mark.parametrize("staging", STAGING.values(), ids=STAGING)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_token_reads_what_is_dense_and_the_experts_it_is_routed_to(
+    style: type[HitExperts], staging: int, listed: Callable[..., Listed]
+) -> None:
+    there = listed(style=style, staging=staging)
+    there.answer(40)
+    for _ in range(4):  # the first of them follows a pass that called nearly all experts
+        streamed, read, routed = there.answer(1)
+        assert streamed == routed + norms(there.plain)
+        assert read <= READ_BEYOND * routed
+    assert there.streamer.traffic.overflow_bytes == 0
+
+
+@pytest.mark.parametrize("staging", STAGING.values(), ids=STAGING)
+def test_so_it_is_where_the_order_is_that_of_registration(staging: int, listed: Callable[..., Listed]) -> None:
+    there = listed(rehearsed=False, staging=staging)
+    there.answer(40)
+    there.answer(1)
+    for _ in range(3):
+        _, read, routed = there.answer(1)
+        assert read <= READ_BEYOND * routed
+
+
+@pytest.mark.parametrize("staging", [*STAGING.values()][1:], ids=[*STAGING][1:])
+def test_so_it_is_on_an_accelerator(staging: int, listed: Callable[..., Listed]) -> None:
+    there = listed(computes=0, staging=staging)
+    there.answer(40)
+    for _ in range(4):
+        streamed, read, routed = there.answer(1)
+        assert streamed == routed + norms(there.plain) + there.plain.embed.weight.nbytes
+        assert read <= READ_BEYOND * (routed + there.plain.embed.weight.nbytes)
+
+
+def test_experts_that_fit_the_staging_memory_are_read_once(listed: Callable[..., Listed]) -> None:
+    there = listed(staging=30_000_000)
+    there.answer(40)
+    there.answer(40)
+    traffic = there.streamer.traffic
+    before = traffic.storage_bytes
+    there.answer(40)
+    assert traffic.storage_bytes - before < 0.05 * traffic.streamed_bytes
+
+
+def test_a_pass_that_was_broken_off_leaves_experts_that_can_be_called(listed: Callable[..., Listed]) -> None:
+    there = listed(staging=STAGING["a layer"])
+    handle = there.model.layers[2].mlp.shared.register_forward_pre_hook(lambda _m, _a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        there.model(torch.ones(1, dtype=torch.long))
+    handle.remove()
+    there.answer(40)
+    there.answer(1)
