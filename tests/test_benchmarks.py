@@ -18,7 +18,7 @@ def test_a_benchmark_can_be_imported(name: str) -> None:
 def test_the_rules_of_eviction_can_be_set_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module("tests.benchmarks.eviction").main(["--short"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "%" in line]
-    assert [row[0] for row in rows] == ["uniform"] * 8 + ["skewed"] * 8 + ["recorded"] * 8
+    assert [row[0] for row in rows] == ["uniform"] * 12 + ["skewed"] * 12 + ["recorded"] * 12
     for row in rows:
         *rates, optimum = (float(cell.rstrip("%")) for cell in row[3:])
         assert max(rates) <= optimum

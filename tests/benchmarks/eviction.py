@@ -5,9 +5,8 @@
 Three traces: experts drawn alike for every token, drawn by Zipf's law with some that stay from token to token (both in
 the shape of Qwen3-30B-A3B, a quarter of its layers), and recorded from a small mixture that first learns for
 ``--minutes`` on the processors that are there (``tests/benchmarks/trained_mixture.py``). The table has the share of the
-wanted experts that were in a slot, for slots that hold 1/16 to 1/2 of all experts: shared by all layers, or as many for
-each.
-``optimum`` is Belady's rule, which knows the future: what no rule can beat.
+wanted experts that were in a slot, for slots that hold 1/16 to 1/2 of all experts: shared by all layers, split evenly,
+or in the banks of a run. ``optimum`` is Belady's rule, which knows the future: what no rule can beat.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from tests.benchmarks.routing import (
     Slots,
     Trace,
     hit_rate,
+    in_banks,
     shared_by_all,
     skewed,
     split_evenly,
@@ -36,6 +36,7 @@ SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 LAYOUTS: Mapping[str, Callable[[Trace, float, Callable[[int], Slots]], Mapping[int, Slots]]] = {
     "shared": shared_by_all,
     "split": split_evenly,
+    "banks": in_banks,
 }
 FULL = Shape(layers=12, experts=128, chosen=8, tokens=400)
 SHORT = Shape(layers=3, experts=16, chosen=2, tokens=40)

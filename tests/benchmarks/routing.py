@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
 
+from stages.dispatch.experts.bank import bank_bounds
 from stages.dispatch.experts.eviction import Eviction, Expert
 
 
@@ -37,6 +38,11 @@ class Trace:
     layers: int
     experts: int
     passes: tuple[Pass, ...]
+
+    @property
+    def chosen(self) -> int:
+        """How many experts of a layer one token uses."""
+        return max(len(experts) for one in self.passes if one.tokens == 1 for experts in one.by_layer())
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,3 +210,11 @@ def shared_by_all(trace: Trace, share: float, slots: Callable[[int], Slots]) -> 
 def split_evenly(trace: Trace, share: float, slots: Callable[[int], Slots]) -> Mapping[int, Slots]:
     """Return slots for a ``share`` of the experts of each layer."""
     return {layer: slots(round(share * trace.experts)) for layer in range(trace.layers)}
+
+
+def in_banks(trace: Trace, share: float, slots: Callable[[int], Slots]) -> Mapping[int, Slots]:
+    """Return slots for a ``share`` of all experts in banks as a run has them: split, where they are enough for that."""
+    count = round(share * trace.layers * trace.experts)
+    bounds = bank_bounds(count, layers=trace.layers, largest=trace.experts, together=trace.chosen)
+    banks = [slots(end - begin) for begin, end in bounds]
+    return {layer: banks[layer % len(banks)] for layer in range(trace.layers)}
