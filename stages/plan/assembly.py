@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from stages.empty_init.skeleton import parent
 from stages.plan.budgets import Allowance
 from stages.plan.checks import require_fit
-from stages.plan.expert_slots import pools, slot_bytes
+from stages.plan.expert_slots import Pool, offstage_in, pools, slot_bytes
 from stages.plan.outline import Layer, Outline
-from stages.plan.placement import Placement, execution_devices, fold, offstage, reserves, resident_bytes
+from stages.plan.placement import Budgets, Placement, execution_devices, fold, reserves, resident_bytes
 from stages.plan.plan import Plan
 from stages.plan.serving import Io, Serving, serve
 from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
@@ -28,9 +28,7 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
         module: computing[outline.layer_of[tensors[0]].name] for module, tensors in outline.direct.items() if tensors
     }
     serving, kept = serve(outline, homes, execution, io=io), reserves(outline, placement)
-    sharing = pools(outline, offstage(outline, placement))
-    taken = {device: held.get(device, 0) + kept.get(device, 0) for device in sharing}
-    staged = {CPU: max(0, _two_parts(outline, serving) - kept.get(CPU, 0))}
+    sharing = pools(outline, offstage_in(outline, serving, execution))
     return Plan(
         policy=policy,
         main_device=placement.main,
@@ -43,19 +41,32 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
         reserve_bytes=kept.get(placement.main, 0),
         reasons={layer.name: _reason(outline, layer, placement, computing) for layer in outline.layers},
         pools=sharing,
-        slots={
-            device: slot_bytes(pool, _left(allowance, device, taken[device]), staged=staged.get(device, 0))
-            for device, pool in sharing.items()
-        },
+        slots=share_slots(outline, serving, sharing, budgets=allowance.budgets, held=held, kept=kept),
         notes=allowance.notes,
         budget_terms=allowance.terms,
     )
 
 
-def _left(allowance: Allowance, device: DeviceId, taken: int) -> int | None:
-    """Return what the budget of ``device`` leaves beside so many ``taken`` bytes; null where it is unlimited."""
-    budget = allowance.budgets.get(device, 0)
-    return None if budget is None else budget - taken
+def share_slots(
+    outline: Outline,
+    serving: Mapping[str, Serving],
+    sharing: Mapping[DeviceId, Pool],
+    *,
+    budgets: Budgets,
+    held: Mapping[DeviceId, int],
+    kept: Mapping[DeviceId, int],
+) -> dict[DeviceId, int]:
+    """Return the bytes of slots on each device of ``sharing``: what its budget leaves beside all else.
+
+    That is the weights ``held`` there, the reserve ``kept``, and on the host what reading ahead takes beyond that.
+    """
+    found = {}
+    for device, pool in sharing.items():
+        budget, reserve = budgets.get(device, 0), kept.get(device, 0)
+        room = None if budget is None else budget - held.get(device, 0) - reserve
+        staged = max(0, _two_parts(outline, serving) - reserve) if device == CPU else 0
+        found[device] = slot_bytes(pool, room, staged=staged)
+    return found
 
 
 def _two_parts(outline: Outline, serving: Mapping[str, Serving]) -> int:

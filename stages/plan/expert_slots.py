@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from stages.empty_init.skeleton import ExpertsSpec
 from stages.plan.outline import ExpertKind, Outline
+from stages.plan.serving import Serving
 from stages.units import DeviceId
 
 ROOMY, LEAST = 2, 1
@@ -93,6 +94,12 @@ class ExpertTraffic:
 def rate_key(pool: Pool, slots: int, tokens: int) -> str:
     """Return what a rate of hits is kept by: the share of experts in ``slots`` bytes, coarsely, and tokens a pass."""
     return f"{round(_STEP * slots / pool.bytes)}/{_STEP} of {pool.experts}, {tokens} a pass"
+
+
+def offstage_in(outline: Outline, serving: Mapping[str, Serving], execution: Offstage) -> dict[str, DeviceId]:
+    """Return the modules whose experts are brought one by one, and where they compute; ``execution`` is of all."""
+    served = (module for module, spec in outline.experts.items() if serving.get(spec.tensors[0]) == "experts")
+    return {module: execution[module] for module in served}
 
 
 def pools(outline: Outline, offstage: Offstage) -> dict[DeviceId, Pool]:

@@ -17,7 +17,7 @@ from operator import mul
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates
-from stages.plan.expert_slots import SINGLE, ExpertTraffic, Routing, expert_traffic
+from stages.plan.expert_slots import SINGLE, ExpertTraffic, Routing, expert_traffic, offstage_in
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.request.geometry import Geometry, Request
@@ -142,7 +142,7 @@ def predict(
     A token stands for a pass of decoding, whose tokens are routed as ``routing`` says. Where ``pages_stay``, what is
     mapped is read from storage once, and is in memory for every token that follows.
     """
-    offstage = _offstage(outline, plan)
+    offstage = offstage_in(outline, plan.serving, plan.execution)
     experts = expert_traffic(outline, plan.homes, offstage, slots=plan.slots, routing=routing)
     streamed = Counter({device: round(count) for device, count in experts.brought.items()})
     for name, serving in plan.serving.items():
@@ -161,12 +161,6 @@ def predict(
     through = sum(outline.sizes[name] for name, serving in plan.serving.items() if serving == "direct")
     peaks = _peaks(outline, plan, needs, through=through)
     return replace(plan, predicted=peaks, forecast=forecast, used_bytes=used, rates=asdict(rates))
-
-
-def _offstage(outline: Outline, plan: Plan) -> dict[str, DeviceId]:
-    """Return the modules whose experts are brought one by one, and where they compute."""
-    served = (module for module, spec in outline.experts.items() if plan.serving.get(spec.tensors[0]) == "experts")
-    return {module: plan.execution[module] for module in served}
 
 
 def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic) -> dict[DeviceId, int]:

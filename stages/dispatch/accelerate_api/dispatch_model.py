@@ -140,7 +140,7 @@ def load_checkpoint_and_dispatch(  # the field's signature
         buffers=offload_buffers,
         skip_keys=skip_keys,
         preload=preload_module_classes,
-        host_budget=budgets.get(CPU),
+        budgets=budgets,
     )
     plan = plan_for(skeleton, wanted)
     source = open_checkpoint(Path(checkpoint))
@@ -163,7 +163,7 @@ def _wanted(
     skip_keys: SkipKeys,
     preload: list[str] | None,
     main: AnyDevice | None = None,
-    host_budget: int | None = None,
+    budgets: Budgets | None = None,
 ) -> Wanted:
     """Return what a caller's map and options come to."""
     first = next((device for device in device_map.values() if str(device) not in (CPU, DISK)), CPU)
@@ -176,7 +176,7 @@ def _wanted(
         offload_buffers=buffers,
         preload=preload or (),
         skip_keys=declared if skip_keys is None else skip_keys,
-        host_budget=host_budget,
+        budgets=budgets or {},
     )
 
 

@@ -23,11 +23,13 @@ from stages.dispatch.accelerate_api.stand_ins import bound_tensors
 from stages.dispatch.dispatch_plan import ModulePlan, make_dispatch_plan
 from stages.dispatch.streaming.streamer import Streamer
 from stages.dispatch.streaming.waiting_tensor import WaitingSource, rebuild, send_waiting
-from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
+from stages.empty_init.skeleton import Skeleton, TensorSpec, parent, upward
 from stages.machine.devices import Devices
 from stages.machine.host_memory import PROCESS_BYTES, host_memory
+from stages.plan.assembly import share_slots
+from stages.plan.expert_slots import offstage_in, pools
 from stages.plan.outline import Outline
-from stages.plan.placement import Placement, reserves, resident_bytes
+from stages.plan.placement import Budgets, Placement, reserves, resident_bytes
 from stages.plan.plan import Plan
 from stages.plan.serving import choose_io, serve
 from stages.shard_load.disk_weights import DiskWeights
@@ -35,7 +37,8 @@ from stages.units import CPU, DISK, DeviceId
 
 STAGED_LAYERS = 2
 """How many of the largest streamed layers the staging memory on the host holds where no budget says more: one of them
-computes while the next is read."""
+computes while the next is read. An accelerator holds one; what of that experts don't need, which come one by one, is
+slots for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class Wanted:
     ``homes`` has the device of every tensor, tied names included; ``main`` computes what is streamed. Weights on the
     host are bound for each call also where the host computes if they are ``kept_apart``, as the field has it. Buffers
     stay where they are used unless ``offload_buffers``. Modules of the classes ``preload`` are brought in as a whole.
-    ``host_budget`` is what weights and staging may take of the host together, in bytes; null: see ``STAGED_LAYERS``.
+    ``budgets`` are what weights, staging and slots for experts may take together, in bytes; for a device that isn't
+    there see ``STAGED_LAYERS``.
     """
 
     homes: Mapping[str, DeviceId]
@@ -54,7 +58,7 @@ class Wanted:
     offload_buffers: bool = False
     preload: Collection[str] = ()
     skip_keys: SkipKeys = None
-    host_budget: int | None = None
+    budgets: Budgets = field(default_factory=dict)
 
     def may_leave(self, spec: TensorSpec) -> bool:
         """Return whether the tensor may be elsewhere than where it is used."""
@@ -96,14 +100,17 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     execution = {module: _computes(tensors, wanted) for module, tensors in skeleton.by_module.items()}
     homes = {spec.name: _lies_on(spec, execution[parent(spec.name)], wanted) for spec in skeleton.tensors}
     leaders = {skeleton.leader(name): home for name, home in homes.items()}
-    outline, placement = Outline(skeleton), Placement(leaders, wanted.main)
-    held, reserve = resident_bytes(outline, leaders), reserves(outline, placement).get(wanted.main, 0)
-    budget = wanted.host_budget or held.get(CPU, 0) + STAGED_LAYERS * reserve
-    free = host_memory().available_bytes - budget - PROCESS_BYTES
+    preloaded = {module.name for module in skeleton.modules if module.class_name in wanted.preload}
+    experts = tuple(spec for spec in skeleton.experts if not preloaded.intersection(upward(spec.module)))
+    outline, placement = Outline(replace(skeleton, experts=experts)), Placement(leaders, wanted.main)
+    held, kept = resident_bytes(outline, leaders), reserves(outline, placement)
+    budgets = _budgets(outline, placement, wanted)
+    free = host_memory().available_bytes - (budgets[CPU] or 0) - PROCESS_BYTES
     served = serve(outline, homes, execution, io=choose_io("auto", streamed_bytes=held.get(DISK, 0), free_bytes=free))
     if wanted.kept_apart:
         apart = [spec.name for spec in skeleton.tensors if wanted.may_leave(spec) and homes[spec.name] == CPU]
         served = {**dict.fromkeys(apart, "copy"), **served}
+    sharing = pools(outline, offstage_in(outline, served, execution))
     return Plan(
         policy="explicit",
         main_device=wanted.main,
@@ -111,11 +118,21 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
         homes=homes,
         execution=execution,
         serving=served,
-        budgets={CPU: budget},
+        budgets=budgets,
         resident_bytes=held,
-        reserve_bytes=reserve,
+        reserve_bytes=kept.get(wanted.main, 0),
         reasons={},
+        pools=sharing,
+        slots=share_slots(outline, served, sharing, budgets=budgets, held=held, kept=kept),
     )
+
+
+def _budgets(outline: Outline, placement: Placement, wanted: Wanted) -> dict[DeviceId, int | None]:
+    """Return the bytes of the host, and of each accelerator that computes what is streamed, as ``Wanted`` has them."""
+    held, whole = resident_bytes(outline, placement.homes), reserves(replace(outline, routes=False), placement)
+    least = {device: held.get(device, 0) + count for device, count in whole.items()}
+    least[CPU] = held.get(CPU, 0) + STAGED_LAYERS * whole.get(wanted.main, 0)
+    return {device: wanted.budgets.get(device) or count for device, count in least.items()}
 
 
 def _computes(tensors: Sequence[TensorSpec], wanted: Wanted) -> DeviceId:
