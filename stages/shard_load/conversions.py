@@ -88,22 +88,28 @@ def _as_piece(step: Step, reader: SourceReader) -> _Target | None:
     state: dict[str, list[_Target]] = {pattern: [] for pattern in patterns}
     for pattern, name in step.sources:
         state[pattern].append(_leaf(name, reader.entries[name].shape))
+    (shape,) = step.targets.values()
     for operation in getattr(step.converter, "operations", [None]):
-        state = _apply(operation, {pattern: pieces for pattern, pieces in state.items() if pieces})
+        state = _apply(operation, {pattern: pieces for pattern, pieces in state.items() if pieces}, shape)
     pieces = [piece for same_pattern in state.values() for piece in same_pattern]
-    return pieces[0] if len(pieces) == 1 and pieces[0].shape == next(iter(step.targets.values())) else None
+    return pieces[0] if len(pieces) == 1 and pieces[0].shape == shape else None
 
 
-def _apply(operation: Any, state: dict[str, list[_Target]]) -> dict[str, list[_Target]]:
-    """Return what ``operation`` makes of the pieces by pattern, in the patterns' order; nothing if it isn't known."""
+def _apply(operation: Any, state: dict[str, list[_Target]], shape: tuple[int, ...]) -> dict[str, list[_Target]]:
+    """Return what ``operation`` makes of the pieces by pattern, in the patterns' order; nothing if it isn't known.
+
+    All of them together make a tensor of ``shape``.
+    """
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     if type(operation) is MergeModulelist:
         return {pattern: [_stack(pieces, operation.dim)] for pattern, pieces in state.items()}
     if type(operation) is Concatenate:
         return {"": [_cat([piece for pieces in state.values() for piece in pieces], operation.dim)]}
-    if type(operation) is Transpose and not operation.check_dims and len(state) == 1:
-        return {p: [_transpose(pieces[0], operation.dim0, operation.dim1)] for p, pieces in state.items()}
+    if type(operation) is Transpose and len(state) == 1:
+        ((pattern, (piece, *_)),) = state.items()
+        stays = operation.check_dims and piece.shape == shape
+        return {pattern: [piece if stays else _transpose(piece, operation.dim0, operation.dim1)]}
     return {}
 
 

@@ -125,8 +125,10 @@ class Load:
         return sum(self.reader.entries[name].bytes for name in step.source_names)
 
     def extent_of(self, step: Step) -> Extent | None:
-        """Return where the one tensor that ``step`` renames lies; null if it is made otherwise, or in a pickle."""
-        return None if step.converter or not step.sources else self.source_extent(step.source_names[0])
+        """Return where the one tensor lies that ``step`` takes as it is; null if it makes one, or in a pickle."""
+        names = sources_in_order(step, self.reader) if len(step.sources) == 1 else ()
+        extent = self.source_extent(names[0]) if names else None
+        return extent if extent is not None and (extent.shape,) == tuple(step.targets.values()) else None
 
     def source_extent(self, name: str) -> Extent | None:
         """Return where the tensor that the checkpoint calls ``name`` lies; null if in a pickle."""

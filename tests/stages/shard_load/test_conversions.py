@@ -14,7 +14,7 @@ from transformers.core_model_loading import (
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.shard_load import conversions
-from stages.shard_load.conversions import build
+from stages.shard_load.conversions import build, sources_in_order
 from stages.shard_load.names import Step
 
 FILE = ShardFile("f", Path("f"), 0, None, "")
@@ -66,6 +66,17 @@ def test_a_merge_is_what_transformers_makes_and_holds_no_source(chain: str, dtyp
     assert (name, made.dtype, made.is_contiguous()) == ("a.merged", wanted.dtype, True)
     assert torch.equal(made, wanted)
     assert reader.whole == 0
+
+
+@pytest.mark.parametrize("stored", [(4, 6), (6, 4)], ids=["as it is", "transposed"])
+def test_a_tensor_is_transposed_where_its_shape_asks_for_that(stored: tuple[int, int]) -> None:
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.empty(4, 6))})
+    model.config = None
+    reader = MemoryReader({"w": torch.randn(stored)})
+    step = Step({"w": (4, 6)}, (("w", "w"),), WeightConverter("w", "w", [Transpose(0, 1, check_dims=True)]))
+    ((_, made),) = build(model, step, reader=reader, dtypes={"w": "float32"}, fill=reader.fill)
+    assert torch.equal(made, conversions._converted(model, step, reader=reader, dtype=torch.float32)["w"])
+    assert sources_in_order(step, reader) == (("w",) if stored == (4, 6) else ())
 
 
 def test_a_split_is_left_to_transformers() -> None:
