@@ -1,6 +1,7 @@
 """Where the row of each expert lies on disk: assembled, the rows are what ``from_pretrained`` holds."""
 
 import json
+import os
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -161,6 +162,15 @@ def test_beside_an_adapter_experts_lie_in_the_checkpoint_or_in_the_adapter(tmp_p
     found = [expert_rows(replace(load, routed=names), {}) for load in loads]
     assert set(found[0]) | set(found[1]) == set(names)
     assert {name for name in names if saved in name} == set(found[1])
+
+
+def test_a_shard_that_is_cut_short_is_noticed_when_an_expert_is_read(tmp_path: Path) -> None:
+    make_mixture("Mixtral").save_pretrained(tmp_path / "checkpoint")
+    weights = offloaded(tmp_path, "Mixtral", tmp_path / "checkpoint")
+    shard = tmp_path / "checkpoint" / "model.safetensors"
+    os.truncate(shard, shard.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*"):
+        weights["model.layers.2.mlp.experts.down_proj"]
 
 
 def test_an_expert_that_is_not_finite_is_named(tmp_path: Path) -> None:
