@@ -21,6 +21,7 @@ a version of offstage streams all experts, no share is known, and the least is t
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,20 +112,26 @@ def make_mixture(config: Qwen3MoeConfig, folder: Path) -> Path:
 def published_tensors(config: Qwen3MoeConfig) -> Iterator[tuple[str, Sequence[int], float]]:
     """Yield name, shape and spread of each tensor as published checkpoints have them: an expert's three side by side.
 
-    What tokens are is spread widely. Else what attention adds, much the same from position to position, outweighs it,
-    and the model says one token for ever, whose experts are then always kept.
+    Tokens are spread widely, and what a layer adds to them little, by GPT-2's rule for what leads back to the residual.
+    Else what attention adds, much the same from position to position, outweighs them: the model says one token for
+    ever, and its experts are always kept.
     """
+    back = SPREAD / math.sqrt(2 * config.num_hidden_layers)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     hidden, width = config.hidden_size, config.moe_intermediate_size
-    shapes = {"down_proj": (hidden, width), "gate_proj": (width, hidden), "up_proj": (width, hidden)}
+    matrices = {
+        "down_proj": ((hidden, width), back),
+        "gate_proj": ((width, hidden), SPREAD),
+        "up_proj": ((width, hidden), SPREAD),
+    }
     for name, parameter in model.named_parameters():
         module, _, stacked = name.rpartition(".")
         if not module.endswith(".experts"):
-            yield name, parameter.shape, 1.0 if "embed" in name else SPREAD
+            yield name, parameter.shape, 1.0 if "embed" in name else back if "o_proj" in name else SPREAD
         elif stacked == "gate_up_proj":
             for expert in range(config.num_experts):
-                yield from ((f"{module}.{expert}.{matrix}.weight", shape, SPREAD) for matrix, shape in shapes.items())
+                yield from ((f"{module}.{expert}.{matrix}.weight", *given) for matrix, given in matrices.items())
 
 
 def measure(config: Qwen3MoeConfig, checkpoint: Path, work: Path, arguments: argparse.Namespace) -> dict[str, Rounds]:
