@@ -60,8 +60,11 @@ class Routing:
 
     def distinct(self, experts: ExpertsSpec) -> float:
         """Return how many different experts the tokens of a pass are expected to use."""
-        missed = (1 - experts.per_token / experts.count) ** self.tokens
-        return experts.count * (1 - missed)
+        return experts.count * self.share(experts.count, experts.per_token)
+
+    def share(self, count: int, per_token: int) -> float:
+        """Return which share of ``count`` experts the tokens of a pass are expected to use."""
+        return 1 - (1 - per_token / count) ** self.tokens
 
     def hit_rate(self, pool: Pool, slots: int) -> float:
         """Return which share of the experts that are wanted lies in so many bytes of ``slots``."""

@@ -49,7 +49,8 @@ class Outline:
     """The tree of a skeleton's modules and its layers; everything is worked out once, on first use.
 
     ``gathers`` says that an embedding on disk is served row by row where the host computes: it is a lookup, and neither
-    streamed nor given room for. ``routes`` says that of a mixture's experts which lie elsewhere only those are brought
+    streamed nor given room for; and that of experts which are modules in a list those are brought that are called.
+    ``routes`` says that of a mixture's experts which lie elsewhere only those are brought
     that tokens are routed to. Without both the layers are those that the field's own functions see.
     """
 
@@ -151,6 +152,14 @@ class Outline:
             )
             for module, spec in self.experts.items()
         }
+
+    @cached_property
+    def listed(self) -> dict[str, tuple[int, int]]:
+        """The tensors of experts that are modules in a list: of how many a token uses how many."""
+        expert_of = self.skeleton.expert_of if self.gathers else {}
+        per_token = self.skeleton.expert_lists
+        inside = {name: parent(expert_of[parent(name)]) for name in self.sizes if parent(name) in expert_of}
+        return {name: (len(self.children[above]), per_token[above]) for name, above in inside.items()}
 
     @cached_property
     def dense(self) -> Outline:

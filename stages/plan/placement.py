@@ -9,11 +9,11 @@ room for a slot or two, however many a layer has.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from stages.empty_init.skeleton import upward
-from stages.plan.expert_slots import LEAST, pools
+from stages.empty_init.skeleton import parent, upward
+from stages.plan.expert_slots import LEAST, ROOMY, pools
 from stages.plan.outline import Layer, Outline
 from stages.plan.serving import Serving, is_offstage, is_streamed, serving_of, waits_on
 from stages.units import CPU, DISK, DeviceId, in_tier_order
@@ -77,9 +77,23 @@ def reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
         leaders = {outline.skeleton.leader(name) for name in _streamed(outline, layer, placement, device)}
-        if streamed := sum(outline.sizes[leader] for leader in leaders):
+        if streamed := _at_once(outline, leaders):
             found[device] = max(found.get(device, 0), streamed)
     return found
+
+
+def _at_once(outline: Outline, leaders: Iterable[str]) -> int:
+    """Return the most bytes of the tensors ``leaders`` of one layer that there must be room for at once.
+
+    Experts that are modules in a list are called one after the other: two may be there.
+    """
+    whole, experts = 0, Counter[str]()
+    for leader in leaders:
+        if leader in outline.listed:
+            experts[outline.skeleton.expert_of[parent(leader)]] += outline.sizes[leader]
+        else:
+            whole += outline.sizes[leader]
+    return whole + sum(sorted(experts.values())[-ROOMY:])
 
 
 def _streamed(outline: Outline, layer: Layer, placement: Placement, device: DeviceId) -> dict[str, Serving]:

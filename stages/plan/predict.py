@@ -147,8 +147,10 @@ def predict(
     streamed = Counter({device: round(count) for device, count in experts.brought.items()})
     for name, serving in plan.serving.items():
         if is_streamed(serving):
-            streamed[CPU if pages_stay and serving == "map" else waits_on(serving)] += outline.sizes[name]
-    used = _used_bytes(outline, plan, experts)
+            used_share = routing.share(*outline.listed[name]) if name in outline.listed else 1
+            waits = CPU if pages_stay and serving == "map" else waits_on(serving)
+            streamed[waits] += round(outline.sizes[name] * used_share)
+    used = _used_bytes(outline, plan, experts, routing)
     seconds = token_seconds(streamed, used, main=plan.main_device, rates=rates)
     bound = max(seconds, key=lambda name: seconds[name])
     forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": sum(streamed.values())}
@@ -163,11 +165,13 @@ def predict(
     return replace(plan, predicted=peaks, forecast=forecast, used_bytes=used, rates=asdict(rates))
 
 
-def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic) -> dict[DeviceId, int]:
+def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: Routing) -> dict[DeviceId, int]:
     """Return the bytes that a token reads of what each device holds: all weights, but only those experts it uses."""
     used = Counter(plan.resident_bytes)
     for name in outline.expert_tensors:
         used[plan.homes[name]] -= outline.sizes[name]
+    for name, experts_of in outline.listed.items():
+        used[plan.homes[name]] -= round(outline.sizes[name] * (1 - routing.share(*experts_of)))
     for there in (experts.resident, experts.found):
         used.update({device: round(count) for device, count in there.items()})
     return dict(used)
