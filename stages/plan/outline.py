@@ -15,7 +15,7 @@ from functools import cached_property
 
 from stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent
 
-ROUTES = False
+ROUTES = True
 """Whether a mixture's experts are served one by one: the default of ``Outline.routes``."""
 
 

@@ -143,10 +143,9 @@ def _rows(each: _Mixed, stored: DiskWeights) -> dict[str, list[RowSource]]:
     """Return where each row of the stacks waits."""
     found: dict[str, list[RowSource]] = {}
     for slot in each.slots:
-        if slot.host is None:
-            found[slot.attribute] = list(stored.rows[slot.name])
-        else:
-            found[slot.attribute] = list(slot.host.detach().unbind(0))
+        rows = stored.rows_of(slot.name) if slot.host is None else slot.host.detach().unbind(0)
+        assert len(rows) == each.spec.count, slot.name
+        found[slot.attribute] = list(rows)
     return found
 
 
