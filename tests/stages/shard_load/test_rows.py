@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from stages.shard_load.stage import ShardLoadStage
 from tests.stages.empty_init.test_experts import CONFIGS
 from tests.stages.shard_load.checkpoints import assert_same, load, make_context, save_bin
 from tests.stages.shard_load.test_conversions import MemoryReader
+from tests.stages.shard_load.test_stage import flip_last_bit
 
 
 def make_mixture(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -170,6 +172,16 @@ def test_a_shard_that_is_cut_short_is_noticed_when_an_expert_is_read(tmp_path: P
     shard = tmp_path / "checkpoint" / "model.safetensors"
     os.truncate(shard, shard.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: .*"):
+        weights["model.layers.2.mlp.experts.down_proj"]
+
+
+def test_with_verify_full_an_expert_that_is_read_is_what_was_hashed(tmp_path: Path) -> None:
+    make_mixture("Mixtral").save_pretrained(tmp_path / "checkpoint")
+    weights = offloaded(tmp_path, "Mixtral", tmp_path / "checkpoint", verify="full")
+    weights["model.layers.2.mlp.experts.down_proj"]
+    time.sleep(0.02)  # longer than the clock of the file system stands still
+    flip_last_bit(tmp_path / "checkpoint" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="changed while it was being served"):
         weights["model.layers.2.mlp.experts.down_proj"]
 
 
