@@ -164,8 +164,9 @@ class Outline:
     @cached_property
     def dense(self) -> Outline:
         """The model without its experts: what every token needs."""
-        tensors = tuple(spec for spec in self.skeleton.tensors if spec.name not in self.expert_tensors)
-        return replace(self, skeleton=replace(self.skeleton, tensors=tensors, experts=()))
+        experts = self.expert_tensors | self.listed.keys()
+        tensors = tuple(spec for spec in self.skeleton.tensors if spec.name not in experts)
+        return replace(self, skeleton=replace(self.skeleton, tensors=tensors, experts=(), expert_lists={}))
 
     @cached_property
     def computed(self) -> frozenset[str]:

@@ -128,12 +128,16 @@ def kept_free(outline: Outline, placement: Placement, slots: int = LEAST) -> dic
 
 
 def streamed_bytes(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
-    """Return the bytes that are brought in for each token, by where they wait. Each use of a tied tensor counts."""
+    """Return the bytes that are brought in for each token, by where they wait. Each use of a tied tensor counts.
+
+    Of experts in lists those count that a token uses.
+    """
     found: dict[DeviceId, int] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
         for name, serving in _streamed(outline, layer, placement, device).items():
-            found[waits_on(serving)] = found.get(waits_on(serving), 0) + outline.sizes[name]
+            count, used = outline.listed.get(name, (1, 1))
+            found[waits_on(serving)] = found.get(waits_on(serving), 0) + outline.sizes[name] * used // count
     return found
 
 

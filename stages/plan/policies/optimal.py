@@ -13,7 +13,8 @@ computes on the main device.
 Of a mixture's experts a token uses a few, so a byte of an expert is worth a fraction of a byte that every token needs.
 Where not all fits, the model without its experts is placed first, as any model is; the experts all wait below, evenly,
 and what is left of the budgets is slots for those that tokens are routed to. A few layers with all of their experts
-would be slots that nothing but these layers can use.
+would be slots that nothing but these layers can use. Experts that are modules in a list have no slots: what is left
+holds some of all layers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from stages.plan.outline import Layer, Outline
 from stages.plan.placement import (
     Budgets,
     Placement,
+    execution_device,
     find_shortage,
     held_bytes,
     kept_free,
@@ -74,7 +76,7 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
     whole = balanced(outline, budgets)
     if not kept_free(outline, whole):
         return whole
-    apart = next(_apart(outline, budgets, rates), None) if outline.experts else None
+    apart = next(_apart(outline, budgets, rates), None) if outline.experts or outline.listed else None
     if apart is not None:
         return apart
     split = () if outline.experts else _split(outline, budgets)
@@ -85,11 +87,11 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
 def _apart(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[Placement]:
     """Yield the placements of a mixture that have all experts below and slots where they compute, the best first."""
     accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
-    everything = pools(outline, dict.fromkeys(outline.experts, CPU))[CPU]
+    one = _largest_expert(outline)
     for computing in (accelerators, [CPU]) if accelerators else ([CPU],):
         rooms = {device: 0 if device in accelerators and computing == [CPU] else budgets[device] for device in budgets}
         for slots in (ROOMY, LEAST):
-            least = slots * everything.unit_bytes
+            least = slots * one
             free = {**rooms, **{device: _less(rooms.get(device, 0), least) for device in computing}}
             placement = _with_experts_below(outline, optimal(outline.dense, free, rates), budgets)
             if placement.main in computing and find_shortage(outline, placement, budgets, slots=slots) is None:
@@ -97,11 +99,42 @@ def _apart(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[
 
 
 def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) -> Placement:
-    """Return the placement ``dense`` of all but the experts with these on the host, as far as it goes, and on disk."""
-    names = [name for layer in outline.layers for name in layer.owned if name in outline.expert_tensors]
-    held = resident_bytes(outline, dense.homes).get(CPU, 0)
-    below = _below(outline, names, dense.main, {CPU: _less(budgets.get(CPU, 0), held)})
-    return Placement({**dense.homes, **below}, dense.main)
+    """Return the placement ``dense`` of all but the experts with these on the host, as far as it goes, and on disk.
+
+    Those in lists lie where they compute as far as there is room.
+    """
+    experts = outline.expert_tensors | outline.listed.keys()
+    names = [name for layer in outline.layers for name in layer.owned if name in experts]
+    away = Placement({**dense.homes, **dict.fromkeys(names, DISK)}, dense.main)
+    near = _near(outline, away, budgets) if outline.listed else {}
+    held = resident_bytes(outline, {**dense.homes, **near}).get(CPU, 0)
+    left = [name for name in names if name not in near]
+    below = _below(outline, left, dense.main, {CPU: _less(budgets.get(CPU, 0), held)})
+    return Placement({**dense.homes, **near, **below}, dense.main)
+
+
+def _largest_expert(outline: Outline) -> int:
+    """Return the bytes of the largest expert, or of a slot for each kind of those that have some."""
+    sizes: Counter[str] = Counter()
+    for name in outline.listed:
+        sizes[outline.skeleton.expert_of[parent(name)]] += outline.sizes[name]
+    sharing = pools(outline, dict.fromkeys(outline.experts, CPU)).values()
+    return max([*sizes.values(), *(pool.unit_bytes for pool in sharing)])
+
+
+def _near(outline: Outline, away: Placement, budgets: Budgets) -> dict[str, DeviceId]:
+    """Return the experts in lists that the devices hold which compute them, beside what ``away`` has there."""
+    held, kept = resident_bytes(outline, away.homes), kept_free(outline, away)
+    computed: dict[DeviceId, set[str]] = {}
+    for layer in outline.layers:
+        device = execution_device(outline, layer, away)
+        computed.setdefault(device, set()).update(name for name in layer.owned if name in outline.listed)
+    near: dict[str, DeviceId] = {}
+    for device, names in computed.items():
+        room = budgets.get(device, 0)
+        taken = held.get(device, 0) + kept.get(device, 0)
+        near |= dict.fromkeys(names if room is None else _fitting(outline, names, room - taken), device)
+    return near
 
 
 def _less(room: int | None, count: int) -> int | None:

@@ -1,5 +1,6 @@
 """Plans for mixtures whose experts are modules in a list: they count those that a token is routed to."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -8,11 +9,13 @@ from stages.empty_init.describe import describe
 from stages.machine.rates import Rates
 from stages.plan.expert_slots import ROOMY, Routing
 from stages.plan.outline import Outline
-from stages.plan.placement import Placement, reserves
+from stages.plan.placement import Placement, find_shortage, reserves, streamed_bytes
 from stages.plan.plan import Plan
+from stages.plan.policies.optimal import optimal
+from stages.plan.policies.sequential import sequential
 from stages.plan.predict import Work, predict
 from stages.plan.serving import serve
-from stages.units import CPU, DISK
+from stages.units import CPU, DISK, DeviceId
 from tests.stages.empty_init.test_expert_lists import described
 from tests.stages.listed_experts import EXPERTS, LAYERS, TOP, WIDTH, mixture
 
@@ -63,3 +66,47 @@ def test_the_layers_that_the_fields_functions_see_have_all_their_experts() -> No
     here = Outline(describe(mixture(), no_split=["Block"], rehearsed=False), gathers=False, routes=False)
     kept = reserves(here, Placement(dict.fromkeys(here.sizes, DISK), CPU))
     assert kept[CPU] > EXPERTS * EXPERT
+
+
+def blocks() -> Outline:
+    """Return the outline of a mixture whose layers compute on one device each."""
+    skeleton = describe(mixture(), no_split=["Block"], rehearsed=False)
+    return Outline(replace(skeleton, expert_lists=dict.fromkeys(skeleton.expert_lists, TOP)))
+
+
+@pytest.mark.parametrize("main", [CPU, 0])
+@pytest.mark.parametrize("experts", [2, 5, 40])
+def test_optimal_keeps_what_every_token_needs_before_any_expert(main: DeviceId, experts: int) -> None:
+    here = blocks()
+    dense = sum(here.sizes[name] for name in here.sizes if name not in here.listed)
+    budgets = {main: dense + experts * EXPERT, DISK: None}
+    placement = optimal(here, budgets)
+    assert find_shortage(here, placement, budgets) is None
+    assert all(home == main for name, home in placement.homes.items() if name not in here.listed)
+    near = sum(here.sizes[name] for name, home in placement.homes.items() if name in here.listed and home == main)
+    assert (experts - ROOMY - 1) * EXPERT < near <= (experts - ROOMY) * EXPERT
+
+
+def test_optimal_streams_no_more_for_a_token_than_sequential_under_any_budget() -> None:
+    here = blocks()
+    whole = sum(here.sizes.values())
+    for room in range(2 * EXPERT + EXPERT, whole, whole // 9):
+        budgets = {CPU: room, DISK: None}
+        ours, theirs = (sum(streamed_bytes(here, way(here, budgets)).values()) for way in (optimal, sequential))
+        assert ours <= theirs
+
+
+def test_optimal_needs_room_for_two_experts_beside_the_largest_dense_part() -> None:
+    here = blocks()
+    budgets = {CPU: 3 * EXPERT, DISK: None}
+    assert find_shortage(here, optimal(here, budgets), budgets) is None
+    assert budgets[CPU] < EXPERTS * EXPERT
+
+
+def test_experts_wait_on_the_host_before_they_wait_on_disk() -> None:
+    here = blocks()
+    dense = sum(here.sizes[name] for name in here.sizes if name not in here.listed)
+    placement = optimal(here, {0: dense + 4 * EXPERT, CPU: 10 * EXPERT, DISK: None})
+    held = {home: sum(here.sizes[n] for n, at in placement.homes.items() if at == home) for home in (0, CPU, DISK)}
+    assert held[CPU] == 10 * EXPERT
+    assert held[0] >= dense + EXPERT
