@@ -76,17 +76,22 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
     whole = balanced(outline, budgets)
     if not kept_free(outline, whole):
         return whole
-    apart = next(_apart(outline, budgets, rates), None) if outline.experts or outline.listed else None
-    if apart is not None:
-        return apart
+    mixture = next(_of_mixture(outline, budgets, rates), None) if outline.experts or outline.listed else None
+    if mixture is not None:
+        return mixture
     split = () if outline.experts else _split(outline, budgets)
     found = [sequential(outline, budgets), *split, whole]
     return min(found, key=lambda placement: _cost(outline, placement, rates or Rates()))
 
 
-def _apart(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[Placement]:
-    """Yield the placements of a mixture that have all experts below and slots where they compute, the best first."""
+def _of_mixture(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[Placement]:
+    """Yield the placements of a mixture, the best first.
+
+    Either all but tables is resident, or all experts wait below, with slots where they compute.
+    """
     accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
+    if not accelerators:
+        yield from (placement for placement in _split(outline, budgets) if not kept_free(outline, placement))
     one = _largest_expert(outline)
     for computing in (accelerators, [CPU]) if accelerators else ([CPU],):
         rooms = {device: 0 if device in accelerators and computing == [CPU] else budgets[device] for device in budgets}
@@ -101,7 +106,9 @@ def _apart(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[
 def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) -> Placement:
     """Return the placement ``dense`` of all but the experts with these on the host, as far as it goes, and on disk.
 
-    Those in lists lie where they compute as far as there is room.
+    Those in lists lie where they compute as far as there is room. Where the host computes and has slots, its tables are
+    on disk too, but for what all experts in slots leave: a row of a table costs less than the experts that have a slot
+    in its place.
     """
     experts = outline.expert_tensors | outline.listed.keys()
     names = [name for layer in outline.layers for name in layer.owned if name in experts]
@@ -109,8 +116,17 @@ def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) ->
     near = _near(outline, away, budgets) if outline.listed else {}
     held = resident_bytes(outline, {**dense.homes, **near}).get(CPU, 0)
     left = [name for name in names if name not in near]
-    below = _below(outline, left, dense.main, {CPU: _less(budgets.get(CPU, 0), held)})
-    return Placement({**dense.homes, **near, **below}, dense.main)
+    room = _less(budgets.get(CPU, 0), held)
+    homes = {**dense.homes, **near, **_below(outline, left, dense.main, {CPU: room})}
+    if outline.experts and dense.main == CPU and room is not None:
+        tables = {name for name, home in dense.homes.items() if home == CPU and _is_table(outline, name)}
+        spare = room + _bytes(outline, tables) - _bytes(outline, left)
+        homes |= dict.fromkeys(tables - _fitting(outline, tables, spare), DISK)
+    return Placement(homes, dense.main)
+
+
+def _bytes(outline: Outline, names: Iterable[str]) -> int:
+    return sum(outline.sizes[name] for name in names)
 
 
 def _largest_expert(outline: Outline) -> int:
@@ -162,7 +178,7 @@ def _split(outline: Outline, budgets: Budgets) -> Iterable[Placement]:
     streamed = None if room is None else _least_streamed(outline, _without(outline, rest, tables), room)
     if streamed is None or room is None:
         return
-    kept = sum(layer.bytes for layer in rest) - sum(outline.sizes[name] for name in streamed | tables)
+    kept = sum(layer.bytes for layer in rest) - _bytes(outline, streamed | tables)
     streamed |= tables - _fitting(outline, tables, 0 if streamed else room - kept)
     homes |= {name: main for layer in rest for name in layer.owned if name not in streamed}
     homes |= _below(outline, [name for layer in rest for name in layer.owned if name in streamed], main, budgets)
@@ -215,7 +231,7 @@ def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int) -> set
             found.append(away - _fitting(outline, away, max(0, spare - extra)))
         if len(roomy) == _TRIES:
             break
-    return min(roomy or tight, key=lambda away: sum(outline.sizes[name] for name in away), default=None)
+    return min(roomy or tight, key=lambda away: _bytes(outline, away), default=None)
 
 
 Shape = tuple[tuple[int, int], ...]
@@ -277,7 +293,7 @@ def _below(outline: Outline, names: Sequence[str], main: DeviceId, budgets: Budg
     The shares are kept even by error diffusion along the order of execution: storage and link work side by side.
     """
     room = budgets.get(CPU, 0) if main != CPU else 0
-    total = sum(outline.sizes[name] for name in names)
+    total = _bytes(outline, names)
     if room is None or room >= total:
         return dict.fromkeys(names, CPU)
     homes: dict[str, DeviceId] = dict.fromkeys(names, DISK)

@@ -51,6 +51,11 @@ def dense_bytes(outline: Outline) -> int:
     return outline.dense.skeleton.bytes
 
 
+def kept_bytes(outline: Outline) -> int:
+    """Return what a host keeps that can't keep all: every token needs it, and not only a row of it."""
+    return dense_bytes(outline) - sum(outline.sizes[name] for name in outline.lookups)
+
+
 def taken(plan: Plan, device: DeviceId) -> int:
     """Return the bytes of the budget of ``device`` that the plan gives to weights, the reserve and slots."""
     reserve = plan.reserve_bytes if device == plan.main_device else 0
@@ -60,12 +65,22 @@ def taken(plan: Plan, device: DeviceId) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_every_token_needs_stays_and_the_rest_of_the_budget_is_slots(name: str) -> None:
     model = mixture(name)
-    plan = plan_for(model, cpu=dense_bytes(model) + 5 * expert_bytes(model) + 3)
-    assert {tensor for tensor, home in plan.homes.items() if home == DISK} == model.expert_tensors
-    assert set(plan.serving.values()) == {"experts"}
+    plan = plan_for(model, cpu=kept_bytes(model) + 5 * expert_bytes(model) + 3)
+    assert {tensor for tensor, home in plan.homes.items() if home == DISK} == model.expert_tensors | model.lookups
+    assert set(plan.serving.values()) == {"experts", "rows"}
     assert plan.slots == {CPU: 5 * expert_bytes(model)}
     assert (plan.reserve_bytes, plan.staging_bytes) == (0, 3)
     assert plan.pools == {CPU: Pool(count := 6 * len(model.experts), count * expert_bytes(model), expert_bytes(model))}
+
+
+def test_tables_of_which_a_token_needs_a_row_make_room_for_slots_until_all_experts_have_one() -> None:
+    model = mixture("Mixtral")
+    table = sum(model.sizes[name] for name in model.lookups)
+    plan = plan_for(model, cpu=model.skeleton.bytes - 1)
+    assert set(plan.serving.values()) == {"rows"}, "all experts are resident"
+    less = plan_for(model, cpu=model.skeleton.bytes - table - 1)
+    assert set(less.serving.values()) == {"rows", "experts"}
+    assert less.slots == {CPU: less.pools[CPU].bytes - expert_bytes(model)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -129,7 +144,7 @@ def test_more_budget_is_never_fewer_slots_nor_more_bytes_a_token(name: str, data
         return
     assert isinstance(more, Plan)
     if less.resident_bytes[CPU] == more.resident_bytes[CPU]:
-        assert less.slots[CPU] <= more.slots[CPU]
+        assert less.slots.get(CPU, 0) <= more.slots.get(CPU, 0)
     assert less.forecast["streamed_bytes_per_token"] >= more.forecast["streamed_bytes_per_token"]
 
 
@@ -196,11 +211,11 @@ def test_cpu_offload_gb_takes_the_experts_of_a_layer_together() -> None:
 
 def test_a_token_is_expected_to_bring_the_experts_that_it_uses_and_that_have_no_slot() -> None:
     model = mixture("Mixtral")
-    plan = plan_for(model, cpu=dense_bytes(model) + 6 * expert_bytes(model))
+    plan = plan_for(model, cpu=kept_bytes(model) + 6 * expert_bytes(model))
     used = 3 * 3 * expert_bytes(model)
     assert plan.forecast["expert_hit_rate"] == round(6 / 18, 4)
     assert plan.forecast["expert_bytes_per_token"] == plan.forecast["streamed_bytes_per_token"] == used * 12 // 18
-    assert plan.used_bytes == {CPU: dense_bytes(model) + used * 6 // 18, DISK: 0}
+    assert plan.used_bytes[CPU] == kept_bytes(model) + used * 6 // 18
 
 
 def test_tokens_of_one_pass_share_experts_and_what_was_measured_counts() -> None:
@@ -225,7 +240,7 @@ def test_each_kind_of_experts_has_a_slot_at_least() -> None:
     experts = (replace(first, count=2 * first.count), *model.skeleton.experts[1:])
     mixed = Outline(replace(model.skeleton, tensors=tuple(narrow), experts=experts), routes=True)
     small, large = (mixed.expert_kinds[spec.module].bytes for spec in experts[:2])
-    plan = plan_for(mixed, cpu=dense_bytes(mixed) + 3 * (small + large))
+    plan = plan_for(mixed, cpu=kept_bytes(mixed) + 3 * (small + large))
     (pool,) = plan.pools.values()
     assert (small < large, pool.experts, pool.bytes) == (True, 24, 12 * small + 12 * large)
     shares = [plan.slots[CPU] * 12 * kind // pool.bytes for kind in (small, large)]
@@ -234,7 +249,7 @@ def test_each_kind_of_experts_has_a_slot_at_least() -> None:
 
 def test_batches_and_beams_are_tokens_of_a_pass() -> None:
     model = mixture("Mixtral")
-    config = {"max_memory": {"cpu": str(dense_bytes(model) + 6 * expert_bytes(model))}, "storage": {"io": "direct"}}
+    config = {"max_memory": {"cpu": str(kept_bytes(model) + 6 * expert_bytes(model))}, "storage": {"io": "direct"}}
     asked = {"prompts": ["one", "two"], "num_beams": 3, "max_new_tokens": 4}
     plan = make_plan(model, {**config, "device_map": "optimal", "generate": asked})
     wanted = round(3 * 6 * (1 - 0.5**6) * expert_bytes(model) * 12 / 18)
@@ -251,7 +266,7 @@ def test_slots_are_a_part_of_the_predicted_peak() -> None:
 
 def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> None:
     model = mixture("DeepSeek-V3")
-    plan = plan_for(model, cpu=dense_bytes(model) + 6 * expert_bytes(model))
+    plan = plan_for(model, cpu=kept_bytes(model) + 6 * expert_bytes(model))
     plan.save(tmp_path)
     assert plans.from_json(json.loads((tmp_path / plans.FILE_NAME).read_text())) == plan
     made = dispatch_plan.make_dispatch_plan(model.skeleton, plan)
@@ -264,7 +279,7 @@ def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> No
 
 def test_screen_and_picture_show_the_slots() -> None:
     model = mixture("Mixtral")
-    plan = plan_for(model, cpu=dense_bytes(model) + 6 * expert_bytes(model))
+    plan = plan_for(model, cpu=kept_bytes(model) + 6 * expert_bytes(model))
     told = "6 slots for 18 experts on cpu; 33% of those a token uses are expected there; 55.30 kB a token are brought"
     assert told in render(plan, model.sizes)
     assert "6 slots for 18 experts" in draw(plan, model.sizes)
