@@ -48,6 +48,7 @@ FIGURES = (
     Figure("tokens scored a second", "rate", "scored_tokens_per_second"),
     Figure("bound by", None, "bound", "predicted_bound"),
     Figure("streamed a token", "bytes", "streamed_bytes_per_token", "predicted_streamed_bytes_per_token"),
+    Figure("experts found in slots", "share", "expert_hit_rate", "predicted_expert_hit_rate"),
     Figure("scoring", "seconds", "score_seconds"),
     Figure("forwards", "seconds", "forward_seconds"),
     Figure("streamed a forward", "bytes", "streamed_bytes_per_forward"),

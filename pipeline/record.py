@@ -47,6 +47,10 @@ first token, and so is ``stall_share``, the part of that time in which forwards 
 ``bound_seconds_per_token`` is the least that a token could have taken: what was moved for it, at the rates that were
 measured of this machine. ``time_to_first_token_seconds`` is a batch's mean, from its prompts to the first token;
 ``storage_read_bytes`` and ``stall_seconds``, the time that forwards waited for weights, are of the whole run.
+
+A mixture whose experts wait has ``expert_hit_rate`` beside them: how often one that tokens were routed to was in a
+slot, in decoding alone where there was any. ``expert_hits``, ``expert_misses`` and ``expert_evictions`` are of the
+whole run, and the section ``experts`` has them by layer, with the bytes that were streamed for it.
 """
 
 Status = Literal["running", "completed", "failed", "interrupted"]
@@ -105,6 +109,7 @@ class RunRecord:
             "memory": {"budget": {}, "predicted": {}, "measured": {}},
             "metrics": dict.fromkeys(METRICS),
             "outputs": [],
+            "experts": {},
             "device_map": None,
             "enforcement": None,
         }
@@ -162,14 +167,16 @@ class RunRecord:
     def merge(self, report: Report) -> None:
         """Add what a stage reports, over what it reported before.
 
-        A None says that it doesn't know, and leaves a number that is there. ``outputs`` are those of the last
-        stage that has any.
+        A None says that it doesn't know, and leaves a number that is there. ``outputs`` and ``experts`` are those of
+        the last stage that has any.
         """
         for section, devices in report.memory.items():
             _update(self._content["memory"].setdefault(section, {}), devices)
         _update(self._content["metrics"], report.metrics)
         if report.outputs:
             self._content["outputs"] = [dict(output) for output in report.outputs]
+        if report.experts:
+            self._content["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
         self._write()
 
     def note_series(self, device: str, points: Sequence[tuple[float, int]]) -> None:

@@ -62,8 +62,9 @@ class Artifact:
 class Report:
     """What a stage's artifact adds to the run record and to the summary on the screen.
 
-    ``summary`` is one short line. ``memory``, ``metrics`` and ``outputs`` go under those names of ``run.json``;
-    ``screen`` is shown after the summary table.
+    ``summary`` is one short line. ``memory``, ``metrics``, ``outputs`` and ``experts`` go under those names of
+    ``run.json``; ``screen`` is shown after the summary table. ``experts`` is what those of each layer came to, where a
+    mixture's wait until they are wanted: layer → counts by name.
     """
 
     summary: str = ""
@@ -71,6 +72,7 @@ class Report:
     metrics: Mapping[str, float | int | str | None] = field(default_factory=dict)
     outputs: tuple[Mapping[str, Any], ...] = ()
     screen: str = ""
+    experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class Context(Protocol):

@@ -28,7 +28,7 @@ from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.forward.inputs import OUTPUTS, ForwardInputs
 from stages.forward.joined import Joined
 from stages.forward.labels import say
-from stages.inference.cost import ForwardCost, Metrics, run_metrics
+from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
 from stages.inference.measured import measured_peaks
 from stages.machine.aligned_memory import byte_view
 
@@ -37,7 +37,7 @@ from stages.machine.aligned_memory import byte_view
 class Forwarded:
     """``tensors`` are the outputs by name, ``labels`` what they say; ``together`` the rows that shared each call.
 
-    ``measured``: device → peak bytes.
+    ``measured``: device → peak bytes; ``experts``: layer → what its experts came to.
     """
 
     tensors: Tensors
@@ -45,6 +45,7 @@ class Forwarded:
     together: list[list[int]]
     metrics: Metrics
     measured: dict[str, int]
+    experts: dict[str, dict[str, int]]
     trace: Trace | None = None
 
     def save(self, file: Path) -> None:
@@ -57,6 +58,7 @@ class Forwarded:
             "together": self.together,
             "metrics": self.metrics,
             "measured": self.measured,
+            "experts": self.experts,
         }
         write_text(file, json.dumps(data, indent=1) + "\n")
         if self.trace is not None:
@@ -84,8 +86,15 @@ def perform(inputs: ForwardInputs, context: Context) -> Forwarded:
         **cost.metrics(),
     }
     labels = say(tensors, _config(inputs.model), _texts(given))
-    measured = measured_peaks(context, dispatched)
-    return Forwarded(tensors, labels, together, run_metrics(dispatched, own), measured, dispatched.streamer.trace)
+    return Forwarded(
+        tensors,
+        labels,
+        together,
+        run_metrics(dispatched, own),
+        measured_peaks(context, dispatched),
+        expert_uses(dispatched),
+        dispatched.streamer.trace,
+    )
 
 
 def _config(model: Mapping[str, Any]) -> dict[str, Any]:

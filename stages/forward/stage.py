@@ -65,6 +65,7 @@ class ForwardStage(Stage[ForwardInputs]):
             summary=f"{len(data['outputs'])} outputs" + (f", {rate:.1f} rows a second" if rate and rows > 1 else ""),
             memory={"measured": data["measured"]},
             metrics=data["metrics"],
+            experts=data.get("experts", {}),
             outputs=tuple(data["outputs"]),
             screen="\n".join(_screen(data, artifact.path(OUTPUTS))),
         )

@@ -31,7 +31,7 @@ from stages.generate.logprobs import ChosenLogprobs
 from stages.generate.metrics import Cost
 from stages.generate.sampling import SeededRows
 from stages.generate.transcript import LiveTranscript, before_answer
-from stages.inference.cost import Metrics, run_metrics
+from stages.inference.cost import Metrics, expert_uses, run_metrics
 from stages.inference.measured import measured_peaks
 from stages.inference.padding import make_batch
 from stages.inference.progress import Progress, Row
@@ -54,13 +54,14 @@ class Generation:
     """``outputs``: one ``{prompt, text, token_ids, batch}`` a sequence; ``measured``: device → peak bytes.
 
     Sequences have ``logprobs`` where these are asked for; those with one number of a ``batch`` were decoded together.
-    ``is_chat`` says whether prompts that are text were what a user says in a chat.
+    ``is_chat`` says whether prompts that are text were what a user says in a chat; ``experts`` what a layer's came to.
     """
 
     outputs: list[dict[str, Any]]
     is_chat: bool
     metrics: Metrics
     measured: dict[str, int]
+    experts: dict[str, dict[str, int]]
     trace: Trace | None = None
 
     def save(self, file: Path) -> None:
@@ -70,6 +71,7 @@ class Generation:
             "is_chat": self.is_chat,
             "metrics": self.metrics,
             "measured": self.measured,
+            "experts": self.experts,
         }
         write_text(file, json.dumps(data, indent=1) + "\n")
         if self.trace is not None:
@@ -94,8 +96,14 @@ def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generatio
         decoding.run(encoded, progress, show=context.show_text, is_chat=encoder.is_chat)
     outputs = [{name: row[name] for name in _TOLD if name in row} for row in progress.settle()]
     plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
-    measured = measured_peaks(context, dispatched)
-    return Generation(outputs, encoder.is_chat, decoding.metrics(plan), measured, dispatched.streamer.trace)
+    return Generation(
+        outputs,
+        encoder.is_chat,
+        decoding.metrics(plan),
+        measured_peaks(context, dispatched),
+        expert_uses(dispatched),
+        dispatched.streamer.trace,
+    )
 
 
 class _Decoding:

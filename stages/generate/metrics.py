@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stages.dispatch.transfer.carrier import Traffic
 from stages.inference.bound import Bound, bound_of
-from stages.inference.cost import Metrics
+from stages.inference.cost import Metrics, hit_rate
 from stages.plan.plan import Plan
 from stages.plan.predict import bound_seconds
 
@@ -21,7 +21,7 @@ class Cost:
     """Sums over batches. ``steps`` are forwards after the first token, however many sequences share one.
 
     The bytes and ``stall_seconds`` are those of decoding alone; ``storage_bytes`` of the streamed ones were read from
-    storage for it.
+    storage for it. So are the calls for experts that wait, ``expert_hits`` of which found theirs in a slot.
     """
 
     batches: int = 0
@@ -32,6 +32,8 @@ class Cost:
     streamed_bytes: int = 0
     storage_bytes: int = 0
     stall_seconds: float = 0.0
+    expert_hits: int = 0
+    expert_misses: int = 0
 
     def add(self, times: Sequence[float], *, began: float, sequences: int, first: Traffic, last: Traffic) -> None:
         """Add a batch that ``began`` and had a token of each of its ``sequences`` at each of ``times``.
@@ -46,6 +48,8 @@ class Cost:
         self.streamed_bytes += last.streamed_bytes - first.streamed_bytes
         self.storage_bytes += last.storage_bytes - first.storage_bytes
         self.stall_seconds += last.stall_seconds - first.stall_seconds
+        self.expert_hits += last.expert_hits - first.expert_hits
+        self.expert_misses += last.expert_misses - first.expert_misses
 
     def bound(self) -> Bound:
         """Return what decoding waited for."""
@@ -72,4 +76,5 @@ class Cost:
             "stall_share": self.stall_seconds / seconds if steps and seconds else None,
             "bound": self.bound() if steps else None,
             "bound_seconds_per_token": self.bound_seconds(plan),
+            **hit_rate(self.expert_hits, self.expert_misses),
         }

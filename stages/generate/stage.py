@@ -108,6 +108,7 @@ class GenerateStage(Stage[GenerateInputs]):
             summary=f"{tokens} tokens" + (f", {rate:.1f} a second" if rate else ""),
             memory={"measured": data["measured"]},
             metrics=data["metrics"],
+            experts=data.get("experts", {}),
             outputs=tuple(data["outputs"]),
             screen="\n\n".join(_screen(data, artifact.path(GENERATIONS))),
         )

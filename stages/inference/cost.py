@@ -1,8 +1,11 @@
-"""What forwards cost: seconds, the bytes that streamed for them, how long they waited, and what set their speed."""
+"""What forwards cost: seconds, the bytes that streamed for them, how long they waited, and what set their speed.
+
+Of a mixture whose experts wait, it is also how often these were found in slots.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.carrier import Traffic
@@ -51,11 +54,38 @@ class ForwardCost:
 
 
 def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:
-    """Return a stage's ``own`` metrics amid those of the whole run: of loading, and of all that streamed."""
+    """Return a stage's ``own`` metrics amid those of the whole run: of loading, of all that streamed, of its experts.
+
+    Of the rate of hits a stage may know better: that of decoding alone.
+    """
     traffic = dispatched.streamer.traffic
     return {
         "load_seconds": dispatched.load_seconds,
+        **_expert_metrics(dispatched),
         **own,
         "storage_read_bytes": dispatched.read_bytes + traffic.storage_bytes,
         "stall_seconds": traffic.stall_seconds,
+    }
+
+
+def hit_rate(hits: int, misses: int) -> Metrics:
+    """Return the metric of how often experts were found in slots; none where there were no calls for one."""
+    return {"expert_hit_rate": hits / (hits + misses)} if hits + misses else {}
+
+
+def expert_uses(dispatched: Dispatched) -> dict[str, dict[str, int]]:
+    """Return what the experts of each layer that wait came to in the whole run, by their module."""
+    return {module: asdict(use) for module, use in dispatched.streamer.routed.uses.items()}
+
+
+def _expert_metrics(dispatched: Dispatched) -> Metrics:
+    """Return the run record's metrics of experts that wait; none where none do."""
+    uses, traffic = dispatched.streamer.routed.uses.values(), dispatched.streamer.traffic
+    if not uses:
+        return {}
+    return {
+        **hit_rate(traffic.expert_hits, traffic.expert_misses),
+        "expert_hits": traffic.expert_hits,
+        "expert_misses": traffic.expert_misses,
+        "expert_evictions": sum(use.evictions for use in uses),
     }

@@ -18,7 +18,7 @@ from pipeline.stage import Context
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
-from stages.inference.cost import ForwardCost, Metrics, run_metrics
+from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
 from stages.inference.measured import measured_peaks
 from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
@@ -32,18 +32,19 @@ from stages.score.windows import Window, cut, encode
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """``texts``: one mapping a text, with the log-likelihood of each of its scored tokens; ``metrics`` and ``measured``
-    (device → peak bytes) are those of the run.
+    """``texts``: one mapping a text, with the log-likelihood of each of its scored tokens; ``metrics``, ``measured``
+    (device → peak bytes) and ``experts`` (layer → what its experts came to) are those of the run.
     """
 
     texts: list[dict[str, Any]]
     metrics: Metrics
     measured: dict[str, int]
+    experts: dict[str, dict[str, int]]
     trace: Trace | None = None
 
     def save(self, file: Path) -> None:
         """Write ``file``, and ``trace.json`` beside it if there is a trace."""
-        data = {"texts": self.texts, "metrics": self.metrics, "measured": self.measured}
+        data = {"texts": self.texts, "metrics": self.metrics, "measured": self.measured, "experts": self.experts}
         write_text(file, json.dumps(data, allow_nan=False) + "\n")
         if self.trace is not None:
             self.trace.save(file.with_name(TRACE_NAME))
@@ -74,7 +75,13 @@ def perform(inputs: ScoreInputs, context: Context, folder: Path) -> Scores:
         "scored_tokens_per_second": cost.results_per_second,
         **cost.metrics(),
     }
-    return Scores(texts, run_metrics(dispatched, own), measured_peaks(context, dispatched), dispatched.streamer.trace)
+    return Scores(
+        texts,
+        run_metrics(dispatched, own),
+        measured_peaks(context, dispatched),
+        expert_uses(dispatched),
+        dispatched.streamer.trace,
+    )
 
 
 def _run(windows: Sequence[Window], size: int, progress: Progress, dispatched: Dispatched) -> ForwardCost:

@@ -93,6 +93,7 @@ class ScoreStage(Stage[ScoreInputs]):
             summary=told + (f", {rate:.1f} a second" if rate else ""),
             memory={"measured": data["measured"]},
             metrics=metrics,
+            experts=data.get("experts", {}),
             outputs=tuple(_output(text) for text in texts),
             screen="\n".join(_screen(texts, artifact.path(SCORES))),
         )

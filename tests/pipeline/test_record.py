@@ -74,6 +74,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "memory": {"budget": {}, "predicted": {}, "measured": {}},
         "metrics": dict.fromkeys(metrics),
         "outputs": [],
+        "experts": {},
         "device_map": None,
         "enforcement": None,
     }

@@ -82,3 +82,11 @@ def test_one_token_tells_nothing_of_decoding() -> None:
     metrics = found.metrics(PLAN)
     assert metrics.pop("prefill_seconds") == metrics.pop("time_to_first_token_seconds") == 2.0
     assert set(metrics.values()) == {None}
+
+
+def test_the_rate_of_hits_is_of_decoding_alone_and_absent_where_no_expert_was_called() -> None:
+    found = Cost()
+    first, last = Traffic(expert_hits=50, expert_misses=50), Traffic(expert_hits=59, expert_misses=53)
+    found.add([12.0, 13.0], began=10.0, sequences=1, first=first, last=last)
+    assert found.metrics(PLAN)["expert_hit_rate"] == 9 / 12
+    assert "expert_hit_rate" not in cost(streamed=60).metrics(PLAN)
