@@ -69,7 +69,7 @@ def _gathered(piece: _Target, dtype: torch.dtype, fill: Fill) -> torch.Tensor:
 def sources_in_order(step: Step, reader: SourceReader) -> tuple[str, ...]:
     """Return the sources of ``step`` in the order in which the one tensor that it makes is these, one after the other.
 
-    None if its operations aren't all known, or don't leave each source as it is, in one piece.
+    Empty if its operations aren't all known, or don't leave each source as it is, in one piece.
     """
     if step.converter is None:
         return tuple(step.source_names)

@@ -25,7 +25,7 @@ Rows = tuple[tuple[Extent, ...], ...]
 def locate_rows(extents: Sequence[Extent], shape: tuple[int, ...], dtype: str) -> Rows:
     """Return the rows of the tensor of ``shape`` and ``dtype`` that is these ``extents``, one after the other.
 
-    None where the tensor isn't that, or an extent begins or ends within a row other than at a step of that row's first
+    Empty where the tensor isn't that, or an extent begins or ends within a row other than at a step of that row's first
     dimension.
     """
     steps, width = math.prod(shape[1:2]), math.prod(shape[2:])
@@ -53,8 +53,10 @@ def _cut(extent: Extent, begin: int, *, steps: int, rest: tuple[int, ...]) -> It
     at = begin
     while at < end:
         stop = min(end, (at // steps + 1) * steps)
+        shape = (stop - at, *rest)
+        whole = shape == extent.shape  # as it is, then: a large model has tens of thousands of them
         offset = extent.begin + (at - begin) * piece.bytes
-        yield at // steps, replace(extent, begin=offset, shape=(stop - at, *rest))
+        yield at // steps, extent if whole else replace(extent, begin=offset, shape=shape)
         at = stop
 
 
