@@ -15,9 +15,6 @@ from functools import cached_property
 
 from stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent
 
-ROUTES = True
-"""Whether a mixture's experts are served one by one: the default of ``Outline.routes``."""
-
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -50,13 +47,13 @@ class Outline:
 
     ``gathers`` says that an embedding on disk is served row by row where the host computes: it is a lookup, and neither
     streamed nor given room for; and that of experts which are modules in a list those are brought that are called.
-    ``routes`` says that of a mixture's experts which lie elsewhere only those are brought
-    that tokens are routed to. Without both the layers are those that the field's own functions see.
+    ``routes`` says that of a mixture's stacked experts which lie elsewhere only those are brought that a token uses.
+    Without both the layers are those that the field's own functions see.
     """
 
     skeleton: Skeleton
     gathers: bool = True
-    routes: bool = ROUTES
+    routes: bool = True
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -167,6 +164,13 @@ class Outline:
         experts = self.expert_tensors | self.listed.keys()
         tensors = tuple(spec for spec in self.skeleton.tensors if spec.name not in experts)
         return replace(self, skeleton=replace(self.skeleton, tensors=tensors, experts=(), expert_lists={}))
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """The bytes that one token computes with: of experts those that it uses."""
+        stacked = sum(spec.per_token * self.expert_kinds[module].bytes for module, spec in self.experts.items())
+        listed = sum(self.sizes[name] * used // count for name, (count, used) in self.listed.items())
+        return self.dense.skeleton.bytes + stacked + listed
 
     @cached_property
     def computed(self) -> frozenset[str]:

@@ -20,7 +20,7 @@ from stages.plan.budgets import allow
 from stages.plan.checks import require_fit
 from stages.plan.functions import Sizes, get_max_memory
 from stages.plan.module_sizes import Classes, outline_of
-from stages.plan.outline import ROUTES, Outline
+from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, fold
 from stages.plan.policies import POLICIES
 from stages.plan.predict import work
@@ -44,7 +44,7 @@ def map_by_policy(
         near = closest(policy, POLICIES)
         raise ConfigError(f"device_map: {policy!r} is no policy{near}; give one of {', '.join(POLICIES)}, or a map")
     classes = getattr(model, "_no_split_modules", None) if no_split is None else no_split
-    outline = replace(outline_of(model, classes, dtype=dtype), gathers=True, routes=ROUTES)
+    outline = replace(outline_of(model, classes, dtype=dtype), gathers=True, routes=True)
     budgets: Budgets = {CPU: 0, DISK: None, **(get_max_memory(max_memory) if max_memory else _free(model, outline))}
     placement = POLICIES[policy](outline, budgets)
     require_fit(outline, placement, budgets)

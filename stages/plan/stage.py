@@ -45,7 +45,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 8
+    version = 9
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -129,7 +129,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
             found |= {size: plan} if size and has_room(plan, inputs.rooms) else {}
     plan = _plan_for(inputs, least, placements)
     if least is not None:
-        counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.skeleton.bytes}
+        counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.token_bytes}
         plan = soonest({**found, least: plan}, **counts)
     require_room(plan, inputs.machine)
     return plan

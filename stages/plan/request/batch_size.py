@@ -37,10 +37,10 @@ def batch_sizes(count: int) -> list[int]:
 def soonest(plans: Mapping[int, Plan], *, count: int, copies: int, weights: int) -> Plan:
     """Return the one of ``plans``, by their batch sizes, that answers ``count`` prompts in the least predicted time.
 
-    Each prompt is ``copies`` sequences; the model has ``weights`` bytes. A step of a batch takes what the plan predicts
-    for a token, or what its sequences take to compute, whichever is longer. Of plans that are alike within a twentieth
-    it is the one that streams the least, then that of the largest batch: beside a budget that is given, where the size
-    moves no weight, that is the largest that fits.
+    Each prompt is ``copies`` sequences; a token computes with ``weights`` bytes. A step of a batch takes what the plan
+    predicts for a token, or what its sequences take to compute, whichever is longer. Of plans that are alike within a
+    twentieth it is the one that streams the least, then that of the largest batch: beside a budget that is given, where
+    the size moves no weight, that is the largest that fits.
     """
 
     def seconds(size: int) -> float:
@@ -55,7 +55,7 @@ def soonest(plans: Mapping[int, Plan], *, count: int, copies: int, weights: int)
 
 
 def step_seconds(plan: Plan, sequences: int, weights: int) -> float:
-    """Return the seconds in which each of ``sequences`` gets a token, of a model of ``weights`` bytes."""
+    """Return the seconds in which each of ``sequences`` gets a token, which computes with ``weights`` bytes."""
     on_host = plan.main_device == CPU
     one_pass = weights / plan.rates["host" if on_host else "device"]
     return max(float(plan.forecast["seconds_per_token"]), one_pass * sequences / _SEQUENCES_A_PASS[on_host])

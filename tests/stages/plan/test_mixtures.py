@@ -247,6 +247,12 @@ def test_each_kind_of_experts_has_a_slot_at_least() -> None:
     assert [share // kind for share, kind in zip(shares, (small, large), strict=True)] == [3, 3]
 
 
+def test_a_token_computes_with_what_it_is_routed_to() -> None:
+    model = mixture("Mixtral")
+    assert model.token_bytes == dense_bytes(model) + 3 * 3 * expert_bytes(model)
+    assert replace(model, routes=False).token_bytes == model.skeleton.bytes
+
+
 def test_batches_and_beams_are_tokens_of_a_pass() -> None:
     model = mixture("Mixtral")
     config = {"max_memory": {"cpu": str(kept_bytes(model) + 6 * expert_bytes(model))}, "storage": {"io": "direct"}}
