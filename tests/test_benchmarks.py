@@ -45,3 +45,20 @@ def test_the_mixture_has_about_the_bytes_that_were_asked_for() -> None:
     for gigabytes in (1, 4, 8, 30):
         tensors = mixture.published_tensors(mixture.mixture_config(gigabytes * 1e9))
         assert 0.85 < sum(2 * math.prod(shape) for _, shape, _ in tensors) / (gigabytes * 1e9) <= 1
+
+
+def test_what_a_mixture_costs_under_caps_is_told_and_drawn(tmp_path: Path) -> None:
+    mixture = importlib.import_module("tests.benchmarks.mixture")
+    ours = {"seconds": 0.5, "streamed": 4e8, "hit_rate": 0.25, "tokens": [1, 2, 2]}
+    theirs = {name: {"seconds": seconds, "tokens": [1, 2, 2]} for name, seconds in (("1 GB", 4.0), ("2 GB", 3.0))}
+    killed = {"seconds": None, "failed": "exit -9: nothing said"}
+    sides = {"offstage": ours, **{f"accelerate {name}": side for name, side in theirs.items()}, "AirLLM": killed}
+    by_cap = {"2GiB": [{"sides": sides}], "1GiB": [{"sides": dict.fromkeys(sides, killed)}]}
+    said, routed, _, two, one = mixture.table(by_cap, mixture.mixture_config(8e9))
+    assert said.startswith("2 of the 3 tokens")
+    assert "452.98 MB" in routed
+    assert two.split() == ["2GiB", "0.500", "400.00", "MB", "25.0%", "1.18", "6.0x", "-"]
+    assert one.split() == ["1GiB", "no", "figure"]
+    plot = importlib.import_module("tests.benchmarks.mixture_plot")
+    plot.draw([mixture.outcome(cap, rounds) for cap, rounds in by_cap.items()], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 1000

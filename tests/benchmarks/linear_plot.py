@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +24,19 @@ HEIGHT, PER_INCH, SHARPNESS = 420, 72, 2
 
 def draw(points: Sequence[Point], line: Line, path: Path) -> None:
     """Draw ``points`` and the ``line`` through them into the PNG ``path``."""
+    with picture(path) as figure:
+        _paint(figure.subplots(), points, line)
+
+
+@contextmanager
+def picture(path: Path) -> Iterator[Figure]:
+    """Lend a figure in the report's look, which is then saved as the PNG ``path``."""
     COLOURS.update(_page_colours())  # a PNG has no page behind it that could say what the colours are
     with matplotlib.rc_context({"font.size": WIDE.text, "axes.unicode_minus": False}):
         size = (WIDE.width / PER_INCH, HEIGHT / PER_INCH)
         figure = Figure(figsize=size, dpi=PER_INCH * SHARPNESS, layout="constrained", facecolor=COLOURS["page"])
         FigureCanvasAgg(figure)
-        _paint(figure.subplots(), points, line)
+        yield figure
         figure.savefig(path, format="png", metadata={"Software": None})
 
 

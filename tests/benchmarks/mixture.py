@@ -25,6 +25,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ EXPERTS, CHOSEN, VOCABULARY = 128, 8, 32_000
 WIDTHS, FEWEST_LAYERS = (2048, 1024, 512), 6
 BUDGET_SHARES = (0.4, 0.5, 0.6)
 """Of the cap: accelerate's host budgets. The process itself and a layer on its way need the rest."""
+OTHERS = ("accelerate", "AirLLM")
 RULER = "cap       s a token  streamed a token  hit rate  of the least  accelerate  AirLLM"
 
 Rounds = list[dict[str, Any]]
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
     parser.add_argument("--option", action="append", default=[], help="an override for offstage")
     parser.add_argument("--remove", action="store_true", help="remove the checkpoint afterwards")
+    parser.add_argument("--plot", type=Path, help="a .png to draw seconds and hit rates against caps into")
     arguments = parser.parse_args()
     config = mixture_config(arguments.gigabytes * 1e9)
     checkpoint = make_mixture(config, arguments.folder / f"mixture-{arguments.gigabytes:g}gb")
@@ -74,6 +77,10 @@ def main() -> None:
             summarise(rounds)
         for line in table(by_cap, config):
             say(line)
+        if arguments.plot:
+            from tests.benchmarks.mixture_plot import draw
+
+            draw([outcome(cap, rounds) for cap, rounds in by_cap.items()], arguments.plot)
     finally:
         shutil.rmtree(work, ignore_errors=True)
         if arguments.remove:
@@ -180,6 +187,37 @@ def expert_bytes(config: Qwen3MoeConfig) -> int:
     return 2 * 3 * int(config.hidden_size) * int(config.moe_intermediate_size)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Medians under a ``cap`` in bytes: seconds and streamed bytes a token, and the ``hit_rate`` where one is told.
+
+    ``others`` are the seconds a token of the other tools at their best. What has no figure is null.
+    """
+
+    cap: int
+    seconds: float | None
+    streamed: float | None
+    hit_rate: float | None
+    others: Mapping[str, float | None]
+
+
+def outcome(cap: str, rounds: Rounds) -> Outcome:
+    """Return what ``rounds`` under ``cap`` came to."""
+    ours = [one["sides"][OURS] for one in rounds if one["sides"][OURS]["seconds"]]
+    medians = {
+        key: statistics.median(found) if (found := [side[key] for side in ours if side.get(key) is not None]) else None
+        for key in ("seconds", "streamed", "hit_rate")
+    }
+    return Outcome(parse_size(cap), **medians, others={tool: _best(rounds, tool) for tool in OTHERS})
+
+
+def _best(rounds: Rounds, tool: str) -> float | None:
+    """Return the seconds a token of ``tool`` with the budget that suits it best."""
+    names = [name for name in rounds[0]["sides"] if name.startswith(tool)]
+    lived = [[one["sides"][name]["seconds"] for one in rounds if one["sides"][name]["seconds"]] for name in names]
+    return min((statistics.median(times) for times in lived if times), default=None)
+
+
 def table(by_cap: Mapping[str, Rounds], config: Qwen3MoeConfig) -> Iterator[str]:
     """Yield the lines of the table."""
     routed = config.num_hidden_layers * CHOSEN * expert_bytes(config)
@@ -189,26 +227,19 @@ def table(by_cap: Mapping[str, Rounds], config: Qwen3MoeConfig) -> Iterator[str]
     yield f"a token is routed to {format_bytes(routed)} in {config.num_hidden_layers} layers; medians:"
     yield RULER
     for cap, rounds in by_cap.items():
-        ours = [one["sides"][OURS] for one in rounds if one["sides"][OURS]["seconds"]]
-        if not ours:
-            yield f"{cap:8}  no figure: {rounds[-1]['sides'][OURS]['failed']}"
-            continue
-        seconds = statistics.median(side["seconds"] for side in ours)
-        streamed = statistics.median(side["streamed"] for side in ours)
-        rates = [side["hit_rate"] for side in ours if side.get("hit_rate") is not None]
-        kept = statistics.median(rates) if rates else 0.0
-        rate = f"{kept:.1%}" if rates else "none"
-        least = f"{streamed / (routed * (1 - kept)):.2f}" if kept < 1 else "-"
-        others = "".join(f"  {_times(rounds, tool, seconds):>{len(tool)}}" for tool in ("accelerate", "AirLLM"))
-        yield f"{cap:8} {seconds:10.3f}  {format_bytes(round(streamed)):>16}  {rate:>8}  {least:>12}{others}"
+        yield f"{cap:8} {_row(outcome(cap, rounds), routed)}"
 
 
-def _times(rounds: Rounds, tool: str, seconds: float) -> str:
-    """Return how many times as long as ``seconds`` a token takes ``tool`` at its best; ``-`` where it has no figure."""
-    names = [name for name in rounds[0]["sides"] if name.startswith(tool)]
-    lived = [[one["sides"][name]["seconds"] for one in rounds if one["sides"][name]["seconds"]] for name in names]
-    medians = [statistics.median(times) for times in lived if times]
-    return f"{min(medians) / seconds:.1f}x" if medians else "-"
+def _row(found: Outcome, routed: int) -> str:
+    """Return the cells of the table's line for one cap."""
+    if found.seconds is None or found.streamed is None:
+        return "no figure"
+    rate = "none" if found.hit_rate is None else f"{found.hit_rate:.1%}"
+    least = routed * (1 - (found.hit_rate or 0.0))
+    share = f"{found.streamed / least:.2f}" if least else "-"
+    times = {tool: f"{seconds / found.seconds:.1f}x" if seconds else "-" for tool, seconds in found.others.items()}
+    others = "".join(f"  {text:>{len(tool)}}" for tool, text in times.items())
+    return f"{found.seconds:10.3f}  {format_bytes(round(found.streamed)):>16}  {rate:>8}  {share:>12}{others}"
 
 
 if __name__ == "__main__":
