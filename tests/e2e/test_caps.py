@@ -10,7 +10,7 @@ import pytest
 from stages.plan.budgets import MARGIN
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.benchmarks.checkpoints import make
-from tests.e2e.conftest import COMMAND, environment
+from tests.e2e.conftest import COMMAND, environment, records_in
 
 MIB = 2**20
 LIBRARIES = 64 * MIB
@@ -30,30 +30,42 @@ def run(folder: Path, cap: int, *arguments: str) -> dict[str, Any]:
     options = ("model=pretrained", "generate.prompts=[[5,6,7,8]]", "generate.max_new_tokens=4", *arguments)
     done = run_capped([*COMMAND, *options], cap, cwd=folder, env=environment())
     assert done.returncode == 0, done.stderr
-    record: dict[str, Any] = json.loads(next(folder.glob("outputs/runs/*/*/run.json")).read_text())
+    *_, record = records_in(folder).values()
     return record
 
 
-def cap_that_leaves(share: float, folder: Path, *arguments: str) -> int:
-    """Return a cap under which a budget that is worked out holds about ``share`` of the weights, as the plan sees it.
+def plan_of(folder: Path, cap: int, *arguments: str) -> dict[str, Any]:
+    """Return the plan of a run under ``cap`` bytes that leaves the budget to be worked out."""
+    record = run(folder, cap, "max_memory=null", "stages=plan_only", *arguments)
+    plan: dict[str, Any] = json.loads(Path(record["stages"][1]["artifact"], "plan.json").read_text())
+    return plan
+
+
+@pytest.fixture(scope="module")
+def roomy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return the folder in which a short request was planned for where all weights fit, and its plan."""
+    folder = tmp_path_factory.mktemp("roomy")
+    return folder, plan_of(folder, 4096 * MIB, f"model.path={checkpoint}", "storage.io=direct")
+
+
+def cap_that_leaves(share: float, plan: dict[str, Any]) -> int:
+    """Return a cap under which a budget that is worked out holds about ``share`` of the weights, as ``plan`` sees it.
 
     What a run takes beside weights hangs on the processor's kernels; the plan's own terms say it.
     """
-    record = run(folder, 4096 * MIB, "max_memory=null", "stages=plan_only", *arguments)
-    plan = json.loads(Path(record["stages"][1]["artifact"], "plan.json").read_text())
     terms = plan["budget_terms"]["cpu"]
     beside = -sum(terms[name] for name in ("process", "libraries", "request"))
-    shutil.rmtree(folder / "outputs/runs")
     return round((beside + share * sum(plan["resident_bytes"].values())) / (1 - MARGIN))
 
 
 @pytest.mark.parametrize("share", [0.4, 0.7])
 def test_a_model_that_does_not_fit_under_the_cap_is_streamed_and_lives(
-    share: float, checkpoint: Path, tmp_path: Path
+    share: float, checkpoint: Path, roomy: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    given = (f"model.path={checkpoint}", "storage.io=direct")
-    cap = cap_that_leaves(share, tmp_path, *given)
-    record = run(tmp_path, cap, "max_memory=null", *given)
+    folder, plan = roomy
+    shutil.copytree(folder / "outputs/cache", tmp_path / "outputs/cache")
+    cap = cap_that_leaves(share, plan)
+    record = run(tmp_path, cap, "max_memory=null", f"model.path={checkpoint}", "storage.io=direct")
     memory = record["memory"]
     assert len(record["outputs"][0]["token_ids"]) == 4
     assert record["metrics"]["streamed_bytes_per_token"] > 0
@@ -63,8 +75,7 @@ def test_a_model_that_does_not_fit_under_the_cap_is_streamed_and_lives(
 
 def test_the_automatic_budget_stays_below_the_cap_and_says_why(checkpoint: Path, tmp_path: Path) -> None:
     cap = 2048 * MIB
-    record = run(tmp_path, cap, f"model.path={checkpoint}", "max_memory=null", "stages=plan_only")
-    plan = json.loads(Path(record["stages"][1]["artifact"], "plan.json").read_text())
+    plan = plan_of(tmp_path, cap, f"model.path={checkpoint}")
     terms = plan["budget_terms"]["cpu"]
     assert set(terms) == {"available", "process", "libraries", "request", "margin"}
     assert terms["available"] <= cap
@@ -84,7 +95,7 @@ def test_a_budget_that_the_cap_cannot_hold_is_refused_before_a_weight_is_read(ch
 def test_long_prompts_get_their_room_before_the_weights_do(checkpoint: Path, tmp_path: Path) -> None:
     prompts = str([[7] * 1500, [9] * 900])
     given = (f"model.path={checkpoint}", "storage.io=direct", f"generate.prompts={prompts}")
-    cap = cap_that_leaves(0.7, tmp_path, *given)
+    cap = cap_that_leaves(0.7, plan_of(tmp_path, 4096 * MIB, *given))
     record = run(tmp_path, cap, "max_memory=null", *given)
     memory = record["memory"]
     assert record["metrics"]["streamed_bytes_per_token"] > 0, "the request took nothing from the weights"

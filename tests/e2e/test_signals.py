@@ -15,13 +15,13 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_while_a_run_works_ends_it_as_interrupted(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(tmp_path, "generate.max_new_tokens=100000", "generate.prompts=[[5,6,7]]")
-    wait_for(lambda: records_in(tmp_path), process)
+def test_a_signal_while_a_run_works_ends_it_as_interrupted(number: signal.Signals, fresh_folder: Path) -> None:
+    process = start(fresh_folder, "generate.max_new_tokens=100000", "generate.prompts=[[5,6,7]]")
+    wait_for(lambda: records_in(fresh_folder), process)
     time.sleep(0.3)
     process.send_signal(number)
     _, err = process.communicate(timeout=300)
-    (record,) = records_in(tmp_path).values()
+    (record,) = records_in(fresh_folder).values()
     assert (process.returncode, record["status"]) == (130, "interrupted"), err
     assert "Traceback" not in err
 
@@ -52,7 +52,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
         [sys.executable, "-c", ignoring + COMMAND[2], "stop_after=plan"],
         cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    time.sleep(0.5)
+    wait_for(lambda: records_in(tmp_path), process)
     os.kill(process.pid, signal.SIGHUP)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err

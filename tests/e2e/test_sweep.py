@@ -32,7 +32,7 @@ def job_processes(folder: Path) -> Iterator[psutil.Process]:
             yield process
 
 
-def working_job(folder: Path, number: int, *, seconds: float = 120) -> psutil.Process:
+def working_job(folder: Path, number: int, *, seconds: float = 250) -> psutil.Process:
     """Return the process of the job ``number`` once it generates."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -68,16 +68,37 @@ def test_killed_interrupted_and_refused_jobs_leave_the_others_alone(tmp_path: Pa
     assert "Traceback" not in done.err + done.out
 
 
-def test_every_job_has_a_process_of_its_own_that_is_gone_afterwards(offstage: Run, tmp_path: Path) -> None:
-    done = offstage("-m", "max_memory.cpu=2.4MB,8MB", "generate.max_new_tokens=2")
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """Return the folder in which a whole experiment was run, and what came of it."""
+    folder = tmp_path_factory.mktemp("experiment")
+    return folder, finish(start(folder, "experiment=precision", "generate.max_new_tokens=2"), folder, {})
+
+
+def test_an_experiment_is_a_whole_sweep(experiment: tuple[Path, Finished]) -> None:
+    _, done = experiment
     assert done.code == 0, done.err
-    assert "2 of 2 jobs completed" in done.out
-    assert list(job_processes(tmp_path)) == []
-    for folder in tmp_path.glob("outputs/multirun/*/*/[01]"):
-        assert folder.joinpath(".hydra", "overrides.yaml").is_file()
-        log = folder.joinpath("run.log").read_text()
+    assert {record["config"]["dtype"] for record in done.records} == {"float32", "bfloat16", "float16"}
+    assert "3 of 3 jobs completed" in done.out
+
+
+def test_every_job_has_a_process_of_its_own_that_is_gone_afterwards(experiment: tuple[Path, Finished]) -> None:
+    folder, _ = experiment
+    assert list(job_processes(folder)) == []
+    jobs = list(folder.glob("outputs/multirun/*/*/[012]"))
+    assert len(jobs) == 3
+    for job in jobs:
+        assert job.joinpath(".hydra", "overrides.yaml").is_file()
+        log = job.joinpath("run.log").read_text()
         assert "generate: ends after" in log
         assert "\x1b" not in log
+
+
+def test_the_folders_of_a_sweep_are_those_of_the_design(experiment: tuple[Path, Finished]) -> None:
+    (path,) = experiment[0].glob("outputs/multirun/*/*/0/run.json")
+    record = json.loads(path.read_text())
+    assert set(record["overrides"]) == {"experiment=precision", "generate.max_new_tokens=2", "dtype=float32"}
+    assert record["status"] == "completed"
 
 
 def test_a_job_that_cannot_be_composed_ends_the_sweep_before_it_begins(offstage: Run, tmp_path: Path) -> None:
@@ -102,7 +123,7 @@ def test_a_job_ends_when_nobody_waits_for_it_any_more(tmp_path: Path) -> None:
     sweep = start(tmp_path, "-m", SLOW, "generate.max_new_tokens=2001")
     job = working_job(tmp_path, 0)
     job.parent().kill()
-    job.wait(20)
+    job.wait(120)
     done = finish(sweep, tmp_path, {})
     assert done.code != 0
     assert done.record["status"] == "interrupted"
@@ -173,13 +194,6 @@ def test_a_cap_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch, offst
     assert "not capped" in done.err
 
 
-@pytest.mark.parametrize("name", ["precision"])
-def test_an_experiment_is_a_whole_sweep(name: str, offstage: Run) -> None:
-    done = offstage(f"experiment={name}", "generate.max_new_tokens=2")
-    assert done.code == 0, done.err
-    assert {record["config"]["dtype"] for record in done.records} == {"float32", "bfloat16", "float16"}
-
-
 def test_a_local_job_sees_the_accelerators_that_the_sweep_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     from hydra_plugins.offstage_launchers import LocalLauncher
 
@@ -189,11 +203,3 @@ def test_a_local_job_sees_the_accelerators_that_the_sweep_sees(monkeypatch: pyte
         launcher._visible = visible
         launcher._restore_environment()
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
-
-
-def test_the_folders_of_a_sweep_are_those_of_the_design(offstage: Run, tmp_path: Path) -> None:
-    offstage("-m", "max_memory.cpu=8MB", "stop_after=plan")
-    (path,) = tmp_path.glob("outputs/multirun/*/*/0/run.json")
-    record = json.loads(path.read_text())
-    assert record["overrides"] == ["max_memory.cpu=8MB", "stop_after=plan"]
-    assert record["status"] == "completed"

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.report.command import run
+from tests.e2e.conftest import enter
 from tests.pipeline.report.sample_runs import write_sweep
-
-PIPELINE = "from pipeline.app import main; main()"
 
 
 def records(sweep: Path) -> list[dict[str, Any]]:
@@ -25,17 +21,14 @@ def records(sweep: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=["made", "run"])
 def sweep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep with its report: of made-up records, and of a real one on the embedded model."""
+    """A sweep with its report: of made-up records, and of real ones on the embedded model."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "made":
         write_sweep(folder, metrics={"storage_bandwidth_bytes_per_second": 1.6e9, "predicted_seconds_per_token": 0.7})
     else:
-        arguments = ["-m", "max_memory.cpu=0.1MB,3.8MB,8MB", "device_map=sequential", f"hydra.sweep.dir={folder}"]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        subprocess.run(
-            [sys.executable, "-c", PIPELINE, *arguments, f"outputs={folder / 'out'}"],
-            env=environment, capture_output=True, timeout=300, check=False,
-        )  # fmt: skip
+        for number, budget in enumerate(("0.1MB", "3.8MB", "8MB")):
+            job = (f"max_memory.cpu={budget}", "device_map=sequential", f"hydra.run.dir={folder / str(number)}")
+            enter(folder, *job, f"outputs={folder / 'out'}")
     run([str(folder)])
     return folder
 
