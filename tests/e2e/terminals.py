@@ -51,7 +51,7 @@ class Terminal:
         """Read all that is to come and return the exit code."""
         self.read_until(lambda _: False)
         os.close(self._master)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=300)
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)

@@ -1,6 +1,6 @@
 """Real checkpoints of several architectures, in every format, with weights on disk: the answer never changes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from tests.e2e.conftest import Finished
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 WORDS = 96
@@ -39,6 +41,17 @@ FORMATS = {
     "bin": {"safe": False, "sharded": False},
     "sharded-bin": {"safe": False, "sharded": True},
 }
+
+
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one folder for all runs: each kind of model is described once, each checkpoint is another one."""
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture
+def fresh_folder(shared_folder: Path) -> Path:
+    return shared_folder
 
 
 def save(folder: Path, architecture: str, dtype: torch.dtype, *, safe: bool, sharded: bool) -> None:
@@ -88,7 +101,7 @@ def reference_tokens(folder: Path, dtype: torch.dtype) -> list[list[int]]:
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_tokens_equal_those_of_the_model_in_memory(
-    architecture: str, form: str, dtype: str, tmp_path: Path, offstage_here: Callable[..., Iterator]
+    architecture: str, form: str, dtype: str, tmp_path: Path, offstage_here: Callable[..., Finished]
 ) -> None:
     folder = tmp_path / "checkpoint"
     save(folder, architecture, getattr(torch, dtype), **FORMATS[form])
@@ -98,20 +111,23 @@ def test_tokens_equal_those_of_the_model_in_memory(
         f"generate.prompts={PROMPTS}", "generate.max_new_tokens=8", "generate.batch_size=1",
     )  # fmt: skip
     assert done.code == 0, done.err
+    assert not done.cached["generate"]
     assert done.record["metrics"]["streamed_bytes_per_token"] > 0, "nothing lay on disk: the test proves nothing"
     assert done.tokens == reference_tokens(folder, getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_the_logits_of_one_forward_are_bitwise_equal(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_logits_of_one_forward_are_bitwise_equal(
+    architecture: str, dtype: torch.dtype, tmp_path: Path, shared_folder: Path
+) -> None:
     from stages.dispatch.streaming.waiting_tensor import WaitingTensor
     from tests.e2e.pipelines import dispatched_model
 
     folder = tmp_path / "checkpoint"
     save(folder, architecture, dtype, safe=True, sharded=True)
     model = dispatched_model(
-        folder, tmp_path / "outputs", max_memory={"cpu": budget(folder, dtype)}, storage={"io": "direct"}
+        folder, shared_folder / "outputs", max_memory={"cpu": budget(folder, dtype)}, storage={"io": "direct"}
     )
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert any(isinstance(parameter, WaitingTensor) for parameter in model.parameters()), "nothing is streamed"
@@ -124,7 +140,7 @@ def test_the_logits_of_one_forward_are_bitwise_equal(architecture: str, dtype: t
     ("stored", "asked"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")]
 )
 def test_a_cast_gives_what_from_pretrained_gives(
-    stored: str, asked: str, tmp_path: Path, offstage_here: Callable[..., Iterator]
+    stored: str, asked: str, tmp_path: Path, offstage_here: Callable[..., Finished]
 ) -> None:
     folder = tmp_path / "checkpoint"
     save(folder, "llama", getattr(torch, stored), safe=True, sharded=True)
@@ -138,7 +154,7 @@ def test_a_cast_gives_what_from_pretrained_gives(
 
 
 def test_an_encoder_decoder_generates_what_it_does_in_memory(
-    tmp_path: Path, offstage_here: Callable[..., Iterator]
+    tmp_path: Path, offstage_here: Callable[..., Finished]
 ) -> None:
     folder = tmp_path / "checkpoint"
     torch.manual_seed(1)

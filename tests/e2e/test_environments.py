@@ -4,14 +4,15 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import COMMAND, environment, records_in
+from tests.e2e.conftest import COMMAND, Finished, environment, records_in
 
+Run = Callable[..., Finished]
 PLAN = ["stop_after=plan"]
 
 
@@ -33,16 +34,16 @@ def one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> 
 
 
 @pytest.mark.parametrize("redirection", ["RUN >&-", "RUN <&-", "RUN >&- 2>&- <&-", "RUN | head -1", "RUN | true"])
-def test_a_run_does_not_need_its_streams(redirection: str, tmp_path: Path) -> None:
-    done = shell(tmp_path, f"set -o pipefail; {redirection}", *PLAN)
+def test_a_run_does_not_need_its_streams(redirection: str, fresh_folder: Path) -> None:
+    done = shell(fresh_folder, f"set -o pipefail; {redirection}", *PLAN)
     assert (done.returncode, "Traceback" in done.stderr, "Error" in done.stderr) == (0, False, False), done.stderr
-    (record,) = records_in(tmp_path).values()
+    (record,) = records_in(fresh_folder).values()
     assert record["status"] == "completed"
 
 
 @pytest.mark.parametrize("extra", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}])
-def test_what_a_stream_cannot_show_is_shown_escaped(extra: dict[str, str], tmp_path: Path) -> None:
-    done = shell(tmp_path, "RUN", "generate.prompts=['dé…jà']", "generate.max_new_tokens=1", extra=extra)
+def test_what_a_stream_cannot_show_is_shown_escaped(extra: dict[str, str], fresh_folder: Path) -> None:
+    done = shell(fresh_folder, "RUN", "generate.prompts=['dé…jà']", "generate.max_new_tokens=1", extra=extra)
     assert done.returncode == 0, done.stderr
     assert "jà" in done.stdout or "\\xe0" in done.stdout
 
@@ -94,25 +95,16 @@ MISTYPED = {
 
 @pytest.mark.parametrize("field", MISTYPED)
 def test_mistyped_fields_of_a_config_are_served_or_said_in_one_line(
-    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    field: str, tmp_path: Path, offstage_here: Run
 ) -> None:
-    from hydra.core.global_hydra import GlobalHydra
-
-    from pipeline.app import main
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["offstage"])
     folder = Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint"))
     known = json.loads((folder / "config.json").read_text())
     for value in MISTYPED[field]:
         folder.joinpath("config.json").write_text(json.dumps({**known, field: value}))
-        GlobalHydra.instance().clear()
-        with pytest.raises(SystemExit) as exit_info:
-            main([f"model.path={folder}", *PLAN])
-        err = capfd.readouterr().err
-        assert exit_info.value.code in (0, 2, 3, 4), (value, err)
-        assert "Traceback" not in err, value
-        assert sum(line.startswith("offstage: ") for line in err.splitlines()) == bool(exit_info.value.code), err
+        done = offstage_here(f"model.path={folder}", *PLAN)
+        assert done.code in (0, 2, 3, 4), (value, done.err)
+        assert "Traceback" not in done.err, value
+        assert sum(line.startswith("offstage: ") for line in done.err.splitlines()) == bool(done.code), done.err
     assert all(record["status"] != "running" for record in records_in(tmp_path).values())
 
 
@@ -132,23 +124,14 @@ def deep(depth: int) -> str:
 )
 @pytest.mark.parametrize("content", [deep(100_000), "[]", "5", "null", '"x"', "{", "\0", "\ud800"])
 def test_files_of_other_content_are_said_in_one_line(
-    file: str, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    file: str, content: str, tmp_path: Path, offstage_here: Run
 ) -> None:
-    from hydra.core.global_hydra import GlobalHydra
-
-    from pipeline.app import main
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["offstage"])
     folder = Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint"))
     folder.joinpath(file).write_bytes(content.encode("utf-8", "surrogatepass"))
-    GlobalHydra.instance().clear()
-    with pytest.raises(SystemExit) as exit_info:
-        main([f"model.path={folder}", "generate.prompts=['a']", "generate.max_new_tokens=1"])
-    err = capfd.readouterr().err
-    assert exit_info.value.code in (0, 2, 3), err
-    assert "Traceback" not in err
-    assert sum(line.startswith("offstage: ") for line in err.splitlines()) == bool(exit_info.value.code), err
+    done = offstage_here(f"model.path={folder}", "generate.prompts=['a']", "generate.max_new_tokens=1")
+    assert done.code in (0, 2, 3), done.err
+    assert "Traceback" not in done.err
+    assert sum(line.startswith("offstage: ") for line in done.err.splitlines()) == bool(done.code), done.err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -162,9 +145,9 @@ def test_a_file_system_that_is_full_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
-def test_a_log_that_cannot_be_written_is_no_reason_to_end(tmp_path: Path) -> None:
-    tmp_path.joinpath("here").mkdir()
-    tmp_path.joinpath("here", "run.log").symlink_to("/dev/full")
-    done = shell(tmp_path, "RUN", "hydra.run.dir=here", *PLAN)
+def test_a_log_that_cannot_be_written_is_no_reason_to_end(fresh_folder: Path) -> None:
+    fresh_folder.joinpath("here").mkdir()
+    fresh_folder.joinpath("here", "run.log").symlink_to("/dev/full")
+    done = shell(fresh_folder, "RUN", "hydra.run.dir=here", *PLAN)
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(tmp_path.joinpath("here", "run.json").read_text())["status"] == "completed"
+    assert json.loads(fresh_folder.joinpath("here", "run.json").read_text())["status"] == "completed"

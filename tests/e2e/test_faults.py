@@ -29,11 +29,15 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def streamed(checkpoint: Path, tmp_path: Path, io: str) -> Any:
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return one folder of outputs: the model is the same in each checkpoint, and need be described once."""
+    return tmp_path_factory.mktemp("outputs")
+
+
+def streamed(checkpoint: Path, outputs: Path, io: str) -> Any:
     """Return a model all of whose weights are streamed through a staging memory that holds one layer."""
-    return dispatched_model(
-        checkpoint, tmp_path / "outputs", device_map="disk", max_memory={"cpu": "32KB"}, storage={"io": io}
-    )
+    return dispatched_model(checkpoint, outputs, device_map="disk", max_memory={"cpu": "32KB"}, storage={"io": io})
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -57,9 +61,9 @@ HARMS = {
 @pytest.mark.parametrize("io", ["direct", "mmap"])
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_shard_that_changes_between_tokens_never_gives_a_wrong_token(
-    harm: str, io: str, checkpoint: Path, tmp_path: Path
+    harm: str, io: str, checkpoint: Path, outputs: Path
 ) -> None:
-    model = streamed(checkpoint, tmp_path, io)
+    model = streamed(checkpoint, outputs, io)
     expected = logits(model)
     for shard in checkpoint.glob("*.safetensors"):
         HARMS[harm](shard)
@@ -70,8 +74,8 @@ def test_a_shard_that_changes_between_tokens_never_gives_a_wrong_token(
         logits(model)
 
 
-def test_exceptions_thrown_anywhere_leave_the_model_callable(checkpoint: Path, tmp_path: Path) -> None:
-    model = streamed(checkpoint, tmp_path, "direct")
+def test_exceptions_thrown_anywhere_leave_the_model_callable(checkpoint: Path, outputs: Path) -> None:
+    model = streamed(checkpoint, outputs, "direct")
     expected, idle = logits(model), weights_onloaded(model)
     modules, chance = [m for m in model.modules() if m is not model], random.Random(1)
 
@@ -92,8 +96,8 @@ def test_exceptions_thrown_anywhere_leave_the_model_callable(checkpoint: Path, t
     assert torch.equal(logits(model), expected)
 
 
-def test_a_thousand_generations_leave_memory_and_files_as_they_were(checkpoint: Path, tmp_path: Path) -> None:
-    model, process = streamed(checkpoint, tmp_path, "direct"), psutil.Process()
+def test_a_thousand_generations_leave_memory_and_files_as_they_were(checkpoint: Path, outputs: Path) -> None:
+    model, process = streamed(checkpoint, outputs, "direct"), psutil.Process()
 
     def generate(times: int) -> tuple[int, int]:
         for _ in range(times):
@@ -108,12 +112,12 @@ def test_a_thousand_generations_leave_memory_and_files_as_they_were(checkpoint: 
     assert memory - warm_memory < 8 * 2**20
 
 
-def test_letting_go_of_the_model_closes_its_files(checkpoint: Path, tmp_path: Path) -> None:
+def test_letting_go_of_the_model_closes_its_files(checkpoint: Path, outputs: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(checkpoint)
     logits(plain)
     gc.collect()
     before = psutil.Process().num_fds()
-    model = streamed(checkpoint, tmp_path, "direct")
+    model = streamed(checkpoint, outputs, "direct")
     logits(model)
     assert psutil.Process().num_fds() > before
     del model
