@@ -6,13 +6,14 @@ there is no lock here, and an error of theirs surfaces in the forward that neede
 into which memory, is the carrier's: from storage to the host, or over the link to an accelerator.
 
 The experts of a mixture are brought when they are called, each whole at the call of its first part, and stay while
-nothing else needs their room: a token that uses them again finds them.
+nothing else needs their room: a token that uses them again finds them. Which is called next nobody knows; but where
+several neighbours were called in turn, as the many tokens of a prompt call nearly all, the next is brought as well.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
 from typing import Generic
@@ -24,11 +25,15 @@ from stages.dispatch.transfer.arena import Region
 from stages.dispatch.transfer.carrier import Carrier, Delivery, Traffic
 from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
 
+NEIGHBOURS = 4
+"""After so many experts in turn the next is likely; a single token calls so many neighbours very rarely."""
+
 
 class Lookahead(Generic[Region]):
     """Delivers parts by number, as ``carrier`` brings them, ahead of use in ``order``.
 
-    ``experts`` has the parts of each expert: they are used together, and only where a forward decides so.
+    ``experts`` has the parts of each expert, neighbours beside each other: they are used together, and only where a
+    forward decides so.
     """
 
     def __init__(
@@ -41,11 +46,12 @@ class Lookahead(Generic[Region]):
         trace: Trace | None = None,
     ) -> None:
         self._carrier = carrier
-        self._expert = {part: parts for parts in experts for part in parts}
-        self._schedule = Schedule(order, self._expert)
+        self._experts = [*experts]
+        self._place = {part: place for place, parts in enumerate(experts) for part in parts}
+        self._schedule = Schedule(order, self._place)
         self._deliveries: dict[int, Delivery[Region]] = {}
         self._idle: dict[int, None] = {}  # parts of experts that nobody uses now, the longest unused first
-        self._begun: Sequence[int] = ()
+        self._begun, self._in_turn = -1, 0  # the expert that was begun last, and how many were in turn by then
         self._traffic, self._trace = traffic, trace
         self._sizes, self._streamed = carrier.sizes, carrier.streamed
 
@@ -58,8 +64,12 @@ class Lookahead(Generic[Region]):
         delivery = self._deliveries.get(part) or self._on_demand(part)
         delivery.users += 1
         self._idle.pop(part, None)
-        self._ask_rest(part)
+        begins = self._begins(part)
+        if begins:
+            self._ask_expert(self._begun)
         self._ask_ahead()
+        if begins and self._in_turn >= NEIGHBOURS:
+            self._ask_expert(self._begun + 1)
         self._wait_for(part, delivery)
         self._traffic.streamed_bytes += self._streamed[part]
         return self._carrier.views(part, delivery)
@@ -81,7 +91,7 @@ class Lookahead(Generic[Region]):
     def begin_pass(self) -> None:
         """Say that the model's forward begins."""
         self._schedule.begin_pass()
-        self._begun = ()
+        self._begun = -1
         self._forget_unwanted()
         self._ask_ahead()
 
@@ -114,15 +124,22 @@ class Lookahead(Generic[Region]):
                     return
                 self._ask(part, Delivery(region))
 
-    def _ask_rest(self, part: int) -> None:
-        """Where ``part`` begins an expert, ask for its others, as far as there is room without giving up its own."""
-        expert = self._expert.get(part, ())
-        if part not in self._carrier.kept or expert is self._begun:
-            return
-        self._begun = expert
+    def _begins(self, part: int) -> bool:
+        """Return whether ``part`` begins an expert whose parts have a memory of their own, and note which."""
+        place = self._place.get(part, self._begun)
+        if place == self._begun or part not in self._carrier.kept:
+            return False
+        self._in_turn = self._in_turn + 1 if place == self._begun + 1 else 1
+        self._begun = place
+        return True
+
+    def _ask_expert(self, place: int) -> None:
+        """Ask for all parts of an expert, as far as there is room without giving up its own or those in use."""
+        expert = self._experts[place] if place < len(self._experts) else ()
+        besides = {*expert, *self._experts[self._begun]}
         for other in expert:
             if other not in self._deliveries:
-                region = self._replace(other, besides=expert)
+                region = self._replace(other, besides=besides)
                 if region is None:
                     return
                 self._ask(other, Delivery(region))
@@ -149,7 +166,7 @@ class Lookahead(Generic[Region]):
     def _on_demand(self, part: int) -> Delivery[Region]:
         """Ask for ``part`` now. What nobody uses makes room for it; failing that, it gets new memory."""
         kept = part in self._carrier.kept
-        region = self._replace(part, besides=self._expert[part]) if kept else self._cut_back(part)
+        region = self._replace(part, besides=self._experts[self._place[part]]) if kept else self._cut_back(part)
         if region is None and kept:
             region = self._replace(part)
         if region is not None:
@@ -171,7 +188,7 @@ class Lookahead(Generic[Region]):
             region = self._carrier.take(part)
         return region
 
-    def _replace(self, part: int, *, besides: Sequence[int] = ()) -> Region | None:
+    def _replace(self, part: int, *, besides: Collection[int] = ()) -> Region | None:
         """Return room for ``part`` of an expert, if need be that of what was used longest ago, none of ``besides``."""
         region = self._carrier.take(part)
         while region is None:

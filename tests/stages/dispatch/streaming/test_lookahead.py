@@ -197,6 +197,21 @@ def test_what_is_certain_is_brought_past_experts_and_an_expert_whole_when_it_beg
     ahead.close()
 
 
+def test_after_several_neighbours_in_turn_the_next_expert_is_brought_too(extents: list[list[Extent]]) -> None:
+    ahead = looking_ahead(extents, staging_bytes=10**6, experts=[[0], [1], [2], [3], [4], [5]])
+    ahead.begin_pass()
+    for part in (0, 1, 3, 4):
+        ahead.take(part)
+        ahead.let_go(part)
+    assert set(ahead._deliveries) == {0, 1, 3, 4}
+    ahead.begin_pass()
+    for part in (1, 2, 3, 4):
+        ahead.take(part)
+        ahead.let_go(part)
+    assert set(ahead._deliveries) == {0, 1, 2, 3, 4, 5}
+    ahead.close()
+
+
 @pytest.mark.parametrize("staging_bytes", [0, 150_000, 300_000, 10**6])
 def test_experts_are_right_in_any_order_and_whatever_the_room(
     staging_bytes: int, extents: list[list[Extent]], tensors: list[torch.Tensor]
