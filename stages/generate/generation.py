@@ -38,6 +38,7 @@ from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
 from stages.inputs.prompt_processor import PromptProcessor
 from stages.plan import plan as plans
+from stages.plan.hit_rates import note_decoding
 from stages.plan.request.prompt_inputs import prompt_inputs
 from stages.plan.request.prompts import MOST
 
@@ -96,6 +97,7 @@ def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generatio
         decoding.run(encoded, progress, show=context.show_text, is_chat=encoder.is_chat)
     outputs = [{name: row[name] for name in _TOLD if name in row} for row in progress.settle()]
     plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+    note_decoding(context, plan, steps=decoding.cost.steps, rate=decoding.cost.hit_rate)
     return Generation(
         outputs,
         encoder.is_chat,
@@ -114,7 +116,7 @@ class _Decoding:
     ) -> None:
         self._dispatched, self._inputs, self._tokenizer = dispatched, inputs, tokenizer
         self._assistant = assistant
-        self._cost = Cost()
+        self.cost = Cost()
         self._defaults = options.checkpoint_defaults(checkpoint_folder(inputs.model))
         self._uses_transformers = decode.has_generate(dispatched.model)
         if self._uses_transformers and self._defaults is not None:
@@ -210,7 +212,7 @@ class _Decoding:
         with SeededRows([one.seed for one in batch]) if given.get("do_sample", True) else nullcontext():
             tokens = self._decode(asked, given, clock, logprobs)
         if clock.times:
-            self._cost.add(clock.times, began=began, sequences=len(tokens), first=marks[0], last=traffic)
+            self.cost.add(clock.times, began=began, sequences=len(tokens), first=marks[0], last=traffic)
         answers = [decode.trim([int(token) for token in row], ends) for row in tokens]
         return [
             {"token_ids": ids, **({"logprobs": logprobs.of(place, len(ids))} if logprobs else {})}
@@ -256,4 +258,4 @@ class _Decoding:
 
     def metrics(self, plan: plans.Plan) -> Metrics:
         """Return the run record's metrics under ``plan``: of loading, of decoding, of all that streamed."""
-        return run_metrics(self._dispatched, self._cost.metrics(plan))
+        return run_metrics(self._dispatched, self.cost.metrics(plan))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stages.dispatch.transfer.carrier import Traffic
 from stages.inference.bound import Bound, bound_of
-from stages.inference.cost import Metrics, hit_rate
+from stages.inference.cost import Metrics
 from stages.plan.plan import Plan
 from stages.plan.predict import bound_seconds
 
@@ -51,6 +51,12 @@ class Cost:
         self.expert_hits += last.expert_hits - first.expert_hits
         self.expert_misses += last.expert_misses - first.expert_misses
 
+    @property
+    def hit_rate(self) -> float | None:
+        """How often decoding found its experts in slots; null where it called none that wait."""
+        calls = self.expert_hits + self.expert_misses
+        return self.expert_hits / calls if calls else None
+
     def bound(self) -> Bound:
         """Return what decoding waited for."""
         return bound_of(self.decode_seconds, stall_seconds=self.stall_seconds, storage_bytes=self.storage_bytes)
@@ -76,5 +82,5 @@ class Cost:
             "stall_share": self.stall_seconds / seconds if steps and seconds else None,
             "bound": self.bound() if steps else None,
             "bound_seconds_per_token": self.bound_seconds(plan),
-            **hit_rate(self.expert_hits, self.expert_misses),
+            **({} if self.hit_rate is None else {"expert_hit_rate": self.hit_rate}),
         }

@@ -68,11 +68,6 @@ def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:
     }
 
 
-def hit_rate(hits: int, misses: int) -> Metrics:
-    """Return the metric of how often experts were found in slots; none where there were no calls for one."""
-    return {"expert_hit_rate": hits / (hits + misses)} if hits + misses else {}
-
-
 def expert_uses(dispatched: Dispatched) -> dict[str, dict[str, int]]:
     """Return what the experts of each layer that wait came to in the whole run, by their module."""
     return {module: asdict(use) for module, use in dispatched.streamer.routed.uses.items()}
@@ -83,8 +78,9 @@ def _expert_metrics(dispatched: Dispatched) -> Metrics:
     uses, traffic = dispatched.streamer.routed.uses.values(), dispatched.streamer.traffic
     if not uses:
         return {}
+    calls = traffic.expert_hits + traffic.expert_misses
     return {
-        **hit_rate(traffic.expert_hits, traffic.expert_misses),
+        "expert_hit_rate": traffic.expert_hits / calls if calls else None,
         "expert_hits": traffic.expert_hits,
         "expert_misses": traffic.expert_misses,
         "expert_evictions": sum(use.evictions for use in uses),

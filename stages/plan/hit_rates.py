@@ -11,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cache.fingerprint import fingerprint
-from pipeline.stage import MEASURED
+from pipeline.stage import MEASURED, Context
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
 from stages.machine.kept_figures import kept_or_measured
 from stages.plan.expert_slots import Pool, rate_key
+from stages.plan.plan import Plan
+from stages.plan.request.requests import asking, read_requests
 
 FILE_NAME = "hit_rates.json"
 _PLACES = 2
+_LEAST_STEPS = 16
+"""Fewer steps of decoding tell more of the prefill, which filled the slots, than of what follows."""
+_NEWS = 0.05
+"""By how much a rate differs from what its plan expected if it is to be kept."""
 
 
 def kept_hit_rates(cache: Path, model: Mapping[str, Any]) -> dict[str, float]:
@@ -26,6 +32,21 @@ def kept_hit_rates(cache: Path, model: Mapping[str, Any]) -> dict[str, float]:
     prefix = _prefix(model)
     kept = kept_or_measured(cache / MEASURED / FILE_NAME, {}, is_sound=is_share)
     return {key.removeprefix(prefix): rate for key, rate in kept.items() if key.startswith(prefix)}
+
+
+def note_decoding(context: Context, plan: Plan, *, steps: int, rate: float | None) -> None:
+    """Keep which ``rate`` so many ``steps`` of decoding under ``plan`` had, if that is news.
+
+    A rate that is about what the plan expected isn't kept: it would have the same run planned anew and say nothing.
+    Nor is one of several devices together, each of which has slots of its own.
+    """
+    if rate is None or steps < _LEAST_STEPS or len(plan.pools) != 1 or asking(context.config) != "generate":
+        return
+    ((device, pool),) = plan.pools.items()
+    slots, expected = plan.slots[device], float(plan.forecast["expert_hit_rate"])
+    if slots < pool.bytes and abs(rate - expected) > _NEWS:
+        tokens = read_requests(context.config)[plan.batch_size].pass_tokens
+        note_hit_rate(context.cache, context.config["model"], pool, slots=slots, tokens=tokens, rate=rate)
 
 
 def note_hit_rate(cache: Path, model: Mapping[str, Any], pool: Pool, *, slots: int, tokens: int, rate: float) -> None:

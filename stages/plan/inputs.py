@@ -85,7 +85,8 @@ def gather_inputs(
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
     ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``hit_rates``
-    how often runs of this checkpoint found experts in slots.
+    how often runs of this checkpoint found experts in slots. Where the batch size is open they have no part in it:
+    sizes that ran would be held against sizes that never did.
     """
     given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
     requests, apart = read_requests(config), [media_request(config.get("generate") or {}, media)] if media else []
@@ -103,7 +104,7 @@ def gather_inputs(
                     most(work(outline, geometry, one, kernels) for one in (request, *apart)),
                     library_bytes=PEFT_BYTES if adapter_folder(config.get("model") or {}) else 0,
                 ),
-                Routing(request.pass_tokens, hit_rates or {}) if outline.experts else None,
+                Routing(request.pass_tokens, {} if chosen else hit_rates or {}) if outline.experts else None,
             )
             for size, request in requests.items()
         },

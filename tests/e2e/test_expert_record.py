@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from tests.e2e.conftest import Finished
+from tests.e2e.conftest import Finished, Replay, records_in
 
 LAYERS, EXPERTS, TOP, WIDTH, TOKENS = 3, 16, 2, 64, 24
 ROW = 3 * WIDTH * WIDTH * 4
@@ -75,3 +75,34 @@ def test_a_model_without_experts_that_wait_tells_nothing_of_any(
     assert done.record["experts"] == {}
     assert not [name for name in done.record["metrics"] if "expert" in name]
     assert "experts found in slots" not in done.out
+
+
+def test_a_rate_that_the_plan_did_not_expect_is_expected_by_the_next_and_nothing_else_is_done_again(
+    checkpoint: Path, offstage_here: Callable[..., Finished], replay: Replay, tmp_path: Path
+) -> None:
+    first, second, third = (offstage_here(*asked(checkpoint)) for _ in range(3))
+    rate = first.record["metrics"]["expert_hit_rate"]
+    assert abs(rate - first.record["metrics"]["predicted_expert_hit_rate"]) > 0.05, "else the test proves nothing"
+    assert second.record["metrics"]["predicted_expert_hit_rate"] == round(rate, 2)
+    assert [name for name, cached in second.cached.items() if not cached] == ["plan", "dispatch"]
+    assert second.record["outputs"] == first.record["outputs"]
+    assert all(third.cached.values())
+    code, out, err = replay(next(iter(records_in(tmp_path))).parent)
+    assert code == 0, err
+    assert "different" not in out
+
+
+def test_a_rate_of_few_tokens_is_not_kept_and_the_same_run_is_wholly_cached(
+    checkpoint: Path, offstage_here: Callable[..., Finished]
+) -> None:
+    offstage_here(*asked(checkpoint, tokens=8))
+    assert all(offstage_here(*asked(checkpoint, tokens=8)).cached.values())
+
+
+def test_a_batch_size_that_is_open_is_chosen_as_if_no_rate_were_known(
+    checkpoint: Path, offstage_here: Callable[..., Finished]
+) -> None:
+    given = [*asked(checkpoint), "generate.batch_size=auto"]
+    first, second = (offstage_here(*given) for _ in range(2))
+    assert first.record["metrics"]["batch_size"] == second.record["metrics"]["batch_size"]
+    assert all(second.cached.values())
