@@ -19,7 +19,7 @@ from stages.dispatch.experts.pool import ExpertPool, ExpertUse, Layer
 from stages.dispatch.experts.routed_experts import RoutedExperts
 from stages.dispatch.experts.row_carrier import RowSource
 from stages.dispatch.experts.slot_memory import Kind, Row, kind_bytes
-from stages.dispatch.streaming.slots import Slot, make_slot
+from stages.dispatch.streaming.bindings import Binding, make_binding
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.streaming.waiting_tensor import WaitingSource
 from stages.dispatch.transfer.carrier import Traffic
@@ -41,12 +41,12 @@ class _Mixed:
     number: int
     spec: ExpertsSpec
     computes: DeviceId
-    slots: Sequence[Slot]
+    bindings: Sequence[Binding]
 
     @property
     def attributes(self) -> list[str]:
         """The names of the stacks in their module."""
-        return [slot.attribute for slot in self.slots]
+        return [binding.attribute for binding in self.bindings]
 
 
 @dataclass(slots=True)
@@ -62,10 +62,10 @@ class RoutedModel:
             pool.begin_pass()
 
 
-def expert_slots(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> dict[str, list[Slot]]:
+def expert_bindings(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> dict[str, list[Binding]]:
     """Return the places of all expert stacks of ``model`` that wait, by module."""
     return {
-        name: [make_slot(model, tensor, on_disk=tensor in stored) for tensor in part.experts.tensors]
+        name: [make_binding(model, tensor, on_disk=tensor in stored) for tensor in part.experts.tensors]
         for name, part in plan.parts.items()
         if part.experts is not None
     }
@@ -74,7 +74,7 @@ def expert_slots(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -> d
 def attach_experts(
     model: nn.Module,
     plan: DispatchPlan,
-    slots: Mapping[str, Sequence[Slot]],
+    bindings: Mapping[str, Sequence[Binding]],
     *,
     stored: DiskWeights,
     devices: Devices,
@@ -84,13 +84,13 @@ def attach_experts(
     links: Callable[[DeviceId], Link] | None = None,
     trace: Trace | None = None,
 ) -> RoutedModel:
-    """Have the experts in ``slots`` be brought for what tokens are routed to; ``stack`` undoes it.
+    """Have the experts in ``bindings`` be brought for what tokens are routed to; ``stack`` undoes it.
 
     ``stored`` has what waits on disk; ``links`` are those to the accelerators, if they are open already.
     """
     links = links or partial(open_link, devices)
     routed = RoutedModel()
-    mixed = list(_mixed(plan, slots))
+    mixed = list(_mixed(plan, bindings))
     for computes, kind, members in _by_kind(mixed, devices):
         link = links(computes) if devices.is_apart(computes) else HostLink()
         layers = [Layer(each.number, each.spec.module, each.spec.per_token, _rows(each, stored)) for each in members]
@@ -114,8 +114,8 @@ def attach_experts(
     return routed
 
 
-def _mixed(plan: DispatchPlan, slots: Mapping[str, Sequence[Slot]]) -> Iterator[_Mixed]:
-    for number, (name, places) in enumerate(slots.items()):
+def _mixed(plan: DispatchPlan, bindings: Mapping[str, Sequence[Binding]]) -> Iterator[_Mixed]:
+    for number, (name, places) in enumerate(bindings.items()):
         spec = plan.parts[name].experts
         assert spec is not None
         yield _Mixed(number, spec, plan.parts[name].execution, places)
@@ -125,7 +125,10 @@ def _by_kind(mixed: Sequence[_Mixed], devices: Devices) -> Iterator[tuple[Device
     """Yield the experts that can lie in the same slots, with the device that computes them."""
     found: dict[tuple[DeviceId, Kind], list[_Mixed]] = defaultdict(list)
     for each in mixed:
-        kind = tuple((slot.attribute, Row(tuple(slot.waiting.shape[1:]), slot.waiting.dtype)) for slot in each.slots)
+        kind = tuple(
+            (binding.attribute, Row(tuple(binding.waiting.shape[1:]), binding.waiting.dtype))
+            for binding in each.bindings
+        )
         found[each.computes, kind].append(each)
     for (computes, kind), members in found.items():
         yield computes, kind, members
@@ -135,17 +138,17 @@ def _share(slot_bytes: int, kind: Kind, members: Sequence[_Mixed], mixed: Sequen
     """Return the part of a device's ``slot_bytes`` that experts of ``kind`` have: as large as theirs of all experts."""
     mine = sum(each.spec.count for each in members) * kind_bytes(kind)
     there = [each for each in mixed if each.computes == members[0].computes]
-    whole = sum(slot.waiting.nbytes for each in there for slot in each.slots)
+    whole = sum(binding.waiting.nbytes for each in there for binding in each.bindings)
     return slot_bytes * mine // max(1, whole)
 
 
 def _rows(each: _Mixed, stored: DiskWeights) -> dict[str, list[RowSource]]:
     """Return where each row of the stacks waits."""
     found: dict[str, list[RowSource]] = {}
-    for slot in each.slots:
-        rows = stored.rows_of(slot.name) if slot.host is None else slot.host.detach().unbind(0)
-        assert len(rows) == each.spec.count, slot.name
-        found[slot.attribute] = list(rows)
+    for binding in each.bindings:
+        rows = stored.rows_of(binding.name) if binding.host is None else binding.host.detach().unbind(0)
+        assert len(rows) == each.spec.count, binding.name
+        found[binding.attribute] = list(rows)
     return found
 
 
@@ -153,13 +156,13 @@ def _have_wait(
     each: _Mixed, experts: RoutedExperts, *, stored: DiskWeights, device: torch.device, stack: ExitStack
 ) -> None:
     """Put stacks that bring their own rows into the model."""
-    for slot in each.slots:
-        weights: Mapping[str, torch.Tensor] = stored if slot.host is None else {slot.name: slot.host}
-        source = WaitingSource(weights, slot.name, device, told=device)
-        waiting = ExpertStack.of(slot.waiting, source, StackUse(experts, slot.attribute))
-        waiting.kept = slot.waiting
-        slot.wait_as(waiting)
-        stack.callback(slot.restore)
+    for binding in each.bindings:
+        weights: Mapping[str, torch.Tensor] = stored if binding.host is None else {binding.name: binding.host}
+        source = WaitingSource(weights, binding.name, device, told=device)
+        waiting = ExpertStack.of(binding.waiting, source, StackUse(experts, binding.attribute))
+        waiting.kept = binding.waiting
+        binding.wait_as(waiting)
+        stack.callback(binding.restore)
 
 
 def _hook(module: nn.Module, experts: RoutedExperts) -> Iterator[Callable[[], None]]:

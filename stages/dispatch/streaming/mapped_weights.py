@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.mapped_file import MappedFile
 from stages.checkpoints.shard_files import ShardFile
-from stages.dispatch.streaming.slots import Slot
+from stages.dispatch.streaming.bindings import Binding
 
 
 class MappedWeights:
@@ -26,17 +26,17 @@ class MappedWeights:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def use(self, slots: Sequence[Slot], *, looked_up: bool) -> list[MappedFile]:
-        """Have the data of ``slots`` be where the maps of their shards have it; return the files, to check at each use.
+    def use(self, bindings: Sequence[Binding], *, looked_up: bool) -> list[MappedFile]:
+        """Have the data of ``bindings`` be where maps of their shards have it; return the files, to check at each use.
 
         ``looked_up`` says that a use touches a few rows, anywhere; without it, that it reads all.
         """
         files = []
-        for slot in slots:
-            extent = self._extents[slot.name]
+        for binding in bindings:
+            extent = self._extents[binding.name]
             file = self._open(extent.file)
             file.advise(extent, mmap.MADV_RANDOM if looked_up else mmap.MADV_WILLNEED)
-            slot.host = file.tensor(extent)
+            binding.host = file.tensor(extent)
             files.append(file)
         return list(dict.fromkeys(files))
 

@@ -19,14 +19,14 @@ from pipeline.errors import ConfigError
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.mapped_file import MappedFile
 from stages.dispatch.dispatch_plan import DispatchPlan
-from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_slots
+from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
 from stages.dispatch.experts.eviction import LRU, POLICIES
+from stages.dispatch.streaming.bindings import Binding, have_wait, make_binding, settle, without_data
 from stages.dispatch.streaming.guard import guard, is_guarded, unguard
 from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.mapped_weights import MappedWeights
 from stages.dispatch.streaming.passes import mark_passes
-from stages.dispatch.streaming.slots import Slot, have_wait, make_slot, settle, without_data
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.host_carrier import HostCarrier
@@ -54,7 +54,7 @@ class _Streamed:
     """
 
     name: str
-    slots: list[Slot]
+    bindings: list[Binding]
     computes: DeviceId
     brought: bool = True
     files: Sequence[MappedFile] = ()
@@ -65,12 +65,12 @@ class _Streamed:
     began: float = 0.0
 
     def take(self) -> list[torch.Tensor]:
-        """Return the tensors of the slots, in their order; waits for them if it must."""
+        """Return the tensors of the bindings, in their order; waits for them if it must."""
         if self.lookahead is not None:
             return self.lookahead.take(self.number)
         for file in self.files:
             file.check()
-        return [slot.host.detach() for slot in self.slots if slot.host is not None]
+        return [binding.host.detach() for binding in self.bindings if binding.host is not None]
 
 
 class Streamer:
@@ -78,7 +78,7 @@ class Streamer:
 
     ``extents`` says where each tensor that waits on disk lies, ``rows`` where those of experts do; what waits on the
     host is in the model, best in the block ``host``. ``devices`` are those behind the device ids. How each tensor is
-    served, the plan says. ``eviction`` names the rule by which kept experts give up their slots. ``skip_keys`` are
+    served, the plan says. ``eviction`` names the rule by which kept experts give up their bindings. ``skip_keys`` are
     arguments that stay where they are, by default those that the model declares.
     """
 
@@ -134,7 +134,7 @@ class Streamer:
             for unhook in move_inputs(self._model, entries, skip_keys=self._skip_keys):
                 self._stack.callback(unhook)
         parts = list(self._parts(plan))
-        experts = expert_slots(self._model, plan, self._stored)
+        experts = expert_bindings(self._model, plan, self._stored)
         self._pin([*(part for part in parts if part.brought)], experts, plan, host)
         self._look_ahead([part for part in parts if part.brought], plan)
         self.routed = attach_experts(
@@ -150,9 +150,9 @@ class Streamer:
             trace=self.trace,
         )
         for part in parts:
-            for slot in part.slots:
-                have_wait(slot, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
-                self._stack.callback(slot.restore)
+            for binding in part.bindings:
+                have_wait(binding, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
+                self._stack.callback(binding.restore)
             self._stream(part, callers=plan.parts[part.name].callers)
         for unhook in mark_passes(self._model, begin=self._begin, end=self._end, recover=lambda: self._recover(parts)):
             self._stack.callback(unhook)
@@ -162,27 +162,27 @@ class Streamer:
         maps = self._stack.enter_context(MappedWeights(self._extents))
         for name, part in plan.parts.items():
             apart = self._devices.is_apart(part.execution)
-            slots: dict[Serving, list[Slot]] = {"copy": [], "direct": [], "map": [], "rows": []}
+            bindings: dict[Serving, list[Binding]] = {"copy": [], "direct": [], "map": [], "rows": []}
             for tensor, serving in part.serving.items():
                 if serving == "experts":
                     continue
                 # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
                 if apart or serving == "copy" or tensor in self._extents:
-                    slots[serving].append(make_slot(self._model, tensor, on_disk=tensor in self._extents))
-            if apart and (brought := slots["copy"] + slots["direct"]):
+                    bindings[serving].append(make_binding(self._model, tensor, on_disk=tensor in self._extents))
+            if apart and (brought := bindings["copy"] + bindings["direct"]):
                 yield _Streamed(name, brought, part.execution)
-            if not apart and slots["direct"]:
-                yield _Streamed(name, slots["direct"], CPU)
-            if not apart and slots["copy"]:
-                yield _Streamed(name, slots["copy"], CPU, brought=False)
+            if not apart and bindings["direct"]:
+                yield _Streamed(name, bindings["direct"], CPU)
+            if not apart and bindings["copy"]:
+                yield _Streamed(name, bindings["copy"], CPU, brought=False)
             for serving in ("map", "rows"):
-                if mapped := slots[serving]:
+                if mapped := bindings[serving]:
                     yield self._mapped(name, mapped, maps, looked_up=serving == "rows")
 
-    def _mapped(self, name: str, slots: list[Slot], maps: MappedWeights, *, looked_up: bool) -> _Streamed:
-        files = maps.use(slots, looked_up=looked_up)
-        streamed = 0 if looked_up else sum(self._extents[slot.name].bytes for slot in slots)
-        return _Streamed(name, slots, CPU, brought=False, files=files, streamed_bytes=streamed)
+    def _mapped(self, name: str, bindings: list[Binding], maps: MappedWeights, *, looked_up: bool) -> _Streamed:
+        files = maps.use(bindings, looked_up=looked_up)
+        streamed = 0 if looked_up else sum(self._extents[binding.name].bytes for binding in bindings)
+        return _Streamed(name, bindings, CPU, brought=False, files=files, streamed_bytes=streamed)
 
     def _link(self, device: DeviceId) -> Link:
         """Return the link to the accelerator ``device``, opened once."""
@@ -209,40 +209,43 @@ class Streamer:
     def _pin(
         self,
         parts: Sequence[_Streamed],
-        experts: Mapping[str, Sequence[Slot]],
+        experts: Mapping[str, Sequence[Binding]],
         plan: DispatchPlan,
         host: HostBlock | None,
     ) -> None:
         """Have what waits on the host wait in memory that the accelerators copy from by themselves, whichever it is."""
-        slots = [slot for part in parts if part.computes != CPU for slot in part.slots]
-        slots += [
-            slot
+        bindings = [binding for part in parts if part.computes != CPU for binding in part.bindings]
+        bindings += [
+            binding
             for name, places in experts.items()
             if self._devices.is_apart(plan.parts[name].execution)
-            for slot in places
+            for binding in places
         ]
         devices = [part.computes for part in parts] + [plan.parts[name].execution for name in experts]
         apart = [device for device in devices if self._devices.is_apart(device)]
-        for block in settle(slots, host) if apart else ():
+        for block in settle(bindings, host) if apart else ():
             self._stack.callback(pin(self._link(apart[0]), block.memory))
 
     def _host_carrier(
         self, parts: Sequence[_Streamed], plan: DispatchPlan, optional: Sequence[Sequence[int]]
     ) -> HostCarrier:
-        extents, staging = [[self._extents[slot.name] for slot in part.slots] for part in parts], plan.staging_bytes
+        extents, staging = (
+            [[self._extents[binding.name] for binding in part.bindings] for part in parts],
+            plan.staging_bytes,
+        )
         return HostCarrier(extents, optional=optional, staging_bytes=staging, traffic=self.traffic, trace=self.trace)
 
     def _link_carrier(
         self, parts: Sequence[_Streamed], plan: DispatchPlan, optional: Sequence[Sequence[int]]
     ) -> LinkCarrier:
-        sources = [[self._source(slot) for slot in part.slots] for part in parts]
+        sources = [[self._source(binding) for binding in part.bindings] for part in parts]
         staging, link = plan.reserves.get(parts[0].computes, 0), self._link(parts[0].computes)
         return LinkCarrier(
             sources, link, optional=optional, staging_bytes=staging, traffic=self.traffic, trace=self.trace
         )
 
-    def _source(self, slot: Slot) -> Extent | torch.Tensor:
-        return self._extents[slot.name] if slot.host is None else slot.host
+    def _source(self, binding: Binding) -> Extent | torch.Tensor:
+        return self._extents[binding.name] if binding.host is None else binding.host
 
     def _stream(self, part: _Streamed, *, callers: tuple[str, ...]) -> None:
         """Bring ``part`` in before, and let it go after, each call of the modules ``callers``."""
@@ -260,8 +263,8 @@ class Streamer:
 
     def _acquire(self, part: _Streamed) -> None:
         if part.users == 0:
-            for slot, tensor in zip(part.slots, part.take(), strict=True):
-                slot.bind(tensor)
+            for binding, tensor in zip(part.bindings, part.take(), strict=True):
+                binding.bind(tensor)
             self.traffic.streamed_bytes += part.streamed_bytes
             part.began = time.perf_counter()
         part.users += 1
@@ -274,9 +277,9 @@ class Streamer:
         if part.users == 0:
             if self.trace is not None:
                 self.trace.add(part.name, "compute", part.began)
-            changed = [slot.name for slot in part.slots if slot.is_written and self._is_lost(slot)]
-            for slot in part.slots:
-                slot.unbind()
+            changed = [binding.name for binding in part.bindings if binding.is_written and self._is_lost(binding)]
+            for binding in part.bindings:
+                binding.unbind()
             if part.lookahead is not None:
                 part.lookahead.let_go(part.number)
             if changed:
@@ -286,10 +289,10 @@ class Streamer:
                     "a larger max_memory or another device_map"
                 )
 
-    def _is_lost(self, slot: Slot) -> bool:
-        """Return whether what was written into ``slot`` is not in what waits, so that the next use would lack it."""
-        source = self._stored[slot.name] if slot.host is None else slot.host
-        return slot.bound is not None and not torch.equal(slot.bound.detach().to(source.device), source.detach())
+    def _is_lost(self, binding: Binding) -> bool:
+        """Return whether what was written into ``binding`` is not in what waits, so that the next use would lack it."""
+        source = self._stored[binding.name] if binding.host is None else binding.host
+        return binding.bound is not None and not torch.equal(binding.bound.detach().to(source.device), source.detach())
 
     def _begin(self) -> None:
         self._refuse_strangers()
@@ -314,8 +317,8 @@ class Streamer:
         """Take everything back from a pass that was interrupted."""
         for part in parts:
             part.users = 0
-            for slot in part.slots:
-                slot.unbind()
+            for binding in part.bindings:
+                binding.unbind()
         for lookahead in self._lookaheads:
             lookahead.take_back()
 

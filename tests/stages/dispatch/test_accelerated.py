@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from pipeline.errors import BudgetError, CheckpointError
 from stages.dispatch.dispatch_plan import from_json
-from stages.dispatch.streaming.slots import data_of
+from stages.dispatch.streaming.bindings import data_of
 from stages.dispatch.transfer.links import FreshMemory, SynchronousLink
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import HostBlock

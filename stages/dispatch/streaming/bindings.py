@@ -14,7 +14,7 @@ from stages.machine.aligned_memory import HostBlock
 
 
 @dataclass(slots=True)
-class Slot:
+class Binding:
     """One streamed tensor: the table of its module that it is bound in, its short name, and what waits there.
 
     ``host`` has its data where that waits on the host; null where it waits on disk. ``bound`` is what stands in the
@@ -64,13 +64,13 @@ def _writes(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def make_slot(model: nn.Module, name: str, *, on_disk: bool) -> Slot:
-    """Return the slot of the parameter or buffer ``name`` of ``model``, whose data waits on disk or is in the model."""
+def make_binding(model: nn.Module, name: str, *, on_disk: bool) -> Binding:
+    """Return the binding of the tensor ``name`` of ``model``, whose data waits on disk, or is in the model."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     table: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
     waiting = table[attribute]
-    return Slot(name, table, attribute, waiting, None if on_disk else data_of(waiting))
+    return Binding(name, table, attribute, waiting, None if on_disk else data_of(waiting))
 
 
 def without_data(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,37 +87,39 @@ def data_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if kept is None else kept
 
 
-def have_wait(slot: Slot, stored: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Bind a tensor in ``slot`` that reads itself, to ``device``, where code uses it and doesn't call its module.
+def have_wait(binding: Binding, stored: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Bind a tensor in ``binding`` that reads itself, to ``device``, where code uses it and doesn't call its module.
 
     ``stored`` has what waits on disk. A tensor that waits already goes on as it does.
     """
-    if not isinstance(slot.waiting, WaitingTensor):
-        weights = stored if slot.host is None else {slot.name: slot.host}
-        slot.wait_as(send_waiting(slot.waiting, WaitingSource(weights, slot.name, device, told=device), keep=True))
+    if not isinstance(binding.waiting, WaitingTensor):
+        weights = stored if binding.host is None else {binding.name: binding.host}
+        binding.wait_as(
+            send_waiting(binding.waiting, WaitingSource(weights, binding.name, device, told=device), keep=True)
+        )
 
 
-def settle(slots: Sequence[Slot], host: HostBlock | None) -> list[HostBlock]:
-    """Have everything that waits in ``slots`` on the host wait in blocks of memory, and return these.
+def settle(bindings: Sequence[Binding], host: HostBlock | None) -> list[HostBlock]:
+    """Have everything that waits in ``bindings`` on the host wait in blocks of memory, and return these.
 
     They are ``host``, if anything lies there, and one for what lay elsewhere, which moves. What was one tensor in two
-    slots stays one.
+    bindings stays one.
     """
-    data = {id(slot.host): slot.host for slot in slots if slot.host is not None}
+    data = {id(binding.host): binding.host for binding in bindings if binding.host is not None}
     strays = {key: tensor for key, tensor in data.items() if host is None or tensor not in host}
     block = HostBlock([tensor.nbytes for tensor in strays.values()])
     moved = {key: rebuild(tensor, block.hold(tensor.detach())) for key, tensor in strays.items()}
-    for slot in slots:
-        if id(slot.host) in moved:
-            _move(slot, moved[id(slot.host)])
+    for binding in bindings:
+        if id(binding.host) in moved:
+            _move(binding, moved[id(binding.host)])
     blocks = [host] if host is not None and len(strays) < len(data) else []
     return blocks + ([block] if strays else [])
 
 
-def _move(slot: Slot, tensor: torch.Tensor) -> None:
-    """Have the data of ``slot`` be ``tensor``, where it was moved to."""
-    slot.host = tensor
-    if isinstance(slot.waiting, WaitingTensor):
-        slot.waiting.keep(tensor)
+def _move(binding: Binding, tensor: torch.Tensor) -> None:
+    """Have the data of ``binding`` be ``tensor``, where it was moved to."""
+    binding.host = tensor
+    if isinstance(binding.waiting, WaitingTensor):
+        binding.waiting.keep(tensor)
     else:
-        slot.wait_as(tensor)
+        binding.wait_as(tensor)
