@@ -60,5 +60,5 @@ def test_what_a_mixture_costs_under_caps_is_told_and_drawn(tmp_path: Path) -> No
     assert two.split() == ["2GiB", "0.500", "400.00", "MB", "25.0%", "1.18", "6.0x", "-"]
     assert one.split() == ["1GiB", "no", "figure"]
     plot = importlib.import_module("tests.benchmarks.mixture_plot")
-    plot.draw([mixture.outcome(cap, rounds) for cap, rounds in by_cap.items()], tmp_path / "curve.png")
+    plot.draw([mixture.result_under(cap, rounds) for cap, rounds in by_cap.items()], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000

@@ -20,9 +20,9 @@ from tests.benchmarks.offload import say
 from tests.benchmarks.routing import (
     Clairvoyant,
     OptimalSlots,
+    RoutingTrace,
     Shape,
     Slots,
-    Trace,
     hit_rate,
     in_banks,
     shared_by_all,
@@ -33,7 +33,7 @@ from tests.benchmarks.routing import (
 from tests.benchmarks.trained_mixture import learn, record
 
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-LAYOUTS: Mapping[str, Callable[[Trace, float, Callable[[int], Slots]], Mapping[int, Slots]]] = {
+LAYOUTS: Mapping[str, Callable[[RoutingTrace, float, Callable[[int], Slots]], Mapping[int, Slots]]] = {
     "shared": shared_by_all,
     "split": split_evenly,
     "banks": in_banks,
@@ -54,7 +54,7 @@ def main(given: Sequence[str] | None = None) -> None:
         say(line)
 
 
-def traces(arguments: argparse.Namespace) -> Iterator[Trace]:
+def traces(arguments: argparse.Namespace) -> Iterator[RoutingTrace]:
     """Yield the traces that were asked for."""
     shape = SHORT if arguments.short else FULL
     yield uniform(shape)
@@ -64,7 +64,7 @@ def traces(arguments: argparse.Namespace) -> Iterator[Trace]:
     yield record(learnt, *((2, 8) if arguments.short else (arguments.texts, arguments.tokens)))
 
 
-def table(found: Iterator[Trace]) -> Iterator[str]:
+def table(found: Iterator[RoutingTrace]) -> Iterator[str]:
     """Yield the lines of the table, each when its figures are there."""
     yield f"{'trace':10} {'slots':>6} {'layers':8}" + "".join(f"{name:>13}" for name in [*POLICIES, "optimum"])
     for trace in found:

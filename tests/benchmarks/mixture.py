@@ -80,7 +80,7 @@ def main() -> None:
         if arguments.plot:
             from tests.benchmarks.mixture_plot import draw
 
-            draw([outcome(cap, rounds) for cap, rounds in by_cap.items()], arguments.plot)
+            draw([result_under(cap, rounds) for cap, rounds in by_cap.items()], arguments.plot)
     finally:
         shutil.rmtree(work, ignore_errors=True)
         if arguments.remove:
@@ -188,7 +188,7 @@ def expert_bytes(config: Qwen3MoeConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CapResult:
     """Medians under a ``cap`` in bytes: seconds and streamed bytes a token, and the ``hit_rate`` where one is told.
 
     ``others`` are the seconds a token of the other tools at their best. What has no figure is null.
@@ -201,14 +201,14 @@ class Outcome:
     others: Mapping[str, float | None]
 
 
-def outcome(cap: str, rounds: Rounds) -> Outcome:
+def result_under(cap: str, rounds: Rounds) -> CapResult:
     """Return what ``rounds`` under ``cap`` came to."""
     ours = [one["sides"][OURS] for one in rounds if one["sides"][OURS]["seconds"]]
     medians = {
         key: statistics.median(found) if (found := [side[key] for side in ours if side.get(key) is not None]) else None
         for key in ("seconds", "streamed", "hit_rate")
     }
-    return Outcome(parse_size(cap), **medians, others={tool: _best(rounds, tool) for tool in OTHERS})
+    return CapResult(parse_size(cap), **medians, others={tool: _best(rounds, tool) for tool in OTHERS})
 
 
 def _best(rounds: Rounds, tool: str) -> float | None:
@@ -227,10 +227,10 @@ def table(by_cap: Mapping[str, Rounds], config: Qwen3MoeConfig) -> Iterator[str]
     yield f"a token is routed to {format_bytes(routed)} in {config.num_hidden_layers} layers; medians:"
     yield RULER
     for cap, rounds in by_cap.items():
-        yield f"{cap:8} {_row(outcome(cap, rounds), routed)}"
+        yield f"{cap:8} {_row(result_under(cap, rounds), routed)}"
 
 
-def _row(found: Outcome, routed: int) -> str:
+def _row(found: CapResult, routed: int) -> str:
     """Return the cells of the table's line for one cap."""
     if found.seconds is None or found.streamed is None:
         return "no figure"

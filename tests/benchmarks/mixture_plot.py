@@ -13,20 +13,20 @@ from pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linea
 from tests.benchmarks.linear_plot import picture
 
 if TYPE_CHECKING:
-    from tests.benchmarks.mixture import Outcome
+    from tests.benchmarks.mixture import CapResult
 
 Line = Sequence[float | None]
 
 
-def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Draw ``outcomes`` under several caps into the PNG ``path``."""
-    ordered = sorted(outcomes, key=lambda outcome: outcome.cap)
-    caps = [float(outcome.cap) for outcome in ordered]
-    others = {tool: [outcome.others[tool] for outcome in ordered] for tool in ordered[0].others}
+def draw(results: Sequence[CapResult], path: Path) -> None:
+    """Draw ``results`` under several caps into the PNG ``path``."""
+    ordered = sorted(results, key=lambda result: result.cap)
+    caps = [float(result.cap) for result in ordered]
+    others = {tool: [result.others[tool] for result in ordered] for tool in ordered[0].others}
     with picture(path) as figure:
         left, right = figure.subplots(1, 2)
-        _paint_seconds(left, caps, {"offstage": [outcome.seconds for outcome in ordered], **others})
-        _paint_hits(right, caps, [outcome.hit_rate for outcome in ordered])
+        _paint_seconds(left, caps, {"offstage": [result.seconds for result in ordered], **others})
+        _paint_hits(right, caps, [result.hit_rate for result in ordered])
 
 
 def _paint_seconds(axes: Axes, caps: Sequence[float], lines: dict[str, Line]) -> None:

@@ -31,7 +31,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RoutingTrace:
     """The passes of some texts through a mixture of ``layers`` layers with ``experts`` experts each."""
 
     name: str
@@ -55,17 +55,17 @@ class Shape:
     tokens: int
 
 
-def uniform(shape: Shape, seed: int = 0) -> Trace:
+def uniform(shape: Shape, seed: int = 0) -> RoutingTrace:
     """Return a trace of which no past tells the future: every token draws its experts anew, all alike."""
     dice = random.Random(seed)
     passes = [
         [(layer, expert) for layer in range(shape.layers) for expert in dice.sample(range(shape.experts), shape.chosen)]
         for _ in range(shape.tokens)
     ]
-    return Trace("uniform", shape.layers, shape.experts, tuple(Pass(tuple(experts)) for experts in passes))
+    return RoutingTrace("uniform", shape.layers, shape.experts, tuple(Pass(tuple(experts)) for experts in passes))
 
 
-def skewed(shape: Shape, seed: int = 0, *, exponent: float = 0.7, persistence: float = 0.2) -> Trace:
+def skewed(shape: Shape, seed: int = 0, *, exponent: float = 0.7, persistence: float = 0.2) -> RoutingTrace:
     """Return a trace where a layer's experts are drawn by Zipf's law, their ranks its own, and some stay.
 
     The expert of rank r is drawn r**-``exponent`` as often as the first. Each expert of the token before stays with
@@ -83,13 +83,13 @@ def skewed(shape: Shape, seed: int = 0, *, exponent: float = 0.7, persistence: f
                 chosen |= set(dice.choices(names, weights, k=1))
             last[layer] = sorted(chosen)
         passes.append(Pass(tuple((layer, expert) for layer, experts in enumerate(last) for expert in experts)))
-    return Trace("skewed", shape.layers, shape.experts, tuple(passes))
+    return RoutingTrace("skewed", shape.layers, shape.experts, tuple(passes))
 
 
 class Clairvoyant:
     """Belady's rule, which knows the trace: gives up the expert whose next use is last."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: RoutingTrace) -> None:
         self._uses: dict[Expert, list[int]] = defaultdict(list)
         for number in reversed(range(len(trace.passes))):
             for expert in trace.passes[number].experts:
@@ -184,7 +184,7 @@ class OptimalSlots(Slots):
         return hits
 
 
-def hit_rate(trace: Trace, slots: Mapping[int, Slots]) -> float:
+def hit_rate(trace: RoutingTrace, slots: Mapping[int, Slots]) -> float:
     """Return which share of the experts of one-token passes were kept, of the trace's second half.
 
     ``slots`` has those of each layer; layers may share them. The first half fills them, and passes of a prompt, which
@@ -202,17 +202,17 @@ def hit_rate(trace: Trace, slots: Mapping[int, Slots]) -> float:
     return hits / wanted
 
 
-def shared_by_all(trace: Trace, share: float, slots: Callable[[int], Slots]) -> Mapping[int, Slots]:
+def shared_by_all(trace: RoutingTrace, share: float, slots: Callable[[int], Slots]) -> Mapping[int, Slots]:
     """Return slots for a ``share`` of all experts that all layers have together."""
     return dict.fromkeys(range(trace.layers), slots(round(share * trace.layers * trace.experts)))
 
 
-def split_evenly(trace: Trace, share: float, slots: Callable[[int], Slots]) -> Mapping[int, Slots]:
+def split_evenly(trace: RoutingTrace, share: float, slots: Callable[[int], Slots]) -> Mapping[int, Slots]:
     """Return slots for a ``share`` of the experts of each layer."""
     return {layer: slots(round(share * trace.experts)) for layer in range(trace.layers)}
 
 
-def in_banks(trace: Trace, share: float, slots: Callable[[int], Slots]) -> Mapping[int, Slots]:
+def in_banks(trace: RoutingTrace, share: float, slots: Callable[[int], Slots]) -> Mapping[int, Slots]:
     """Return slots for a ``share`` of all experts in banks as a run has them: split, where they are enough for that."""
     count = round(share * trace.layers * trace.experts)
     bounds = bank_bounds(count, layers=trace.layers, largest=trace.experts, together=trace.chosen)

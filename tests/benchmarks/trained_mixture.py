@@ -24,7 +24,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stages.dispatch.experts.eviction import Expert
-from tests.benchmarks.routing import Pass, Trace
+from tests.benchmarks.routing import Pass, RoutingTrace
 
 TOKENIZER = Path(__file__).parents[2] / "conf/checkpoints/tiny/tokenizer.json"
 LAYERS, EXPERTS, CHOSEN = 6, 32, 4
@@ -105,7 +105,7 @@ def _train(
     return step, loss
 
 
-def record(learnt: Learnt, texts: int, tokens: int) -> Trace:
+def record(learnt: Learnt, texts: int, tokens: int) -> RoutingTrace:
     """Return where the tokens of ``texts`` continuations are routed, each of ``tokens`` tokens, after their prompts."""
     passes: list[Pass] = []
     torch.manual_seed(2)
@@ -117,7 +117,7 @@ def record(learnt: Learnt, texts: int, tokens: int) -> Trace:
             learnt.model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=True, top_k=0
             )
-    return Trace("recorded", LAYERS, EXPERTS, tuple(passes))
+    return RoutingTrace("recorded", LAYERS, EXPERTS, tuple(passes))
 
 
 @contextmanager
