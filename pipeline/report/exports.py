@@ -82,6 +82,7 @@ def _job(job: Job) -> dict[str, Any]:
         "overrides": list(run.overrides),
         "memory": {section: dict(held) for section, held in run.memory.items()},
         "metrics": {**run.metrics, "bound": None, **run.words, "bound_seconds_per_token": bound_seconds(run)},
+        "experts": {layer: dict(use) for layer, use in run.experts.items()},
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }
 

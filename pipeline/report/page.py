@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from pipeline.report.comparison import RunComparison
 from pipeline.report.figures import Picture
+from pipeline.report.plots.experts import expert_picture
 from pipeline.report.plots.memory import memory_picture, timeline_picture
 from pipeline.report.plots.pareto import pareto_picture
 from pipeline.report.plots.placement import placement_picture
@@ -47,6 +48,7 @@ def pictures(summary: Summary) -> Sequence[Picture]:
         placement_picture(summary.placements, names),
         memory_picture(jobs, names, most=MOST_ROWS),
         timeline_picture(jobs),
+        expert_picture(jobs, names, most=MOST_ROWS),
         stage_picture(jobs, names, most=MOST_ROWS),
     ]
     return [picture for picture in drawn if picture]

@@ -64,7 +64,8 @@ class Run:
 
     ``metrics`` are those that are numbers, ``words`` the others.
     ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
-    cgroup's limit that the process ran under, None where there was none.
+    cgroup's limit that the process ran under, None where there was none. ``experts`` has the layers of a mixture whose
+    experts wait: layer → counts by name.
     """
 
     folder: Path
@@ -85,6 +86,7 @@ class Run:
     device_map: Mapping[str, Any]
     cap_bytes: Number | None
     words: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, Mapping[str, Number | None]] = field(default_factory=dict)
 
     @property
     def memory(self) -> Mapping[str, Bytes]:
@@ -160,7 +162,12 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         device_map=_mapping(content, "device_map"),
         cap_bytes=_number(_mapping(content, "enforcement").get("bytes")),
         words=words,
+        experts=_uses(_mapping(content, "experts")),
     )
+
+
+def _uses(layers: Mapping[str, Any]) -> dict[str, dict[str, Number | None]]:
+    return {layer: _numbers(_mapping(layers, layer)) for layer in layers}
 
 
 def _progress(stages: tuple[StageTime, ...]) -> str:

@@ -15,6 +15,7 @@ STREAMED = "streamed_bytes_per_token"
 STREAMING = "streamed_bytes_per_second"
 STALLED = "stall_seconds_per_token"
 STALL_SHARE = "stall_share"
+HIT_RATE = "expert_hit_rate"
 FIRST_TOKEN = "time_to_first_token_seconds"
 BOUND_SECONDS = "bound_seconds_per_token"
 BANDWIDTHS = ("storage_bandwidth_bytes_per_second", "predicted_storage_bandwidth_bytes_per_second")

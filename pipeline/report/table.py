@@ -14,6 +14,7 @@ from pipeline.report.run_folders import Job
 from pipeline.report.speed import (
     DISK,
     FIRST_TOKEN,
+    HIT_RATE,
     PREDICTED_SECONDS,
     RATE,
     SECONDS,
@@ -59,6 +60,7 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Colum
         _measured(jobs, "bits a byte", "number", lambda run: run.metric(BITS)),
         _measured(jobs, "scored", "rate", lambda run: run.metric(SCORED), unit="tokens/s"),
         _measured(jobs, "streamed a token", "bytes", lambda run: run.metric(STREAMED)),
+        _measured(jobs, "experts in slots", "share", lambda run: run.metric(HIT_RATE)),
         _measured(jobs, "streamed a forward", "bytes", lambda run: run.metric(STREAMED_FORWARD)),
         _measured(jobs, "streaming", "bytes", lambda run: run.metric(STREAMING), per="/s"),
         _measured(jobs, "stalled a token", "seconds", lambda run: run.metric(STALLED)),

@@ -42,6 +42,7 @@ def write_run(
     prompt: str = "Hello",
     text: str = " world",
     cached: bool = False,
+    experts: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Path:
     """Write the record of a completed run, and return its folder."""
     asked = config(budget=f"{budget // 10**6}MB", policy=policy, prompt=prompt)
@@ -62,7 +63,7 @@ def write_run(
         "measured": {"cpu": peak},
     }
     outputs = ({"prompt": prompt, "text": text, "token_ids": tokens or [1, 2, 3, 4]},)
-    record.merge(Report("", memory=memory, metrics=figures, outputs=outputs))
+    record.merge(Report("", memory=memory, metrics=figures, outputs=outputs, experts=experts or {}))
     record.finish("completed")
     return folder
 

@@ -1,0 +1,51 @@
+"""What the report shows of a mixture's experts that wait."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.report.command import run
+from pipeline.report.plots.experts import hit_share
+from pipeline.report.records import Number, RecordError, read_run
+from tests.pipeline.report.sample_runs import write_run
+
+USES = {
+    f"model.layers.{index}.mlp.experts": {"hits": hits, "misses": 10 - hits, "streamed_bytes": 7, "evictions": 1}
+    for index, hits in enumerate((0, 5, 10))
+}
+
+
+def test_layers_are_drawn_and_every_count_is_in_the_json(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", experts=USES, metrics={"expert_hit_rate": 0.5})
+    write_run(tmp_path / "1")
+    run([str(tmp_path)])
+    page, told = (tmp_path / "report.html").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert "Experts found in slots" in page
+    assert "model.layers.2.mlp.experts" in page
+    assert [job["experts"] for job in told["jobs"]] == [USES, {}]
+    assert "experts in slots" in page
+
+
+def test_a_model_without_such_experts_has_no_plot_of_them(tmp_path: Path) -> None:
+    write_run(tmp_path / "0")
+    run([str(tmp_path)])
+    assert "xperts" not in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("use", "share"),
+    [({"hits": 3, "misses": 1}, 0.75), ({"hits": 0, "misses": 0}, None), ({"hits": 3}, None), ({}, None),
+     ({"hits": None, "misses": 1}, None), ({"hits": -1, "misses": 2}, None)],
+)  # fmt: skip
+def test_the_share_of_hits_is_told_where_there_were_calls(use: dict[str, Number | None], share: float | None) -> None:
+    assert hit_share(use) == share
+
+
+def test_experts_that_are_no_mapping_make_no_record(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "0") / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"experts": {"layer": [1]}}))
+    with pytest.raises(RecordError, match="layer: a list where a dict must be"):
+        read_run(path)
