@@ -106,9 +106,11 @@ class DispatchStage(Stage[DispatchInputs]):
         """Say what computes where and how much is streamed a pass."""
         plan = from_json(artifact.json(FILE_NAME))
         streamed = sum(1 for part in plan.parts.values() if part.streamed)
-        where = f"computes on {plan.main_device}"
-        if not streamed:
-            return Report(f"{where}, everything resident")
-        return Report(
-            f"{where}, {streamed} of {len(plan.parts)} modules streamed: {format_bytes(plan.streamed_bytes)} a pass"
-        )
+        experts = sum(part.experts.count for part in plan.parts.values() if part.experts is not None)
+        told = [f"computes on {plan.main_device}"]
+        if streamed:
+            amount = format_bytes(plan.streamed_bytes)
+            told.append(f"{streamed} of {len(plan.parts)} modules streamed: {amount} a pass")
+        if experts:
+            told.append(f"{experts} experts brought when they are routed to")
+        return Report(", ".join(told if len(told) > 1 else [*told, "everything resident"]))

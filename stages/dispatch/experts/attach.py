@@ -15,10 +15,10 @@ from torch import nn
 from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.experts.eviction import Eviction
 from stages.dispatch.experts.expert_stack import ExpertStack, StackUse
-from stages.dispatch.experts.pool import ExpertPool, ExpertUse, Layer
+from stages.dispatch.experts.pool import ExpertLayer, ExpertPool, ExpertUse
 from stages.dispatch.experts.routed_experts import RoutedExperts
 from stages.dispatch.experts.row_carrier import RowSource
-from stages.dispatch.experts.slot_memory import Kind, Row, kind_bytes
+from stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes
 from stages.dispatch.streaming.bindings import Binding, make_binding
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.streaming.waiting_tensor import WaitingSource
@@ -93,7 +93,9 @@ def attach_experts(
     mixed = list(_mixed(plan, bindings))
     for computes, kind, members in _by_kind(mixed, devices):
         link = links(computes) if devices.is_apart(computes) else HostLink()
-        layers = [Layer(each.number, each.spec.module, each.spec.per_token, _rows(each, stored)) for each in members]
+        layers = [
+            ExpertLayer(each.number, each.spec.module, each.spec.per_token, _rows(each, stored)) for each in members
+        ]
         pool = ExpertPool(
             kind,
             layers,
@@ -126,7 +128,7 @@ def _by_kind(mixed: Sequence[_Mixed], devices: Devices) -> Iterator[tuple[Device
     found: dict[tuple[DeviceId, Kind], list[_Mixed]] = defaultdict(list)
     for each in mixed:
         kind = tuple(
-            (binding.attribute, Row(tuple(binding.waiting.shape[1:]), binding.waiting.dtype))
+            (binding.attribute, RowShape(tuple(binding.waiting.shape[1:]), binding.waiting.dtype))
             for binding in each.bindings
         )
         found[each.computes, kind].append(each)

@@ -9,7 +9,7 @@ import torch
 
 from stages.dispatch.experts.bank import Bank, bank_bounds
 from stages.dispatch.experts.eviction import Eviction, Expert
-from stages.dispatch.experts.row_carrier import Arrival, RowCarrier, RowSource
+from stages.dispatch.experts.row_carrier import RowArrival, RowCarrier, RowSource
 from stages.dispatch.experts.slot_memory import Kind, SlotMemory, kind_bytes
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.link import Link
@@ -32,7 +32,7 @@ class ExpertUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ExpertLayer:
     """The experts of one module: its ``number`` in the order of execution, how many a token uses, where rows wait."""
 
     number: int
@@ -52,7 +52,7 @@ class ExpertPool:
     def __init__(
         self,
         kind: Kind,
-        layers: Sequence[Layer],
+        layers: Sequence[ExpertLayer],
         *,
         link: Link,
         slot_bytes: int,
@@ -74,7 +74,7 @@ class ExpertPool:
         self._traffic = traffic
         self._carrier = RowCarrier(link, sources, traffic=traffic, trace=trace)
         self._asked: dict[Expert, set[str]] = {}
-        self._arriving: dict[tuple[Expert, str], Arrival] = {}
+        self._arriving: dict[tuple[Expert, str], RowArrival] = {}
         self.uses = {layer.number: ExpertUse() for layer in layers}
 
     @property
@@ -132,7 +132,7 @@ class ExpertPool:
 
     def _bring(self, expert: Expert, attribute: str, slot: int) -> int:
         assert self._memory is not None
-        arrival = self._arriving[expert, attribute] = Arrival()
+        arrival = self._arriving[expert, attribute] = RowArrival()
         target = self._memory.row(attribute, slot)
         self._carrier.bring(self._layers[expert[0]].rows[attribute][expert[1]], target, arrival)
         return target.nbytes
@@ -162,7 +162,7 @@ class ExpertPool:
             if arrival is not None:
                 self._stop(arrival)
 
-    def _stop(self, arrival: Arrival) -> None:
+    def _stop(self, arrival: RowArrival) -> None:
         for piece in arrival.pieces:
             if not piece.cancel():
                 piece.exception()  # whoever waited for it was told

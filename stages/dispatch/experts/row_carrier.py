@@ -28,7 +28,7 @@ RowSource = tuple[Extent, ...] | torch.Tensor
 
 
 @dataclass(slots=True)
-class Arrival:
+class RowArrival:
     """An expert on its way into a slot: what is under way, and its bytes."""
 
     pieces: list[Future[tuple[int, Event, int]]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class RowCarrier:
         self._buffers = PinnedBuffers(link, count=READERS, size=longest) if longest else None
         self._order, self._ordering = count(), threading.Lock()
 
-    def bring(self, source: RowSource, target: torch.Tensor, arrival: Arrival) -> None:
+    def bring(self, source: RowSource, target: torch.Tensor, arrival: RowArrival) -> None:
         """Start what fills ``target`` (the bytes of one row) from ``source``, as a part of ``arrival``."""
         arrival.bytes += target.nbytes
         after = self._link.computed()
@@ -78,7 +78,7 @@ class RowCarrier:
         with self._ordering:
             return next(self._order), self._link.copy(source, target, after=after), stored
 
-    def wait(self, arrivals: Sequence[Arrival]) -> None:
+    def wait(self, arrivals: Sequence[RowArrival]) -> None:
         """Wait for all ``arrivals``, and have computing follow them. Raises what bringing one raised."""
         began = time.perf_counter()
         found = [piece.result() for arrival in arrivals for piece in arrival.pieces]

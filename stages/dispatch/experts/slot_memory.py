@@ -17,7 +17,7 @@ from stages.machine.aligned_memory import align_up
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RowShape:
     """One tensor of one expert: its ``shape`` and ``dtype``."""
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Row:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-Kind = tuple[tuple[str, Row], ...]
+Kind = tuple[tuple[str, RowShape], ...]
 """What experts have in common that can lie in the same slots: the attributes of their module, each with its row."""
 
 
