@@ -113,7 +113,7 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _wait_for_node(folder: Path, environment: dict[str, str], *, seconds: float = 60) -> None:
+def _wait_for_node(folder: Path, environment: dict[str, str], *, seconds: float = 250) -> None:
     deadline = time.monotonic() + seconds
     state = ""
     while time.monotonic() < deadline:

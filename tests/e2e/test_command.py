@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.deadline import seconds_of_children
 from tests.e2e.conftest import COMMAND, Finished, environment, finish, records_in, start, wait_for
 
 pytestmark = pytest.mark.from_nothing
@@ -56,12 +56,6 @@ def test_a_served_run_imports_no_model_code_and_is_quick(offstage_here: Run, tmp
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert seconds_of_children() - began < 3
-
-
-def seconds_of_children() -> float:
-    """Return what finished processes took of the processors: not the clock, since others run here too."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def test_a_generate_option_reuses_the_plan_and_a_budget_reuses_the_skeleton(offstage_here: Run) -> None:

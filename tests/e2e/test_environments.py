@@ -22,7 +22,7 @@ def shell(
     """Run the command through a shell that does ``redirection`` to its streams, or before it."""
     command = ["bash", "-c", redirection.replace("RUN", '"$@"'), "bash", *COMMAND, *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment(extra), capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment(extra), capture_output=True, text=True, timeout=300, check=False
     )
 
 

@@ -65,7 +65,7 @@ def run_broken(
     path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
     return subprocess.run(
         [*COMMAND, *arguments, "stages=[broken]"], cwd=folder, env=environment({"PYTHONPATH": path, **extra}),
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from tests.e2e.conftest import Finished, records_in
 Run = Callable[..., Finished]
 Put = Callable[[Path], None]
 CONFIG, CHECKPOINT = 2, 3
-SECONDS = 60
 
 
 def put_fifo(path: Path) -> None:
@@ -61,7 +60,7 @@ def refused(done: Finished, code: int, *words: str) -> None:
 )  # fmt: skip
 def test_a_file_of_a_checkpoint_that_is_none_exits_3(name: str, checkpoint: Path, put: Put, offstage_here: Run) -> None:
     put(checkpoint / name)
-    with deadline(SECONDS):
+    with deadline():
         done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=2MB")
     refused(done, CHECKPOINT, name, "not a regular file")
 
@@ -70,14 +69,14 @@ def test_the_only_weights_file_that_is_none_exits_3(checkpoint: Path, put: Put, 
     for path in checkpoint.glob("model*"):
         path.unlink()
     put(checkpoint / "a.safetensors")
-    with deadline(SECONDS):
+    with deadline():
         done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=2MB")
     refused(done, CHECKPOINT, "a.safetensors", "not a regular file")
 
 
 def test_a_stray_one_beside_the_weights_is_not_opened(checkpoint: Path, put: Put, offstage_here: Run) -> None:
     put(checkpoint / "a.safetensors")
-    with deadline(SECONDS):
+    with deadline():
         done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=2MB", "generate.max_new_tokens=2")
     assert done.code == 0, done.err
 
@@ -87,7 +86,7 @@ def test_a_tokenizer_of_another_folder_that_is_none_exits_3(
 ) -> None:
     tmp_path.joinpath("tokenizer").mkdir()
     put(tmp_path / "tokenizer" / "tokenizer.json")
-    with deadline(SECONDS):
+    with deadline():
         done = offstage_here(f"model.path={checkpoint}", f"model.tokenizer={tmp_path / 'tokenizer'}")
     refused(done, CHECKPOINT, "model.tokenizer", "not a regular file")
 
@@ -97,7 +96,7 @@ def test_a_file_that_the_config_names_and_that_is_none_exits_2(
     key: str, put: Put, offstage_here: Run, tmp_path: Path
 ) -> None:
     put(tmp_path / "given.json")
-    with deadline(SECONDS):
+    with deadline():
         done = offstage_here(f"{key}={tmp_path / 'given.json'}")
     refused(done, CONFIG, key, "given.json")
 
@@ -115,7 +114,7 @@ def test_a_file_of_the_cache_that_is_none_is_made_again(
     for path in damaged:
         put(path)
     assert damaged
-    with deadline(SECONDS):
+    with deadline():
         again, third = offstage_here(*given), offstage_here(*given)
     assert (again.code, third.code) == (0, 0), again.err
     assert again.tokens == third.tokens == first.tokens
@@ -132,7 +131,7 @@ def test_a_file_of_the_offload_store_that_is_none_is_made_again(
     (path,) = tmp_path.glob(f"outputs/cache/offload/*/{name}")
     put(path)
     shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
-    with deadline(SECONDS):
+    with deadline():
         again = offstage_here(*given)
     assert again.code == 0, again.err
     assert again.tokens == first.tokens
@@ -148,7 +147,7 @@ def test_a_record_that_is_none_is_refused(
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "run.json")
     monkeypatch.setattr(sys, "argv", [command, str(tmp_path)])
-    with deadline(SECONDS), pytest.raises(SystemExit) as exit_info:
+    with deadline(), pytest.raises(SystemExit) as exit_info:
         replay() if command == "replay" else report()
     told = "".join(capfd.readouterr())
     assert exit_info.value.code in ((2, 5) if command == "replay" else (None, 0)), "a report lists what it can't read"

@@ -163,10 +163,10 @@ def test_it_can_be_entered_again() -> None:
 
 def test_a_sample_takes_microseconds() -> None:
     with MemoryMonitor(interval_seconds=60) as monitor:
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(1000):
             monitor._sample()
-        assert (time.perf_counter() - began) / 1000 < 0.0005
+        assert (time.thread_time() - began) / 1000 < 0.0005
 
 
 class FakeCuda:

@@ -182,7 +182,7 @@ def test_of_many_runs_that_start_in_one_folder_at_once_one_has_it(
     barrier, started, refused = threading.Barrier(8), [], []
 
     def attempt() -> None:
-        barrier.wait(10)
+        barrier.wait(120)
         try:
             started.append(start(folder))
         except StorageError as error:

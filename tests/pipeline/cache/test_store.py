@@ -328,11 +328,11 @@ def test_a_stand_in_lock_that_a_killed_process_left_is_not_waited_for(
     def hold() -> None:
         with SoftFileLock(root / "plan" / f".{KEY}.lock"):
             held.set()
-            go_on.wait(5)
+            go_on.wait(120)
 
     holder = threading.Thread(target=hold)
     holder.start()
-    held.wait(5)
+    held.wait(120)
     assert Store(root).obtain("plan", KEY, write)[2] is False
     assert holder.is_alive()
     go_on.set()

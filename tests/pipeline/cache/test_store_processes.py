@@ -60,7 +60,7 @@ def run_together(root: Path, *, locks: str, keys: list[str], count: int = 32) ->
         subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(count)
     ]
-    results = [(process.communicate(timeout=60), process.returncode) for process in processes]
+    results = [(process.communicate(timeout=300), process.returncode) for process in processes]
     assert [code for _, code in results] == [0] * count, [errors for (_, errors), _ in results]
     return [json.loads(output) for (output, _), _ in results]
 
@@ -91,14 +91,20 @@ def test_a_process_that_waits_for_another_says_so_once(root: Path, caplog: pytes
 
     def slowly(folder: Path) -> str:
         started.set()
-        go_on.wait(10)
+        go_on.wait(120)
         return write(folder)
+
+    def set_once_told() -> None:
+        while not caplog.records and builder.is_alive():
+            time.sleep(0.01)
+        time.sleep(0.3)  # whatever is said again is said meanwhile
+        go_on.set()
 
     builder = threading.Thread(target=lambda: Store(root).obtain("plan", KEY, slowly))
     with caplog.at_level(logging.INFO, logger="offstage"):
         builder.start()
-        started.wait(10)
-        threading.Timer(0.3, go_on.set).start()
+        started.wait(120)
+        threading.Thread(target=set_once_told).start()
         _, made, cached = Store(root).obtain("plan", KEY, never)
     builder.join()
     assert (made, cached) == (None, True)

@@ -18,10 +18,10 @@ EVIL = "<script>alert(1)</script>&\"'$x_1$ {{ 7*7 }}"
 WITHOUT = "import sys; sys.modules['matplotlib'] = None; from pipeline.report.command import main; main()"
 MEASURE = """
 import resource, sys, time
-began = time.perf_counter()
+began = time.process_time()
 from pipeline.report.command import run
 run(sys.argv[1:])
-print("SECONDS", time.perf_counter() - began, "BYTES", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print("SECONDS", time.process_time() - began, "BYTES", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
 

