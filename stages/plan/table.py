@@ -83,12 +83,10 @@ def experts_told(plan: Plan) -> list[str]:
     if not plan.pools:
         return []
     where = ", ".join(f"{slots_told(plan, device)} on {device}" for device in plan.pools)
-    told = {
-        name: plan.forecast[name] for name in ("expert_hit_rate", "expert_bytes_per_token") if name in plan.forecast
-    }
-    expected = [f"{told['expert_hit_rate']:.0%} of those a token uses are expected there"] if told else []
-    expected += [f"{format_bytes(int(told['expert_bytes_per_token']))} a token are brought"] if told else []
-    return ["; ".join([where, *expected])]
+    found, brought = plan.forecast["expert_hit_rate"], int(plan.forecast["expert_bytes_per_token"])
+    return [
+        f"{where}; {found:.0%} of those a token uses are expected there; {format_bytes(brought)} a token are brought"
+    ]
 
 
 def _align(lines: Sequence[Iterable[str]]) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.errors import BudgetError
 from stages.plan import (
     check_device_map,
     clean_device_map,
@@ -13,6 +14,7 @@ from stages.plan import (
     get_max_memory,
     infer_auto_device_map,
 )
+from tests.stages.empty_init.test_experts import CONFIGS, on_meta
 
 
 class Three(nn.Module):
@@ -122,3 +124,13 @@ def test_a_map_is_folded(device_map: dict[str, Any], expected: dict[str, Any]) -
     before = dict(device_map)
     assert clean_device_map(device_map) == expected
     assert device_map == before
+
+
+def test_a_mixtures_layers_are_whole_as_the_field_has_them() -> None:
+    model = on_meta(CONFIGS["Mixtral"])
+    layer = sum(tensor.nbytes for tensor in model.model.layers[0].parameters())
+    rest = sum(tensor.nbytes for name, tensor in model.named_parameters() if not name.startswith("model.layers."))
+    with pytest.raises(BudgetError, match="largest streamed layer"):
+        infer_auto_device_map(model, {"cpu": layer - 1}, ["MixtralDecoderLayer"])
+    device_map = infer_auto_device_map(model, {"cpu": rest + 2 * layer}, ["MixtralDecoderLayer"])
+    assert [device_map[f"model.layers.{index}"] for index in range(3)] == ["cpu", "disk", "disk"]
