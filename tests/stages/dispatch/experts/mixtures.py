@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
-from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_slots
+from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
 from stages.dispatch.experts.eviction import LRU, POLICIES
 from stages.dispatch.transfer.carrier import Traffic
 from stages.empty_init.describe import describe
@@ -69,7 +69,7 @@ def waiting_experts(model: nn.Module, slots: int, *, policy: str = LRU) -> Itera
             attach_experts(
                 model,
                 plan,
-                expert_slots(model, plan, stored),
+                expert_bindings(model, plan, stored),
                 stored=stored,
                 devices=devices,
                 policy=POLICIES[policy],
