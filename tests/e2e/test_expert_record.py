@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.e2e.conftest import Finished, Replay, records_in
@@ -106,3 +107,22 @@ def test_a_batch_size_that_is_open_is_chosen_as_if_no_rate_were_known(
     first, second = (offstage_here(*given) for _ in range(2))
     assert first.record["metrics"]["batch_size"] == second.record["metrics"]["batch_size"]
     assert all(second.cached.values())
+
+
+@pytest.mark.parametrize("stage", ["score", "forward"])
+def test_stages_that_do_not_decode_tell_the_rate_of_the_run(
+    stage: str, checkpoint: Path, offstage_here: Callable[..., Finished], tmp_path: Path
+) -> None:
+    given = tmp_path / "in.safetensors"
+    save_file({"input_ids": torch.tensor([[1, 2, 3, 4, 5]])}, given)
+    work = {
+        "score": ["score.texts=[[1,2,3,4,5]]"],
+        "forward": [f"forward.inputs={given}", "forward.outputs=[logits]"],
+    }[stage]
+    done = offstage_here(
+        f"model.path={checkpoint}", "max_memory.cpu=1700kB", "storage.io=direct", f"stages={stage}", *work
+    )
+    assert done.code == 0, done.err
+    hits, misses = total(done.record, "hits"), total(done.record, "misses")
+    assert misses > 0
+    assert done.record["metrics"]["expert_hit_rate"] == hits / (hits + misses)
