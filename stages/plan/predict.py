@@ -16,6 +16,7 @@ from operator import mul
 
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels
+from stages.machine.probes import CHUNK_BYTES, READERS
 from stages.machine.rates import Rates
 from stages.plan.expert_slots import SINGLE, ExpertTraffic, Routing, expert_traffic, offstage_in
 from stages.plan.outline import Outline
@@ -26,9 +27,6 @@ from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
 PINNED_BYTES = 16 * 2**20
 """The host memory that weights pass through on their way from storage to an accelerator."""
-
-BOUNCE_BYTES = 0
-"""The host memory that experts pass through on their way from storage to a slot, wherever that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +180,7 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
     staging = min(plan.staging_bytes, through)
     layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
     computing = [_computes(outline, plan, name) for name in layers]
+    bounced = _bounced(plan)
     peaks: dict[DeviceId, dict[str, int]] = {}
     for device in in_tier_order([*plan.resident_bytes, plan.main_device, CPU]):
         held = {"weights": plan.resident_bytes.get(device, 0)}
@@ -194,12 +193,18 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
             held["assistant"] = needs.assistant_bytes
         if device == CPU:
             held |= {"reserve": staging} if plan.main_device == CPU else {"staging": min(staging, PINNED_BYTES)}
-            held |= {"slots": plan.slots.get(CPU, 0) + BOUNCE_BYTES} if plan.slots else {}
+            held |= {"staging": held.get("staging", 0) + bounced} if bounced else {}
             held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0
             held |= {"results": needs.result_bytes} if needs.result_bytes else {}
             held["process"] = PROCESS_BYTES + needs.library_bytes
         peaks[device] = held
     return _with_simulated(peaks, plan, needs)
+
+
+def _bounced(plan: Plan) -> int:
+    """Return the host memory that experts pass through on their way from storage to a slot, wherever that is."""
+    stored = any(serving == "experts" and plan.homes[name] == DISK for name, serving in plan.serving.items())
+    return READERS * sum(min(CHUNK_BYTES, pool.unit_bytes) for pool in plan.pools.values()) if stored else 0
 
 
 def _with_simulated(peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: Work) -> dict[DeviceId, dict[str, int]]:

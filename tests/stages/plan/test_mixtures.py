@@ -270,6 +270,15 @@ def test_slots_are_a_part_of_the_predicted_peak() -> None:
     assert plan.predicted[CPU]["simulated"] >= dense_bytes(model) + 4 * expert_bytes(model)
 
 
+def test_what_is_read_into_slots_passes_through_buffers_of_the_host() -> None:
+    model = mixture("Mixtral")
+    plan = plan_for(model, cpu=kept_bytes(model) + 4 * expert_bytes(model))
+    assert plan.predicted[CPU]["slots"] == 4 * expert_bytes(model)
+    assert plan.predicted[CPU]["staging"] == 4 * expert_bytes(model), "four readers, each with an expert at most"
+    from_host = plan_for(model, _0=dense_bytes(model) + 4 * expert_bytes(model), cpu=model.skeleton.bytes)
+    assert from_host.predicted[CPU]["staging"] == 0
+
+
 def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> None:
     model = mixture("DeepSeek-V3")
     plan = plan_for(model, cpu=kept_bytes(model) + 6 * expert_bytes(model))

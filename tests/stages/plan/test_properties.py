@@ -187,6 +187,8 @@ def test_it_is_as_good_as_accelerates_placement(policy: str, case: Any) -> None:
     homes = spread_known(outline, theirs)
     if any(homes[name] != homes[outline.skeleton.leader(name)] for name in outline.sizes):
         return
+    if any(homes[name] == "disk" for name in outline.computed):
+        return  # no file has it, so it takes the host's memory, whatever the map says
     leaders = {name: homes[name] for name in outline.sizes if outline.skeleton.leader(name) == name}
     weighty = {name: home for name, home in leaders.items() if outline.sizes[name]}  # nothing computes an empty tensor
     other = Placement(leaders, main_device(weighty))
