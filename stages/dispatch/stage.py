@@ -40,7 +40,7 @@ class DispatchConfig:
     """Whether to write a time line of reads, copies, stalls and computing; which experts of a mixture are kept."""
 
     trace: bool = False
-    expert_eviction: Literal["lru", "lfu", "least_stale", "lfru"] = "lru"
+    expert_eviction: Literal["lru", "lfu", "least_stale", "lfru"] = "lfru"
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.mapped_file import MappedFile
 from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
-from stages.dispatch.experts.eviction import LRU, POLICIES
+from stages.dispatch.experts.eviction import DEFAULT, POLICIES
 from stages.dispatch.streaming.bindings import Binding, have_wait, make_binding, settle, without_data
 from stages.dispatch.streaming.guard import guard, is_guarded, unguard
 from stages.dispatch.streaming.inputs import move_inputs
@@ -92,7 +92,7 @@ class Streamer:
         rows: Mapping[str, Rows] | None = None,
         host: HostBlock | None = None,
         trace: Trace | None = None,
-        eviction: str = LRU,
+        eviction: str = DEFAULT,
         open_link: OpenLink = open_link,
         skip_keys: str | Collection[str] | None = None,
     ) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 
 from stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
-from stages.dispatch.experts.eviction import LRU, POLICIES
+from stages.dispatch.experts.eviction import DEFAULT, POLICIES
 from stages.dispatch.transfer.carrier import Traffic
 from stages.empty_init.describe import describe
 from stages.machine.devices import Devices
@@ -56,7 +56,7 @@ def mixture(name: str, dtype: torch.dtype = torch.bfloat16, *, experts: str = "g
 
 
 @contextmanager
-def waiting_experts(model: nn.Module, slots: int, *, policy: str = LRU) -> Iterator[tuple[RoutedModel, Traffic]]:
+def waiting_experts(model: nn.Module, slots: int, *, policy: str = DEFAULT) -> Iterator[tuple[RoutedModel, Traffic]]:
     """Have the experts of ``model`` wait in memory, on a simulated accelerator's other side, behind ``slots``."""
     skeleton = describe(model)
     whole = sum(skeleton.by_name[name].bytes for spec in skeleton.experts for name in spec.tensors)

@@ -3,11 +3,11 @@
 from hypothesis import given, strategies as st
 
 from stages.dispatch.experts.bank import Bank, bank_bounds
-from stages.dispatch.experts.eviction import LRU, POLICIES
+from stages.dispatch.experts.eviction import POLICIES
 
 
 def bank(size: int) -> Bank:
-    return Bank(10, 10 + size, POLICIES[LRU]())
+    return Bank(10, 10 + size, POLICIES["lru"]())
 
 
 def take(banked: Bank, number: int, busy: tuple[tuple[int, int], ...] = ()) -> int | None:

@@ -47,7 +47,7 @@ def test_each_implementation_of_transformers_is_itself(name: str, experts: str) 
             assert equal(answers(model), expected)
 
 
-@pytest.mark.parametrize("policy", ["lfu", "least_stale"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "least_stale"])
 def test_no_rule_of_eviction_changes_an_answer(policy: str) -> None:
     model = mixture("Qwen3-MoE")
     expected = answers(model)
