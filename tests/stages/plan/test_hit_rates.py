@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cache.fingerprint import fingerprint
 from pipeline.cache.sealed_files import write_sealed
 from pipeline.stage import MEASURED
+from stages.machine.hardware import hardware
+from stages.machine.kernels import NOMINAL
+from stages.machine.rates import Rates
 from stages.plan.expert_slots import Pool, Routing
 from stages.plan.hit_rates import FILE_NAME, is_share, kept_hit_rates, note_hit_rate
+from stages.plan.inputs import gather_inputs
+from tests.stages.plan.mixtures import mixture
 
 POOL = Pool(experts=96, bytes=960, unit_bytes=10)
 
@@ -57,3 +63,22 @@ def test_a_rate_that_is_none_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / MEASURED / FILE_NAME
     write_sealed(path, {"x " + key: 0.5, "y": 7})
     assert kept_hit_rates(tmp_path, model) == {}
+
+
+def test_a_plan_depends_on_the_rates_and_the_tokens_of_a_pass() -> None:
+    model = mixture("Mixtral")
+
+    def key(prompts: int = 1, rate: float = 0.5) -> str:
+        config = {"max_memory": {"cpu": "100kB"}, "generate": {"prompts": prompts * ["hello"]}}
+        inputs = gather_inputs(
+            model,
+            config,
+            machine=hardware(config),
+            rates=Rates(),
+            kernels=NOMINAL,
+            hit_rates={"16/32 of 18, 1 a pass": rate},
+        )
+        return fingerprint([inputs.demands[None].routing, inputs.demands[None].work])
+
+    assert key() == key()
+    assert len({key(), key(prompts=2), key(rate=0.75)}) == 3
