@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from stages.empty_init import init_empty_weights
 
@@ -29,6 +38,45 @@ SHAPES = {
     "3b": {"hidden_size": 3200, "intermediate_size": 8640, "num_hidden_layers": 26, "num_attention_heads": 32},
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
 }  # fmt: skip
+_COMMON: dict[str, Any] = {
+    "vocab_size": 8000, "num_attention_heads": 8, "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": None,
+    "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+MIXTURES: dict[str, PretrainedConfig] = {
+    "mixtral": MixtralConfig(
+        **_COMMON, hidden_size=768, intermediate_size=1536, num_hidden_layers=4, num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "qwen3-moe": Qwen3MoeConfig(
+        **_COMMON, hidden_size=512, moe_intermediate_size=192, num_hidden_layers=6, num_experts=64,
+        num_experts_per_tok=8, head_dim=64,
+    ),
+    "gpt-oss": GptOssConfig(
+        **_COMMON, hidden_size=512, intermediate_size=512, num_hidden_layers=5, num_local_experts=32,
+        num_experts_per_tok=4, head_dim=64,
+    ),
+}  # fmt: skip
+"""Of about 250 MB each in bfloat16. A token uses two of 8 experts, 8 of 64, 4 of 32."""
+
+
+def make_mixture_like(name: str, folder: Path) -> Path:
+    """Write the mixture ``name`` of ``MIXTURES`` into ``folder`` unless one is there; return the folder.
+
+    Tokens are spread widely and layers add little to them, so that each goes to other experts: routing is nearly
+    uniform.
+    """
+    if (folder / "config.json").exists():
+        return folder
+    torch.manual_seed(0)
+    config = MIXTURES[name]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_()
+        for parameter_name, parameter in model.named_parameters():
+            if "down_proj" in parameter_name or "o_proj" in parameter_name:
+                parameter /= math.sqrt(2 * config.num_hidden_layers)
+    model.save_pretrained(folder, max_shard_size="100MB")
+    return folder
 
 
 def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:

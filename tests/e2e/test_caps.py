@@ -9,7 +9,7 @@ import pytest
 
 from stages.plan.budgets import MARGIN
 from tests.benchmarks.caps import can_cap, run_capped
-from tests.benchmarks.checkpoints import make
+from tests.benchmarks.checkpoints import make, make_mixture_like
 from tests.e2e.conftest import COMMAND, environment, records_in
 
 MIB = 2**20
@@ -100,3 +100,12 @@ def test_long_prompts_get_their_room_before_the_weights_do(checkpoint: Path, tmp
     memory = record["memory"]
     assert record["metrics"]["streamed_bytes_per_token"] > 0, "the request took nothing from the weights"
     assert memory["predicted"]["cpu"] == pytest.approx(memory["measured"]["cpu"], rel=TOLERANCE)
+
+
+def test_a_mixture_lives_under_what_was_predicted_and_5_percent(tmp_path: Path) -> None:
+    checkpoint = make_mixture_like("qwen3-moe", tmp_path / "checkpoint")
+    given = (f"model.path={checkpoint}", "storage.io=direct", "max_memory.cpu=60MB")
+    planned = run(tmp_path, 4096 * MIB, "stages=plan_only", *given)
+    shutil.rmtree(tmp_path / "outputs/runs")
+    record = run(tmp_path, round(1.05 * planned["memory"]["predicted"]["cpu"]), *given)
+    assert len(record["outputs"][0]["token_ids"]) == 4

@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig, PretrainedConfig
 
 from stages.units import format_bytes
+from tests.benchmarks.checkpoints import make_mixture_like
+from tests.benchmarks.predictions import figures
 from tests.e2e.conftest import Finished
 from tests.e2e.media_checkpoints import llava, picture, recording, save, whisper
 
@@ -70,6 +72,20 @@ def test_what_encoders_of_images_and_audio_hold_is_predicted(
     )  # fmt: skip
     request, _ = bytes_as_predicted(done)
     assert request > 30_000_000, "the media take too little for the test to prove anything"
+
+
+@pytest.mark.from_nothing
+def test_the_peak_of_a_mixture_and_what_a_token_streams_are_predicted_within_a_tenth(
+    tmp_path: Path, offstage: Callable[..., Finished]
+) -> None:
+    folder = make_mixture_like("qwen3-moe", tmp_path / "checkpoint")
+    done = offstage(
+        f"model.path={folder}", "max_memory.cpu=60MB", "storage.io=direct", "generate.prompts=[[5,6,7,8]]",
+        "generate.max_new_tokens=33", "generate.min_new_tokens=33",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    for predicted, measured in figures(done.record):
+        assert predicted == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("io", ["direct", "mmap"])
