@@ -10,6 +10,7 @@ follows it with its other tensors too (the bias of a tied head lies beside the e
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -154,9 +155,9 @@ class Outline:
     def listed(self) -> dict[str, tuple[int, int]]:
         """The tensors of experts that are modules in a list: of how many a token uses how many."""
         expert_of = self.skeleton.expert_of if self.gathers else {}
-        per_token = self.skeleton.expert_lists
+        counts = Counter(map(parent, set(expert_of.values())))
         inside = {name: parent(expert_of[parent(name)]) for name in self.sizes if parent(name) in expert_of}
-        return {name: (len(self.children[above]), per_token[above]) for name, above in inside.items()}
+        return {name: (counts[above], self.skeleton.expert_lists[above]) for name, above in inside.items()}
 
     @cached_property
     def dense(self) -> Outline:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
+from stages.checkpoints.direct_file import Chunk
 from stages.checkpoints.extents import Extent
 from stages.dispatch.transfer.arena import Arena, HostMemory
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
@@ -70,8 +72,14 @@ class HostCarrier:
         assert delivery.region is not None
         pool, data = reader_pool(), delivery.region.data
         for chunk, begin in self._chunks[part]:
-            target = data[begin - chunk.skipped :][: chunk.length]
-            delivery.arriving.append(pool.submit(self._reader.read, chunk, target))
+            target = [data[begin - chunk.skipped :][: chunk.length]]
+            read = pool.submit(self._read, chunk, target)
+            read.add_done_callback(partial(_forget, target))
+            delivery.arriving.append(read)
+
+    def _read(self, chunk: Chunk, target: list[memoryview]) -> int:
+        """Read ``chunk`` into what ``target`` holds. Once that is done nothing here holds the region any more."""
+        return self._reader.read(chunk, target.pop())
 
     def count(self, arrived: Iterable[Future[Any]]) -> None:
         """Count what was read."""
@@ -90,3 +98,8 @@ class HostCarrier:
     def close(self) -> None:
         """Close the files; closing again does nothing."""
         self._reader.close()
+
+
+def _forget(target: list[memoryview], _read: Future[int]) -> None:
+    """Let go of the memory of a read that was cancelled, which goes on waiting in the queue of the pool."""
+    target.clear()

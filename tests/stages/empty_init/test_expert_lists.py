@@ -4,6 +4,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
 
 from stages.empty_init import init_empty_weights
 from stages.empty_init.describe import describe
@@ -46,6 +52,37 @@ def test_a_config_says_how_many_experts_a_token_uses_where_no_rehearsal_did() ->
     model = mixture()
     model.config = type("Config", (), {"num_experts_per_tok": 3})()
     assert set(described(model, rehearsed=False).expert_lists.values()) == {3}
+
+
+SWITCH = SwitchTransformersConfig(
+    d_model=32, d_ff=48, d_kv=8, num_heads=4, num_layers=2, num_decoder_layers=2, num_sparse_encoder_layers=1,
+    num_sparse_decoder_layers=1, num_experts=8, vocab_size=64, decoder_start_token_id=0,
+)  # fmt: skip
+NLLB = NllbMoeConfig(
+    d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, encoder_layers=2, decoder_layers=2, num_experts=8,
+    encoder_attention_heads=4, decoder_attention_heads=4, encoder_sparse_step=2, decoder_sparse_step=2,
+    vocab_size=64, max_position_embeddings=64, decoder_start_token_id=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rehearsed", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "config", "lists"),
+    [
+        (SwitchTransformersForConditionalGeneration, SWITCH, ["block.1.layer.1.mlp", "block.1.layer.2.mlp"]),
+        (NllbMoeForConditionalGeneration, NLLB, ["layers.1.ffn", "layers.1.ffn"]),
+    ],
+    ids=["Switch", "NLLB-MoE"],
+)
+def test_mixtures_of_transformers_whose_experts_are_a_list_of_modules_are_known(
+    kind: type[nn.Module], config: object, lists: list[str], rehearsed: bool
+) -> None:
+    with init_empty_weights():
+        model = kind(config)
+    skeleton = describe(model, rehearsed=rehearsed)
+    assert rehearsed == (skeleton.unrehearsed is None)
+    found = {name.removeprefix("model.") for name in skeleton.expert_lists}
+    assert found == {f"encoder.{lists[0]}.experts", f"decoder.{lists[1]}.experts"}
 
 
 class AllCalled(HitExperts):

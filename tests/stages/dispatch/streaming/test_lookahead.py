@@ -12,7 +12,7 @@ from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.streaming.lookahead import Lookahead
-from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.carrier import Delivery, Traffic
 from stages.dispatch.transfer.host_carrier import HostCarrier
 from stages.dispatch.transfer.part_layout import lay_out_reads
 
@@ -220,6 +220,19 @@ def test_experts_are_right_in_any_order_and_whatever_the_room(
     for order in ([0, 1, 3, 4], [0, 2, 5, 1, 3, 4], [0, 4], [3, 1, 0, 5, 2, 4], [0, 5, 3, 5, 4]):
         played(ahead, order, tensors)
     ahead.close()
+
+
+def test_a_read_that_is_done_or_was_cancelled_holds_no_memory(extents: list[list[Extent]]) -> None:
+    carrier = HostCarrier(extents, staging_bytes=10**6, traffic=Traffic())
+    for _ in range(50):
+        for part in (1, 3):
+            region = carrier.take(part)
+            delivery = Delivery(region)
+            carrier.bring(part, delivery)
+            wait([read for read in delivery.arriving if not read.cancel()])
+            del region, delivery
+            assert carrier._staging._arena.used == 0, "whatever the threads are about"
+    carrier.close()
 
 
 def test_what_was_read_and_not_used_is_counted(extents: list[list[Extent]]) -> None:
