@@ -21,32 +21,39 @@ TOKENS = torch.tensor([[5, 6, 7, 8]])
 
 
 def rwkv(folder: Path, *, rescale_every: int) -> Any:
-    """Write a small RWKV of four layers and return what transformers makes of it."""
+    """Write a small RWKV of three layers and return what transformers makes of it."""
     config = RwkvConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=4, rescale_every=rescale_every, context_length=64
+        vocab_size=96, hidden_size=32, num_hidden_layers=3, rescale_every=rescale_every, context_length=64
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
-def test_a_rescaled_rwkv_is_right_where_it_is_resident(tmp_path: Path) -> None:
-    wanted = rwkv(tmp_path / "rwkv", rescale_every=3)
-    with load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="cpu") as first, torch.no_grad():
+@pytest.fixture(scope="module")
+def rescaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Return the folder of an RWKV that divides the weights of its last layer, and the model."""
+    folder = tmp_path_factory.mktemp("rescaled")
+    return folder, rwkv(folder / "rwkv", rescale_every=2)
+
+
+def test_a_rescaled_rwkv_is_right_where_it_is_resident(rescaled: tuple[Path, Any]) -> None:
+    folder, wanted = rescaled
+    with load(folder / "rwkv", cache=folder / "outputs/cache", device_map="cpu") as first, torch.no_grad():
         assert torch.equal(first.model(TOKENS).logits, wanted(TOKENS).logits)
-    with load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="cpu") as again, torch.no_grad():
+    with load(folder / "rwkv", cache=folder / "outputs/cache", device_map="cpu") as again, torch.no_grad():
         assert torch.equal(again.model(TOKENS).logits, wanted(TOKENS).logits)
         assert torch.equal(again.model(TOKENS).logits, wanted(TOKENS).logits)
 
 
-def test_a_rescaled_rwkv_on_disk_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    rwkv(tmp_path / "rwkv", rescale_every=2)
-    words = r"rwkv\.blocks\.2\.attention\.output\.weight.*3 more.*disk.*'rwkv' changes it in place"
+def test_a_rescaled_rwkv_on_disk_is_refused_before_anything_runs(rescaled: tuple[Path, Any]) -> None:
+    folder, _ = rescaled
+    words = r"rwkv\.blocks\.2\.attention\.output\.weight.*1 more.*disk.*'rwkv' changes it in place"
     for io in ("direct", "mmap"):
         with pytest.raises(ConfigError, match=words):
-            load(tmp_path / "rwkv", cache=tmp_path / "outputs/cache", device_map="disk", storage={"io": io})
+            load(folder / "rwkv", cache=folder / "outputs/cache", device_map="disk", storage={"io": io})
         with pytest.raises(ConfigError, match=words):
-            dispatched_model(tmp_path / "rwkv", tmp_path / "outputs", device_map="disk", storage={"io": io})
+            dispatched_model(folder / "rwkv", folder / "outputs", device_map="disk", storage={"io": io})
 
 
 def test_an_rwkv_whose_weights_it_leaves_as_they_are_streams(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def mixture(name: str, dtype: torch.dtype = torch.bfloat16, *, experts: str = "g
 @contextmanager
 def waiting_experts(model: nn.Module, slots: int, *, policy: str = DEFAULT) -> Iterator[tuple[RoutedModel, Traffic]]:
     """Have the experts of ``model`` wait in memory, on a simulated accelerator's other side, behind ``slots``."""
-    skeleton = describe(model)
+    skeleton = describe(model, rehearsed=False)
     whole = sum(skeleton.by_name[name].bytes for spec in skeleton.experts for name in spec.tensors)
     one = whole // sum(spec.count for spec in skeleton.experts)
     devices, stored, traffic = Devices({0: 2 * whole}), DiskWeights({}), Traffic()
