@@ -193,4 +193,4 @@ def _plain(device_map: Any) -> Any:
 
 
 def _id(device: Any) -> Any:
-    return device if isinstance(device, int) else str(device)
+    return device if isinstance(device, (int, float)) else str(device)

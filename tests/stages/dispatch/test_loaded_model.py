@@ -16,6 +16,11 @@ from pipeline.errors import BudgetError, CheckpointError, ConfigError
 from stages.dispatch.transfer.carrier import reader_pool
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
+OFFLOADED = {
+    "device_map": {"cpu_offload_gb": 0.00002},
+    "max_memory": {0: "1MB", "cpu": "1MB"},
+    "hardware": {"devices": [{"name": "small", "memory": "2MB"}]},
+}
 ON_DISK = {"": "disk", "model.embed_tokens": "cpu", "model.norm": "cpu"}
 
 
@@ -44,7 +49,7 @@ def load(checkpoint: Path, cache: Path, **options: Any) -> offstage.LoadedModel:
 
 
 @pytest.mark.parametrize("io", ["direct", "mmap"])
-@pytest.mark.parametrize("placed", [{"device_map": ON_DISK}, {"max_memory": {"cpu": "60KB"}}, {}])
+@pytest.mark.parametrize("placed", [{"device_map": ON_DISK}, {"max_memory": {"cpu": "60KB"}}, OFFLOADED, {}])
 def test_it_answers_bit_for_bit_like_the_plain_model(placed, io, checkpoint, plain, tmp_path) -> None:
     with load(checkpoint, tmp_path, storage={"io": io}, **placed) as loaded:
         assert torch.equal(loaded.model(TOKENS).logits, plain(TOKENS).logits)
