@@ -49,9 +49,10 @@ class DispatchPlan:
     """All parts by module name, the modules that inputs are moved for, and the order in which streamed parts are used.
 
     ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
-    ``staging_bytes`` may be held on the host for streamed weights on their way: the reserve, and what the plan left of
-    the main device's budget where that is the host. ``reserves`` are the bytes of the largest streamed layer on each
-    device that computes one: what an accelerator holds for weights on their way. ``slots`` are the bytes for experts on
+    ``streamed_bytes`` are brought in for every pass, whatever experts it calls. ``staging_bytes`` may be held on the
+    host for streamed weights on their way: the reserve, and what the plan left of the main device's budget where that
+    is the host. ``reserves`` are the bytes of the largest streamed layer on each device that computes one: what an
+    accelerator holds for weights on their way. ``slots`` are the bytes for experts on
     each device that computes some which lie elsewhere.
     """
 
@@ -97,7 +98,12 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         parts=parts,
         entries=_entries(skeleton, plan),
         order=tuple(name for name in skeleton.calls if name in parts and parts[name].streamed),
-        streamed_bytes=sum(skeleton.by_name[name].bytes for part in parts.values() for name in part.streamed),
+        streamed_bytes=sum(
+            skeleton.by_name[name].bytes
+            for part in parts.values()
+            if part.listed_expert is None
+            for name in part.streamed
+        ),
         staging_bytes=plan.staging_bytes,
         reserves=_reserves(skeleton, plan),
         slots=plan.slots,

@@ -105,8 +105,9 @@ class DispatchStage(Stage[DispatchInputs]):
     def report(self, artifact: Artifact) -> Report:
         """Say what computes where and how much is streamed a pass."""
         plan = from_json(artifact.json(FILE_NAME))
-        streamed = sum(1 for part in plan.parts.values() if part.streamed)
+        streamed = sum(1 for part in plan.parts.values() if part.streamed and not part.listed_expert)
         experts = sum(part.experts.count for part in plan.parts.values() if part.experts is not None)
+        experts += len({part.listed_expert for part in plan.parts.values() if part.streamed and part.listed_expert})
         told = [f"computes on {plan.main_device}"]
         if streamed:
             amount = format_bytes(plan.streamed_bytes)
