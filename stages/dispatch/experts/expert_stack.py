@@ -62,19 +62,12 @@ class ExpertStack(WaitingTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = _OPERATIONS.get(getattr(func, "__name__", ""))
         stack = next((arg for arg in args[:2] if isinstance(arg, ExpertStack)), None)
-        if operation is not None and stack is not None and stack.use.experts.under_way and not _keeps(args):
+        if operation is not None and stack is not None and stack.use.experts.under_way:
             with torch._C.DisableTorchFunctionSubclass():
                 found = operation(stack, func, args, kwargs or {})
             if found is not None:
                 return found
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def _keeps(args: Sequence[Any]) -> bool:
-    """Return whether a backward pass will need what is computed with: it outlives the slot, and so is read whole."""
-    return torch.is_grad_enabled() and any(
-        isinstance(arg, torch.Tensor) and not isinstance(arg, WaitingTensor) and arg.requires_grad for arg in args
-    )
 
 
 def _swap(stack: ExpertStack, _func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertStack | None:
@@ -99,6 +92,10 @@ def _multiply_groups(
     left: torch.Tensor = args[0]
     edges = [0, *given["offs"].tolist()]
     counts = {expert: end - begin for expert, (begin, end) in enumerate(pairwise(edges)) if end > begin}
+    if counts and torch.is_grad_enabled() and left.requires_grad:
+        ends = torch.tensor([edges[expert + 1] for expert in counts], dtype=torch.int32, device=left.device)
+        found: torch.Tensor = func(left, stack.use.oriented(_copied(stack.use, list(counts))), offs=ends)
+        return found
     product = left.new_empty((len(left), stack.shape[-1]), dtype=stack.dtype)
     for experts, slots, places in stack.use.experts.batches(stack.use.attribute, list(counts)):
         in_order = sorted(zip(places, experts, strict=True))
@@ -112,13 +109,25 @@ def _multiply_groups(
     return product
 
 
+def _copied(use: StackUse, experts: Sequence[int]) -> torch.Tensor:
+    """Return a stack of ``experts`` alone, in new memory: what a backward pass needs outlives the slots."""
+    places_in_copy = {expert: place for place, expert in enumerate(experts)}
+    copied: torch.Tensor | None = None
+    for batch, slots, places in use.experts.batches(use.attribute, experts):
+        copied = slots.new_empty((len(experts), *slots.shape[1:])) if copied is None else copied
+        copied[[places_in_copy[expert] for expert in batch]] = slots[places]
+    assert copied is not None
+    return copied
+
+
 def _take(stack: ExpertStack, _func: Any, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Return one expert's tensor, or a copy of those of a list of experts, in its order."""
     index = args[1] if len(args) == 2 else None
     if isinstance(index, int) or (
         isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_floating_point()
     ):
-        return stack.use.oriented(stack.use.experts.row(stack.use.attribute, int(index)))
+        row = stack.use.experts.row(stack.use.attribute, int(index))
+        return stack.use.oriented(row.clone() if torch.is_grad_enabled() else row)
     if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
         return None
     taken = torch.empty((len(index), *stack.shape[1:]), dtype=stack.dtype, device=index.device)

@@ -80,9 +80,10 @@ def test_a_long_prompt_brings_each_expert_once_however_few_slots_there_are() -> 
         assert traffic.streamed_bytes <= whole
 
 
-def test_what_a_backward_pass_needs_is_not_kept_in_a_slot() -> None:
-    model = mixture("Qwen3-MoE", torch.float32)
-    embedded = model.get_input_embeddings()(TOKENS).detach()
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
+def test_what_a_backward_pass_needs_is_not_kept_in_a_slot_and_no_more_is_brought(experts: str) -> None:
+    model = mixture("Qwen3-MoE", torch.float32, experts=experts)
+    embedded = model.get_input_embeddings()(TOKENS[:1, :3]).detach()
 
     def gradient() -> torch.Tensor:
         given = embedded.clone().requires_grad_()
@@ -91,8 +92,13 @@ def test_what_a_backward_pass_needs_is_not_kept_in_a_slot() -> None:
         return given.grad
 
     expected = gradient()
-    with waiting_experts(model, 3):
+    with waiting_experts(model, 3) as (_, traffic):
         assert torch.equal(gradient(), expected)
+        assert traffic.streamed_bytes <= 2 * traffic.expert_misses * expert_bytes(model)
+
+
+def expert_bytes(model: nn.Module) -> int:
+    return sum(parameter[0].nbytes for parameter in model.model.layers[0].mlp.experts.parameters())
 
 
 def test_other_code_that_uses_a_stack_reads_all_of_it() -> None:
