@@ -92,8 +92,7 @@ class DispatchStage(Stage[DispatchInputs]):
         streamer = Streamer(
             placed.model,
             plan,
-            extents=placed.offloaded.extents,
-            rows=placed.offloaded.rows,
+            stored=placed.offloaded,
             devices=placed.devices,
             host=placed.host,
             trace=Trace() if inputs.traces else None,

@@ -8,7 +8,7 @@ import torch
 
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import read_extent
-from stages.shard_load.expert_rows import Rows, locate_rows, read_rows
+from stages.shard_load.expert_rows import Rows, read_rows
 
 
 class DiskWeights(Mapping[str, torch.Tensor]):
@@ -44,10 +44,3 @@ class DiskWeights(Mapping[str, torch.Tensor]):
     def rows(self) -> Mapping[str, Rows]:
         """Where the row of each expert lies, of every tensor that has one row an expert."""
         return self._rows
-
-    def rows_of(self, name: str) -> Rows:
-        """Return where the row of each expert lies of the stacked tensor ``name``; none where it isn't on disk."""
-        extent = self._extents.get(name)
-        if name in self._rows or extent is None:
-            return self._rows.get(name, ())
-        return locate_rows([extent], extent.shape, extent.dtype)

@@ -31,7 +31,7 @@ from stages.plan.expert_slots import offstage_in, pools
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, reserves, resident_bytes
 from stages.plan.plan import Plan
-from stages.plan.serving import Serving, choose_io, serve
+from stages.plan.serving import choose_io, serve
 from stages.shard_load.disk_weights import DiskWeights
 from stages.units import CPU, DISK, DeviceId
 
@@ -75,7 +75,6 @@ class Sources:
 
 def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sources: Sources) -> None:
     """Place the weights of ``model`` as ``plan`` says and attach the engine; where that fails it is as it was."""
-    plan = replace(plan, serving=_serving(skeleton, plan, sources.stored))
     dispatch_plan = make_dispatch_plan(_with_preloaded(skeleton, wanted.preload), plan)
     devices = Devices()
     hook = EngineHook(devices.torch_device(wanted.main), skip_keys=wanted.skip_keys)
@@ -85,30 +84,10 @@ def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sou
         for name, part in dispatch_plan.parts.items():
             placer.place(name, part)
         hook.streamer = Streamer(
-            model,
-            dispatch_plan,
-            extents=sources.stored.extents,
-            rows=sources.stored.rows,
-            devices=devices,
-            skip_keys=wanted.skip_keys,
+            model, dispatch_plan, stored=sources.stored, devices=devices, skip_keys=wanted.skip_keys
         )
         undo.pop_all()
     add_hook_to_module(model, hook, append=True)
-
-
-def _serving(skeleton: Skeleton, plan: Plan, stored: DiskWeights) -> dict[str, Serving]:
-    """Return the plan's serving; experts that lie on disk in another dtype than they are used in come all together."""
-    served = dict(plan.serving)
-    for spec in skeleton.experts:
-        cast = [name for name in spec.tensors if name in stored and not _as_used(skeleton.by_name[name], stored)]
-        if cast and served.get(cast[0]) == "experts":
-            served |= {name: "direct" if name in stored else "copy" for name in spec.tensors}
-    return served
-
-
-def _as_used(tensor: TensorSpec, stored: DiskWeights) -> bool:
-    rows = stored.rows_of(tensor.name)
-    return bool(rows) and rows[0][0].dtype == tensor.dtype
 
 
 def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:

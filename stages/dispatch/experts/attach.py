@@ -148,7 +148,7 @@ def _rows(each: _Mixed, stored: DiskWeights) -> dict[str, list[RowSource]]:
     """Return where each row of the stacks waits."""
     found: dict[str, list[RowSource]] = {}
     for binding in each.bindings:
-        rows = stored.rows_of(binding.name) if binding.host is None else binding.host.detach().unbind(0)
+        rows = stored.rows[binding.name] if binding.host is None else binding.host.detach().unbind(0)
         assert len(rows) == each.spec.count, binding.name
         found[binding.attribute] = list(rows)
     return found

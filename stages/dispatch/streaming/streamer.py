@@ -38,7 +38,6 @@ from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.plan.serving import Serving
 from stages.shard_load.disk_weights import DiskWeights
-from stages.shard_load.expert_rows import Rows
 from stages.units import CPU, DeviceId
 
 OpenLink = Callable[[Devices, DeviceId], Link]
@@ -76,10 +75,10 @@ class _Streamed:
 class Streamer:
     """The hooks of one dispatched model, and the lookaheads behind them: one for each device that computes.
 
-    ``extents`` says where each tensor that waits on disk lies, ``rows`` where those of experts do; what waits on the
-    host is in the model, best in the block ``host``. ``devices`` are those behind the device ids. How each tensor is
-    served, the plan says. ``eviction`` names the rule by which kept experts give up their bindings. ``skip_keys`` are
-    arguments that stay where they are, by default those that the model declares.
+    ``stored`` has what waits on disk; what waits on the host is in the model, best in the block ``host``. ``devices``
+    are those behind the device ids. How each tensor is served, the plan says. ``eviction`` names the rule by which kept
+    experts give up their slots. ``skip_keys`` are arguments that stay where they are, by default those that the model
+    declares.
     """
 
     def __init__(
@@ -87,9 +86,8 @@ class Streamer:
         model: nn.Module,
         plan: DispatchPlan,
         *,
-        extents: Mapping[str, Extent],
+        stored: DiskWeights,
         devices: Devices,
-        rows: Mapping[str, Rows] | None = None,
         host: HostBlock | None = None,
         trace: Trace | None = None,
         eviction: str = DEFAULT,
@@ -97,7 +95,7 @@ class Streamer:
         skip_keys: str | Collection[str] | None = None,
     ) -> None:
         self.traffic, self.trace = Traffic(), trace
-        self._model, self._extents, self._stored = model, extents, DiskWeights(extents, rows)
+        self._model, self._extents, self._stored = model, stored.extents, stored
         self._eviction = eviction
         self._links: dict[DeviceId, Link] = {}
         self.routed = RoutedModel()
@@ -135,8 +133,9 @@ class Streamer:
                 self._stack.callback(unhook)
         parts = list(self._parts(plan))
         experts = expert_bindings(self._model, plan, self._stored)
-        self._pin([*(part for part in parts if part.brought)], experts, plan, host)
-        self._look_ahead([part for part in parts if part.brought], plan)
+        brought = [part for part in parts if part.brought]
+        self._pin(brought, experts, plan, host)
+        self._look_ahead(brought, plan)
         self.routed = attach_experts(
             self._model,
             plan,
@@ -229,11 +228,10 @@ class Streamer:
     def _host_carrier(
         self, parts: Sequence[_Streamed], plan: DispatchPlan, optional: Sequence[Sequence[int]]
     ) -> HostCarrier:
-        extents, staging = (
-            [[self._extents[binding.name] for binding in part.bindings] for part in parts],
-            plan.staging_bytes,
+        extents = [[self._extents[binding.name] for binding in part.bindings] for part in parts]
+        return HostCarrier(
+            extents, optional=optional, staging_bytes=plan.staging_bytes, traffic=self.traffic, trace=self.trace
         )
-        return HostCarrier(extents, optional=optional, staging_bytes=staging, traffic=self.traffic, trace=self.trace)
 
     def _link_carrier(
         self, parts: Sequence[_Streamed], plan: DispatchPlan, optional: Sequence[Sequence[int]]

@@ -19,6 +19,7 @@ from stages.machine.devices import Devices, Ledger
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.serving import serve
+from stages.shard_load.disk_weights import DiskWeights
 from stages.units import DeviceId
 
 X = torch.randn(3, 64)
@@ -96,7 +97,7 @@ class Setup:
                 owner._parameters[attribute] = nn.Parameter(there, requires_grad=False)
         self.resident = sum(tensor.bytes for tensor in skeleton.tensors if placed[tensor.name] == 0)
         extents = to_disk(model, {name for name, home in placed.items() if home == "disk"}, folder / "weights")
-        self.streamer = Streamer(model, self.score, extents=extents, devices=self.devices, **options)
+        self.streamer = Streamer(model, self.score, stored=DiskWeights(extents), devices=self.devices, **options)
 
     def ledger(self, device: int) -> Ledger:
         found = self.devices.ledger(device)

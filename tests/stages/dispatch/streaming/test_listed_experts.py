@@ -15,6 +15,7 @@ from stages.machine.devices import Devices
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.serving import serve
+from stages.shard_load.disk_weights import DiskWeights
 from stages.units import DeviceId
 from tests.stages.dispatch.placed_models import to_disk
 from tests.stages.listed_experts import STYLES, WORDS, HitExperts, Mixture, mixture
@@ -47,7 +48,7 @@ class Listed:
         dispatch = replace(make_dispatch_plan(skeleton, plan), staging_bytes=staging, reserves={0: staging})
         extents = to_disk(self.model, set(homes), folder / "weights", begin=64)
         devices = Devices({} if computes == "cpu" else {0: 10**8})
-        self.streamer = Streamer(self.model, dispatch, extents=extents, devices=devices)
+        self.streamer = Streamer(self.model, dispatch, stored=DiskWeights(extents), devices=devices)
         self.called: set[str] = set()
         for name, module in self.plain.named_modules():
             module.register_forward_pre_hook(lambda _m, _a, name=name: self.called.add(name))

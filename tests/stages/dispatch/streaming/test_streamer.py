@@ -14,6 +14,7 @@ from stages.machine.devices import Devices
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.serving import Io, serve
+from stages.shard_load.disk_weights import DiskWeights
 from stages.units import DeviceId
 from tests.stages.dispatch.placed_models import to_disk
 
@@ -38,7 +39,7 @@ def dispatch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Dispatc
         skeleton = describe(model, call=lambda m: m(example.to("cpu")))
         plan = make_dispatch_plan(skeleton, plan_with(skeleton, on_disk, io))
         extents = to_disk(model, on_disk, tmp_path / f"weights{len(streamers)}")
-        streamer = Streamer(model, plan, extents=extents, devices=Devices())
+        streamer = Streamer(model, plan, stored=DiskWeights(extents), devices=Devices())
         streamers.append(streamer)
         return streamer, plan
 
