@@ -19,9 +19,8 @@ from stages.dispatch.experts.pool import ExpertLayer, ExpertPool, ExpertUse
 from stages.dispatch.experts.routed_experts import RoutedExperts
 from stages.dispatch.experts.row_carrier import RowSource
 from stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes
-from stages.dispatch.streaming.bindings import Binding, make_binding
+from stages.dispatch.streaming.bindings import Binding, make_binding, source_of
 from stages.dispatch.streaming.uncompiled import uncompiled
-from stages.dispatch.streaming.waiting_tensor import WaitingSource
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.host_link import HostLink
 from stages.dispatch.transfer.link import Link
@@ -159,8 +158,7 @@ def _have_wait(
 ) -> None:
     """Put stacks that bring their own rows into the model."""
     for binding in each.bindings:
-        weights: Mapping[str, torch.Tensor] = stored if binding.host is None else {binding.name: binding.host}
-        source = WaitingSource(weights, binding.name, device, told=device)
+        source = source_of(binding, stored, device)
         waiting = ExpertStack.of(binding.waiting, source, StackUse(experts, binding.attribute))
         waiting.kept = binding.waiting
         binding.wait_as(waiting)

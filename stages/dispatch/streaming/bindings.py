@@ -93,10 +93,13 @@ def have_wait(binding: Binding, stored: Mapping[str, torch.Tensor], device: torc
     ``stored`` has what waits on disk. A tensor that waits already goes on as it does.
     """
     if not isinstance(binding.waiting, WaitingTensor):
-        weights = stored if binding.host is None else {binding.name: binding.host}
-        binding.wait_as(
-            send_waiting(binding.waiting, WaitingSource(weights, binding.name, device, told=device), keep=True)
-        )
+        binding.wait_as(send_waiting(binding.waiting, source_of(binding, stored, device), keep=True))
+
+
+def source_of(binding: Binding, stored: Mapping[str, torch.Tensor], device: torch.device) -> WaitingSource:
+    """Return where the data of ``binding`` waits, for ``device``: in ``stored`` on disk, or on the host."""
+    weights = stored if binding.host is None else {binding.name: binding.host}
+    return WaitingSource(weights, binding.name, device, told=device)
 
 
 def settle(bindings: Sequence[Binding], host: HostBlock | None) -> list[HostBlock]:
