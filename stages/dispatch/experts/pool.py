@@ -149,23 +149,17 @@ class ExpertPool:
 
     def give_up(self, layer: int | None = None) -> None:
         """Have what is still on its way into slots of ``layer``, or of all, lie nowhere, once nothing fills them."""
-        pieces = [piece for piece in self._arriving if layer is None or piece[0][0] == layer]
-        for piece in pieces:
-            self._stop(self._arriving.pop(piece))
-        for expert in {expert for expert, _ in pieces}:
-            self._banks[expert[0]].drop(expert)
+        for expert in {expert for expert, _ in self._arriving if layer is None or expert[0] == layer}:
             self._forget(expert)
+            self._banks[expert[0]].drop(expert)
 
     def _forget(self, expert: Expert) -> None:
+        """Have nothing of ``expert`` count as there, once nothing fills its slot any more."""
         for attribute in self._asked.pop(expert, ()):
             arrival = self._arriving.pop((expert, attribute), None)
-            if arrival is not None:
-                self._stop(arrival)
-
-    def _stop(self, arrival: RowArrival) -> None:
-        for piece in arrival.pieces:
-            if not piece.cancel():
-                piece.exception()  # whoever waited for it was told
+            for piece in arrival.pieces if arrival is not None else ():
+                if not piece.cancel():
+                    piece.exception()  # whoever waited for it was told
 
     def stack(self, experts: Sequence[Expert]) -> tuple[Mapping[str, torch.Tensor], list[int]]:
         """Return a stretch of slots, stacked, by attribute, and where in it each of ``experts`` lies (of one layer)."""

@@ -30,8 +30,8 @@ class RoutedExperts:
         """
         self.under_way = True
         hit = [(self._number, expert) for expert in sorted(set(index.detach().reshape(-1).tolist()))]
-        missing = [expert for expert in hit if not self._pool.has(expert)]
         there = [expert for expert in hit if self._pool.has(expert)]
+        missing = sorted(set(hit).difference(there))
         self._pool.count(self._number, hits=there, misses=len(missing))
         self._kept = set(hit) if len(hit) <= self._pool.room(self._number) else set()
         for attribute in self._attributes if self._kept else ():
