@@ -74,15 +74,15 @@ def test_a_shard_that_changes_between_tokens_never_gives_a_wrong_token(
         logits(model)
 
 
-def test_exceptions_thrown_anywhere_leave_the_model_callable(checkpoint: Path, outputs: Path) -> None:
-    model = streamed(checkpoint, outputs, "direct")
+def throw_anywhere(model: Any, *, times: int) -> None:
+    """Have random modules of ``model`` throw, so often; each time it lets go of all that it took, and then answers."""
     expected, idle = logits(model), weights_onloaded(model)
     modules, chance = [m for m in model.modules() if m is not model], random.Random(1)
 
     def fail(_module: Any, *_: Any) -> None:
         raise ArithmeticError("thrown")
 
-    for _ in range(200):
+    for _ in range(times):
         victim = chance.choice(modules)
         register = victim.register_forward_pre_hook if chance.random() < 0.5 else victim.register_forward_hook
         handle = register(fail)
@@ -94,6 +94,10 @@ def test_exceptions_thrown_anywhere_leave_the_model_callable(checkpoint: Path, o
             handle.remove()
         assert weights_onloaded(model) == idle
     assert torch.equal(logits(model), expected)
+
+
+def test_exceptions_thrown_anywhere_leave_the_model_callable(checkpoint: Path, outputs: Path) -> None:
+    throw_anywhere(streamed(checkpoint, outputs, "direct"), times=200)
 
 
 def test_a_thousand_generations_leave_memory_and_files_as_they_were(checkpoint: Path, outputs: Path) -> None:

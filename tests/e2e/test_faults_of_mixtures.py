@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from pipeline.errors import CheckpointError
 from tests.e2e.conftest import Finished, finish, records_in, start, wait_for
 from tests.e2e.pipelines import dispatched_model
 from tests.e2e.test_bad_input import CHECKPOINT, refused
-from tests.e2e.test_faults import HARMS, logits, weights_onloaded
+from tests.e2e.test_faults import HARMS, logits, throw_anywhere
 from tests.stages.dispatch.experts.mixtures import mixture
 
 STORED = {"Mixtral": "one by one", "gpt-oss": "stacked"}
@@ -100,25 +99,7 @@ def test_a_shard_that_changes_between_tokens_never_gives_a_wrong_token(
 
 
 def test_exceptions_thrown_anywhere_in_a_mixture_leave_it_callable(checkpoint: Path, tmp_path: Path) -> None:
-    model = streamed(checkpoint, tmp_path)
-    expected, idle = logits(model), weights_onloaded(model)
-    modules, chance = [module for module in model.modules() if module is not model], random.Random(1)
-
-    def fail(_module: Any, *_: Any) -> None:
-        raise ArithmeticError("thrown")
-
-    for _ in range(60):
-        victim = chance.choice(modules)
-        register = victim.register_forward_pre_hook if chance.random() < 0.5 else victim.register_forward_hook
-        handle = register(fail)
-        try:
-            logits(model)
-        except ArithmeticError:
-            pass
-        finally:
-            handle.remove()
-        assert weights_onloaded(model) == idle
-    assert torch.equal(logits(model), expected)
+    throw_anywhere(streamed(checkpoint, tmp_path), times=60)
 
 
 def harm_tensor(checkpoint: Path, end: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> str:
