@@ -8,7 +8,7 @@ imports none of torch; a name's first use does, if what it names needs that.
 from importlib import import_module
 from typing import Any
 
-_PACKAGES = ("stages.empty_init", "stages.plan", "stages.shard_load", "stages.dispatch")
+_PACKAGES = ("stages.empty_init", "stages.plan", "stages.shard_load", "stages.dispatch", "stages.finetune")
 _PACKAGE_OF = {name: package for package in _PACKAGES for name in import_module(package).__all__}
 
 __all__ = sorted(_PACKAGE_OF)

@@ -10,7 +10,7 @@ import offstage
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("empty_init", "plan", "shard_load", "dispatch")
+PACKAGES = ("empty_init", "plan", "shard_load", "dispatch", "finetune")
 
 
 def exported(package: str) -> list[str]:

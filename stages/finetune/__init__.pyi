@@ -1,0 +1,1 @@
+from .cpu_offload import CPUOffload as CPUOffload
