@@ -19,6 +19,7 @@ from typing import Any, Literal, cast
 from pipeline.atomic_files import mendable
 from pipeline.command_exit import run_command
 from pipeline.errors import BudgetError, CheckpointError
+from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
 from pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from pipeline.memory_monitor import MemoryMonitor
@@ -47,6 +48,7 @@ def perform(
     repeats: a checkpoint or adapter that isn't the same any more ends it; ``cache`` replaces the cache in ``outputs``.
     """
     return_freed_memory()
+    bound_kernel_caches()
     with RunScreen(record.data) as screen, MemoryMonitor() as monitor, Ending(record, monitor) as ending, mendable():
         stages = check_config(record.config)
         watch = _Watch(record, screen, group, expected)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, closest, raise_faults
+from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
 from pipeline.stage import Config, Stage
 from pipeline.stage_chain import StageChain
@@ -125,10 +126,11 @@ def load(
 
     ``max_memory`` are the bytes of weights that each device may hold (``{0: "12GB", "cpu": "20GB"}``); without it they
     are worked out from what is free, cgroups included, beside what ``batch_size`` sequences of ``max_length`` tokens
-    take, half of these as a prompt; the process's C library then gives freed blocks of a MiB or more back at once, as
-    what is worked out relies on. ``device_map`` is a policy, a map of module names to devices, the path of a
-    ``device_map.json``, or one device. ``cache`` is where skeletons, plans, measured rates and weights that must be
-    converted are kept: by default ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves both.
+    take, half of these as a prompt; the process's C library then gives freed blocks of a MiB or more back at once, and
+    few compiled kernels are kept, as what is worked out relies on. ``device_map`` is a policy, a map of module names to
+    devices, the path of a ``device_map.json``, or one device. ``cache`` is where skeletons, plans, measured rates and
+    weights that must be converted are kept: by default ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves
+    both.
 
     ``options`` are keys of the config by their own names, nested ones as dicts: ``offload_folder``, ``strict``,
     ``storage={"io": "direct"}``, ``hardware``, …; and those of its ``model``: ``revision``, ``tokenizer``,
@@ -141,6 +143,7 @@ def load(
     ...     loaded.model.generate(**loaded.tokenizer("Hello", return_tensors="pt"))
     """
     return_freed_memory()
+    bound_kernel_caches()
     stages: list[Stage[Any]] = [EmptyInitStage(), PlanStage(), ShardLoadStage(), DispatchStage()]
     config = _config(stages, located(os.fspath(path_or_hub_id)), options)
     config |= {

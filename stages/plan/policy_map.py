@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from pipeline.errors import ConfigError, closest
+from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
 from pipeline.stage import MEASURED
 from stages.empty_init.describe import describe
@@ -54,9 +55,11 @@ def map_by_policy(
 def _free(model: nn.Module, outline: Outline) -> Budgets:
     """Return what this machine can give to weights beside ``REQUEST``, as a run works it out: the model is rehearsed.
 
-    It changes how the C library gives memory back, which the figures of the machine's kernels rely on.
+    It changes how the C library gives memory back and how many compiled kernels are kept, which the figures of the
+    machine's kernels rely on.
     """
     return_freed_memory()
+    bound_kernel_caches()
     config: Any = getattr(model, "config", None)
     shape: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     rehearsed = describe(model, no_split=outline.skeleton.no_split)
