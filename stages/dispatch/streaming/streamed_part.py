@@ -1,0 +1,79 @@
+"""What streams together: the tensors that one module holds directly, as far as they are bound for each of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.mapped_file import MappedFile
+from stages.dispatch.dispatch_plan import DispatchPlan
+from stages.dispatch.streaming.bindings import Binding, make_binding
+from stages.dispatch.streaming.lookahead import Lookahead
+from stages.dispatch.streaming.mapped_weights import MappedWeights
+from stages.machine.devices import Devices
+from stages.plan.serving import Serving
+from stages.units import CPU, DeviceId
+
+
+@dataclass(slots=True)
+class StreamedPart:
+    """The streamed tensors of one module: where they compute (the host, or a device apart), how many calls use them.
+
+    ``lookahead`` delivers them, by the ``number`` that it knows the part by. Those that aren't ``brought`` lie where
+    they compute, in memory or in the maps of ``files``, and are only bound there for each use, which counts as
+    ``streamed_bytes``.
+    """
+
+    name: str
+    bindings: list[Binding]
+    computes: DeviceId
+    brought: bool = True
+    files: Sequence[MappedFile] = ()
+    streamed_bytes: int = 0
+    lookahead: Lookahead[Any] | None = None
+    number: int = 0
+    users: int = 0
+    began: float = 0.0
+
+    def take(self) -> list[torch.Tensor]:
+        """Return the tensors of the bindings, in their order; waits for them if it must."""
+        if self.lookahead is not None:
+            return self.lookahead.take(self.number)
+        for file in self.files:
+            file.check()
+        return [binding.host.detach() for binding in self.bindings if binding.host is not None]
+
+
+def streamed_parts(
+    model: nn.Module, plan: DispatchPlan, extents: Mapping[str, Extent], *, devices: Devices, stack: ExitStack
+) -> Iterator[StreamedPart]:
+    """Yield the parts that are bound for each use, those that are used in maps of their shards mapped until ``stack``
+    is closed.
+    """
+    maps = stack.enter_context(MappedWeights(extents))
+    for name, part in plan.parts.items():
+        apart = devices.is_apart(part.execution)
+        bindings: dict[Serving, list[Binding]] = {"copy": [], "direct": [], "map": [], "rows": []}
+        for tensor, serving in part.serving.items():
+            if serving == "experts":
+                continue
+            # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
+            if apart or serving == "copy" or tensor in extents:
+                bindings[serving].append(make_binding(model, tensor, on_disk=tensor in extents))
+        if apart and (brought := bindings["copy"] + bindings["direct"]):
+            yield StreamedPart(name, brought, part.execution)
+        if not apart and bindings["direct"]:
+            yield StreamedPart(name, bindings["direct"], CPU)
+        if not apart and bindings["copy"]:
+            yield StreamedPart(name, bindings["copy"], CPU, brought=False)
+        for looked_up, mapped in ((False, bindings["map"]), (True, bindings["rows"])):
+            if mapped:
+                files = maps.use(mapped, looked_up=looked_up)
+                count = 0 if looked_up else sum(extents[binding.name].bytes for binding in mapped)
+                yield StreamedPart(name, mapped, CPU, brought=False, files=files, streamed_bytes=count)
