@@ -62,3 +62,31 @@ def test_what_a_mixture_costs_under_caps_is_told_and_drawn(tmp_path: Path) -> No
     plot = importlib.import_module("tests.benchmarks.mixture_plot")
     plot.draw([mixture.result_under(cap, rounds) for cap, rounds in by_cap.items()], tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+def test_what_offloading_activations_costs_is_told_and_drawn(tmp_path: Path) -> None:
+    activations = importlib.import_module("tests.benchmarks.activations")
+    sides = importlib.import_module("tests.benchmarks.activation_sides")
+    plain = sides.SideRun("none", 2.0, 8 * 10**8, 0, 0, "a")
+    runs = [sides.SideRun("0.5", seconds, 4 * 10**8, 3 * 10**8, 3 * 10**8, "b") for seconds in (3.0, 9.0, 2.5)]
+    result = activations.PlaceResult("disk", activations.Rates(2e9, 1e9), (plain, activations.median_of(runs)))
+    limit, _, first, second, verdict = activations.table(result)
+    assert limit == "disk: raw 2.00 GB/s away, 1.00 GB/s back"
+    assert first.split() == ["none", "2.000", "1.00", "800.00", "MB", "100.0%", "0", "B", "0", "B", "0.000", "s"]
+    assert second.split()[1:6] == ["3.000", "1.50", "400.00", "MB", "50.0%"]
+    assert second.split()[6:] == ["300.00", "MB", "300.00", "MB", "0.450", "s"]
+    assert verdict == "other gradients than none: 0.5"
+    plot = importlib.import_module("tests.benchmarks.activations_plot")
+    plot.draw([result], tmp_path / "peak.png")
+    assert (tmp_path / "peak.png").stat().st_size > 1000
+
+
+def test_what_torch_saves_on_the_cpu_comes_back_to_the_simulated_accelerator(tmp_path: Path) -> None:
+    sides = importlib.import_module("tests.benchmarks.activation_sides")
+    scene = importlib.import_module("tests.benchmarks.activation_scenes").SCENES["short-resnet"](2)
+    names = ("none", "save_on_cpu")
+    plain, saved = (sides.run(scene, sides.SimulatedPlace(name, scene.model, tmp_path), 1) for name in names)
+    assert plain.gradients == saved.gradients
+    assert plain.out == 0 < saved.out == saved.back
+    assert 0 < saved.peak < saved.out
+    assert 0 < plain.peak < saved.out

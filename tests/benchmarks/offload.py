@@ -32,7 +32,7 @@ from stages.units import parse_size
 from tests.benchmarks import airllm
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
-from tests.benchmarks.sides import Setting, Side, accelerate_side, airllm_side, offstage_side, python_side
+from tests.benchmarks.sides import Setting, Side, accelerate_side, airllm_side, in_turn, offstage_side, python_side
 from tests.benchmarks.storage import direct_read_bandwidth
 
 CAPS = {"7b": "6GiB"}
@@ -104,12 +104,10 @@ def run_round(
     sides: Sides, checkpoint: Path, number: int, *, bandwidth: Callable[[Path], float] = direct_read_bandwidth
 ) -> dict[str, Any]:
     """Run every side once, with the raw ``bandwidth`` of the checkpoint's files measured before and after."""
-    names = list(sides)
-    first = number % len(names)
     drop_page_cache()
     raw = [bandwidth(checkpoint)]
     found = {}
-    for name in names[first:] + names[:first]:
+    for name in in_turn([*sides], number):
         drop_page_cache()
         found[name] = sides[name]()
         told = " ".join(f"{key}={value}" for key, value in found[name].items() if key != "tokens")

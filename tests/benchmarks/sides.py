@@ -87,6 +87,12 @@ class Setting:
     timeout_seconds: float
 
 
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """Return ``names`` in the order of the round ``number``: each comes first once in as many rounds as there are."""
+    first = number % len(names)
+    return [*names[first:], *names[:first]]
+
+
 def accelerate_side(setting: Setting, budget: int) -> Side:
     """Run transformers + accelerate with a host budget of ``budget`` bytes."""
     spill = setting.work / "accelerate-offload"
