@@ -138,9 +138,12 @@ def exit_with(name: str, work: Callable[[], int]) -> None:
     import logging
 
     logging.raiseExceptions = False  # a log on a full disk would put a traceback on the screen for each line
-    code = 0
+    code: int | str | None = 0
     try:
-        code = work()
+        try:
+            code = work()
+        except SystemExit as left:  # Hydra leaves so after its help, with all of that still to be printed
+            code = left.code
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write(f"{name}: interrupted\n")

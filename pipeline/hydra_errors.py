@@ -38,6 +38,12 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
             if not _comes_from_an_override(error):
                 raise
             raise ConfigError(NULL_IN_A_FILE) from error
+        except ValueError as error:
+            module = _module_that_raised(error)
+            if not module.startswith(("hydra.", "logging.")):
+                raise
+            about = "hydra.job_logging: " if module.startswith("logging.") else ""
+            raise ConfigError(f"{about}{one_line(error)}") from error
 
     return guarded(compose, show_all=show_all)
 
@@ -46,6 +52,12 @@ def _comes_from_an_override(error: Exception) -> bool:
     """Return whether Hydra tripped as it applied an override: over a null that something was to be added to."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.name == "_apply_overrides_to_config" for frame in frames)
+
+
+def _module_that_raised(error: Exception) -> str:
+    """Return the name of the module whose code raised ``error``: what Hydra or logging says no to, it was given."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def one_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from pipeline.atomic_files import mendable
 from pipeline.command_exit import last_resort
@@ -66,10 +67,15 @@ class Task:
         try:
             capped = record.config["enforce_memory"] is True
             if apart or capped:
-                return supervise(record, capped=capped, show_all=self.show_all)
+                return supervise(record, capped=capped, options=["--logging", job_logging()], show_all=self.show_all)
             return perform(record, started=started)
         finally:
             track(record.config, record.path)
+
+
+def job_logging() -> str:
+    """Return what Hydra was told to log of a job, as JSON: the process that it runs in logs the same."""
+    return json.dumps(OmegaConf.to_container(HydraConfig.get().job_logging, resolve=True))
 
 
 def start_record(config: DictConfig) -> RunRecord:

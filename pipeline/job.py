@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import logging
+import logging.config
 import signal
 import sys
 import time
@@ -154,13 +156,14 @@ def main() -> None:
     parser.add_argument("--version", type=int, choices=(1, 2), help="the version of the group's interface")
     parser.add_argument("--expected", type=Path, help="the record of the run that this one repeats")
     parser.add_argument("--cache", type=Path, help="a cache to use instead of the one in outputs")
+    parser.add_argument("--logging", type=json.loads, help="what is logged, as logging.config takes it, in JSON")
     parser.add_argument("--debug", action="store_true", help="log everything")
     given = parser.parse_args()
     run_command("offstage", lambda: _run(given, started))
 
 
 def _run(given: argparse.Namespace, started: float) -> int:
-    configure_log(given.folder, debug=given.debug)
+    configure_log(given.folder, chosen=given.logging, debug=given.debug)
     record = RunRecord.load(given.folder)
     group = MemoryGroup(given.group, given.version) if given.group else None
     with never_left_running(record):
@@ -168,8 +171,17 @@ def _run(given: argparse.Namespace, started: float) -> int:
         return perform(record, started=started, group=group, expected=expected, cache=given.cache)
 
 
-def configure_log(folder: Path, *, debug: bool = False) -> None:
-    """Log to ``run.log`` in ``folder``, plainly, and warnings to the screen too."""
+def configure_log(folder: Path, *, chosen: Mapping[str, Any] | None = None, debug: bool = False) -> None:
+    """Log as ``chosen`` says, Hydra's job_logging; by default to ``run.log`` in ``folder``, and warnings on the screen.
+
+    One whose root is null has nothing configured, as Hydra understands it.
+    """
+    if chosen is not None:
+        if chosen.get("root") is not None:
+            logging.config.dictConfig(dict(chosen))
+        if debug:
+            logging.getLogger().setLevel(logging.DEBUG)
+        return
     file = logging.FileHandler(folder / "run.log", delay=True)
     screen = logging.StreamHandler(sys.stderr)
     screen.setLevel(logging.WARNING)

@@ -32,6 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.config import refuse_sharing, register
 from pipeline.errors import ConfigError
+from pipeline.hydra_arguments import refuse_empty_sweeps
 from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -210,6 +211,7 @@ def _check_every_job(hydra_context: HydraContext, config: DictConfig) -> None:
     loader = hydra_context.config_loader
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     overrides = OverridesParser.create(config_loader=loader).parse_overrides([*params, *config.hydra.overrides.task])
+    refuse_empty_sweeps(overrides, loader)
     faults: dict[str, None] = {}
     for job in BasicSweeper.split_arguments(overrides, None)[0]:
         try:

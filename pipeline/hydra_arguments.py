@@ -1,0 +1,40 @@
+"""What Hydra's command line takes and this one doesn't: refused in a line that says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Glob, Override
+
+from pipeline.errors import ConfigError
+
+
+def refuse_rerun(arguments: Sequence[str]) -> None:
+    """Raise a ``ConfigError`` where ``arguments`` ask Hydra to run a pickle again: one runs whatever code it holds."""
+    given = get_args_parser().parse_args(list(arguments)).experimental_rerun
+    if given is not None:
+        raise ConfigError(
+            f"--experimental-rerun: {given!r} is to be a pickle, which runs whatever code it holds, and no run leaves "
+            "one; offstage-replay RUN runs a record again"
+        )
+
+
+def refuse_empty_sweeps(overrides: Iterable[Override], loader: ConfigLoader) -> None:
+    """Raise a ``ConfigError`` that names each of ``overrides`` that is a sweep over nothing: there would be no job."""
+    empty = [each for each in overrides if each.is_discrete_sweep() and not any(True for _ in each.sweep_iterator())]
+    if empty:
+        raise ConfigError("\n".join(f"{each.get_key_element()}: {_nothing_in(each, loader)}" for each in empty))
+
+
+def _nothing_in(override: Override, loader: ConfigLoader) -> str:
+    given = str(override.input_line).partition("=")[2]
+    if not isinstance(override.value(), Glob):
+        return f"{given!r} has no value, so the sweep would have no job; give at least one"
+    names = loader.get_group_options(override.key_or_group, results_filter=ObjectType.CONFIG)
+    if names:
+        return f"{given!r} matches no file of that group; there are {', '.join(sorted(names))}"
+    example = f"{override.get_key_element()}=A,B"
+    return f"{given!r} matches the files of a group, and this is none; list the values: {example}"

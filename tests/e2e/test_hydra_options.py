@@ -1,0 +1,80 @@
+"""What Hydra's own options do here: logging, reruns, sweeps over nothing, the printed config, output that nobody reads."""
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import COMMAND, Finished, environment
+
+Run = Callable[..., Finished]
+
+
+def run_folder(folder: Path) -> Path:
+    (record,) = folder.glob("outputs/runs/*/*/run.json")
+    return record.parent
+
+
+def test_the_log_of_a_run_is_its_file_unless_another_is_chosen(offstage_here: Run, tmp_path: Path) -> None:
+    done = offstage_here("stop_after=empty_init")
+    assert done.code == 0, done.err
+    assert " INFO offstage: completed" in run_folder(tmp_path).joinpath("run.log").read_text()
+
+
+@pytest.mark.parametrize(("chosen", "shown"), [("stdout", True), ("disabled", False)])
+@pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in one of its own"])
+def test_each_logging_of_hydra_can_be_chosen(
+    chosen: str, shown: bool, apart: bool, offstage_here: Run, tmp_path: Path
+) -> None:
+    own = ["enforce_memory=true"] if apart else []
+    done = offstage_here("stop_after=empty_init", f"hydra/job_logging={chosen}", *own)
+    assert done.code == 0, done.err
+    assert ("completed\n" in done.out) is shown
+    assert not run_folder(tmp_path).joinpath("run.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--experimental-rerun", "config.pickle"], "offstage-replay RUN runs a record again"),
+        (["--experimental-rerun=config.pickle", "stop_after=plan"], "offstage-replay RUN runs a record again"),
+        (["-m", "max_memory.cpu=glob(*)"], "this is none; list the values: max_memory.cpu=A,B"),
+        (["-m", "generate=glob(x*)"], "generate: 'glob(x*)' matches no file of that group; there are greedy, sample"),
+        (["-m", "seed=range(5,1)", "device_map=auto,optimal"], "seed: 'range(5,1)' has no value"),
+        (["hydra.job_logging.handlers.console.class=nowhere"], "hydra.job_logging: Unable to configure handler"),
+        (["-sc", "stop_after=plan"], "Expecting one subcommand from ['install', 'uninstall', 'query']"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_nothing_runs(
+    arguments: list[str], words: str, offstage_here: Run, tmp_path: Path
+) -> None:
+    done = offstage_here(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert "unforeseen" not in done.err
+    assert not [*tmp_path.glob("outputs/multirun/*/*"), *tmp_path.glob("outputs/runs/*/*/run.json")]
+
+
+def test_the_help_names_a_command_that_prints_the_config_resolved(offstage_here: Run) -> None:
+    shown = re.search(r"offstage (--cfg .*?)  +the whole config, resolved", offstage_here("--help").out)
+    assert shown, "the help says how"
+    given = ("max_memory.cpu=2MB", "generate.max_new_tokens=7")
+    resolved = offstage_here(*shown[1].split(), *given).out
+    assert "${" not in resolved
+    assert "min_new_tokens: 7" in resolved
+    path = next(line for line in resolved.splitlines() if line.startswith("  path: "))
+    assert Path(path.removeprefix("  path: "), "config.json").is_file()
+
+
+@pytest.mark.parametrize("asked", ["-sc install=bash", "--help"])
+def test_output_that_nobody_reads_is_no_fault(asked: str, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [*COMMAND, *asked.split()], cwd=tmp_path, env=environment(), stdout=writer, stderr=subprocess.PIPE, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
