@@ -1,4 +1,4 @@
-"""What Hydra's own options do here: logging, reruns, sweeps over nothing, the printed config, output that nobody reads."""
+"""Hydra's own options: logging, reruns, sweeps over nothing, the printed config, output that nobody reads."""
 
 import os
 import re
