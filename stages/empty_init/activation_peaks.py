@@ -12,11 +12,9 @@ counts the cache of all layers.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +25,7 @@ from torch import nn
 
 from pipeline.errors import OffstageError
 from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, swapped
+from stages.empty_init.live_storages import LiveStorages
 from stages.empty_init.rehearsal import call_with_tokens
 from stages.empty_init.skeleton import Moment, monomials
 
@@ -70,25 +69,12 @@ class _Instant(NamedTuple):
         return self.live, *self.operands
 
 
-@dataclass(slots=True)
-class _Tally:
+class _Tally(LiveStorages):
     """The bytes alive in one forward: now, and after each operator, with that operator's kernel and operands."""
 
-    live: int = 0
-    moments: list[_Instant] = field(default_factory=list)
-    known: dict[int, int] = field(default_factory=dict)
-
-    def meet(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
-        """Count the storage of ``tensor`` from now to its death, if it is new; or never."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self.known:
-            self.known[key] = storage.nbytes() if counts else 0
-            self.live += self.known[key]
-            weakref.finalize(storage, self._gone, key).atexit = False
-
-    def _gone(self, key: int) -> None:
-        self.live -= self.known.pop(key)
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments: list[_Instant] = []
 
 
 class _Weighing(Faking):  # type: ignore[no-untyped-call]

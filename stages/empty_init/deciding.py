@@ -25,6 +25,12 @@ def is_decided(args: Any) -> bool:
     return bool(tensors) and not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
 
 
+def is_of_integers(args: Any) -> bool:
+    """Return whether all tensors that an operator is given are real integers or truths; so where it is given none."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    return all(_decides(tensor) and not isinstance(tensor, FakeTensor) and not tensor.is_meta for tensor in tensors)
+
+
 def with_indices(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """Return ``args`` of ``func``; masks that it indexes with as indices, so that the result's shape is known."""
     if func not in _INDEXING:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from pipeline.errors import OffstageError
@@ -13,7 +11,7 @@ from stages.checkpoints.dtypes import dtype_name
 from stages.empty_init.activation_peaks import weigh
 from stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
 from stages.empty_init.experts import describe_experts
-from stages.empty_init.fake_weights import REFUSALS
+from stages.empty_init.fake_weights import REFUSALS, unchanged_buffers
 from stages.empty_init.rehearsal import Rehearsal, rehearse
 from stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
 from stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
@@ -35,7 +33,7 @@ def describe(
     """
     declared = getattr(model, "_no_split_modules", None) if no_split is None else no_split
     tied = find_tied_parameters(model)
-    with _unchanged_buffers(model):
+    with unchanged_buffers(model):
         seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
         moments = weigh(model, declared or ()) if seen and call is None else ()
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -106,18 +104,6 @@ def _try_rehearsal(model: nn.Module, call: Callable[[nn.Module], object] | None)
         return None, refusals[0]
     finally:
         model.train(training)
-
-
-@contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Give the buffers of ``model`` the values back that they had: they are real, and a forward may count in them."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in before:
-                buffer.copy_(values)
 
 
 def _borrowers(seen: Rehearsal, tied: list[list[str]]) -> dict[str, tuple[str, ...]]:

@@ -102,6 +102,18 @@ def _restore(table: MutableMapping[Any, Any], saved: Mapping[Any, Any]) -> None:
 
 
 @contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Give the buffers of ``model`` the values back that they had: they are real, and a forward may count in them."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                buffer.copy_(values)
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Silence the logger of fake tensors: torch logs a traceback where an operator refuses them."""
     logger = logging.getLogger(fake_tensor.__name__)

@@ -1,0 +1,155 @@
+"""What autograd saves for the backward pass: which storages, in which modules' calls, from when to when.
+
+A storage that is saved twice is one. Weights, inputs and all else that was there before the forward don't count.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from stages.empty_init.live_storages import CountingFakes, LiveStorages
+
+
+@dataclass(slots=True)
+class SavedStorage:
+    """A storage that is saved; ``modules`` were running when it first was. ``is_away`` says that it was let go."""
+
+    bytes: int
+    modules: Collection[str]
+    is_away: bool = False
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class _Hold:
+    """What autograd keeps: ``saved`` is saved for as long as this lives."""
+
+    saved: SavedStorage
+
+
+class _Kept(NamedTuple):
+    hold: _Hold
+    tensor: torch.Tensor
+
+
+class SavedStorages:
+    """The storages that are saved in a forward inside ``hooks()``; ``running`` tells which modules run."""
+
+    def __init__(self, storages: LiveStorages, running: Callable[[], Collection[str]]) -> None:
+        self._storages, self._running = storages, running
+        self._holds: dict[int, weakref.ref[_Hold]] = {}  # by storage, for as long as that lives
+        self._saved: dict[int, SavedStorage] = {}
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return the context in which what is saved is seen."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd keeps in place of ``tensor``; itself where it isn't counted."""
+        hold = self._hold(tensor)
+        return tensor if hold is None else _Kept(hold, tensor)
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """Return the tensor that was saved."""
+        tensor: torch.Tensor = kept.tensor if isinstance(kept, _Kept) else kept
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are saved now."""
+        return sum(saved.bytes for saved in self._saved.values())
+
+    def bytes_by_module(self) -> dict[str, int]:
+        """Return the bytes saved now, by each module in whose calls they were."""
+        found: dict[str, int] = {}
+        for saved in self._saved.values():
+            for name in saved.modules:
+                found[name] = found.get(name, 0) + saved.bytes
+        return found
+
+    def _hold(self, tensor: torch.Tensor) -> _Hold | None:
+        count = self._storages.counted(tensor)
+        if not count:
+            return None
+        storage = tensor.untyped_storage()
+        known = self._holds.get(storage._cdata)
+        hold = known() if known is not None else None
+        if hold is None:
+            hold = _Hold(SavedStorage(count, self._running()))
+            self._saved[id(hold.saved)] = hold.saved
+            weakref.finalize(hold, self._released, hold.saved).atexit = False
+            self._follow(storage, hold)
+        return hold
+
+    def _follow(self, storage: torch.UntypedStorage, hold: _Hold) -> None:
+        """Know ``hold`` by ``storage`` until that dies."""
+        self._holds[storage._cdata] = weakref.ref(hold)
+        weakref.finalize(storage, self._died, storage._cdata).atexit = False
+
+    def _died(self, key: int) -> _Hold | None:
+        """Forget the storage ``key``; return what autograd still keeps of it."""
+        known = self._holds.pop(key, None)
+        return known() if known is not None else None
+
+    def _released(self, saved: SavedStorage) -> None:
+        del self._saved[id(saved)]
+
+
+class _Dropped(NamedTuple):
+    hold: _Hold
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class DroppedStorages(SavedStorages):
+    """As if all that is saved were offloaded: fake tensors are let go, and made again when the backward asks for them.
+
+    ``away`` are the bytes that would be held if they weren't: only autograd would hold them. What is smaller than
+    ``smallest`` bytes stays.
+    """
+
+    def __init__(self, mode: CountingFakes, running: Callable[[], Collection[str]], *, smallest: int) -> None:
+        super().__init__(mode.storages, running)
+        self._mode, self._smallest = mode, smallest
+        self.away = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd keeps of ``tensor``: its shape, or itself where it is small or isn't counted."""
+        hold = self._hold(tensor)
+        if hold is None or hold.saved.bytes < self._smallest:
+            return tensor if hold is None else _Kept(hold, tensor)
+        return _Dropped(hold, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """Return a tensor of the shape of the one that was saved; its bytes count where no other holds them."""
+        if not isinstance(kept, _Dropped):
+            return super().unpack(kept)
+        saved, width = kept.hold.saved, kept.dtype.itemsize
+        with self._mode.unwatched():
+            whole = torch.empty(saved.bytes, dtype=torch.uint8)
+            tensor = whole[: saved.bytes // width * width].view(kept.dtype)
+            tensor = tensor.as_strided(kept.size, kept.stride, kept.offset)
+        self._storages.meet(whole, counts=saved.is_away)
+        if saved.is_away:
+            self.away -= saved.bytes
+            saved.is_away = False
+            self._follow(whole.untyped_storage(), kept.hold)
+        return tensor
+
+    def _died(self, key: int) -> _Hold | None:
+        hold = super()._died(key)
+        if hold is not None and hold.saved.bytes >= self._smallest:
+            hold.saved.is_away = True
+            self.away += hold.saved.bytes
+        return hold
+
+    def _released(self, saved: SavedStorage) -> None:
+        super()._released(saved)
+        if saved.is_away:
+            self.away -= saved.bytes

@@ -1,0 +1,194 @@
+"""What a training step holds beside the weights: a forward, a loss and a backward, rehearsed without data or memory.
+
+The rehearsal of ``activation_peaks``, with gradients: every storage is counted from its birth to its death, and what
+autograd saves is let go at once and made again when the backward asks for it, as if all of it were offloaded. The
+bytes that are away at each moment are those that a step without offload holds there too, so one rehearsal tells the
+peak at every ratio. All layers are run, since each adds to what is saved; at one shape, that of the request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.errors import BudgetError, OffstageError
+from stages.calls.results import named_tensors
+from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, swapped, unchanged_buffers
+from stages.empty_init.live_storages import CountingFakes, LiveStorages
+from stages.empty_init.module_usage import ModuleUsage, ModuleWatch, watch_modules
+from stages.empty_init.saved_tensors import DroppedStorages
+from stages.units import format_bytes
+
+SMALLEST_BYTES = 2**20
+"""What is saved and smaller than this isn't offloaded."""
+_RATIO_STEPS = 1000
+"""A ratio that is worked out is a whole number of such parts."""
+
+Call = Callable[[nn.Module], Any]
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPeaks:
+    """The bytes of one training step beside weights and inputs.
+
+    ``saved_bytes`` are saved for the backward at the end of the forward; ``gradient_bytes`` are those of the weights'
+    gradients. ``moments`` are those that are the peak at some ratio of activation offload: the bytes held without it,
+    and how many of them would be away with all of it.
+    """
+
+    saved_bytes: int
+    gradient_bytes: int
+    moments: tuple[tuple[int, int], ...]
+
+    def peak(self, ratio: float = 0.0) -> int:
+        """Return the most bytes held in a step that offloads the share ``ratio``, 0 to 1, of what it saves."""
+        return max((math.ceil(held - ratio * away) for held, away in self.moments), default=0)
+
+    def least_ratio(self, budget: int) -> float:
+        """Return the least ratio of activation offload whose peak is within ``budget`` bytes.
+
+        A ``BudgetError`` where none is; it names the least budget that would do.
+        """
+        if self.peak(1.0) > budget:
+            raise BudgetError(
+                f"a training step takes {format_bytes(self.peak(1.0))} beside its weights with all of its activations "
+                f"offloaded, and {format_bytes(budget)} ({budget} bytes) are left for it; "
+                f"give it {self.peak(1.0)} bytes or more, or a smaller batch"
+            )
+        needed = max(((held - budget) / away for held, away in self.moments if away), default=0.0)
+        return max(0, math.ceil(needed * _RATIO_STEPS)) / _RATIO_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class RehearsedStep:
+    """A training step that was rehearsed: its ``peaks``, that of its forward alone, and the ``usage`` of modules."""
+
+    peaks: TrainingPeaks
+    forward_peak_bytes: int
+    usage: Mapping[str, ModuleUsage]
+
+
+def rehearse_step(
+    model: nn.Module,
+    call: Call,
+    *,
+    loss: Loss | None = None,
+    accumulates: bool = False,
+    smallest: int = SMALLEST_BYTES,
+) -> RehearsedStep:
+    """Rehearse a step of ``model``, whose parameters may be on meta and are counted as if they were on the host.
+
+    ``call`` runs the forward on the module that it is given and returns its output, ``loss`` makes the loss of that
+    (see ``run_backward``). One that ``accumulates`` has the gradients of an earlier step. Without gradients (under
+    ``torch.no_grad``, or with all weights frozen) it is a forward alone. The model's own mode counts: with
+    ``train()`` and checkpointing as it is set. Raises one of ``fake_weights.REFUSALS`` where its code refuses fake
+    tensors.
+    """
+    step = _StepRehearsal(model, call, loss, accumulates=accumulates, smallest=smallest)
+    with unchanged_buffers(model), torch.random.fork_rng(devices=()):
+        try:
+            return step.rehearse()
+        except OffstageError:
+            raise
+        except REFUSALS:
+            return step.rehearse(decides=True)
+        finally:
+            Faking.cache_clear()
+
+
+def run_backward(output: Any, loss: Loss | None) -> None:
+    """Run the backward pass from ``output``: of its loss, where ``loss`` makes one, or the model itself.
+
+    Else of all that it returns, each with a gradient as large as itself, as any loss would give it. Nothing is done
+    where nothing requires gradients.
+    """
+    made = loss(output) if loss is not None else getattr(output, "loss", None)
+    roots = [made] if made is not None else [tensor for _, tensor in named_tensors(output)]
+    roots = [tensor for tensor in roots if tensor.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
+
+
+@dataclass(slots=True)
+class _Moments:
+    """The moments of a step, each after an operator: the bytes held without offload, and how many would be away."""
+
+    storages: LiveStorages
+    saved: DroppedStorages | None = None
+    seen: list[tuple[int, int]] = field(default_factory=list)
+    _peak: int = 0
+
+    @property
+    def live(self) -> int:
+        """The bytes held now without offload."""
+        return self.storages.live + (self.saved.away if self.saved else 0)
+
+    def take_peak(self) -> int:
+        """Return the most bytes since this was last asked."""
+        peak, self._peak = max(self._peak, self.live), self.live
+        return peak
+
+    def note(self) -> None:
+        """Add the moment that is now."""
+        held = self.live
+        self.seen.append((held, held - self.storages.live))
+        self._peak = max(self._peak, held)
+
+
+@dataclass(frozen=True, slots=True)
+class _StepRehearsal:
+    """A step to rehearse; see ``rehearse_step``."""
+
+    model: nn.Module
+    call: Call
+    loss: Loss | None
+    accumulates: bool
+    smallest: int
+
+    def rehearse(self, *, decides: bool = False) -> RehearsedStep:
+        """Return what the step takes; one that ``decides`` runs code too that asks for values."""
+        moments = _Moments(LiveStorages())
+        watch = ModuleWatch(moments, clock=lambda: 0.0)
+        mode = CountingFakes(moments.storages, moments.note, decides=decides)
+        saved = moments.saved = DroppedStorages(mode, lambda: watch.running, smallest=self.smallest)
+        with quiet(), mode, ExitStack() as stack:
+            weights = self._weights(mode)
+            stack.enter_context(swapped(self.model, weights))
+            with saved.hooks(), watch_modules(self.model, watch):
+                output = self.call(self.model)
+            saved_bytes, forward_peak = saved.bytes, max((held for held, _ in moments.seen), default=0)
+            for name, count in saved.bytes_by_module().items():
+                watch.usage[name].saved_bytes = count
+            run_backward(output, self.loss)
+            gradients = {id(weight): weight.grad.nbytes for weight in weights.values() if weight.grad is not None}
+        peaks = TrainingPeaks(saved_bytes, sum(gradients.values()), _highest(moments.seen))
+        return RehearsedStep(peaks, forward_peak, watch.usage)
+
+    def _weights(self, mode: CountingFakes) -> dict[str, torch.Tensor]:
+        """Return fake weights that require gradients as the model's do, and have some where the step accumulates."""
+        with mode.unwatched():
+            weights = fake_weights(self.model)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            weight = weights[name].requires_grad_(parameter.requires_grad)
+            mode.storages.meet(weight, counts=False)
+            if self.accumulates and weight.requires_grad and weight.grad is None:
+                weight.grad = torch.empty_like(weight)
+        return weights
+
+
+def _highest(moments: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return those of ``moments`` than which no other holds more, both with nothing and with everything away."""
+    kept: list[tuple[int, int]] = []
+    least = -1
+    for held, away in sorted(set(moments), key=lambda moment: (-moment[0], moment[1])):
+        if held - away > least:
+            kept.append((held, away))
+            least = held - away
+    return tuple(kept)
