@@ -138,6 +138,12 @@ def _held(process: psutil.Process) -> _Sample | None:
     return _Sample(memory.rss - getattr(memory, "shared", 0), memory.rss)
 
 
+def held_bytes() -> int | None:
+    """Return the anonymous resident memory that this process holds now; null where the system doesn't tell."""
+    held = _held(psutil.Process())
+    return None if held is None else held.anonymous
+
+
 def _resident_high_water() -> int:
     """Return the kernel's own peak of the resident set, 0 where it keeps none."""
     try:

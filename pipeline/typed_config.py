@@ -1,8 +1,8 @@
 """Typed configs: the keys of a stage as a frozen dataclass, which holds their defaults and is the one place for them.
 
-A field of the class is a key of the root config; a field whose type is a dataclass is a group of keys below it. What a
-user gives is held against the types here and not by OmegaConf, which reports one fault at a time and lets nobody
-override what a frozen class declares.
+A field of the class is a key of the root config; a field whose type is a dataclass, or a dataclass or null, is a group
+of keys below it. What a user gives is held against the types here and not by OmegaConf, which reports one fault at a
+time and lets nobody override what a frozen class declares.
 """
 
 from __future__ import annotations
@@ -67,7 +67,15 @@ def read(kind: type[Keys], config: Mapping[str, Any]) -> Keys:
 
 
 def _read(hint: Any, value: Any) -> Any:
-    return read(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value
+    group = _group_of(hint)
+    return value if group is None or value is None else read(group, value)
+
+
+def _group_of(hint: Any) -> type[Any] | None:
+    """Return the dataclass that ``hint`` says, alone or beside null; null where it says something else."""
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [arm for arm in arms if arm is not type(None)]
+    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and is_dataclass(kinds[0]) else None
 
 
 def type_faults(kind: type[Any], config: Mapping[str, Any], *, above: str = "") -> Iterator[Fault]:
@@ -77,10 +85,10 @@ def type_faults(kind: type[Any], config: Mapping[str, Any], *, above: str = "") 
         key, hint = f"{above}{name}", hints[name]
         if name not in config:
             continue
-        value = config[name]
-        if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
-            yield from unknown_keys(value, [inner.name for inner in fields(hint)], above=f"{key}.")
-            yield from type_faults(hint, value, above=f"{key}.")
+        value, group = config[name], _group_of(hint)
+        if group is not None and isinstance(value, Mapping):
+            yield from unknown_keys(value, [inner.name for inner in fields(group)], above=f"{key}.")
+            yield from type_faults(group, value, above=f"{key}.")
         elif not fits(hint, value):
             yield Fault(key, f"{value!r} {_rule(hint, value)}; the default is {default!r}")
 

@@ -22,13 +22,13 @@ from stages.checkpoints.adapters import CONFIG, read_settings, told_model
 
 _log = logging.getLogger(__name__)
 
-_NAME = "default"
+ADAPTER = "default"
 """What peft calls the one adapter of a model."""
 
-_REPLACEMENT = f"modules_to_save.{_NAME}"
+_REPLACEMENT = f"modules_to_save.{ADAPTER}"
 """Where peft has the module that replaces another one whole."""
 
-_WITHIN = re.compile(rf"(\.modules_to_save)?\.{_NAME}(?=\.|$)|(?<=lora_magnitude_vector\.{_NAME})\.weight$")
+_WITHIN = re.compile(rf"(\.modules_to_save)?\.{ADAPTER}(?=\.|$)|(?<=lora_magnitude_vector\.{ADAPTER})\.weight$")
 """What the name of an adapter's tensor has in a model and doesn't have in its file."""
 
 
@@ -61,8 +61,8 @@ def add_adapter(model: nn.Module, folder: Path) -> None:
     with foreign(CheckpointError, about), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a GPT-2's weights are transposed, say, which peft then heeds
         config = LoraConfig(**settings, inference_mode=True)
-        inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
-        cast_adapter_dtype(model, _NAME)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        cast_adapter_dtype(model, ADAPTER)
     _drop_replaced(model)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pipeline.memory_monitor import held_bytes
 from pipeline.stage import Context
 from stages.dispatch.stage import Dispatched
 
@@ -14,3 +15,12 @@ def measured_peaks(context: Context, dispatched: Dispatched) -> dict[str, int]:
     if torch.cuda.is_available():
         peaks |= {str(i): torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())}
     return peaks | {str(device): peak for device, peak in dispatched.devices.peaks.items()}
+
+
+def held_now(dispatched: Dispatched) -> dict[str, int]:
+    """Return what is held at this moment in bytes, by device: as ``measured_peaks``, of a system that tells."""
+    host = held_bytes()
+    held = {} if host is None else {"cpu": host}
+    if torch.cuda.is_available():
+        held |= {str(i): torch.cuda.memory_allocated(i) for i in range(torch.cuda.device_count())}
+    return held | {str(device): count for device, count in dispatched.devices.held.items()}

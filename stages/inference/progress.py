@@ -10,7 +10,7 @@ import json
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Progress:
         self.done: dict[int, list[Row]] = {}
         found: dict[int, list[Row]] = defaultdict(list)
         lines = read_regular(file).splitlines(keepends=True) if file.exists() else []
-        for row in filter(None, map(_read, lines)):
+        for row in _read_all(lines):
             found[row["batch"]].append(row)
         self.done = {number: rows for number, rows in found.items() if len(rows) == rows[0]["rows"]}
         if sum(map(len, self.done.values())) < len(lines):
@@ -52,6 +52,15 @@ class Progress:
 
     def _write(self, rows: Sequence[Row]) -> None:
         write_whole(self._file, b"".join(map(_line, rows)))
+
+
+def read_rows(file: Path) -> list[Row]:
+    """Return the results in ``file``, in the order in which they stand there."""
+    return _read_all(read_regular(file).splitlines(keepends=True))
+
+
+def _read_all(lines: Iterable[bytes]) -> list[Row]:
+    return [row for row in map(_read, lines) if row is not None]
 
 
 def _line(row: Row) -> bytes:

@@ -122,6 +122,11 @@ class Devices:
             raise full(device, math.prod(shape) * dtype.itemsize) from error
 
     @property
+    def held(self) -> dict[DeviceId, int]:
+        """What each simulated accelerator holds now, in bytes."""
+        return {device: ledger.held for device, ledger in self._ledgers.items()}
+
+    @property
     def peaks(self) -> dict[DeviceId, int]:
         """The peak of each simulated accelerator, in bytes of weights, resident and streamed."""
         return {device: ledger.peak for device, ledger in self._ledgers.items()}

@@ -26,6 +26,7 @@ from stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, r
 from stages.plan.request.media_demand import MediaDemand
 from stages.plan.request.prompts import Prompt, read_prompts
 from stages.plan.request.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
+from stages.plan.request.training import FinetuneOptions
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -230,5 +231,17 @@ def _count(tokens: Tokens, window: int, model: Mapping[str, Any]) -> int:
     return count_tokens(beginning, model) * len(tokens) // len(beginning) if beginning else 0
 
 
-READERS: Mapping[str, Reader] = {"generate": generate_request, "score": score_request, "forward": forward_request}
+def finetune_request(finetune: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
+    """Return how much one forward of the config's ``finetune`` asks of ``model``: all its positions give logits."""
+    options = read(FinetuneOptions, finetune)
+    window = options.sequence(read_geometry(model).context)
+    return Request(options.batch_size, window, length=0, positions=window)
+
+
+READERS: Mapping[str, Reader] = {
+    "generate": generate_request,
+    "score": score_request,
+    "forward": forward_request,
+    "finetune": finetune_request,
+}
 """The stages that run the model, by name."""

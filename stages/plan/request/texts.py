@@ -94,7 +94,7 @@ def read_scored_texts(options: ScoreOptions) -> dict[str, ScoredText]:
     A file stands in place of ``texts``. Raises ``ConfigError`` for what is no text.
     """
     if options.text_file is not None:
-        return {"score.text_file": ScoredText(_whole(Path(options.text_file)))}
+        return {"score.text_file": ScoredText(read_text("score.text_file", options.text_file))}
     if options.texts_file is not None:
         found = _FILE.read(options.texts_file, options.texts)
         return {name: _scored(name, given) for name, given in found.items()}
@@ -105,18 +105,19 @@ def read_scored_texts(options: ScoreOptions) -> dict[str, ScoredText]:
     return {name: _scored(name, given) for name, given in named}
 
 
-def _whole(file: Path) -> str:
-    key = f"score.text_file: {str(file)!r}"
-    if not file.is_file():
-        raise ConfigError(f"{key} is no file; give one of text in UTF-8")
+def read_text(key: str, file: str) -> str:
+    """Return the text in ``file``, which the config gives under ``key``; a ``ConfigError`` where it holds none."""
+    about, path = f"{key}: {file!r}", Path(file)
+    if not path.is_file():
+        raise ConfigError(f"{about} is no file; give one of text in UTF-8")
     try:
-        text = read_regular(file).decode()
+        text = read_regular(path).decode()
     except OSError as error:
-        raise ConfigError(f"{key} can't be read: {error.strerror or error}") from error
+        raise ConfigError(f"{about} can't be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{key} isn't UTF-8 from its byte {error.start + 1} on; save it as UTF-8") from error
+        raise ConfigError(f"{about} isn't UTF-8 from its byte {error.start + 1} on; save it as UTF-8") from error
     if not text.strip():
-        raise ConfigError(f"{key} holds no text")
+        raise ConfigError(f"{about} holds no text")
     return text
 
 

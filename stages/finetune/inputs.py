@@ -1,0 +1,28 @@
+"""What tuned weights depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stages.inference.inputs import InferenceInputs
+from stages.plan.request.training import FinetuneOptions
+
+STEPS = "steps.jsonl"
+"""The file that grows by a line a step."""
+
+CHECKPOINT = "checkpoint"
+"""The folder with the tuned weights: of a model, or of an adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinetuneInputs(InferenceInputs):
+    """The weights depend on the text, by the hash of its bytes, and on the ``recipe``: all options but where the text
+    lies and how often the state is saved. ``window`` is in tokens.
+    """
+
+    corpus: str
+    recipe: Mapping[str, object]
+    window: int
+    content: str = field(compare=False)
+    options: FinetuneOptions = field(compare=False)

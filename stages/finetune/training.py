@@ -1,0 +1,144 @@
+"""One training: a text in, tuned weights out, measured as it goes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from pipeline.atomic_files import write_text
+from pipeline.errors import ConfigError
+from pipeline.stage import Context
+from stages.dispatch.stage import Dispatched
+from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
+from stages.finetune.inputs import CHECKPOINT, STEPS, FinetuneInputs
+from stages.finetune.sequences import make_sequences
+from stages.finetune.steps import Trainer, make_optimizer
+from stages.finetune.trained import Parameters, add_lora, train_adapter, train_all
+from stages.finetune.training_state import TrainingState
+from stages.finetune.tuned import save_adapter, save_model
+from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
+from stages.inference.measured import held_now, measured_peaks
+from stages.inference.progress import Progress, Row
+from stages.inference.tokens import check_words
+from stages.plan import plan as plans
+from stages.plan.request.training import TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What a training came to: its ``metrics``, what the devices ``measured`` (device → peak bytes), its experts."""
+
+    metrics: Metrics
+    measured: dict[str, int]
+    experts: dict[str, dict[str, int]]
+
+    def save(self, file: Path) -> None:
+        """Write ``file``."""
+        data = {"metrics": self.metrics, "measured": self.measured, "experts": self.experts}
+        write_text(file, json.dumps(data, allow_nan=False) + "\n")
+
+
+def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
+    """Train what ``inputs`` ask for, on the live model of the stage dispatch, and leave the weights in ``folder``.
+
+    A training that was killed is gone on with from the state that it saved last, which is in ``folder``.
+    """
+    sequences = make_sequences(inputs.content, inputs.model, window=inputs.window)
+    dispatched: Dispatched = context.live("dispatch")
+    check_words(dispatched.model, [[int(sequences.max())]], key=TEXT)
+    parameters = _choose(inputs, context, dispatched)
+    cost = _run(inputs, dispatched, parameters, sequences, folder)
+    adapted = inputs.options.lora is not None or bool(inputs.model.get("adapter"))
+    (save_adapter if adapted else save_model)(dispatched.model, inputs.model, folder / CHECKPOINT)
+    if dispatched.streamer.trace is not None:
+        dispatched.streamer.trace.save(folder / TRACE_NAME)
+    own: Metrics = {
+        "trained_parameters": sum(parameter.numel() for parameter in parameters.values()),
+        "sequences": len(sequences),
+        "train_seconds": cost.seconds,
+        "trained_tokens_per_second": cost.results_per_second,
+        **cost.metrics(),
+    }
+    return Tuning(run_metrics(dispatched, own), measured_peaks(context, dispatched), expert_uses(dispatched))
+
+
+def _choose(inputs: FinetuneInputs, context: Context, dispatched: Dispatched) -> Parameters:
+    """Return what of the model learns, a new adapter made where one is asked for."""
+    model, options = dispatched.model, inputs.options
+    if options.checkpointing:
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if options.lora is not None:
+        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        devices = {name: dispatched.devices.torch_device(device) for name, device in plan.execution.items()}
+        add_lora(model, options.lora, seed=options.seed, devices=devices)
+    elif not inputs.model.get("adapter"):
+        return train_all(model)
+    return train_adapter(model)
+
+
+def _run(
+    inputs: FinetuneInputs, dispatched: Dispatched, parameters: Parameters, sequences: torch.Tensor, folder: Path
+) -> ForwardCost:
+    """Take all steps that the state in ``folder`` lacks, each with a line of its own; return what they cost."""
+    options, progress = inputs.options, Progress(folder / STEPS)
+    optimizer = make_optimizer(options, parameters.values())
+    state, cost = TrainingState(folder, parameters, optimizer), ForwardCost(dispatched.streamer.traffic)
+    held: dict[str, int] = {}
+    trainer = Trainer(
+        dispatched.model,
+        parameters.values(),
+        optimizer,
+        sequences=sequences,
+        options=options,
+        device=dispatched.device,
+        around=nullcontext,
+        watch=lambda: held.update(held_now(dispatched)),
+    )
+    begin = state.load()
+    with _own_randomness(), tqdm(total=options.steps, desc="finetune", unit="step", disable=None, leave=False) as bar:
+        bar.update(begin)
+        for step in range(begin, options.steps):
+            began = time.perf_counter()
+            result = trainer.take(step)
+            seconds = time.perf_counter() - began
+            if not math.isfinite(result.loss) or not math.isfinite(result.gradient_norm):
+                raise _diverged(step, result.loss, result.gradient_norm)
+            cost.add(seconds, results=options.gradient_accumulation * options.batch_size * inputs.window)
+            progress.add([_row(step, result.loss, result.gradient_norm, seconds=seconds, held=held)])
+            bar.update()
+            if (step + 1) % options.save_every == 0 and step + 1 < options.steps:
+                state.save(step + 1)
+    progress.settle()
+    state.remove()
+    return cost
+
+
+def _row(step: int, loss: float, norm: float, *, seconds: float, held: dict[str, int]) -> Row:
+    """Return what is told of a step: ``held_bytes`` are those of each device when a forward had saved all it saves."""
+    told = {"loss": loss, "gradient_norm": norm, "seconds": seconds, "held_bytes": dict(held)}
+    return {"index": step, "batch": step, "rows": 1, **told}
+
+
+def _diverged(step: int, loss: float, norm: float) -> ConfigError:
+    return ConfigError(
+        f"finetune.learning_rate: the loss of step {step + 1} is {loss}, the norm of its gradient {norm}: no training "
+        "goes on from there; lower the rate, set finetune.clip_norm, or take a dtype with more range"
+    )
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Give torch's generators back as they were: what is drawn inside begins with seeds of its own."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(list(devices)):
+        yield

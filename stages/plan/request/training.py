@@ -1,0 +1,108 @@
+"""What a model is trained with: the text, how it is cut into sequences and batches, the optimizer, what is kept.
+
+It is read here, below the stage that trains, since a plan leaves room for gradients, the optimizer's moments and what
+a forward saves for the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.errors import ConfigError, Fault
+from stages.plan.request.prompts import MOST
+from stages.plan.request.texts import read_text
+
+LONGEST_SEQUENCE = 512
+"""The tokens of a sequence where nobody says how many, and the model's context is longer or not known."""
+
+TEXT = "finetune.text_file"
+_LEAST = {"steps": 1, "batch_size": 1, "window": 2, "gradient_accumulation": 1, "save_every": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """The keys below ``finetune.lora``; ``conf/config.yaml`` says what each means."""
+
+    r: int = 8
+    alpha: float = 16
+    target_modules: Sequence[str] | str = "all-linear"
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationOffload:
+    """The keys below ``finetune.activation_offload``."""
+
+    ratio: float | Literal["auto"] = 0.0
+    target: Literal["host", "disk"] = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class FinetuneOptions:
+    """The keys below ``finetune``; ``conf/config.yaml`` says what each means."""
+
+    text_file: str | None = None
+    steps: int = 10
+    batch_size: int = 1
+    window: int | None = None
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.01
+    clip_norm: float | None = 1.0
+    gradient_accumulation: int = 1
+    checkpointing: bool = False
+    lora: LoraOptions | None = None
+    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
+    seed: int = 0
+    save_every: int = 50
+
+    def sequence(self, context: int) -> int:
+        """Return the tokens of a sequence for a model with positions for ``context`` tokens, 0 where not known."""
+        return self.window or min(context or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
+
+
+def check_training(options: FinetuneOptions) -> Iterable[Fault]:
+    """Yield what is wrong with the text, the sizes and the optimizer, as far as the model needn't be known."""
+    for name, least in _LEAST.items():
+        size = getattr(options, name)
+        if size is not None and size < least:
+            yield Fault(f"finetune.{name}", f"{size} is too small; give a whole number from {least}")
+    if not 0 <= options.seed < MOST:
+        yield Fault("finetune.seed", f"{options.seed} is no seed; give a whole number from 0 to 2**63 - 1")
+    yield from _check_rates(options)
+    yield from _check_lora(options.lora)
+    ratio = options.activation_offload.ratio
+    if ratio != "auto" and not 0 <= ratio <= 1:
+        yield Fault("finetune.activation_offload.ratio", f"{ratio} is no share of bytes; give one from 0 to 1, or auto")
+    if options.text_file is None:
+        yield Fault(TEXT, f"None is no file; give the text to train on: {TEXT}=FILE")
+        return
+    try:
+        read_text(TEXT, options.text_file)
+    except ConfigError as error:
+        yield Fault.of(error)
+
+
+def _check_rates(options: FinetuneOptions) -> Iterable[Fault]:
+    if not 0 < options.learning_rate < math.inf:
+        yield Fault("finetune.learning_rate", f"{options.learning_rate} is no rate; give a finite number above 0")
+    if not 0 <= options.weight_decay < math.inf:
+        yield Fault("finetune.weight_decay", f"{options.weight_decay} is no decay; give a finite number from 0")
+    if options.clip_norm is not None and not 0 < options.clip_norm < math.inf:
+        yield Fault("finetune.clip_norm", f"{options.clip_norm} is no norm; give a finite number above 0, or null")
+
+
+def _check_lora(lora: LoraOptions | None) -> Iterable[Fault]:
+    if lora is None:
+        return
+    if lora.r < 1:
+        yield Fault("finetune.lora.r", f"{lora.r} is no rank; give a whole number from 1")
+    if not 0 < lora.alpha < math.inf:
+        yield Fault("finetune.lora.alpha", f"{lora.alpha} is no scale; give a finite number above 0")
+    if not lora.target_modules or not all(lora.target_modules):
+        yield Fault(
+            "finetune.lora.target_modules",
+            f"{lora.target_modules!r} names no modules; give a list of their names, a pattern, or all-linear",
+        )

@@ -1,0 +1,169 @@
+"""Training by the command: to bit for bit the weights of a plain loop of torch's, whatever kills it, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PretrainedConfig
+
+from stages.finetune.sequences import derive, pick
+from tests.e2e.conftest import Finished
+
+Run = Callable[..., Finished]
+EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
+WORDS = 3072
+MODELS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=WORDS, max_position_embeddings=64,
+    ),
+    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=WORDS, n_positions=64),
+}  # fmt: skip
+WINDOW = 24
+GIVEN = ("stages=finetune", "model=pretrained", f"model.tokenizer={EMBEDDED}", "finetune.text_file=text.txt")
+SMALL = (f"finetune.window={WINDOW}", "finetune.batch_size=2", "finetune.learning_rate=0.003")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small Llama in float32."""
+    return make(tmp_path_factory.mktemp("llama"), "llama", torch.float32)
+
+
+def write_text(folder: Path) -> None:
+    words = "The weights wait offstage until their cue, and the model returns a tensor of the same shape. "
+    folder.joinpath("text.txt").write_text(words * 12)
+
+
+def make(folder: Path, name: str, dtype: torch.dtype) -> Path:
+    """Write a checkpoint of random weights in several files; return its folder."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(MODELS[name], dtype=dtype)
+    model.save_pretrained(folder / "checkpoint", max_shard_size="150KB")
+    return folder / "checkpoint"
+
+
+def artifact(finished: Finished) -> Path:
+    assert finished.code == 0, finished.err
+    return Path(finished.record["stages"][-1]["artifact"])
+
+
+def plain_loop(model: Any, folder: Path, *, steps: int, accumulation: int = 1, clip: float = 1.0) -> list[float]:
+    """Train ``model`` with nothing but torch and transformers, as the defaults say; return the losses."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    ids = torch.tensor(tokenizer(folder.joinpath("text.txt").read_text())["input_ids"])
+    sequences = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
+    model.train()
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=0.003, weight_decay=0.01, foreach=False)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for batch in range(step * accumulation, (step + 1) * accumulation):
+            rows = pick(sequences, seed=0, begin=2 * batch, count=2)
+            torch.manual_seed(derive(0, "dropout", batch))
+            loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+            (loss / accumulation).backward()
+            total += float(loss.detach())
+        norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) for parameter in learning]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms)))
+        for parameter in learning:
+            assert parameter.grad is not None
+            parameter.grad.mul_(min(1.0, clip / norm)) if norm > clip else None
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / accumulation)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", torch.float32), ("gpt2", torch.float32), ("llama", torch.bfloat16)], ids=str
+)
+def test_tuned_weights_are_bitwise_those_of_a_plain_loop_and_load_again(
+    name: str, dtype: torch.dtype, tmp_path: Path, offstage_here: Run
+) -> None:
+    write_text(tmp_path)
+    checkpoint = make(tmp_path, name, dtype)
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint)
+    done = offstage_here(
+        *GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=6", "finetune.gradient_accumulation=2"
+    )
+    tuned = artifact(done) / "checkpoint"
+    losses = plain_loop(reference, tmp_path, steps=6, accumulation=2)
+    steps = [output for output in done.record["outputs"] if output["name"].startswith("step")]
+    assert [step["loss"] for step in steps] == losses
+    assert losses[-1] < losses[0], "nothing was learnt"
+    again = AutoModelForCausalLM.from_pretrained(tuned)
+    assert again.dtype == dtype
+    for (key, found), (_, wanted) in zip(again.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(found, wanted), key
+    asked = ("model=pretrained", f"model.path={tuned}", "generate.prompts=['The weights']", "generate.max_new_tokens=4")
+    loaded = offstage_here(*asked)
+    assert loaded.code == 0, loaded.err
+    ids = torch.tensor([AutoTokenizer.from_pretrained(tuned)("The weights")["input_ids"]])
+    expected = again.eval().generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert loaded.tokens == [expected]
+
+
+def test_a_step_is_told_in_the_record_and_a_second_run_is_served(
+    checkpoint: Path, tmp_path: Path, offstage_here: Run
+) -> None:
+    write_text(tmp_path)
+    given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=3")
+    done = offstage_here(*given)
+    rows = [json.loads(line) for line in artifact(done).joinpath("steps.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == [0, 1, 2]
+    assert all(row["gradient_norm"] > 0 and row["seconds"] > 0 and row["held_bytes"]["cpu"] > 0 for row in rows)
+    assert "the tuned weights are in" in done.out
+    other_pace = offstage_here(*given, "finetune.save_every=1")
+    assert other_pace.cached["finetune"]
+    assert [output for output in other_pace.record["outputs"]] == done.record["outputs"]
+    assert not artifact(offstage_here(*given, "finetune.seed=1")).samefile(artifact(done))
+
+
+TOGETHER = {
+    "finetune.text_file=gone.txt": "is no file; give one of text in UTF-8",
+    "finetune.window=1": "finetune.window: 1 is too small; give a whole number from 2",
+    "finetune.steps=0": "finetune.steps: 0 is too small",
+    "finetune.batch_size=-1": "finetune.batch_size: -1 is too small",
+    "finetune.gradient_accumulation=0": "finetune.gradient_accumulation: 0 is too small",
+    "finetune.save_every=0": "finetune.save_every: 0 is too small",
+    "finetune.learning_rate=nan": "finetune.learning_rate: nan is no rate",
+    "finetune.weight_decay=inf": "finetune.weight_decay: inf is no decay",
+    "finetune.clip_norm=0": "finetune.clip_norm: 0 is no norm",
+    "finetune.activation_offload.ratio=nan": "finetune.activation_offload.ratio: nan is no share of bytes",
+    "finetune.lora={r: 0, alpha: .inf, target_modules: []}": "finetune.lora.r: 0 is no rank",
+    "finetune.seed=-1": "finetune.seed: -1 is no seed",
+}
+MISTYPED = {
+    "finetune.optimizer=adam": "finetune.optimizer: 'adam' is none of adamw, sgd (did you mean 'adamw'?)",
+    "finetune.activation_offload.ratio=some": "finetune.activation_offload.ratio: 'some' is",
+    "finetune.lora={rank: 8}": "finetune.lora.rank: unknown key",
+    "+finetune.step=3": "finetune.step: unknown key (did you mean 'steps'?)",
+    "finetune.checkpointing=1": "finetune.checkpointing: 1 is neither true nor false",
+}
+OF_THE_MODEL = {
+    "finetune.text_file=short.txt": "has 5 tokens, and a sequence has 24",
+    "finetune.window=65": "finetune.window: 65 tokens are more than the model's context of 64",
+    "model.class=LlamaModel": "model.class: LlamaModel has no labels of the token that comes next",
+    "model.tokenizer=null": "finetune.text_file: the checkpoint has no tokenizer",
+}
+
+
+@pytest.mark.parametrize("faults", [TOGETHER, MISTYPED, *({given: words} for given, words in OF_THE_MODEL.items())])
+def test_bad_input_is_said_before_any_weight_is_read(
+    faults: dict[str, str], checkpoint: Path, tmp_path: Path, offstage_here: Run
+) -> None:
+    write_text(tmp_path)
+    tmp_path.joinpath("short.txt").write_text("wait wait wait")
+    done = offstage_here(*GIVEN, *SMALL, f"model.path={checkpoint}", *faults)
+    assert done.code == 2
+    for words in faults.values():
+        assert words in done.err
+    assert "Traceback" not in done.err
+    assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
