@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
@@ -182,9 +182,23 @@ def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fa
 
 
 def made_sound(config: Mapping[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:
-    """Return ``config`` with the default of every key that is missing or faulty: then its other keys can be checked."""
-    faulty = {fault.key.partition(".")[0] for fault in faults}
-    return default_config() | {key: value for key, value in config.items() if key not in faulty}
+    """Return ``config`` with the default of every key that is missing or faulty: then its other keys can be checked.
+
+    Of a group of keys those that are sound stay as they are.
+    """
+    faulty = {tuple(fault.key.split(".")[:depth]) for fault in faults for depth in (1, 2)}
+    plain = default_config()
+    return plain | {
+        key: _sound_group(key, value, plain.get(key), faulty) if (key,) in faulty else value
+        for key, value in config.items()
+        if (key,) not in faulty or key in plain
+    }
+
+
+def _sound_group(name: str, given: Any, plain: Any, faulty: Collection[tuple[str, ...]]) -> Any:
+    if not isinstance(given, Mapping) or not isinstance(plain, Mapping):
+        return plain
+    return {**plain, **{key: value for key, value in given.items() if key in plain and (name, key) not in faulty}}
 
 
 def _check_tracker(tracker: Mapping[str, Any]) -> Iterable[Fault]:

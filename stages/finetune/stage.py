@@ -30,9 +30,7 @@ _SHOWN = 20
 class FinetuneConfig:
     """The text, how it is cut into batches, how the weights learn and what is kept on the way."""
 
-    finetune: FinetuneOptions = field(
-        default_factory=FinetuneOptions, metadata={PATHS: {"text_file": absolute}}
-    )
+    finetune: FinetuneOptions = field(default_factory=FinetuneOptions, metadata={PATHS: {"text_file": absolute}})
 
 
 class FinetuneStage(Stage[FinetuneInputs]):

@@ -1,8 +1,8 @@
 """How far a training is, on disk: the weights that learn, and what the optimizer keeps of each.
 
-It is one safetensors file, written tensor by tensor, so that saving holds nothing twice, and a small JSON beside it that
-names it with its checksum, written after it. A kill leaves the state from before or the one from after; one that the
-disk has changed is as if it weren't there, and the training begins anew.
+It is one safetensors file, written tensor by tensor, so that saving holds nothing twice, and a small JSON beside it,
+written after it, that names it with its checksum. A kill leaves the state from before or the one from after; one that
+the disk has changed is as if it weren't there, and the training begins anew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class TrainingState:
         if not (self._folder / name).is_file() or _crc(self._folder / name) != crc:
             return 0
         with safe_open(self._folder / name, framework="pt") as file:
-            for key in file.keys():
+            for key in sorted(file.keys()):
                 self._bring_back(key, file.get_tensor(key))
         return step
 
@@ -99,7 +99,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
     written, crc = path.with_name(f"{TEMPORARY}{path.name}"), 0
     try:
         with named(path), written.open("wb") as file:
-            for piece in (len(text).to_bytes(8, "little"), text, *map(_bytes, tensors.values())):
+            for piece in _pieces(text, tensors.values()):
                 file.write(piece)
                 crc = zlib.crc32(piece, crc)
             file.flush()
@@ -112,8 +112,12 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
     return crc
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return byte_view(tensor.detach().to("cpu").contiguous())
+def _pieces(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield what stands in the file, piece by piece; of what lies on an accelerator one tensor is on the host."""
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for tensor in tensors:
+        yield byte_view(tensor.detach().to("cpu").contiguous())
 
 
 def _crc(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Training by the command: to bit for bit the weights of a plain loop of torch's, whatever kills it, and nothing else."""
+"""Training by the command: its weights are bit for bit those of a plain loop of torch's, whatever kills it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_step_is_told_in_the_record_and_a_second_run_is_served(
     assert "the tuned weights are in" in done.out
     other_pace = offstage_here(*given, "finetune.save_every=1")
     assert other_pace.cached["finetune"]
-    assert [output for output in other_pace.record["outputs"]] == done.record["outputs"]
+    assert other_pace.record["outputs"] == done.record["outputs"]
     assert not artifact(offstage_here(*given, "finetune.seed=1")).samefile(artifact(done))
 
 
@@ -137,7 +137,7 @@ TOGETHER = {
     "finetune.weight_decay=inf": "finetune.weight_decay: inf is no decay",
     "finetune.clip_norm=0": "finetune.clip_norm: 0 is no norm",
     "finetune.activation_offload.ratio=nan": "finetune.activation_offload.ratio: nan is no share of bytes",
-    "finetune.lora={r: 0, alpha: .inf, target_modules: []}": "finetune.lora.r: 0 is no rank",
+    "finetune.lora={r: 0, alpha: inf, target_modules: []}": "finetune.lora.r: 0 is no rank",
     "finetune.seed=-1": "finetune.seed: -1 is no seed",
 }
 MISTYPED = {
