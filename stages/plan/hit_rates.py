@@ -20,11 +20,11 @@ from stages.plan.plan import Plan
 from stages.plan.request.requests import asking, read_requests
 
 FILE_NAME = "hit_rates.json"
-_PLACES = 2
+_PLACES = 3
 _LEAST_STEPS = 16
 """Fewer steps of decoding tell more of the prefill, which filled the slots, than of what follows."""
 _NEWS = 0.05
-"""By how much a rate differs from what its plan expected if it is to be kept."""
+"""By which share of the bytes that its plan expected a rate brings more or less, if it is to be kept."""
 
 
 def kept_hit_rates(cache: Path, model: Mapping[str, Any]) -> dict[str, float]:
@@ -44,7 +44,7 @@ def note_decoding(context: Context, plan: Plan, *, steps: int, rate: float | Non
         return
     ((device, pool),) = plan.pools.items()
     slots, expected = plan.slots[device], float(plan.forecast["expert_hit_rate"])
-    if slots < pool.bytes and abs(rate - expected) > _NEWS:
+    if slots < pool.bytes and is_news(rate, expected):
         tokens = read_requests(context.config)[plan.batch_size].pass_tokens
         note_hit_rate(context.cache, context.config["model"], pool, slots=slots, tokens=tokens, rate=rate)
 
@@ -56,6 +56,11 @@ def note_hit_rate(cache: Path, model: Mapping[str, Any], pool: Pool, *, slots: i
     """
     key = _prefix(model) + rate_key(pool, slots, tokens)
     kept_or_measured(cache / MEASURED / FILE_NAME, {key: lambda: round(rate, _PLACES)}, is_sound=is_share)
+
+
+def is_news(rate: float, expected: float) -> bool:
+    """Return whether ``rate`` brings other bytes than were ``expected``: where nearly all is found, a little counts."""
+    return abs(rate - expected) > _NEWS * (1 - expected)
 
 
 def is_share(figure: object) -> bool:

@@ -1,13 +1,18 @@
 """Predicted against measured host peaks and bytes streamed for a token, over a grid of budgets and requests.
 
     python -m tests.benchmarks.predictions 1.1b --budgets 300MB 600MB 1GB
-    python -m tests.benchmarks.predictions qwen3-moe --budgets 60MB 120MB 200MB --tokens 33
+    python -m tests.benchmarks.predictions qwen3-moe --budgets 90MB 120MB 150MB --tokens 65 --capped
     python -m tests.benchmarks.predictions /ckpt/gpt2 --budgets 2GB --requests 1x256 2x1200 4x1000
 
 A request is SEQUENCESxLENGTH of its prompts, of which only the first is that long. Prints one line a run: what the plan
 predicted, what the process held (anonymous memory), the same of the bytes streamed for a token, and how far apart the
-two are in each. What a mixture streams is an expectation: give it ``--tokens`` enough. ``--capped`` runs each again, in
-the same folder, under a hard cap at the predicted peak and 5% more, and says whether it lives.
+two are in each. ``--capped`` runs each again, in the same folder, under a hard cap at the predicted peak and 5% more,
+and says whether it lives.
+
+What a mixture streams is an expectation: give it ``--tokens`` enough. Each of its requests is made twice. The line
+``first`` has what is expected of a mixture that never ran, which is uniform routing. The line ``after`` is of other
+prompts, with the rate of hits that the first run noted, where it was news. Text is sampled from the whole distribution
+of each token: random weights that decode greedily repeat themselves, and no expectation is of one loop (``--greedy``).
 """
 
 from __future__ import annotations
@@ -15,10 +20,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +35,45 @@ from tests.benchmarks.caps import run_capped
 from tests.benchmarks.checkpoints import MIXTURES, SHAPES, make, make_mixture_like
 
 BUDGETS = ["300MB", "450MB", "600MB", "800MB", "1GB", "1.25GB", "1.5GB", "1.8GB", "2.1GB", "2.5GB"]
+SAMPLED = ["generate.do_sample=true", "generate.top_k=0"]
 COMMAND = [sys.executable, "-P", "-c", "from pipeline.app import main; main()"]
 
 
-def prompts(request: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all runs of one table have in common; ``work`` is the folder that they are made in."""
+
+    checkpoint: Path
+    work: Path
+    tokens: int
+    options: Sequence[str]
+    capped: bool
+
+    def command(self, budget: str, request: str, seed: int) -> list[str]:
+        """Return the command that answers ``request`` under ``budget``; prompts and sampling go by ``seed``."""
+        asked = [f"generate.{bound}_new_tokens={self.tokens}" for bound in ("min", "max")]
+        given = [f"model.path={self.checkpoint}", "model=pretrained", f"max_memory.cpu={budget}", f"seed={seed}"]
+        return [*COMMAND, *given, f"generate.prompts={prompts(request, seed)}", *asked, *self.options]
+
+    def run(self, asked: Sequence[str]) -> dict[str, Any]:
+        """Return the run record of the command ``asked``."""
+        subprocess.run(asked, cwd=self.work, check=True, capture_output=True)
+        newest = max(self.work.glob("outputs/runs/*/*/run.json"), key=lambda path: path.stat().st_mtime_ns)
+        record: dict[str, Any] = json.loads(newest.read_text())
+        return record
+
+    def fate(self, asked: Sequence[str], predicted: int) -> str:
+        """Return how the command ``asked`` ends under a cap that leaves 5% beside what was ``predicted``."""
+        shutil.rmtree(self.work / "outputs/cache/generate")
+        code = run_capped(asked, round(1.05 * predicted), cwd=self.work).returncode
+        return "lives" if code == 0 else "KILLED" if code == -9 else f"exit code {code}"
+
+
+def prompts(request: str, seed: int = 0) -> str:
     """Return the prompts of ``request``, e.g. 4x1000, as token ids; all but the first are padded to its length."""
     sequences, length = map(int, request.split("x"))
-    return str([[5 + i % 90 for i in range(length - min(row, length // 2))] for row in range(sequences)])
-
-
-def command(checkpoint: Path, budget: str, *, request: str, tokens: int, options: Sequence[str]) -> list[str]:
-    """Return the command that generates so many ``tokens`` under ``budget``."""
-    asked = [f"generate.{bound}_new_tokens={tokens}" for bound in ("min", "max")]
-    given = [f"model.path={checkpoint}", "model=pretrained", f"max_memory.cpu={budget}"]
-    return [*COMMAND, *given, f"generate.prompts={prompts(request)}", *asked, *options]
-
-
-def measure(asked: Sequence[str], work: Path) -> dict[str, Any]:
-    """Return the run record of the command ``asked``, run in ``work`` with nothing cached."""
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    subprocess.run(asked, cwd=work, check=True, capture_output=True)
-    record: dict[str, Any] = json.loads(next(work.glob("outputs/runs/*/*/run.json")).read_text())
-    return record
+    ids = random.Random(seed)
+    return str([[ids.randrange(5, 95) for _ in range(length - min(row, length // 2))] for row in range(sequences)])
 
 
 def main() -> None:
@@ -61,23 +85,38 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
     parser.add_argument("--tokens", type=int, default=3)
+    parser.add_argument("--greedy", action="store_true", help="decode greedily, not by sampling")
     parser.add_argument("--capped", action="store_true", help="run each again under its predicted peak and 5%%")
     parser.add_argument("--option", action="append", default=[], help="an override, e.g. storage.io=direct")
     given = parser.parse_args()
     checkpoint = _checkpoint(given.model, given.folder)
-    work, errors = given.folder / f"predictions-{checkpoint.name}", []
+    options = [*([] if given.greedy else SAMPLED), *given.option]
+    setup = Setup(checkpoint, given.folder / f"predictions-{checkpoint.name}", given.tokens, options, given.capped)
+    errors: dict[str, list[list[float]]] = defaultdict(list)
     for budget, request in itertools.product(given.budgets, given.requests):
-        asked = command(checkpoint, budget, request=request, tokens=given.tokens, options=given.option)
-        pairs = figures(measure(asked, work))
-        errors.append(
-            [predicted / measured - 1 if measured else float(bool(predicted)) for predicted, measured in pairs]
-        )
+        for when, found in measure(setup, budget, request):
+            errors[when].append(found)
+    for when, rows in errors.items():
+        peaks, streamed = (max(map(abs, each)) for each in zip(*rows, strict=True))
+        say(f"{when}: largest error {peaks:.1%} of peaks, {streamed:.1%} of bytes streamed, over {len(rows)} runs")
+
+
+def measure(setup: Setup, budget: str, request: str) -> Iterator[tuple[str, list[float]]]:
+    """Yield the errors of each run of ``request`` under ``budget``, and print its line; nothing is cached at first."""
+    shutil.rmtree(setup.work, ignore_errors=True)
+    setup.work.mkdir(parents=True)
+    for seed, when in enumerate(("first", "after")):
+        asked = setup.command(budget, request, seed)
+        record = setup.run(asked)
+        pairs = figures(record)
+        errors = [_error(*pair) for pair in pairs]
         sizes = " ".join(f"{format_bytes(count):>10}" for pair in pairs for count in pair)
-        fate = f"  {_fate(asked, work, pairs[0][0])}" if given.capped else ""
-        apart = " ".join(f"{error:+.1%}" for error in errors[-1])
-        say(f"{budget:>8} {request:>8}  predicted, measured; streamed: {sizes}  {apart}{fate}")
-    peaks, streamed = (max(map(abs, each)) for each in zip(*errors, strict=True))
-    say(f"largest error {peaks:.1%} of peaks, {streamed:.1%} of bytes streamed, over {len(errors)} runs")
+        fate = f"  {setup.fate(asked, pairs[0][0])}" if setup.capped else ""
+        apart = " ".join(f"{error:+.1%}" for error in errors)
+        say(f"{budget:>8} {request:>8} {when}  predicted, measured; streamed: {sizes}  {apart}{fate}")
+        yield when, errors
+        if "expert_hit_rate" not in record["metrics"]:
+            return
 
 
 def _checkpoint(model: str, folder: Path) -> Path:
@@ -97,13 +136,6 @@ def figures(record: dict[str, Any]) -> list[tuple[int, int]]:
 def _error(predicted: int, measured: int) -> float:
     """Return by which share of what was ``measured`` the prediction is above it."""
     return predicted / measured - 1 if measured else float(predicted != measured)
-
-
-def _fate(asked: Sequence[str], work: Path, predicted: int) -> str:
-    """Return how the command ``asked`` ends under a cap that leaves 5% beside what was ``predicted``."""
-    shutil.rmtree(work / "outputs/cache/generate")
-    code = run_capped(asked, round(1.05 * predicted), cwd=work).returncode
-    return "lives" if code == 0 else "KILLED" if code == -9 else f"exit code {code}"
 
 
 def say(line: str) -> None:

@@ -14,7 +14,7 @@ from stages.machine.hardware import hardware
 from stages.machine.kernels import NOMINAL
 from stages.machine.rates import Rates
 from stages.plan.expert_slots import Pool, Routing
-from stages.plan.hit_rates import FILE_NAME, is_share, kept_hit_rates, note_hit_rate
+from stages.plan.hit_rates import FILE_NAME, is_news, is_share, kept_hit_rates, note_hit_rate
 from stages.plan.inputs import gather_inputs
 from tests.stages.plan.mixtures import mixture
 
@@ -32,7 +32,7 @@ def test_a_rate_is_expected_again_with_about_as_many_slots(tmp_path: Path) -> No
     assert kept_hit_rates(tmp_path, model) == {}
     note_hit_rate(tmp_path, model, POOL, slots=480, tokens=1, rate=0.8123)
     routing = Routing(1, kept_hit_rates(tmp_path, model))
-    assert [routing.hit_rate(POOL, slots) for slots in (480, 490, 600, 960)] == [0.81, 0.81, 600 / 960, 1]
+    assert [routing.hit_rate(POOL, slots) for slots in (480, 490, 600, 960)] == [0.812, 0.812, 600 / 960, 1]
 
 
 def test_the_first_of_equal_runs_counts(tmp_path: Path) -> None:
@@ -54,6 +54,11 @@ def test_another_checkpoint_has_rates_of_its_own(tmp_path: Path) -> None:
                                                ("1", False), (None, False)])  # fmt: skip
 def test_only_shares_are_taken(figure: object, sound: bool) -> None:
     assert is_share(figure) is sound
+
+
+@pytest.mark.parametrize(("rate", "news"), [(0.89, True), (0.904, False), (0.896, False), (0.95, True), (0.0, True)])
+def test_a_rate_is_news_by_the_bytes_that_it_brings(rate: float, news: bool) -> None:
+    assert is_news(rate, 0.9) is news, "a tenth of the experts is brought: 0.95 is half of the bytes"
 
 
 def test_a_rate_that_is_none_is_passed_over(tmp_path: Path) -> None:
