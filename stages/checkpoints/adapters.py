@@ -7,6 +7,7 @@ is the one that it knows. Adapters are small: their bytes go into keys, so that 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ _TYPE = "LORA"
 _MOST_RANK = 2**16
 """Larger than any rank: an adapter of a rank near its model's width has more weights than what it adapts."""
 
+ADAPTER = "default"
+"""What peft calls the one adapter of a model."""
+
+_ADDED = re.compile(rf"\.(lora_\w+|modules_to_save)\.{ADAPTER}(\.|$)")
+"""What the name of a tensor has in a model that an adapter adds to it."""
+
 _SERVED = {
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "bias", "use_rslora",
     "use_dora", "lora_bias", "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern",
@@ -40,6 +47,11 @@ _OF_TRAINING = {
 
 _STARTS = (True, False, None, "gaussian", "eva")
 """How weights may have been initialised: all other ways take something out of the base model's weights too."""
+
+
+def is_added(name: str) -> bool:
+    """Return whether an adapter adds the tensor ``name`` to a model."""
+    return _ADDED.search(name) is not None
 
 
 def adapter_folder(model: Mapping[str, Any]) -> Path | None:

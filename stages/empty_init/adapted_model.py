@@ -14,16 +14,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from pipeline.errors import CheckpointError, foreign
-from stages.checkpoints.adapters import CONFIG, read_settings, told_model
+from pipeline.errors import CheckpointError, ConfigError, foreign
+from stages.checkpoints.adapters import ADAPTER, CONFIG, read_settings, told_model
 
 _log = logging.getLogger(__name__)
-
-ADAPTER = "default"
-"""What peft calls the one adapter of a model."""
 
 _REPLACEMENT = f"modules_to_save.{ADAPTER}"
 """Where peft has the module that replaces another one whole."""
@@ -52,18 +50,30 @@ def add_adapter(model: nn.Module, folder: Path) -> None:
     That is the dtype that peft computes an adapter in, whatever the model's. A ``CheckpointError`` where it has no
     place in this model.
     """
+    settings = read_settings(folder)
+    _log.info("%s: says that it is for %s", folder / CONFIG, told_model(folder))
+    with foreign(CheckpointError, f"{folder / CONFIG}: it is no adapter of {type(model).__name__}"):
+        _inject(model, {**settings, "inference_mode": True})
+    _drop_replaced(model)
+
+
+def add_new_adapter(model: nn.Module, settings: Mapping[str, Any], *, key: str) -> None:
+    """Put the modules of an adapter into ``model`` that has no weights yet: they are on meta and in float32.
+
+    ``settings`` are arguments of peft's ``LoraConfig``. A ``ConfigError`` about ``key`` where it has no place there.
+    """
+    with foreign(ConfigError, f"{key}: it has no place in {type(model).__name__}"):
+        _inject(model, {**settings, "inference_mode": False})
+
+
+def _inject(model: nn.Module, settings: Mapping[str, Any]) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
-    settings = read_settings(folder)
-    _log.info("%s: says that it is for %s", folder / CONFIG, told_model(folder))
-    about = f"{folder / CONFIG}: it is no adapter of {type(model).__name__}"
-    with foreign(CheckpointError, about), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a GPT-2's weights are transposed, say, which peft then heeds
-        config = LoraConfig(**settings, inference_mode=True)
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         cast_adapter_dtype(model, ADAPTER)
-    _drop_replaced(model)
 
 
 def _drop_replaced(model: nn.Module) -> None:

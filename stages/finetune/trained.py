@@ -1,69 +1,51 @@
-"""Which of a model's weights learn: all that are floating, those of its adapter, or those of an adapter that is new.
-
-A dispatched model is for inference: nothing in it requires gradients, and it is in eval mode. Here what learns is told
-to, and the model goes into training mode, as its users know it: dropout drops what the model's config says.
-"""
+"""What of a dispatched model learns, ready to be trained."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError, foreign
+from pipeline.errors import ConfigError
+from stages.checkpoints.adapters import is_added
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor
-from stages.empty_init.adapted_model import ADAPTER, without_adapter
 from stages.empty_init.skeleton import parent
 from stages.finetune.sequences import derive
-from stages.plan.request.training import LoraOptions
-
-Parameters = dict[str, nn.Parameter]
-
-
-def train_all(model: nn.Module) -> Parameters:
-    """Have every floating parameter of ``model`` learn, and return them by name, tied ones once."""
-    return _learning(model, {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()})
+from stages.plan.request.learning import Parameters, adapt, choose_learning
+from stages.plan.request.training import FinetuneOptions
 
 
-def train_adapter(model: nn.Module) -> Parameters:
-    """Have the parameters of the adapter of ``model`` learn, and return them by name."""
-    added = set(without_adapter(model).added.values())
-    return _learning(model, {name: weight for name, weight in model.named_parameters() if name in added})
+def prepare(
+    model: nn.Module, options: FinetuneOptions, *, adapted: bool, devices: Mapping[str, torch.device]
+) -> Parameters:
+    """Make ``model`` one that trains, and return what of it learns by name.
 
-
-def _learning(model: nn.Module, chosen: Parameters) -> Parameters:
-    for name, weight in chosen.items():
-        if isinstance(weight, WaitingTensor) or weight.is_meta:
-            raise ConfigError(f"device_map: {name!r} is streamed, and what is streamed can't learn; see finetune.lora")
-    model.requires_grad_(False)
-    for weight in chosen.values():
-        weight.requires_grad_(True)
-    model.train()
-    return chosen
-
-
-def add_lora(model: nn.Module, lora: LoraOptions, *, seed: int, devices: Mapping[str, torch.device]) -> None:
-    """Put a new adapter into ``model``, made of ``lora``: it changes nothing yet, since one of its factors is zero.
-
-    Its weights are float32, as peft has them, and lie on the one of ``devices`` where the module computes that they are
-    added to. Raises ``ConfigError`` where peft finds no place for it.
+    ``adapted`` says that it has an adapter, which learns then. A new one lies, module by module, on the one of
+    ``devices`` where the module computes that it is added to.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    adapt(model, options)
+    if options.lora is not None:
+        _fill(model, seed=options.seed, devices=devices)
+    learning = choose_learning(model, adapter=adapted or options.lora is not None)
+    for name, weight in learning.items():
+        if isinstance(weight, WaitingTensor):
+            raise ConfigError(f"device_map: {name!r} is streamed, and what is streamed can't learn; see finetune.lora")
+    return learning
 
-    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
-    about = f"finetune.lora: {targets!r} names nothing in {type(model).__name__} that an adapter goes to"
-    with foreign(ConfigError, about), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a GPT-2's weights are transposed, say, which peft then heeds
-        inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
-    for name in without_adapter(model).added.values():
-        module, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
-        device = devices[name.partition(".lora_")[0]]
-        weight = torch.zeros(module.get_parameter(attribute).shape, dtype=torch.float32)
+
+def _fill(model: nn.Module, *, seed: int, devices: Mapping[str, torch.device]) -> None:
+    """Give the new adapter of ``model`` its weights: it changes nothing yet, since one of its factors is zero.
+
+    The other is drawn as peft draws it.
+    """
+    for name, empty in list(model.named_parameters()):
+        if not is_added(name):
+            continue
+        weight = torch.zeros(empty.shape, dtype=empty.dtype)
         if ".lora_A." in name:
             generator = torch.Generator().manual_seed(derive(seed, "lora", name))
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
-        setattr(module, attribute, nn.Parameter(weight.to(device)))
+        module, place = model.get_submodule(parent(name)), devices[name.partition(".lora_")[0]]
+        setattr(module, name.rpartition(".")[2], nn.Parameter(weight.to(place)))

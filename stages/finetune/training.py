@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -17,12 +16,13 @@ from tqdm import tqdm
 from pipeline.atomic_files import write_text
 from pipeline.errors import ConfigError
 from pipeline.stage import Context
+from stages.checkpoints.adapters import adapter_folder
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
 from stages.finetune.inputs import CHECKPOINT, STEPS, FinetuneInputs
 from stages.finetune.sequences import make_sequences
 from stages.finetune.steps import Trainer, make_optimizer
-from stages.finetune.trained import Parameters, add_lora, train_adapter, train_all
+from stages.finetune.trained import prepare
 from stages.finetune.training_state import TrainingState
 from stages.finetune.tuned import save_adapter, save_model
 from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
@@ -30,6 +30,7 @@ from stages.inference.measured import held_now, measured_peaks
 from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
 from stages.plan import plan as plans
+from stages.plan.request.learning import Parameters
 from stages.plan.request.training import TEXT
 
 
@@ -57,13 +58,14 @@ def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
     check_words(dispatched.model, [[int(sequences.max())]], key=TEXT)
     parameters = _choose(inputs, context, dispatched)
     cost = _run(inputs, dispatched, parameters, sequences, folder)
-    adapted = inputs.options.lora is not None or bool(inputs.model.get("adapter"))
+    adapted = inputs.options.lora is not None or adapter_folder(inputs.model) is not None
     (save_adapter if adapted else save_model)(dispatched.model, inputs.model, folder / CHECKPOINT)
     if dispatched.streamer.trace is not None:
         dispatched.streamer.trace.save(folder / TRACE_NAME)
     own: Metrics = {
         "trained_parameters": sum(parameter.numel() for parameter in parameters.values()),
         "sequences": len(sequences),
+        "taken_steps": cost.forwards,
         "train_seconds": cost.seconds,
         "trained_tokens_per_second": cost.results_per_second,
         **cost.metrics(),
@@ -73,17 +75,10 @@ def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
 
 def _choose(inputs: FinetuneInputs, context: Context, dispatched: Dispatched) -> Parameters:
     """Return what of the model learns, a new adapter made where one is asked for."""
-    model, options = dispatched.model, inputs.options
-    if options.checkpointing:
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if options.lora is not None:
-        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
-        devices = {name: dispatched.devices.torch_device(device) for name, device in plan.execution.items()}
-        add_lora(model, options.lora, seed=options.seed, devices=devices)
-    elif not inputs.model.get("adapter"):
-        return train_all(model)
-    return train_adapter(model)
+    plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+    devices = {name: dispatched.devices.torch_device(device) for name, device in plan.execution.items()}
+    adapted = adapter_folder(inputs.model) is not None
+    return prepare(dispatched.model, inputs.options, adapted=adapted, devices=devices)
 
 
 def _run(

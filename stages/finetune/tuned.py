@@ -11,10 +11,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
-from stages.checkpoints.adapters import CONFIG, adapter_folder
+from stages.checkpoints.adapters import ADAPTER, CONFIG, adapter_folder
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizers import TOKENIZER_FILES
-from stages.empty_init.adapted_model import ADAPTER, without_adapter
+from stages.empty_init.adapted_model import without_adapter
 
 SHARD_SIZE = "1GB"
 """The most of one file. A release of safetensors that copies what it writes copies no more than that at once."""
@@ -65,8 +65,3 @@ def save_adapter(model: nn.Module, node: Mapping[str, Any], folder: Path) -> Non
     told = json.loads((folder / CONFIG).read_text())
     if isinstance(told["target_modules"], list):  # a set that went through a list: in no order of its own
         (folder / CONFIG).write_text(json.dumps({**told, "target_modules": sorted(told["target_modules"])}, indent=2))
-
-
-def saved_weights(folder: Path) -> list[str]:
-    """Return the names of the files with weights in ``folder``, in order."""
-    return sorted(file.name for file in folder.glob("*.safetensors"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 
 from pipeline.errors import BudgetError, ConfigError, closest
-from stages.empty_init.skeleton import longest_prefix
+from stages.empty_init.skeleton import longest_prefix, parent
 from stages.machine.hardware import Hardware
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, Shortage, find_shortage
@@ -145,3 +145,22 @@ def require_writable(plan: Plan, written: Mapping[str, str]) -> None:
             f"{written[lost[0]]!r} changes it in place, and what is streamed comes back unchanged; keep it where it "
             "computes, with a larger max_memory or device_map_overrides"
         )
+
+
+def require_resident(outline: Outline, plan: Plan, learning: Sequence[str]) -> None:
+    """Raise ``BudgetError`` where a weight that is ``learning`` isn't resident, with the least budget by which all are.
+
+    What is brought in for each use is what the checkpoint holds: what it has learnt would be lost.
+    """
+    away = [name for name in learning if name in plan.serving]
+    if not away:
+        return
+    device = plan.execution[parent(away[0])]
+    brought = {outline.skeleton.leader(name) for name in plan.serving if plan.execution[parent(name)] == device}
+    least = plan.resident_bytes.get(device, 0) + sum(outline.sizes[name] for name in brought)
+    more = f" and {len(away) - 1} more" if len(away) > 1 else ""
+    raise BudgetError(
+        f"max_memory.{device}: {away[0]!r}{more} would wait on {plan.homes[away[0]]}, and what is streamed can't learn;"
+        f" the least that works is {least} bytes ({format_bytes(least)}); or train an adapter beside streamed weights:"
+        " finetune.lora={r: 8}"
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipeline.stage import MEASURED, Config
 from pipeline.typed_config import read
-from stages.checkpoints.adapters import adapter_folder
+from stages.checkpoints.adapters import adapter_folder, is_added
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
 from stages.machine.hardware import Accelerator, Hardware, coarse
@@ -26,7 +26,8 @@ from stages.plan.outline import Outline
 from stages.plan.predict import Work, most, work
 from stages.plan.request.geometry import read_geometry
 from stages.plan.request.media_demand import MediaDemand
-from stages.plan.request.requests import media_request, read_request, read_requests
+from stages.plan.request.requests import media_request, read_request, read_requests, what_learns
+from stages.plan.request.training import Learns
 from stages.plan.serving import Io, choose_io
 from stages.units import CPU, DeviceId
 
@@ -54,8 +55,9 @@ class PlanInputs:
 
     ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
     least the last. ``count`` prompts or windows, each of ``copies`` rows that compute at once, are then to be answered,
-    in the ``rooms`` that devices have. ``simulated`` has the accelerators that the config lists; those that are here
-    stand in ``machine``, since their free memory is in the budgets already.
+    in the ``rooms`` that devices have. ``learns`` says which weights are changed by the run. ``simulated`` has the
+    accelerators that the config lists; those that are here stand in ``machine``, since their free memory is in the
+    budgets already.
     """
 
     skeleton: str
@@ -65,10 +67,20 @@ class PlanInputs:
     count: int
     copies: int
     rooms: Mapping[DeviceId, int]
+    learns: Learns
     simulated: tuple[Accelerator | None, ...]
     rates: Rates
     outline: Outline = field(compare=False)
     machine: Hardware = field(compare=False)
+
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """The names of the weights that are changed by the run, tied ones under all their names."""
+        parameters = (spec for spec in self.outline.skeleton.tensors if spec.kind == "parameter")
+        if self.learns == "adapter":
+            return tuple(spec.name for spec in parameters if is_added(spec.name))
+        floating = (spec.name for spec in parameters if spec.dtype.startswith(("float", "bfloat")))
+        return tuple(floating) if self.learns == "all" else ()
 
 
 def gather_inputs(
@@ -111,6 +123,7 @@ def gather_inputs(
         count=read_request(config).sequences // largest.copies if chosen else 0,
         copies=largest.copies * largest.positions if chosen else 0,
         rooms=rooms(machine, leaves=bool(given.max_memory)) if chosen else {},
+        learns=what_learns(config),
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
         rates=rates,
         outline=outline,

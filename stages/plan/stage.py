@@ -21,13 +21,13 @@ from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble
-from stages.plan.checks import has_room, require_room, require_writable
+from stages.plan.checks import has_room, require_resident, require_room, require_writable
 from stages.plan.expert_slots import SINGLE
 from stages.plan.hit_rates import kept_hit_rates
 from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_rates
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement
+from stages.plan.placement import Budgets, Placement, execution_device
 from stages.plan.policies import POLICIES
 from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
@@ -45,7 +45,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 9
+    version = 10
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -140,15 +140,26 @@ def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[objec
     outline, demand = inputs.outline, inputs.demands[size]
     allowed = tuple(demand.allowance.budgets.items())
     if allowed not in placements:
-        placements[allowed] = override(outline, _place(inputs, demand.allowance.budgets), inputs.overrides)
+        placements[allowed] = _placed(inputs, demand.allowance.budgets)
     placement = placements[allowed]
     allowance = budgets.with_idle_noted(demand.allowance, placement.homes)
     plan = assemble(outline, placement, allowance, policy=inputs.choice.policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
+    require_resident(outline, plan, inputs.learning)
     plan = replace(plan, ledgers=ledgers(inputs.machine, plan.budgets), batch_size=size)
     return predict(
         outline, plan, demand.work, inputs.rates, routing=demand.routing or SINGLE, pages_stay=demand.pages_stay
     )
+
+
+def _placed(inputs: PlanInputs, allowed: Budgets) -> Placement:
+    """Return the placement that was asked for. An adapter that learns stays where it computes, whatever a map says."""
+    outline, kept = inputs.outline, inputs.learning if inputs.learns == "adapter" else ()
+    taken = sum(outline.sizes[name] for name in kept)
+    left = {device: room if room is None else max(0, room - taken) for device, room in allowed.items()}
+    placement = override(outline, _place(inputs, left), inputs.overrides)
+    at_home = {name: execution_device(outline, outline.layer_of[name], placement) for name in kept}
+    return replace(placement, homes={**placement.homes, **at_home})
 
 
 def _place(inputs: PlanInputs, allowed: Budgets) -> Placement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PretrainedConfig
 
 from stages.finetune.sequences import derive, pick
-from tests.e2e.conftest import Finished
+from tests.e2e.conftest import Finished, start, wait_for
 
 Run = Callable[..., Finished]
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
@@ -167,3 +168,72 @@ def test_bad_input_is_said_before_any_weight_is_read(
         assert words in done.err
     assert "Traceback" not in done.err
     assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
+
+
+def killed_with_a_state(folder: Path, *options: str) -> None:
+    """Run the command, and kill it as soon as it has saved a state; it must not be done by then."""
+    with start(folder, *options) as process:
+        wait_for(lambda: list(folder.glob("outputs/cache/finetune/.tmp-*/state.json")), process)
+        process.kill()
+
+
+def test_killed_it_goes_on_from_the_saved_state_to_bitwise_the_same_weights(tmp_path: Path, offstage_here: Run) -> None:
+    write_text(tmp_path)
+    checkpoint = make(tmp_path, "gpt2", torch.bfloat16)
+    given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=40", "finetune.save_every=7")
+    killed_with_a_state(tmp_path, *given)
+    (left,) = tmp_path.glob("outputs/cache/finetune/.tmp-*")
+    state = json.loads(left.joinpath("state.json").read_text())
+    assert 0 < state["step"] < 40
+    resumed = offstage_here(*given)
+    assert resumed.code == 0, resumed.err
+    assert resumed.record["metrics"]["taken_steps"] == 40 - state["step"]
+    assert not list(artifact(resumed).glob("state*")), "the state is left in the artifact"
+    tmp_path.joinpath("outputs/cache/finetune").rename(tmp_path / "before")
+    whole = offstage_here(*given)
+    assert whole.record["metrics"]["taken_steps"] == 40
+    assert whole.record["outputs"] == resumed.record["outputs"]
+
+
+def test_a_new_adapter_learns_as_pefts_own_and_loads_as_an_adapter(
+    checkpoint: Path, tmp_path: Path, offstage_here: Run
+) -> None:
+    peft = pytest.importorskip("peft", reason="the extra adapter isn't installed")
+    write_text(tmp_path)
+    given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=4")
+    lora = "finetune.lora={r: 4, alpha: 8, target_modules: [q_proj, down_proj]}"
+    done = offstage_here(*given, lora)
+    tuned = artifact(done) / "checkpoint"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    reference = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    )
+    for name, weight in reference.named_parameters():
+        if ".lora_A." in name:
+            generator = torch.Generator().manual_seed(derive(0, "lora", name.removeprefix("base_model.model.")))
+            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+    losses = plain_loop(reference, tmp_path, steps=4)
+    assert [output["loss"] for output in done.record["outputs"][:4]] == losses
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), tuned)
+    found, wanted = (peft.get_peft_model_state_dict(one) for one in (loaded, reference))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    further = offstage_here(*given, f"model.adapter={tuned}", "device_map=disk", "storage.io=direct")
+    assert [output["loss"] for output in further.record["outputs"][:4]] == plain_loop(reference, tmp_path, steps=4)
+    assert further.record["metrics"]["streamed_bytes_per_forward"] > 0
+
+
+def test_weights_that_would_be_streamed_are_refused_with_the_least_budget_that_works(
+    checkpoint: Path, tmp_path: Path, offstage_here: Run
+) -> None:
+    write_text(tmp_path)
+    given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=1", "device_map=sequential")
+    refused = offstage_here(*given, "max_memory.cpu=500kB")
+    assert refused.code == 4
+    assert len(refused.err.strip().splitlines()) == 1
+    assert "'model.embed_tokens.weight' and 20 more would wait on disk, and what is streamed can't" in refused.err
+    assert "finetune.lora={r: 8}" in refused.err
+    assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
+    least = int(refused.err.partition("the least that works is ")[2].split()[0])
+    assert offstage_here(*given, f"max_memory.cpu={least - 1}").code == 4
+    assert offstage_here(*given, f"max_memory.cpu={least}").code == 0

@@ -17,6 +17,7 @@ from pipeline.errors import ConfigError
 from pipeline.stage import Config
 from pipeline.typed_config import read
 from stages.calls.options import ForwardOptions, count_rows, read_texts
+from stages.checkpoints.adapters import adapter_folder
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
@@ -26,7 +27,7 @@ from stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, r
 from stages.plan.request.media_demand import MediaDemand
 from stages.plan.request.prompts import Prompt, read_prompts
 from stages.plan.request.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
-from stages.plan.request.training import FinetuneOptions
+from stages.plan.request.training import FinetuneOptions, Learns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -236,6 +237,15 @@ def finetune_request(finetune: Mapping[str, Any], model: Mapping[str, Any]) -> R
     options = read(FinetuneOptions, finetune)
     window = options.sequence(read_geometry(model).context)
     return Request(options.batch_size, window, length=0, positions=window)
+
+
+def what_learns(config: Config) -> Learns:
+    """Return which of the model's weights the config's stages change; an adapter that is new isn't among them."""
+    if asking(config) != "finetune":
+        return "nothing"
+    if adapter_folder(config["model"]) is not None:
+        return "adapter"
+    return "all" if read(FinetuneOptions, config["finetune"]).lora is None else "nothing"
 
 
 READERS: Mapping[str, Reader] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.errors import ConfigError, Fault
 from stages.plan.request.prompts import MOST
@@ -17,6 +17,9 @@ from stages.plan.request.texts import read_text
 
 LONGEST_SEQUENCE = 512
 """The tokens of a sequence where nobody says how many, and the model's context is longer or not known."""
+
+Learns = Literal["nothing", "adapter", "all"]
+"""Which of a model's weights are changed by a run: none, those of its adapter, or all that are floating."""
 
 TEXT = "finetune.text_file"
 _LEAST = {"steps": 1, "batch_size": 1, "window": 2, "gradient_accumulation": 1, "save_every": 1}
@@ -29,6 +32,12 @@ class LoraOptions:
     r: int = 8
     alpha: float = 16
     target_modules: Sequence[str] | str = "all-linear"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of peft's ``LoraConfig``."""
+        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
+        return {"r": self.r, "lora_alpha": self.alpha, "target_modules": targets, "task_type": "CAUSAL_LM"}
 
 
 @dataclass(frozen=True, slots=True)
