@@ -156,8 +156,8 @@ def require_resident(outline: Outline, plan: Plan, learning: Sequence[str]) -> N
     if not away:
         return
     device = plan.execution[parent(away[0])]
-    brought = {outline.skeleton.leader(name) for name in plan.serving if plan.execution[parent(name)] == device}
-    least = plan.resident_bytes.get(device, 0) + sum(outline.sizes[name] for name in brought)
+    computed = {outline.skeleton.leader(name) for name in outline.sizes if plan.execution[parent(name)] == device}
+    least = sum(outline.sizes[name] for name in computed)
     more = f" and {len(away) - 1} more" if len(away) > 1 else ""
     raise BudgetError(
         f"max_memory.{device}: {away[0]!r}{more} would wait on {plan.homes[away[0]]}, and what is streamed can't learn;"
