@@ -129,11 +129,9 @@ def named_code(config: Config) -> Iterator[tuple[str, str]]:
 def outputs_for(record: Path) -> Path:
     """Return where a replay of ``record`` writes: the ``outputs`` folder that it lies in, else that of the current one.
 
-    What the record says is not asked: its author may have named any folder of this machine.
+    It lies in one wherever that was moved to, and however its run or its sweep was named below ``runs`` or
+    ``multirun``. What the record says is not asked: its author may have named any folder of this machine.
     """
     folder = record.absolute().parent
-    for depth, name in ((1, "runs"), (2, "multirun")):
-        above = folder.parents[depth : depth + 2]
-        if len(above) == 2 and above[0].name == name and os.access(above[1], os.W_OK):
-            return above[1]
-    return Path("outputs").absolute()
+    trees = (above.parent for above in folder.parents if above.name in ("runs", "multirun"))
+    return next((tree for tree in trees if os.access(tree, os.W_OK)), Path("outputs").absolute())

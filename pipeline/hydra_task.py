@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import chdir
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,7 +56,7 @@ class Task:
         )
         self.outcomes.append(Outcome(int(hydra.job.num) if apart else 0, hydra.overrides.task, code))
         if apart:
-            self.sweep = Path(hydra.sweep.dir).absolute()
+            self.sweep = Path(hydra.runtime.cwd, hydra.sweep.dir)
         return code
 
     def _run(self, config: DictConfig, started: float, *, apart: bool) -> int:
@@ -93,5 +94,6 @@ def start_record(config: DictConfig) -> RunRecord:
     with never_left_running(record), mendable():
         if hydra.mode == RunMode.MULTIRUN:
             refuse_sharing(config)
-        record.config = resolve(config)
+        with chdir(hydra.runtime.cwd):  # with hydra.job.chdir the current folder is the run's; paths aren't meant so
+            record.config = resolve(config)
     return record

@@ -22,6 +22,8 @@ from pipeline.stage import Config, Report
 
 RECORD = "run.json"
 SCHEMA_VERSION = 1
+_LISTED = 8
+"""How many jobs of a sweep an error names."""
 METRICS = (
     "load_seconds",
     "time_to_first_token_seconds",
@@ -126,7 +128,10 @@ class RunRecord:
         """
         file = path / RECORD if path.is_dir() else path
         with mendable(file.parent):
-            text = read_regular(file)
+            try:
+                text = read_regular(file)
+            except FileNotFoundError as error:
+                raise StorageError(_no_record(path)) from error
         try:
             content = parse_json(text)
         except ValueError as error:
@@ -228,6 +233,17 @@ class RunRecord:
 
     def _text(self) -> str:
         return json.dumps(self._content, indent=2) + "\n"
+
+
+def _no_record(path: Path) -> str:
+    """Return what to say where ``path`` leads to no record: it may be the folder of a sweep, whose jobs have one."""
+    if not path.exists():
+        return f"{path}: there is nothing; give the folder of a run"
+    jobs = sorted((found.parent for found in path.glob(f"*/{RECORD}")), key=lambda job: (len(job.name), job.name))
+    if not jobs:
+        return f"{path}: no {RECORD} there; give the folder of a run"
+    names = ", ".join(job.name for job in jobs[:_LISTED]) + (", …" if len(jobs) > _LISTED else "")
+    return f"{path}: a sweep, with {len(jobs)} job{'s' * (len(jobs) > 1)} ({names}); give the folder of one: {jobs[0]}"
 
 
 @contextmanager

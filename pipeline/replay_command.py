@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from os import getpid
@@ -135,10 +135,10 @@ def _listed(found: Sequence[Change]) -> Iterable[str]:
 
 def _compare_stored(then: RunRecord) -> int:
     """Hold what the cache keeps of the run against its record; nothing is run."""
-    stages = {stage.name: stage for stage in load_stages(then.config)}
+    stages, cache = {stage.name: stage for stage in load_stages(then.config)}, outputs_for(then.path) / "cache"
     difference: Difference | None = None
     for entry in then.data["stages"]:
-        report = stages[entry["name"]].report(_stored(entry["name"], entry["key"], Path(entry["artifact"])))
+        report = stages[entry["name"]].report(_stored(entry, cache))
         if report.outputs:
             difference = first_difference(then.data["outputs"], report.outputs)
     count = len(then.data["stages"])
@@ -148,7 +148,14 @@ def _compare_stored(then: RunRecord) -> int:
     return 0 if difference is None else DIFFERENT
 
 
-def _stored(stage: str, key: str, folder: Path) -> Artifact:
+def _stored(entry: Mapping[str, Any], cache: Path) -> Artifact:
+    """Return what ``cache`` holds of the stage that ``entry`` records, else what lies where it was made.
+
+    The cache is the one beside the record: both may have been moved since.
+    """
+    stage, key = Path(entry["name"]).name, Path(entry["key"]).name
+    moved = cache / stage / key
+    folder = moved if moved.is_dir() else Path(entry["artifact"])
     try:
         return Artifact(stage, key, folder, verify(folder, stage=stage, key=key))
     except DamagedError as error:

@@ -21,6 +21,13 @@ from pipeline.regular_files import read_json
 Config = Mapping[str, Any]
 """A resolved config: plain dicts, lists and scalars. ``max_memory`` has str keys ("0", "cpu") and str values."""
 
+
+def model_name(config: Config) -> str:
+    """Return what the model of ``config`` goes by: its path or Hub id, else the class that makes it; maybe nothing."""
+    model = config.get("model") or {}
+    return str(model.get("path") or model.get("_target_") or "")
+
+
 Inputs = TypeVar("Inputs")
 """What a stage depends on: a frozen dataclass of its own."""
 

@@ -17,7 +17,7 @@ from pipeline.cache.fingerprint import fingerprint
 from pipeline.cache.outline import outline
 from pipeline.cache.store import Store
 from pipeline.errors import ConfigError
-from pipeline.stage import Artifact, Config, Stage, keyed
+from pipeline.stage import Artifact, Config, Stage, keyed, model_name
 
 Charge = Callable[[str], AbstractContextManager[Any]]
 """Makes a context for the work of a stage, to which what happens inside is charged."""
@@ -51,7 +51,7 @@ class StageChain:
         """What the key of each stage stands for, by stage."""
         self.config, self.cache, self.host_peak, self.show_text = config, cache, host_peak, show_text
         self._charge = charge
-        self._store = Store(cache)
+        self._store = Store(cache, model=model_name(config))
         self._inputs: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
         self._live: dict[str, Any] = {}

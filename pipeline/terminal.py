@@ -34,6 +34,6 @@ def announce(stage: str) -> None:
 
 
 def shorten(folder: Path) -> str:
-    """Return ``folder`` relative to the current folder where it lies below it."""
+    """Return ``folder`` relative to the current folder where it lies below it. A dot alone would name nothing."""
     here = Path.cwd()
-    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+    return str(folder.relative_to(here) if here in folder.parents else folder)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.atomic_files import mendable
@@ -21,6 +23,7 @@ from pipeline.cache.housekeeping import CacheEntry
 from pipeline.cache.leftovers import move_aside
 from pipeline.command_exit import run_command
 from pipeline.errors import ConfigError, StorageError
+from pipeline.printable_text import printable
 from pipeline.terminal import Screen
 
 NAME = "offstage-cache"
@@ -57,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=says, description=says)
         command.set_defaults(work=work)
+        if work is _list:
+            command.add_argument("--json", action="store_true", help="as JSON, with whole keys, paths and bytes")
     command.add_argument(
         "--offload-folder",
         type=Path,
@@ -91,12 +96,26 @@ def _read_size(text: str) -> int:
     return round(float(match[1]) * _BYTES[match[2]])
 
 
-def _list(root: Path, _given: argparse.Namespace) -> int:
-    table = _table("stage", "key", "size", "last used")
-    for entry in housekeeping.entries(root):
-        table.add_row(entry.stage, entry.key[:16], decimal(entry.bytes), f"{datetime.fromtimestamp(entry.used):%F %T}")
+def _list(root: Path, given: argparse.Namespace) -> int:
+    found = housekeeping.entries(root)
+    if given.json:
+        _say(json.dumps([_told(entry) for entry in found], indent=1))
+        return 0
+    table = _table("stage", "key", "model", "size", "last used")
+    for entry in found:
+        model = Path(entry.model).name if Path(entry.model).is_absolute() else entry.model
+        used = f"{datetime.fromtimestamp(entry.used):%F %T}"
+        table.add_row(entry.stage, entry.key[:16], escape(printable(model)), decimal(entry.bytes), used)
     _print(table)
     return 0
+
+
+def _told(entry: CacheEntry) -> dict[str, str | int | None]:
+    """Return what is known of ``entry`` as JSON can hold it; the model is the path or name that a config gives."""
+    used = datetime.fromtimestamp(entry.used, UTC).isoformat(timespec="seconds")
+    folder, model = str(entry.folder.absolute()), entry.model or None
+    told = {"stage": entry.stage, "key": entry.key, "model": model, "bytes": entry.bytes}
+    return {**told, "last_used": used, "folder": folder}
 
 
 def _du(root: Path, _given: argparse.Namespace) -> int:

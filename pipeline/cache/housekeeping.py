@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cache.block_sums import find_store_damage
+from pipeline.cache.block_sums import MARKER_NAME, find_store_damage
 from pipeline.cache.leases import SHARED, lease_path, sole_use
 from pipeline.cache.leftovers import BUILDING, DAMAGED
-from pipeline.cache.manifest import DamagedError, verify
+from pipeline.cache.manifest import MANIFEST, DamagedError, verify
 from pipeline.cache.sealed_files import read_sealed
+from pipeline.regular_files import read_object
 from pipeline.stage import MEASURED
 
 OFFLOAD = "offload"
@@ -27,13 +28,17 @@ OFFLOAD = "offload"
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One artifact, or one offload store: its size in bytes and when it was last used, in seconds of the epoch."""
+    """One artifact, or one offload store: its size in bytes and when it was last used, in seconds of the epoch.
+
+    ``model`` is what the model goes by that it was made for, empty where that isn't known.
+    """
 
     stage: str
     key: str
     folder: Path
     bytes: int
     used: float
+    model: str = ""
 
     @property
     def lease(self) -> Path:
@@ -64,7 +69,8 @@ def _measure(folder: Path) -> Iterator[CacheEntry]:
         return
     if folder.parent.name == OFFLOAD:
         used = max([used, *(file.st_mtime for file in files)])
-    yield CacheEntry(folder.parent.name, folder.name, folder, sum(file.st_size for file in files), used)
+    model = str(read_object(folder / (MARKER_NAME if folder.parent.name == OFFLOAD else MANIFEST)).get("model", ""))
+    yield CacheEntry(folder.parent.name, folder.name, folder, sum(file.st_size for file in files), used, model)
 
 
 def choose(

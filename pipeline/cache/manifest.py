@@ -27,8 +27,10 @@ class DamagedError(Exception):
     """A folder of the cache doesn't hold what its manifest says."""
 
 
-def seal(folder: Path, *, stage: str, key: str) -> dict[str, FileEntry]:
+def seal(folder: Path, *, stage: str, key: str, model: str = "") -> dict[str, FileEntry]:
     """Bring all of ``folder`` to the disk, then write its manifest; returns what the manifest lists.
+
+    ``model`` is what the model goes by that it was made for: for whoever lists the cache, and no part of what is kept.
 
     Raises:
         ValueError: the folder holds a link, or a ``manifest.json`` of its own: the stage that wrote it is
@@ -45,7 +47,7 @@ def seal(folder: Path, *, stage: str, key: str) -> dict[str, FileEntry]:
         else:
             raise ValueError(f"stage {stage} left {name!r}: an artifact holds plain files, none named {MANIFEST}")
     listing = {name: asdict(entry) for name, entry in files.items()}
-    manifest = {"schema_version": SCHEMA_VERSION, "stage": stage, "key": key, "files": listing}
+    manifest = {"schema_version": SCHEMA_VERSION, "stage": stage, "key": key, "model": model, "files": listing}
     replace_file(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     return files
 

@@ -40,14 +40,14 @@ _PUBLISH_ATTEMPTS = 5
 
 
 class Store:
-    """Artifacts under one folder, by stage and key.
+    """Artifacts under one folder, by stage and key; ``model`` is the name of that for which new ones are made.
 
     Every method may raise ``StorageError`` for what the disk refuses: no space, no permission, a file in the
     way.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, *, model: str = "") -> None:
+        self._root, self._model = root, model
         self._leases = Leases()
 
     def release(self) -> None:
@@ -94,7 +94,7 @@ class Store:
                 found = _settle(folder)
             if found is not None:
                 return found, None, True
-            artifact, made = _build(folder, write, resumes=resumes)
+            artifact, made = _build(folder, write, resumes=resumes, model=self._model)
             return artifact, made, False
 
     def sweep(self, *, older_than_seconds: float = 86400.0) -> None:
@@ -148,7 +148,7 @@ def _inode(folder: Path) -> int | None:
         return None
 
 
-def _build(folder: Path, write: Callable[[Path], T], *, resumes: bool) -> tuple[Artifact, T]:
+def _build(folder: Path, write: Callable[[Path], T], *, resumes: bool, model: str) -> tuple[Artifact, T]:
     building = folder.with_name(f"{BUILDING}{folder.name if resumes else uuid.uuid4().hex}")
     published = False
     try:
@@ -157,7 +157,7 @@ def _build(folder: Path, write: Callable[[Path], T], *, resumes: bool) -> tuple[
             _forget_publishing(building)
         made = _write(building, write)
         with mendable(folder.parent):
-            artifact, published = _publish(building, folder), True
+            artifact, published = _publish(building, folder, model), True
             return artifact, made
     finally:
         if published or not resumes:
@@ -187,10 +187,10 @@ def _write(building: Path, write: Callable[[Path], T]) -> T:
         raise storage_error(building.parent, error) from error
 
 
-def _publish(building: Path, folder: Path) -> Artifact:
+def _publish(building: Path, folder: Path, model: str) -> Artifact:
     """Rename ``building`` to ``folder``, or return the artifact of the process that was faster."""
     stage, key = folder.parent.name, folder.name
-    files = seal(building, stage=stage, key=key)
+    files = seal(building, stage=stage, key=key, model=model)
     for _ in range(_PUBLISH_ATTEMPTS):
         try:
             building.rename(folder)

@@ -9,11 +9,15 @@ from stages.empty_init.skeleton import parent
 from stages.plan.budgets import Allowance
 from stages.plan.checks import require_fit
 from stages.plan.expert_slots import Pool, offstage_in, pools, slot_bytes
+from stages.plan.options import EXPLICIT, OFFLOAD
 from stages.plan.outline import Layer, Outline
 from stages.plan.placement import Budgets, Placement, execution_devices, fold, reserves, resident_bytes
 from stages.plan.plan import Plan
 from stages.plan.serving import Io, Serving, serve
 from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
+
+_ASKED_FOR = {EXPLICIT: "the map says so", OFFLOAD: f"{OFFLOAD} asks for it"}
+"""Why a layer lies elsewhere than where it computes, under the policies that don't go by what is full."""
 
 
 def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, policy: str, io: Io) -> Plan:
@@ -39,9 +43,10 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
         budgets={device: allowance.budgets.get(device) for device in devices},
         resident_bytes={device: held.get(device, 0) for device in devices},
         reserve_bytes=kept.get(placement.main, 0),
-        reasons={layer.name: _reason(outline, layer, placement, computing) for layer in outline.layers},
+        reasons={layer.name: _reason(outline, layer, placement, computing, policy) for layer in outline.layers},
         pools=sharing,
         slots=share_slots(outline, serving, sharing, budgets=allowance.budgets, held=held, kept=kept),
+        tied={name: skeleton.leader(name) for name in outline.sizes if skeleton.leader(name) != name},
         notes=allowance.notes,
         budget_terms=allowance.terms,
     )
@@ -78,7 +83,9 @@ def _two_parts(outline: Outline, serving: Mapping[str, Serving]) -> int:
     return sum(sorted(parts.values())[-2:])
 
 
-def _reason(outline: Outline, layer: Layer, placement: Placement, computing: Mapping[str, DeviceId]) -> str:
+def _reason(
+    outline: Outline, layer: Layer, placement: Placement, computing: Mapping[str, DeviceId], policy: str
+) -> str:
     """Return why ``layer`` lies where it does, in words."""
     leaders = dict.fromkeys(map(outline.skeleton.leader, layer.tensors))
     homes = in_tier_order(placement.homes[leader] for leader in leaders)
@@ -87,7 +94,7 @@ def _reason(outline: Outline, layer: Layer, placement: Placement, computing: Map
     device = computing[layer.name]
     if homes == [device]:
         return f"{size} resident on {where}"
-    cause = "the faster devices are full" if DISK in homes else "the accelerators are full"
+    cause = _ASKED_FOR.get(policy, "the faster devices are full" if DISK in homes else "the accelerators are full")
     away = {leader for leader in leaders if placement.homes[leader] != device}
     how = "its experts brought to" if away <= outline.expert_tensors else "streamed to"
     return f"{size} on {where}, {how} {device}: {cause}"

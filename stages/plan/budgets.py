@@ -6,12 +6,13 @@ numbers on a machine that is otherwise busy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ConfigError
 from stages.machine.hardware import Hardware, coarse
 from stages.machine.host_memory import PROCESS_BYTES
+from stages.plan.outline import Layer
 from stages.plan.placement import Homes
 from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
 
@@ -117,15 +118,21 @@ def _absent(device: int, machine: Hardware) -> str:
     return f"no accelerator {device} here" + (f", the last is {count - 1}" if count else "")
 
 
-def with_idle_noted(allowance: Allowance, homes: Homes) -> Allowance:
-    """Return ``allowance`` with a note for each accelerator with a budget that holds nothing while others overflow."""
-    used = set(homes.values())
-    idle = [
-        device for device, room in allowance.budgets.items() if isinstance(device, int) and room and device not in used
-    ]
-    if not used & {CPU, DISK}:
+def with_idle_noted(allowance: Allowance, homes: Homes, *, layers: Sequence[Layer], policy: str) -> Allowance:
+    """Return ``allowance`` with a note for each accelerator with a budget that holds nothing while others overflow.
+
+    ``layers`` are those that a policy keeps whole. Where one of them that lies elsewhere would have fitted, it is the
+    ``policy`` that left the accelerator idle, and the note says so.
+    """
+    away = [layer.bytes for layer in layers if {CPU, DISK} & {homes[name] for name in layer.owned}]
+    if not {CPU, DISK} & set(homes.values()):
         return allowance
-    notes = [f"accelerator {device} holds no weights: its budget is too small for a layer" for device in idle]
+    notes = []
+    for device, room in allowance.budgets.items():
+        if isinstance(device, int) and room and device not in homes.values():
+            small = not away or room < min(away)
+            why = "its budget is too small for a layer" if small else f"device_map ({policy}) puts none there"
+            notes.append(f"accelerator {device} holds no weights: {why}")
     return replace(allowance, notes=(*allowance.notes, *notes))
 
 

@@ -50,7 +50,8 @@ def require_complete(outline: Outline, homes: Mapping[str, DeviceId], key: str) 
         others = f" and {len(tops) - LISTED} more" if len(tops) > LISTED else ""
         wanted = ", ".join(map(repr, tops[:LISTED])) + others
         raise ConfigError(
-            f"{key}: no entry covers {missing[0]!r}{more}; add {wanted}, or '' for all that the map doesn't name"
+            f"{key}: no entry covers {missing[0]!r}{more}; add {wanted}, or '' in a config file for all that"
+            " the map doesn't name"
         )
 
 

@@ -10,15 +10,20 @@ from typing import Any, Literal
 
 from pipeline.errors import Fault, closest
 from pipeline.regular_files import read_json
-from pipeline.typed_config import KEYS, Device
+from pipeline.typed_config import KEYS, PATHS, Device, absolute
 from stages.machine.rates import Rates
 from stages.plan.policies import POLICIES
 from stages.units import DeviceId, parse_device, parse_size
 
-OFFLOAD = "cpu_offload_gb"
+OFFLOAD, EXPLICIT = "cpu_offload_gb", "explicit"
 RATES = frozenset(field.name for field in fields(Rates))
 _ANY_SIZE = 1 << 40
 """Stands for the size of a device where only the notation of a share of it is checked."""
+
+
+def _located(choice: str) -> str:
+    """Return a ``device_map`` that is text with its path absolute, where it is one."""
+    return absolute(choice) if _is_path(choice) else choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class PlanConfig:
     """What the devices may hold, what goes where, and on which machine."""
 
     max_memory: Mapping[str, str] | None = field(default_factory=dict, metadata={KEYS: Device})
-    device_map: Any = "optimal"
+    device_map: Any = field(default="optimal", metadata={PATHS: {"": _located}})
     device_map_overrides: Mapping[str, Any] | None = field(default_factory=dict)
     storage: StorageConfig = StorageConfig()
     hardware: Mapping[str, Any] | None = field(default_factory=dict)
@@ -148,10 +153,10 @@ def read_choice(value: Any) -> Choice:
     if isinstance(value, Mapping) and set(value) == {OFFLOAD}:
         return Choice(OFFLOAD, gigabytes=float(value[OFFLOAD]))
     if isinstance(value, Mapping):
-        return Choice("explicit", {str(name): parse_device(device) for name, device in value.items()})
+        return Choice(EXPLICIT, {str(name): parse_device(device) for name, device in value.items()})
     if isinstance(value, str) and value in POLICIES:
         return Choice(value)
-    return Choice("explicit", {"": parse_device(value)})
+    return Choice(EXPLICIT, {"": parse_device(value)})
 
 
 def read_overrides(value: Mapping[str, Any] | None) -> dict[str, DeviceId]:

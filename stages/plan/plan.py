@@ -24,7 +24,8 @@ class Plan:
 
     ``device_map`` is the folded map (module or tensor name → device id); ``homes`` has an entry for every tensor,
     tied names included; ``execution`` one for every module that holds tensors directly; ``serving`` one for every
-    tensor that isn't resident where it computes: how it gets there. ``budgets`` are bytes of weights (null: unlimited).
+    tensor that isn't resident where it computes: how it gets there. ``tied`` has the names that stand for another one's
+    tensor, each with that name. ``budgets`` are bytes of weights (null: unlimited).
     ``resident_bytes`` counts tied tensors once; on disk it is what lies there. ``reserve_bytes`` is kept free on
     ``main_device`` for streamed weights. ``slots`` are the bytes on each device that computes experts which lie
     elsewhere: they hold those that may be wanted again. ``pools`` says how many experts share them. ``reasons`` says
@@ -47,6 +48,7 @@ class Plan:
     resident_bytes: Mapping[DeviceId, int]
     reserve_bytes: int
     reasons: Mapping[str, str]
+    tied: Mapping[str, str] = field(default_factory=dict)
     slots: Mapping[DeviceId, int] = field(default_factory=dict)
     pools: Mapping[DeviceId, Pool] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -142,8 +142,10 @@ def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[objec
     if allowed not in placements:
         placements[allowed] = _placed(inputs, demand.allowance.budgets)
     placement = placements[allowed]
-    allowance = budgets.with_idle_noted(demand.allowance, placement.homes)
-    plan = assemble(outline, placement, allowance, policy=inputs.choice.policy, io=demand.io)
+    policy, blocks = inputs.choice.policy, [layer for layer in outline.layers if layer.name in outline.blocks]
+    whole = blocks or outline.layers
+    allowance = budgets.with_idle_noted(demand.allowance, placement.homes, layers=whole, policy=policy)
+    plan = assemble(outline, placement, allowance, policy=policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
     plan = replace(plan, ledgers=ledgers(inputs.machine, plan.budgets), batch_size=size)

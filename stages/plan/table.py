@@ -26,22 +26,22 @@ class Row:
 def rows(plan: Plan, sizes: Mapping[str, int]) -> list[Row]:
     """Return the entries of the device map, those that differ only in their first number as one row a device.
 
-    ``sizes`` are the bytes of every tensor. A tied tensor counts wherever it is named.
+    ``sizes`` are the bytes of every tensor. A tied tensor counts once in each row that names it.
     """
     inside: dict[str, list[str]] = {name: [] for name in plan.device_map}
     for tensor in sizes:
         inside[next(name for name in upward(tensor) if name in inside)].append(tensor)
-    folded: dict[tuple[str, DeviceId, DeviceId], tuple[list[int], int]] = {}
+    folded: dict[tuple[str, DeviceId, DeviceId], tuple[list[int], set[str]]] = {}
     for name, tensors in inside.items():
         number = _NUMBER.search(name)
         stem = name if number is None else f"{name[: number.start()]}#{name[number.end() :]}"
         key = (stem, plan.device_map[name], plan.execution[tensors[0].rpartition(".")[0]])
-        numbers, count = folded.get(key, ([], 0))
-        found = [int(number[0])] if number else []
-        folded[key] = ([*numbers, *found], count + sum(sizes[tensor] for tensor in tensors))
+        numbers, held = folded.setdefault(key, ([], set()))
+        numbers += [int(number[0])] if number else []
+        held |= {plan.tied.get(tensor, tensor) for tensor in tensors}
     return [
-        Row(stem.replace("#", ranges(numbers)) or "the model", device, execution, count)
-        for (stem, device, execution), (numbers, count) in folded.items()
+        Row(stem.replace("#", ranges(numbers)) or "the model", device, execution, sum(map(sizes.__getitem__, held)))
+        for (stem, device, execution), (numbers, held) in folded.items()
     ]
 
 

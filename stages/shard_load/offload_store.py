@@ -155,19 +155,20 @@ class OffloadStore:
         )
 
 
-def open_store(folder: Path, key: str, *, needed_bytes: int = 0) -> OffloadStore:
+def open_store(folder: Path, key: str, *, needed_bytes: int = 0, model: str = "") -> OffloadStore:
     """Return the store for ``key`` in ``folder``, made if it isn't there.
 
     A folder that holds something else keeps it, and the store goes into its subfolder named ``key``. ``needed_bytes``
-    is how much is to be kept there, for the ``StorageError`` of a folder that can't be used.
+    is how much is to be kept there, for the ``StorageError`` of a folder that can't be used; ``model`` is the name of
+    what it is of, for whoever lists the cache.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if claim(folder, key):
+        if claim(folder, key, model=model):
             return OffloadStore(folder)
         own = folder / key
         own.mkdir(exist_ok=True)
-        if claim(own, key):
+        if claim(own, key, model=model):
             return OffloadStore(own)
     except OSError as error:
         raise _unusable(folder, error.strerror or str(error), needed_bytes) from error
@@ -181,18 +182,18 @@ def _unusable(folder: Path, reason: str, needed: int) -> StorageError:
     )
 
 
-def claim(folder: Path, key: str) -> bool:
+def claim(folder: Path, key: str, *, model: str = "") -> bool:
     """Return whether ``folder`` is the store for ``key``, after marking it so if it is empty."""
     marker = folder / MARKER_NAME
-    mark = {"format": FORMAT_VERSION, "key": key}
+    mark = {"format": FORMAT_VERSION, "key": key, "model": model}
     if not marker.exists() and _is_empty(folder):  # a store that is whole may lie on a disk that can't be written
         with suppress(FileExistsError):
             create_file(marker, json.dumps(mark) + "\n")
     found = _read_json(marker)
-    if found in [{"format": older, "key": key} for older in _OLDER_FORMATS]:
+    version, holds = (found.get("format"), found.get("key")) if isinstance(found, dict) else (None, None)
+    if holds == key and version in _OLDER_FORMATS:
         replace_file(marker, json.dumps(mark) + "\n")
-        return True
-    return bool(found == mark)
+    return holds == key and version in (FORMAT_VERSION, *_OLDER_FORMATS)
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.atomic_files import write_text
 from pipeline.errors import CheckpointError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, Stage
+from pipeline.stage import Artifact, Config, Context, Report, Stage, model_name
 from pipeline.typed_config import read
 from stages.checkpoints.adapters import weights_identity
 from stages.checkpoints.checkpoint import Checkpoint, identity
@@ -203,7 +203,8 @@ def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[s
     if not load.stored:
         return {}
     key, needed = load.store_key, sum(tensor.bytes for tensor in load.stored.values())
-    store = open_store(Path(inputs.offload_folder or context.cache / "offload" / key), key, needed_bytes=needed)
+    folder, model = Path(inputs.offload_folder or context.cache / "offload" / key), model_name(context.config)
+    store = open_store(folder, key, needed_bytes=needed, model=model)
     return fill_store(load, store, check_finite=inputs.check_finite, full=inputs.verify == "full")
 
 

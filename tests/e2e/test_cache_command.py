@@ -1,11 +1,13 @@
 """offstage-cache: what lies in the cache, what goes, what is damaged; and pruning while jobs run."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from tests.e2e.conftest import Finished, finish, start, wait_for
 
 Run = Callable[..., Finished]
+EMBEDDED = Path(__file__).parents[2] / "conf/checkpoints/tiny"
 Command = Callable[..., tuple[int, str, str]]
 STAGES = ("empty_init", "plan", "shard_load", "dispatch", "generate")
 
@@ -195,3 +198,31 @@ def test_what_lies_in_folders_without_permission_is_said(offstage_here: Run, cac
     assert (code, out.startswith("removed 1 artifact ")) == (5, True)
     assert "1 artifact " in err
     assert artifacts(tmp_path) == {"plan"}
+
+
+def test_a_listing_names_the_model_that_each_artifact_is_of(offstage_here: Run, cache: Command, tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED, tmp_path / "opt-13b")
+    given = ("max_memory.cpu=3MB", "dtype=float32", "device_map=disk", "stop_after=shard_load")
+    assert offstage_here("model.path=opt-13b", *given).code == 0
+    code, out, _ = cache("list", "--json")
+    assert code == 0
+    listed = {entry["stage"]: entry for entry in json.loads(out)}
+    assert {listed[stage]["model"] for stage in ("plan", "shard_load", "offload")} == {str(tmp_path / "opt-13b")}
+    plan = listed["plan"]
+    assert Path(plan["folder"]) == tmp_path / "outputs" / "cache" / "plan" / plan["key"]
+    assert plan["bytes"] == sum(path.stat().st_size for path in Path(plan["folder"]).iterdir())
+    assert datetime.fromisoformat(plan["last_used"]).timestamp() == pytest.approx(time.time(), abs=300)
+    line = next(line for line in cache("list")[1].splitlines() if line.startswith("shard_load"))
+    assert line.split()[:3] == ["shard_load", listed["shard_load"]["key"][:16], "opt-13b"]
+
+
+def test_an_artifact_from_before_models_were_kept_is_listed_without_one(
+    offstage_here: Run, cache: Command, tmp_path: Path
+) -> None:
+    assert offstage_here("stop_after=empty_init").code == 0
+    (manifest,) = tmp_path.glob("outputs/cache/empty_init/*/manifest.json")
+    content = json.loads(manifest.read_text())
+    del content["model"]
+    manifest.write_text(json.dumps(content))
+    assert json.loads(cache("list", "--json")[1])[0]["model"] is None
+    assert cache("verify")[0] == 0

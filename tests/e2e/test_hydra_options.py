@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.e2e.conftest import COMMAND, Finished, environment
 
 Run = Callable[..., Finished]
+EMBEDDED = Path(__file__).parents[2] / "conf/checkpoints/tiny"
 
 
 def run_folder(folder: Path) -> Path:
@@ -67,6 +69,22 @@ def test_the_help_names_a_command_that_prints_the_config_resolved(offstage_here:
     assert "min_new_tokens: 7" in resolved
     path = next(line for line in resolved.splitlines() if line.startswith("  path: "))
     assert Path(path.removeprefix("  path: "), "config.json").is_file()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in one of its own"])
+def test_the_run_s_folder_as_the_current_one_changes_what_no_path_means(
+    apart: bool, offstage_here: Run, tmp_path: Path
+) -> None:
+    own = ["enforce_memory=true"] if apart else []
+    shutil.copytree(EMBEDDED, tmp_path / "checkpoint")
+    tmp_path.joinpath("map.json").write_text('{"": "disk"}')
+    given = ("model.path=checkpoint", "device_map=map.json", "max_memory.cpu=3MB", "stop_after=plan", *own)
+    done = offstage_here("hydra.job.chdir=true", *given)
+    assert done.code == 0, done.err
+    assert done.record["config"]["model"]["path"] == str(tmp_path / "checkpoint")
+    assert done.record["stages"][0]["artifact"].startswith(str(tmp_path / "outputs/cache"))
+    assert f"2 stages in {done.out.rpartition(' in ')[2].partition(',')[0]}, {run_folder(tmp_path)}\n" in done.out
+    assert Path.cwd() == tmp_path
 
 
 @pytest.mark.parametrize("asked", ["-sc install=bash", "--help"])

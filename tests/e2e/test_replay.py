@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.cache.sealed_files import read_sealed
+from pipeline.foreign_record import outputs_for
 from stages.machine.rates import coarse_rate
 from tests.e2e.conftest import Finished, Replay, records_in
 
@@ -55,12 +56,32 @@ def test_on_the_same_machine_it_is_the_same_and_really_runs_again(
     assert not list(tmp_path.glob("outputs/runs/*/*/.cache"))
 
 
-def test_the_cache_is_not_needed(run_path: Path, replay: Replay, tmp_path: Path) -> None:
-    shutil.rmtree(tmp_path / "outputs" / "cache")
-    assert replay(run_path)[0] == 0
-    code, _, err = replay(run_path, "--from-cache")
+def test_outputs_that_were_moved_are_used_where_they_are_and_their_cache_is_not_needed(
+    run_path: Path, replay: Replay, tmp_path: Path
+) -> None:
+    outputs, archive = tmp_path / "outputs", tmp_path / "archive"
+    run_path.parent.rename(outputs / "runs" / "mine")
+    outputs.rename(archive)
+    moved = archive / "runs" / "mine"
+    code, out, err = replay(moved, "--from-cache")
+    assert (code, err) == (0, "")
+    assert "5 of 5 are whole" in out
+    shutil.rmtree(archive / "cache")
+    code, out, err = replay(moved)
+    assert code == 0, err
+    assert "replay    archive/runs/" in out
+    assert not outputs.exists(), "nothing of the old place comes back"
+    code, _, err = replay(moved, "--from-cache")
     assert code == 2
     assert "manifest.json is missing" in err
+
+
+@pytest.mark.parametrize("run", ["runs/DATE/TIME", "runs/mine", "multirun/DATE/TIME/3", "multirun/study/day/seed=1/0"])
+def test_a_replay_writes_into_the_outputs_that_its_record_lies_in(run: str, tmp_path: Path) -> None:
+    folder = tmp_path / "archive" / run
+    folder.mkdir(parents=True)
+    assert outputs_for(folder / "run.json") == tmp_path / "archive"
+    assert outputs_for(tmp_path / "mine" / "run.json") == Path("outputs").absolute()
 
 
 def test_stored_artifacts_alone_can_be_compared(run_path: Path, replay: Replay) -> None:
@@ -134,7 +155,7 @@ def test_a_checkpoint_that_is_gone_is_not_replayed(run_path: Path, replay: Repla
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "No such file"),
+        (None, "no run.json there; give the folder of a run"),
         ("{", "not JSON"),
         ("[]", "no run record"),
         ('{"schema_version": 99}', "no run record"),
@@ -148,3 +169,15 @@ def test_what_is_no_completed_run_is_refused(content: str | None, words: str, re
     assert code == 2
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_the_folder_of_a_sweep_is_told_from_a_disk_at_fault(run_path: Path, replay: Replay, tmp_path: Path) -> None:
+    sweep = tmp_path / "outputs" / "multirun" / "day" / "study"
+    for number in (0, 10, 2):
+        shutil.copytree(run_path.parent, sweep / str(number))
+    code, _, err = replay(sweep)
+    assert code == 2
+    assert err == f"offstage-replay: {sweep}: a sweep, with 3 jobs (0, 2, 10); give the folder of one: {sweep / '0'}\n"
+    code, _, err = replay(tmp_path / "outputs")
+    assert (code, err.count("disk")) == (2, 0)
+    assert "there is nothing" in replay(tmp_path / "nowhere")[2]

@@ -22,7 +22,10 @@ def test_the_longest_name_counts() -> None:
     ("device_map", "words"),
     [
         ({"": 0, "hed": 1}, r"'hed' names nothing in the model \(did you mean 'head'\?\)"),
-        ({"fc": 0}, "no entry covers 'head.weight'; add 'head', or '' for all that the map doesn't name"),
+        (
+            {"fc": 0},
+            "no entry covers 'head.weight'; add 'head', or '' in a config file for all that the map doesn't name",
+        ),
         ({"fc.weight": 0}, "no entry covers 'fc.bias' and 1 more; add 'fc.bias', 'head', or ''"),
         ({"head": 0, "fc": 0, "fc.weight": 0, "fc.bias": "cpu"}, "'fc' is on 0, but 'fc.bias' in it is on 'cpu'"),
         ({"": 0, "fc": "cpu", "head": "cpu"}, "'' is on 0, but"),

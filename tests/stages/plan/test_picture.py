@@ -55,3 +55,10 @@ def test_the_picture_has_a_bar_a_device_with_its_reserve_and_budget() -> None:
 
 def test_numbers_are_folded_into_ranges() -> None:
     assert [ranges(numbers) for numbers in ([], [3], [2, 0, 1, 5, 7, 6])] == ["", "3", "0-2,5-7"]
+
+
+def test_a_tied_tensor_counts_once_in_a_row() -> None:
+    model = outline({"embed.weight": 8, "body.weight": 1, "head.weight": 8}, tied=[("embed.weight", "head.weight")])
+    config = {"max_memory": {"cpu": "9"}, "device_map": "auto", "device_map_overrides": {}, "hardware": {}}
+    plan = make_plan(model, {**config, "generate": {}})
+    assert [(row.name, row.bytes) for row in rows(plan, model.sizes)] == [("the model", 9)]
