@@ -1,33 +1,60 @@
-"""Offload of activations: of what the forward pass saves for the backward pass, a share waits on the host.
+"""Offload of activations: of what the forward pass saves for the backward pass, a share goes and comes back in time.
 
-It is the twin of what streaming does for weights, on torch's own hooks for saved tensors.
+It is the twin of what streaming does for weights, on torch's own hooks for saved tensors. The reference is hfai's
+``nn.CPUOffload``; torch's ``save_on_cpu`` is the simplest of the kind.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import tempfile
+import weakref
+from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from stages.finetune.offload_options import ActivationTraffic, check_ratio, check_tag
+from stages.dispatch.transfer.trace import Trace
+from stages.finetune.disk_swap import DiskSwap
+from stages.finetune.host_swap import open_host_swap, rooms_on
+from stages.finetune.offload_choice import ShareChoice
+from stages.finetune.offload_history import find_span, history_of, remember_span
+from stages.finetune.offload_options import ActivationTraffic, check_ratio, check_tag, check_target
+from stages.finetune.offload_pass import OffloadPass
+from stages.finetune.saved_span import ReferencedTensor, SavedTensor, is_plain, is_weight
+from stages.finetune.swap import Swap
+from stages.machine.aligned_memory import ALIGNMENT
 from stages.machine.devices import Devices
-from stages.units import DeviceId
+from stages.units import CPU, DeviceId
 
-
-class _Saved(NamedTuple):
-    """One tensor as autograd holds it: where it was, and itself or its copy on the host."""
-
-    tensor: torch.Tensor
-    device: torch.device | None
+_log = logging.getLogger("offstage")
 
 
 class CPUOffload:
-    """A context in which ``offload_ratio`` of the bytes that are saved for the backward pass go to the host.
+    """A context in which ``offload_ratio`` of the bytes that are saved for the backward pass are offloaded.
 
-    ``device`` of ``devices`` is where the model computes. Weights stay where they are. ``tag`` names what is inside.
+    ::
+
+        with CPUOffload(offload_ratio=0.1, tag="resnet"):
+            loss = model(images).mean()
+        loss.backward()
+
+    The gradients are the same bits as without it. From the second iteration of a ``tag`` on the ratio is held to within
+    2% of the bytes; the first measures them. A forward pass is an iteration, whether the object is new or used again.
+    The ratio may change from one to the next. Contexts may nest: the innermost decides, as with all hooks for saved
+    tensors. Parameters and buffers stay, and so do the smallest tensors, up to 1% of the bytes; what is saved several
+    times goes once.
+
+    What lies on an accelerator goes to the host, or with ``target="disk"`` to a file in ``folder`` (the system's for
+    temporary files, if that is null). What lies on the host has only the disk to go to. Of a simulated accelerator,
+    ``device`` of ``devices``, the ledger counts what stays and what comes back. ``trace`` gets the ways out and back.
+
+    Raises:
+        ConfigError: the ratio is no number from 0 to 1, or ``tag``, ``target`` or ``folder`` can't be.
+        BudgetError: what stays or comes back has no room on the accelerator, in the pass that needs it.
+        StorageError: the disk is full, or fails; nothing is left there.
     """
 
     def __init__(
@@ -35,39 +62,101 @@ class CPUOffload:
         offload_ratio: float = 0.1,
         tag: str = "block",
         *,
+        target: str = "host",
+        folder: str | Path | None = None,
         devices: Devices | None = None,
         device: DeviceId = 0,
+        trace: Trace | None = None,
     ) -> None:
         self.offload_ratio, self.tag = check_ratio(offload_ratio), check_tag(tag)
-        self._devices, self._device = devices or Devices(), device
+        self._target = check_target(target, folder)
+        self._folder = None if folder is None else Path(folder)
+        self._devices, self._device, self._trace = devices or Devices(), device, trace
         self._hooks: list[saved_tensors_hooks] = []
-        self._kept = self._gone = 0
+        self._begin_pass()
 
     def __enter__(self) -> CPUOffload:
-        self._kept = self._gone = 0
-        self._hooks.append(saved_tensors_hooks(self._pack, self._unpack))
-        self._hooks[-1].__enter__()
+        if not self._hooks:
+            self._begin_pass()
+        hooks = saved_tensors_hooks(self._pack, _unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._hooks:
-            self._hooks.pop().__exit__(kind, error, at)
+        if not self._hooks:
+            return  # closed before: the hooks that are in force now are somebody else's
+        self._hooks.pop().__exit__(kind, error, at)
+        if not self._hooks and kind is None:
+            self._end_pass()
 
     @property
     def traffic(self) -> dict[str, ActivationTraffic]:
-        """What was saved in the last iteration, by tag."""
-        return {self.tag: ActivationTraffic(self._kept, self._gone)}
+        """What the last iteration saved, by tag."""
+        return {self.tag: self._pass.traffic}
 
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, nn.Parameter):
-            return _Saved(tensor.detach(), None)
-        due = self.offload_ratio * (self._kept + self._gone + tensor.nbytes) - self._gone
-        if not self._devices.is_apart(self._device) or 2 * due < tensor.nbytes or tensor.layout != torch.strided:
-            self._kept += tensor.nbytes
-            return _Saved(tensor.detach(), None)
-        self._gone += tensor.nbytes
-        return _Saved(tensor.detach().to("cpu", copy=True), tensor.device)
+    def _begin_pass(self) -> None:
+        self._history = history_of(self.tag)
+        ledger = self._devices.ledger(self._device)
+        choice = ShareChoice(self.offload_ratio, self._history.sizes)
+        self._pass = OffloadPass(choice, self._swap, ledger=ledger, trace=self._trace)
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def _unpack(self, saved: _Saved) -> torch.Tensor:
-        return saved.tensor if saved.device is None else saved.tensor.to(saved.device)
+    def _end_pass(self) -> None:
+        self._pass.end_forward()
+        if self._pass.choice.sizes:
+            self._history.learn(self._pass.choice.sizes, self._storages)
+            self._history.trim()
+
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor | ReferencedTensor:
+        """Return what autograd is to hold in place of ``tensor``."""
+        if not is_plain(tensor):
+            return ReferencedTensor(tensor)
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = weakref.ref(storage)
+        if is_weight(tensor):
+            self._history.live_with(self.tag, tensor if tensor._base is None else tensor._base)
+            return ReferencedTensor(tensor)
+        key, span = find_span(tensor)
+        if span is None:
+            if self._history.is_constant(tensor):
+                return ReferencedTensor(tensor)
+            if self._pass.began_backward:  # inside the context: what is saved now is the next iteration's
+                self._end_pass()
+                self._begin_pass()
+            is_first = self._history.sizes is None
+            span = self._pass.save(
+                tensor, key, stays=is_first and not tensor.requires_grad
+            )  # a buffer, for all we know
+            remember_span(key, span)
+        return SavedTensor(tensor, span)
+
+    def _swap(self, where: torch.device) -> Swap | None:
+        """Return where goes what lies on ``where``; null if nothing would be gained."""
+        ledger = self._devices.ledger(self._device)
+        if where.type != "cpu":
+            device: DeviceId = where.index or 0
+        else:
+            device = CPU if ledger is None else self._device
+        if self._target == "host" and device == CPU:
+            _say_that_nothing_goes()
+            return None
+
+        def make() -> Swap:
+            if self._target == "host":
+                return open_host_swap(self._devices, device)
+            rooms = rooms_on(self._devices, device, alignment=ALIGNMENT)  # as direct reads fill it
+            return DiskSwap(self._folder or Path(tempfile.gettempdir()), rooms)
+
+        return self._history.swap(self._target, where, ledger=ledger, folder=self._folder, make=make)
+
+
+def _unpack(packed: SavedTensor | ReferencedTensor) -> torch.Tensor:
+    return packed.unpack()
+
+
+@functools.cache
+def _say_that_nothing_goes() -> None:
+    _log.warning(
+        "CPUOffload: the model computes on the host, so its activations stay there; target='disk' offloads them"
+    )

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, closest
+
+TARGETS = ("host", "disk")
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationTraffic:
-    """What was saved for the backward pass in one iteration, in bytes: what stayed where it was and what went."""
+    """What was saved for the backward pass in one iteration, in bytes: what stayed where it was, what went, and the
+    most that was on the device at once.
+    """
 
     kept_bytes: int = 0
     offloaded_bytes: int = 0
+    peak_bytes: int = 0
 
     @property
     def ratio(self) -> float:
@@ -28,6 +34,15 @@ def check_ratio(ratio: object) -> float:
             " from 0 (all stay) to 1 (all go)"
         )
     return float(ratio)
+
+
+def check_target(target: object, folder: str | Path | None) -> str:
+    """Return ``target``; a ``ConfigError`` unless it is one of ``TARGETS``, and ``folder`` is for disk alone."""
+    if target not in TARGETS:
+        raise ConfigError(f"target: {target!r} is neither 'host' nor 'disk'{closest(str(target), TARGETS)}")
+    if folder is not None and target != "disk":
+        raise ConfigError(f"folder: {str(folder)!r} is for target='disk' alone, and the target is {target!r}")
+    return str(target)
 
 
 def check_tag(tag: object) -> str:

@@ -63,6 +63,13 @@ class Ledger:
         self._count(memory, memory.ctypes.data, size)
         return memory
 
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor``, which was made there by computing; one that is counted stays so."""
+        storage = tensor.untyped_storage()
+        if not self.holds(tensor):
+            self._check(storage.nbytes())
+            self._count(storage, storage.data_ptr(), storage.nbytes())
+
     def _check(self, count: int) -> None:
         if self.held + count > self.capacity:
             raise BudgetError(

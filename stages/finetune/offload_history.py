@@ -1,0 +1,91 @@
+"""What is remembered from one iteration to the next.
+
+``with CPUOffload(...)`` is written into the loop, so each iteration makes an object of its own, and what was learned
+lives here, by tag: the sizes that the last pass saved, and the memory that what went away waited in. It goes with the
+model: the first parameter that was seen under a tag takes it along.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from stages.finetune.offload_choice import SavedSizes
+from stages.finetune.saved_span import SavedSpan, SpanKey, key_of
+from stages.finetune.swap import Swap
+from stages.machine.devices import Ledger
+
+_HISTORIES: dict[str, TagHistory] = {}
+_SPANS: weakref.WeakValueDictionary[SpanKey, SavedSpan] = weakref.WeakValueDictionary()
+"""All that is saved now, under whichever tag."""
+_LOCK = threading.Lock()
+
+
+class TagHistory:
+    """What is known of one tag: of its last pass ``sizes``, null before the first has ended, and its swaps."""
+
+    def __init__(self) -> None:
+        self.sizes: SavedSizes | None = None
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._swaps: dict[tuple[str, torch.device], tuple[Ledger | None, Path | None, Swap]] = {}
+        self._lives_with_model = False
+
+    def learn(self, sizes: list[int], storages: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
+        """Remember a pass that is over."""
+        self.sizes, self._storages = SavedSizes.of(sizes), storages
+
+    def is_constant(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` was there in the last pass, and no operation of the model has made it.
+
+        Such are buffers, the data of parameters, and inputs that the caller keeps: moving them would free nothing.
+        """
+        storage = tensor.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        return tensor.grad_fn is None and known is not None and known() is storage
+
+    def live_with(self, tag: str, parameter: torch.Tensor) -> None:
+        """Be forgotten when ``parameter`` is gone."""
+        if not self._lives_with_model:
+            self._lives_with_model = True
+            weakref.finalize(parameter, _forget, tag, weakref.ref(self)).atexit = False
+
+    def swap(
+        self, target: str, where: torch.device, *, ledger: Ledger | None, folder: Path | None, make: Callable[[], Swap]
+    ) -> Swap:
+        """Return the swap for what lies on ``where``, made anew if it was for another ledger or folder."""
+        known = self._swaps.get((target, where))
+        if known is None or known[:2] != (ledger, folder):
+            known = self._swaps[target, where] = (ledger, folder, make())
+        return known[2]
+
+    def trim(self) -> None:
+        """Give back memory and files that the last pass didn't use."""
+        for _, _, swap in self._swaps.values():
+            swap.trim()
+
+
+def history_of(tag: str) -> TagHistory:
+    """Return what is known of ``tag``."""
+    with _LOCK:
+        return _HISTORIES.setdefault(tag, TagHistory())
+
+
+def _forget(tag: str, history: weakref.ref[TagHistory]) -> None:
+    if _HISTORIES.get(tag) is history():
+        _HISTORIES.pop(tag, None)
+
+
+def find_span(tensor: torch.Tensor) -> tuple[SpanKey, SavedSpan | None]:
+    """Return the memory that ``tensor`` stands for, and its span where that is saved already, as it is now."""
+    key = key_of(tensor)
+    span = _SPANS.get(key)
+    return key, span if span is not None and span.is_of(tensor) else None
+
+
+def remember_span(key: SpanKey, span: SavedSpan) -> None:
+    """Have ``span`` found for as long as it lives."""
+    _SPANS[key] = span

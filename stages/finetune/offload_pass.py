@@ -1,0 +1,217 @@
+"""One forward pass and its backward pass: what was saved, what of it goes, and when that comes back.
+
+On the device there may be as many saved bytes as stay at the end of the forward pass: (1 - ratio) of all. Within that,
+copies out need not be waited for, and in the backward pass, as memory is freed, what was saved last comes back first.
+At least one span is always on its way back while another is in use, or nothing would come ahead at a ratio of 1.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from pipeline.errors import BudgetError
+from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
+from stages.finetune.offload_choice import TOLERANCE, SavedSizes, ShareChoice, piece_of
+from stages.finetune.offload_options import ActivationTraffic
+from stages.finetune.saved_span import SavedSpan, SpanKey
+from stages.finetune.swap import Swap
+from stages.machine.devices import Ledger
+
+_LEAVING = 2
+"""Copies out that are never waited for."""
+
+
+class OffloadPass:
+    """Spans in the order in which they were saved; ``swap`` says where those of a device go, null: nowhere."""
+
+    def __init__(
+        self,
+        choice: ShareChoice,
+        swap: Callable[[torch.device], Swap | None],
+        *,
+        ledger: Ledger | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.choice = choice
+        self.freed: deque[int] = deque()
+        self.began_backward = False
+        self._swap, self._ledger, self._trace = swap, ledger, trace
+        self._order: list[weakref.ref[SavedSpan]] = []  # of each tensor that was saved, its span
+        self._leaving: deque[weakref.ref[SavedSpan]] = deque()
+        self._held = self._peak = 0
+        self._ahead = self._last_place = 0
+        self._lock = threading.RLock()
+
+    @property
+    def traffic(self) -> ActivationTraffic:
+        """What was saved and went so far, and the most that was on the device at once."""
+        return ActivationTraffic(self.choice.total - self.choice.gone, self.choice.gone, self._peak)
+
+    def save(self, tensor: torch.Tensor, key: SpanKey, *, stays: bool) -> SavedSpan:
+        """Return a new span for the memory ``key`` of ``tensor``; some of it goes, or all, or nothing."""
+        span = SavedSpan(tensor, key, self, stays=stays)
+        with self._lock:
+            swap = self._swap(tensor.device)
+            self._hold(span, span.size)
+            going = self.choice.choose(span.size, stays=stays or swap is None)
+            if swap is not None and going:
+                self._send(span, swap, going)
+            elif self._ledger is not None:
+                self._ledger.hold(tensor)
+            self._wait_for_leaving()
+        return span
+
+    def place(self, span: SavedSpan) -> int:
+        """Return where in the order stands the tensor that is saved now, a view of ``span``."""
+        with self._lock:
+            span.handles += 1
+            self._order.append(weakref.ref(span))
+            return len(self._order) - 1
+
+    def _send(self, span: SavedSpan, swap: Swap, going: int) -> None:
+        """Put the first ``going`` bytes of ``span`` away; the rest moves, so that the memory can be freed."""
+        data = span.data()
+        if going < span.size:
+            span.rest = swap.room(span.size - going).copy_(data[going:])
+        span.swap, span.away = swap, swap.put(data[:going], self._trace)
+        if span.away.leaving:
+            self._leaving.append(weakref.ref(span))
+        else:
+            self._let_go(span)
+
+    def _let_go(self, span: SavedSpan) -> None:
+        span.let_go()
+        self._hold(span, span.size - span.gone)
+
+    def _wait_for_leaving(self) -> None:
+        """Let go of what has left, the first first, until no more is held than stays in the end."""
+        while len(self._leaving) > _LEAVING and self._held_now() > self.choice.staying:
+            span = self._leaving.popleft()()
+            if span is not None and span.source is not None and span.away is not None:
+                span.away.settle()
+                self._let_go(span)
+
+    def _hold(self, span: SavedSpan, size: int) -> None:
+        """Count ``size`` bytes on the device for ``span``."""
+        self._held += size - span.held
+        span.held = size
+        self._peak = max(self._peak, self._held_now())
+
+    def _held_now(self) -> int:
+        while self.freed:
+            self._held -= self.freed.popleft()
+        return self._held
+
+    def end_forward(self) -> None:
+        """Make the share right where the pass was of another kind than the one before it."""
+        with self._lock:
+            live = (span for reference in self._order if (span := reference()) is not None)
+            spans = list(dict.fromkeys(live))
+            slack = 1.5 * TOLERANCE * self.choice.total
+            if self.choice.missing < -slack:
+                self._take_back(spans)
+            if self.choice.missing > slack:
+                self._send_more(spans)
+
+    def _take_back(self, spans: list[SavedSpan]) -> None:
+        """Bring back what went too much, the last first: the backward pass will want it first."""
+        for span in reversed(spans):
+            if self.choice.missing >= 0:
+                return
+            if span.away is not None:
+                self.choice.gone -= span.gone
+                self._keep(span)
+
+    def _keep(self, span: SavedSpan) -> None:
+        """Have ``span`` on the device as if it never had gone."""
+        if span.source is None:
+            span.source = self._arrived(span)
+            span.version, span.source_begin = span.source._version, span.begin
+        span.away = span.rest = span.room = span.fetch = None
+        self._hold(span, span.size)
+
+    def _send_more(self, spans: list[SavedSpan]) -> None:
+        """Have more go, the first first."""
+        small = SavedSizes.of(self.choice.sizes).small
+        for span in spans:
+            missing = self.choice.missing
+            swap = self._swap(span.source.device) if span.source is not None else None
+            going = span.size if span.size <= missing else piece_of(missing)
+            if swap is None or span.stays or span.away is not None or span.size <= small or going <= 0:
+                continue
+            self._send(span, swap, going)
+            self.choice.gone += going
+
+    def bring(self, span: SavedSpan, place: int) -> tuple[torch.UntypedStorage, int]:
+        """Return the storage that has the bytes of ``span``, and where in the original one it begins, in bytes.
+
+        ``place`` is that of the tensor that is wanted. Others are brought back ahead. What was brought is held until
+        each tensor that views it has been asked for.
+        """
+        with self._lock:
+            self.began_backward = True
+            span.check()
+            if span.source is not None:
+                self._bring_ahead(place, least=0)
+                return span.source.untyped_storage(), span.source_begin
+            room = self._arrived(span)
+            self._bring_ahead(place, least=1)
+            span.served += 1
+            if span.served >= span.handles:
+                span.room, span.served = None, 0
+                self._hold(span, span.size - span.gone)
+            return room.untyped_storage(), span.begin
+
+    def _arrived(self, span: SavedSpan) -> torch.Tensor:
+        """Return the room that holds the bytes of ``span``, when whoever asks may use it."""
+        if span.room is None:
+            self._fetch(span)
+        assert span.room is not None
+        began = time.perf_counter()
+        if span.fetch is not None:
+            span.fetch.finish()
+            span.fetch = None
+            if span.rest is not None:
+                span.room[-span.rest.nbytes :].copy_(span.rest)
+        if self._trace is not None and time.perf_counter() - began > STALL_SECONDS:
+            self._trace.add("activations: stall", "stall", began)
+        return span.room
+
+    def _fetch(self, span: SavedSpan) -> None:
+        """Start bringing ``span`` back."""
+        assert span.swap is not None
+        assert span.away is not None
+        room = span.swap.room(span.size)
+        span.fetch = span.away.fetch(room[: span.gone])
+        span.room = room
+        self._hold(span, span.size)
+
+    def _bring_ahead(self, place: int, *, least: int) -> None:
+        """Start bringing back what was saved before ``place``, the last first: ``least`` of them, and what has room."""
+        if place > self._last_place:
+            self._ahead = place  # another backward pass, or another branch
+        coming = self._ahead < place
+        self._last_place, self._ahead = place, min(self._ahead, place)
+        while (span := self._next_away()) is not None:
+            if (coming or not least) and self._held_now() + span.size > self.choice.staying:
+                return
+            try:
+                self._fetch(span)
+            except BudgetError:
+                return  # what is needed now is there; this one is asked for again in its turn
+            coming = True
+
+    def _next_away(self) -> SavedSpan | None:
+        """Return what is away of all before those that were brought ahead, the last saved first."""
+        while self._ahead > 0:
+            span = self._order[self._ahead - 1]()
+            if span is not None and span.source is None and span.room is None:
+                return span
+            self._ahead -= 1
+        return None
