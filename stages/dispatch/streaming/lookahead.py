@@ -51,6 +51,7 @@ class Lookahead(Generic[Region]):
         self._schedule = Schedule(order, self._place)
         self._deliveries: dict[int, Delivery[Region]] = {}
         self._idle: dict[int, None] = {}  # parts of experts that nobody uses now, the longest unused first
+        self._lent: int | None = None  # the part that a backward pass has, until it asks for another one
         self._begun, self._in_turn = -1, 0  # the expert that was begun last, and how many were in turn by then
         self._traffic, self._trace = traffic, trace
         self._sizes, self._streamed = carrier.sizes, carrier.streamed
@@ -60,9 +61,12 @@ class Lookahead(Generic[Region]):
 
         They are views of the staging memory, to be given back with ``let_go``. Raises what bringing them raised.
         """
+        lent, self._lent = self._lent, None
+        if lent is not None and lent != part:
+            self.let_go(lent)
         self._schedule.use(part)
         delivery = self._deliveries.get(part) or self._on_demand(part)
-        delivery.users += 1
+        delivery.users += lent != part  # else the use that the backward pass has is the caller's now
         self._idle.pop(part, None)
         begins = self._begins(part)
         if begins:
@@ -73,6 +77,17 @@ class Lookahead(Generic[Region]):
         self._wait_for(part, delivery)
         self._traffic.streamed_bytes += self._streamed[part]
         return self._carrier.views(part, delivery)
+
+    def lend(self, part: int) -> list[torch.Tensor]:
+        """Return the tensors of ``part`` as ``take`` does, to be given back by itself once another part is asked for.
+
+        A backward pass asks for one tensor at a time, and nothing tells when it is done with a part.
+        """
+        if self._lent != part:
+            found = self.take(part)
+            self._lent = part
+            return found
+        return self._carrier.views(part, self._deliveries[part])
 
     def let_go(self, part: int) -> None:
         """Give ``part`` back: its memory is free once nothing views it, unless its next use was asked for already.
@@ -90,20 +105,28 @@ class Lookahead(Generic[Region]):
 
     def begin_pass(self) -> None:
         """Say that the model's forward begins."""
-        self._schedule.begin_pass()
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self.let_go(lent)
         self._begun = -1
+        if self._schedule.begin_pass():
+            self._ask_ahead()  # what is there already stays
         self._forget_unwanted()
         self._ask_ahead()
 
     def end_pass(self) -> None:
         """Say that the model's forward has ended well: its parts are expected in the order in which it took them."""
         if self._schedule.end_pass():
-            self._ask_ahead()
-            self._forget_unwanted()
-            self._ask_ahead()
+            self._expect_anew()
+
+    def turn(self, saved: Sequence[int]) -> None:
+        """Say that the backward of a pass begins whose graph ``saved`` tensors of these parts, in this order."""
+        if self._schedule.turn(saved):
+            self._expect_anew()
 
     def take_back(self) -> None:
         """Take all parts back from calls that ended without letting go, as an interrupt ends them."""
+        self._lent = None
         for part, delivery in self._deliveries.items():
             delivery.users = 0
             if part in self._carrier.kept and not delivery.overflow:
@@ -111,6 +134,7 @@ class Lookahead(Generic[Region]):
 
     def close(self) -> None:
         """Wait for what is under way and close the carrier; closing again does nothing."""
+        self._lent = None
         for part in list(self._deliveries):
             self._drop(part)
         self._carrier.close()
@@ -123,6 +147,12 @@ class Lookahead(Generic[Region]):
                 if region is None:
                     return
                 self._ask(part, Delivery(region))
+
+    def _expect_anew(self) -> None:
+        """Ask for what comes next, and give up what was brought for what doesn't."""
+        self._ask_ahead()  # what is there already stays
+        self._forget_unwanted()
+        self._ask_ahead()
 
     def _begins(self, part: int) -> bool:
         """Return whether ``part`` begins an expert whose parts have a memory of their own, and note which."""

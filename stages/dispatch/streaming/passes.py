@@ -17,17 +17,23 @@ from stages.dispatch.streaming.uncompiled import uncompiled
 
 
 def mark_passes(
-    model: nn.Module, *, begin: Callable[[], None], end: Callable[[], None], recover: Callable[[], None]
+    model: nn.Module,
+    *,
+    begin: Callable[[], None],
+    end: Callable[[], None],
+    recover: Callable[[], None],
+    is_left: Callable[[], bool],
 ) -> Iterator[Callable[[], None]]:
     """Hook ``model``: ``begin`` is called before each pass, ``end`` after one that ended well; yield what unhooks it.
 
-    ``recover`` is called before the first pass after one that was interrupted.
+    ``recover`` is called before the first pass after one that was interrupted, and before one where ``is_left`` says
+    that a call outside of all passes was.
     """
     under_way = False
 
     def before(_module: nn.Module, _args: Any) -> None:
         nonlocal under_way
-        if under_way and not _is_nested(model):
+        if (under_way or is_left()) and not _is_nested(model):
             recover()
         under_way = True
         begin()

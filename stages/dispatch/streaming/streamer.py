@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from pipeline.errors import ConfigError
 from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
 from stages.dispatch.experts.eviction import DEFAULT, POLICIES
+from stages.dispatch.streaming.backward import BackwardOrder
 from stages.dispatch.streaming.bindings import Binding, have_wait, without_data
 from stages.dispatch.streaming.device_lookaheads import Links, OpenLink, open_lookaheads, pin_waiting
 from stages.dispatch.streaming.guard import guard, is_guarded, unguard
 from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.passes import mark_passes
+from stages.dispatch.streaming.saved_weights import SavedWeights
 from stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
@@ -61,6 +64,7 @@ class Streamer:
         self._eviction = eviction
         self._devices, self._links, self._skip_keys = devices, Links(devices, open_link), skip_keys
         self.routed = RoutedModel()
+        self._saved, self._backward = SavedWeights(), BackwardOrder(stored, devices)
         self._lookaheads: list[Lookahead[Any]] = []
         self._empty: set[int] = set()
         self._stack = ExitStack()
@@ -102,6 +106,8 @@ class Streamer:
         ):
             self._stack.callback(lookahead.close)
             self._lookaheads.append(lookahead)
+        for part in brought:
+            self._stack.callback(setattr, part, "lookahead", None)
         self.routed = attach_experts(
             self._model,
             plan,
@@ -119,7 +125,13 @@ class Streamer:
                 have_wait(binding, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
                 self._stack.callback(binding.restore)
             self._stream(part, callers=plan.parts[part.name].callers)
-        for unhook in mark_passes(self._model, begin=self._begin, end=self._end, recover=lambda: self._recover(parts)):
+        for unhook in mark_passes(
+            self._model,
+            begin=self._begin,
+            end=self._end,
+            recover=lambda: self._recover(parts),
+            is_left=lambda: self._saved.in_calls,
+        ):
             self._stack.callback(unhook)
 
     def _stream(self, part: StreamedPart, *, callers: tuple[str, ...]) -> None:
@@ -142,13 +154,25 @@ class Streamer:
                 binding.bind(tensor)
             self.traffic.streamed_bytes += part.streamed_bytes
             part.began = time.perf_counter()
+        if part.brought and self._saved.enter(part):
+            self._lend(part)
         part.users += 1
+
+    def _lend(self, part: StreamedPart) -> None:
+        """Have what autograd saves of ``part`` be brought again; a gradient of it would be lost, and is refused."""
+        for place, binding in enumerate(part.bindings):
+            if binding.bound is not None:
+                self._saved.lend(binding.bound, partial(self._backward.save, part, place))
+                if binding.bound.requires_grad and part.users == 0:
+                    binding.bound.register_hook(partial(_refuse_gradient, binding.name))  # type: ignore[no-untyped-call]
 
     def _release(self, part: StreamedPart) -> None:
         """Let ``part`` go when its last user leaves; a call whose acquire failed has nothing to release."""
         if part.users == 0:
             return
         part.users -= 1
+        if part.brought:
+            self._saved.leave(part)
         if part.users == 0:
             if self.trace is not None:
                 self.trace.add(part.name, "compute", part.began)
@@ -172,6 +196,7 @@ class Streamer:
     def _begin(self) -> None:
         self._refuse_strangers()
         self.routed.begin_pass()
+        self._backward.begin_pass()
         for lookahead in self._lookaheads:
             lookahead.begin_pass()
 
@@ -185,14 +210,23 @@ class Streamer:
                 )
 
     def _end(self) -> None:
+        self._backward.end_pass()
         for lookahead in self._lookaheads:
             lookahead.end_pass()
 
     def _recover(self, parts: Sequence[StreamedPart]) -> None:
         """Take everything back from a pass that was interrupted."""
+        self._saved.recover()
         for part in parts:
             part.users = 0
             for binding in part.bindings:
                 binding.unbind()
         for lookahead in self._lookaheads:
             lookahead.take_back()
+
+
+def _refuse_gradient(name: str, _gradient: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"{name!r} is streamed, and its gradient would be lost: what is streamed is read-only; freeze it "
+        "(requires_grad_(False)), or keep it where it computes, with a larger max_memory or another device_map"
+    )

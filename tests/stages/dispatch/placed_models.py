@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ class Setup:
         placed = {tensor.name: homes(tensor.name) for tensor in skeleton.tensors}
         self.model, self.devices = model, devices or Devices({0: ROOM, 1: ROOM})
         self.score = score_for(skeleton, placed, {parent(name): execution(parent(name)) for name in placed})
+        self.score = replace(self.score, staging_bytes=options.pop("staging_bytes", self.score.staging_bytes))
         for name, home in placed.items():
             if isinstance(home, int):
                 owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]

@@ -118,3 +118,61 @@ def test_a_part_that_no_rehearsal_knew_is_certain_once_a_pass_has_used_it() -> N
     schedule = Schedule([1, 2])
     play(schedule, [1, 5, 2])
     assert schedule.order == [1, 5, 2]
+
+
+def go(schedule: Schedule, parts: list[int]) -> None:
+    for part in parts:
+        schedule.use(part)
+
+
+def test_a_backward_is_expected_to_ask_in_the_reverse_order_for_what_was_saved() -> None:
+    schedule = Schedule([1, 2, 3, 4])
+    play(schedule, [1, 2, 3, 4])
+    assert schedule.turn([1, 3, 4])
+    assert ask(schedule, 5) == [4, 3, 1, 1, 2], "and then comes the next pass"
+
+
+def test_a_backward_is_expected_after_each_pass_once_there_was_one() -> None:
+    schedule = Schedule([1, 2, 3])
+    play(schedule, [1, 2, 3])
+    schedule.turn([2, 3])
+    go(schedule, [3, 2])
+    schedule.begin_pass()
+    assert ask(schedule, 5) == [1, 2, 3, 3, 2]
+    go(schedule, [1, 2, 3])
+    assert not schedule.end_pass()
+    assert not schedule.turn([2, 3])
+
+
+def test_the_next_backward_is_expected_as_the_last_one_was_where_as_much_was_saved() -> None:
+    schedule = Schedule([1, 2, 3])
+    play(schedule, [1, 2, 3])
+    schedule.turn([1, 2, 3])
+    go(schedule, [3, 1, 2, 2, 1])
+    play(schedule, [1, 2, 3])
+    assert not schedule.turn([1, 2, 3])
+    assert ask(schedule, 5) == [3, 1, 2, 2, 1], "parts of the forward were computed again"
+    play(schedule, [1, 2, 3])
+    assert schedule.turn([2, 3])
+    assert ask(schedule, 2) == [3, 2]
+
+
+def test_a_pass_without_a_backward_expects_none_after_the_next() -> None:
+    schedule = Schedule([1, 2])
+    play(schedule, [1, 2])
+    schedule.turn([1, 2])
+    go(schedule, [2, 1])
+    play(schedule, [1, 2])
+    go(schedule, [1])
+    assert schedule.begin_pass(), "a call of one module alone is no backward"
+    assert schedule.order == [1, 2]
+
+
+def test_the_backward_of_an_older_pass_begins_where_backwards_do() -> None:
+    schedule = Schedule([1, 2, 3])
+    play(schedule, [1, 2, 3])
+    play(schedule, [1, 2, 3])
+    schedule.turn([1, 2, 3])
+    go(schedule, [3, 2, 1])
+    assert schedule.turn([1, 2, 3])
+    assert ask(schedule, 3) == [3, 2, 1]

@@ -1,0 +1,58 @@
+"""The backward pass asks again for streamed parts: which of them, in which order, and what brings them.
+
+What the graph of each pass has saved is known as the pass ends, so as its backward asks for the first of it, the others
+are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from stages.dispatch.streaming.lookahead import Lookahead
+from stages.dispatch.streaming.saved_weights import Bring
+from stages.dispatch.streaming.streamed_part import StreamedPart
+from stages.machine.devices import Devices
+
+_Saved = dict[Lookahead[Any], list[int]]
+"""The parts that a graph has saved tensors of, by what brings them, in the order in which they were saved."""
+
+
+class BackwardOrder:
+    """What the graphs of a model's passes have saved; ``stored`` has what waits on disk."""
+
+    def __init__(self, stored: Mapping[str, torch.Tensor], devices: Devices) -> None:
+        self._stored, self._devices = stored, devices
+        self._saving: _Saved | None = None
+        self._asking: _Saved | None = None
+
+    def begin_pass(self) -> None:
+        """Say that a forward of the model begins."""
+        self._saving, self._asking = {}, None
+
+    def end_pass(self) -> None:
+        """Say that it has ended; what a module saves now, called again by a checkpoint, is in no order."""
+        self._saving = None
+
+    def save(self, part: StreamedPart, place: int) -> Bring:
+        """Note that the tensor of ``part`` at ``place`` was saved; return what brings it."""
+        saving = self._saving
+        if saving is not None and part.lookahead is not None:
+            order = saving.setdefault(part.lookahead, [])
+            if order[-1:] != [part.number]:
+                order.append(part.number)
+        return partial(self._bring, part, place, saving)
+
+    def _bring(self, part: StreamedPart, place: int, saved: _Saved | None) -> torch.Tensor:
+        if part.lookahead is None:  # the hooks are gone: it is read from where it waits
+            binding = part.bindings[place]
+            data = self._stored[binding.name] if binding.host is None else binding.host
+            return data.detach().to(self._devices.torch_device(part.computes))
+        if saved is not None and saved is not self._asking:
+            self._asking = saved
+            for lookahead, order in saved.items():
+                lookahead.turn(order)
+        return part.lookahead.lend(part.number)[place]

@@ -1,0 +1,180 @@
+"""Weights that autograd saves for the backward pass, and that are brought again for it instead of being kept.
+
+The gradient of a module's input is computed from its weight. A streamed weight lies in the staging memory for its
+module's call; kept until the backward pass it would hold that memory, and in the end all weights would be in memory.
+So while such a module is called with gradients, a pair of hooks sees what autograd saves (as
+``torch.autograd.graph.saved_tensors_hooks`` does), and in the place of a weight that can be brought again it leaves a
+note of which it was. The pair is there for the module's call alone: it is the innermost one then, also inside
+checkpoints and offloaders that the model itself uses. torch asks the innermost pair only, so this one hands everything
+else on to the pair around it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+
+Bring = Callable[[], torch.Tensor]
+"""Brings a tensor again: of the same bits and layout, for as long as anything views it."""
+
+Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""A pair of hooks: what packs a tensor that is saved, and what unpacks what the first returned."""
+
+_innermost = torch._C._autograd._top_saved_tensors_default_hooks
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """Memory in use now that can be brought again; ``save`` is told that it was saved, and returns what brings it."""
+
+    begin: int
+    end: int
+    alive: weakref.ref[torch.UntypedStorage]
+    save: Callable[[], Bring]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call under way: whose it is, whether a pair was pushed for it, and what is lent to it."""
+
+    owner: object
+    pushed: bool
+    lent: list[_Lent] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What is saved in the place of a view: where it is in what ``bring`` brings, in bytes."""
+
+    bring: Bring
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def unpack(self) -> torch.Tensor:
+        whole = self.bring()
+        begin = (whole.storage_offset() * whole.itemsize + self.offset) // self.dtype.itemsize
+        view = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return view.set_(whole.untyped_storage(), begin, self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that is saved as it is. What torch checks of one that no hook saw is checked here."""
+
+    tensor: torch.Tensor
+    version: int
+
+    def unpack(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation, a {self.tensor.dtype} of shape "
+                f"{tuple(self.tensor.shape)}, has been modified by an inplace operation: it is at version "
+                f"{self.tensor._version}, and version {self.version} was saved"
+            )
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _HandedOn:
+    """What the pair around ours made of a tensor."""
+
+    restore: Callable[[Any], torch.Tensor]
+    packed: Any
+
+    def unpack(self) -> torch.Tensor:
+        return self.restore(self.packed)
+
+
+_Packed = _Note | _Kept | _HandedOn
+
+
+class SavedWeights:
+    """The pair of hooks of one model, and what is lent to the calls under way."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._around: list[Pair | None] = []  # what was innermost as each of ours was pushed
+
+    @property
+    def in_calls(self) -> bool:
+        """Whether calls are under way, or were interrupted."""
+        return bool(self._calls)
+
+    def enter(self, owner: object) -> bool:
+        """Begin a call of ``owner``; return whether what is lent to it may be saved."""
+        saves = torch.is_grad_enabled() and _disabled() is None
+        around: Pair | None = _innermost(True) if saves else None
+        pushes = saves and (around is None or around[0] != self._pack)
+        if pushes:
+            _push(self._pack, _unpack)
+            self._around.append(around)
+        self._calls.append(_Call(owner, pushes))
+        return saves
+
+    def leave(self, owner: object) -> None:
+        """End the call of ``owner`` that began last."""
+        place = max(place for place, call in enumerate(self._calls) if call.owner is owner)
+        if self._calls.pop(place).pushed:
+            _pop()
+            self._around.pop()
+
+    def lend(self, tensor: torch.Tensor, save: Callable[[], Bring]) -> None:
+        """Say that ``tensor``, contiguous and used by the call that began last, can be brought again.
+
+        ``save`` is called where it is saved, and returns what brings it.
+        """
+        begin, alive = tensor.data_ptr(), weakref.ref(tensor.untyped_storage())
+        self._calls[-1].lent.append(_Lent(begin, begin + tensor.nbytes, alive, save))
+
+    def recover(self) -> None:
+        """Take back what calls left that an interrupt ended.
+
+        Contexts around such a call took one pair each as they were left, the innermost ones. So what is left may be
+        theirs instead of ours, below pairs that were pushed since.
+        """
+        since: list[Pair] = []
+        while self._around and (pair := _innermost(True)) is not None:
+            _pop()
+            if pair[0] == self._pack or pair in self._around:
+                self._around.pop()
+            else:
+                since.append(pair)
+        for pack, unpack in reversed(since):
+            _push(pack, unpack)
+        self._around.clear()
+        self._calls.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
+        lent = self._lent(tensor)
+        if lent is not None:
+            return _Note(lent.save(), tensor.data_ptr() - lent.begin, tensor.shape, tensor.stride(), tensor.dtype)
+        around = self._around[-1] if self._around else None
+        if around is None or isinstance(tensor, WaitingTensor):  # which holds no data
+            return _Kept(tensor.detach(), tensor._version)
+        return _HandedOn(around[1], around[0](tensor))
+
+    def _lent(self, tensor: torch.Tensor) -> _Lent | None:
+        """Return what was lent that ``tensor`` is a view of."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        begin = tensor.data_ptr()
+        for call in reversed(self._calls):
+            for lent in call.lent:
+                if lent.begin <= begin < lent.end and lent.alive() is not None:
+                    return None if tensor.is_conj() or tensor.is_neg() else lent
+        return None
+
+
+def _unpack(packed: _Packed) -> torch.Tensor:
+    return packed.unpack()
