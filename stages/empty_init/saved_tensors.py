@@ -132,7 +132,7 @@ class DroppedStorages(SavedStorages):
             return super().unpack(kept)
         saved, width = kept.hold.saved, kept.dtype.itemsize
         with self._mode.unwatched():
-            whole = torch.empty(saved.bytes, dtype=torch.uint8)
+            whole = torch.empty(saved.bytes, dtype=torch.uint8, device="cpu")
             tensor = whole[: saved.bytes // width * width].view(kept.dtype)
             tensor = tensor.as_strided(kept.size, kept.stride, kept.offset)
         self._storages.meet(whole, counts=saved.is_away)

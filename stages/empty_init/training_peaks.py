@@ -9,9 +9,10 @@ peak at every ratio. All layers are run, since each adds to what is saved; at on
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,11 +26,15 @@ from stages.empty_init.module_usage import ModuleUsage, ModuleWatch, watch_modul
 from stages.empty_init.saved_tensors import DroppedStorages
 from stages.units import format_bytes
 
-SMALLEST_BYTES = 2**20
+SMALLEST_BYTES = 64
 """What is saved and smaller than this isn't offloaded."""
+SLACK = 0.01
+"""How much less than its ratio an offload may put away, as a share of all that is saved."""
 _RATIO_STEPS = 1000
 """A ratio that is worked out is a whole number of such parts."""
 
+Moments = tuple[tuple[int, int], ...]
+"""Moments of a step: the bytes held without offload, and how many of them would be away with all of it."""
 Call = Callable[[nn.Module], Any]
 Loss = Callable[[Any], torch.Tensor]
 
@@ -39,39 +44,57 @@ class TrainingPeaks:
     """The bytes of one training step beside weights and inputs.
 
     ``saved_bytes`` are saved for the backward at the end of the forward; ``gradient_bytes`` are those of the weights'
-    gradients. ``moments`` are those that are the peak at some ratio of activation offload: the bytes held without it,
-    and how many of them would be away with all of it.
+    gradients. ``forward`` and ``backward`` have the moments of each pass that are the peak at some ratio of offload.
     """
 
     saved_bytes: int
     gradient_bytes: int
-    moments: tuple[tuple[int, int], ...]
+    forward: Moments
+    backward: Moments = ()
+
+    @property
+    def forward_peak(self) -> int:
+        """The most bytes held in the forward, without offload."""
+        return max((held for held, _ in self.forward), default=0)
 
     def peak(self, ratio: float = 0.0) -> int:
-        """Return the most bytes held in a step that offloads the share ``ratio``, 0 to 1, of what it saves."""
-        return max((math.ceil(held - ratio * away) for held, away in self.moments), default=0)
+        """Return the most bytes held in a step that offloads the share ``ratio``, 0 to 1, of what it saves.
+
+        In the forward that share of what is saved so far is away. In the backward it comes back ahead of use, as far
+        as there is room: until no more is held than stayed.
+        """
+        share = max(0.0, ratio - SLACK)
+        stays = (1 - share) * self.saved_bytes
+        forward = (held - share * away for held, away in self.forward)
+        backward = (held - max(0.0, away - stays) for held, away in self.backward)
+        return max((math.ceil(held) for held in (*forward, *backward)), default=0)
 
     def least_ratio(self, budget: int) -> float:
         """Return the least ratio of activation offload whose peak is within ``budget`` bytes.
 
         A ``BudgetError`` where none is; it names the least budget that would do.
         """
-        if self.peak(1.0) > budget:
+        least = self.peak(1.0)
+        if least > budget:
             raise BudgetError(
-                f"a training step takes {format_bytes(self.peak(1.0))} beside its weights with all of its activations "
-                f"offloaded, and {format_bytes(budget)} ({budget} bytes) are left for it; "
-                f"give it {self.peak(1.0)} bytes or more, or a smaller batch"
+                f"a training step takes {format_bytes(least)} beside its weights with all of its activations offloaded,"
+                f" and {format_bytes(budget)} ({budget} bytes) are left for it; give it {least} bytes or more, or make"
+                " the batch smaller"
             )
-        needed = max(((held - budget) / away for held, away in self.moments if away), default=0.0)
-        return max(0, math.ceil(needed * _RATIO_STEPS)) / _RATIO_STEPS
+        steps = range(_RATIO_STEPS + 1)
+        return bisect_left(steps, True, key=lambda step: self.peak(step / _RATIO_STEPS) <= budget) / _RATIO_STEPS
+
+    def lifted(self, held: int) -> TrainingPeaks:
+        """Return these peaks with so many bytes more that are held all the time."""
+        forward, backward = (tuple((one + held, away) for one, away in part) for part in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
 
 
 @dataclass(frozen=True, slots=True)
 class RehearsedStep:
-    """A training step that was rehearsed: its ``peaks``, that of its forward alone, and the ``usage`` of modules."""
+    """A training step that was rehearsed: its ``peaks``, and the ``usage`` of modules in the forward."""
 
     peaks: TrainingPeaks
-    forward_peak_bytes: int
     usage: Mapping[str, ModuleUsage]
 
 
@@ -163,13 +186,13 @@ class _StepRehearsal:
             stack.enter_context(swapped(self.model, weights))
             with saved.hooks(), watch_modules(self.model, watch):
                 output = self.call(self.model)
-            saved_bytes, forward_peak = saved.bytes, max((held for held, _ in moments.seen), default=0)
+            saved_bytes, passed = saved.bytes, len(moments.seen)
             for name, count in saved.bytes_by_module().items():
                 watch.usage[name].saved_bytes = count
             run_backward(output, self.loss)
             gradients = {id(weight): weight.grad.nbytes for weight in weights.values() if weight.grad is not None}
-        peaks = TrainingPeaks(saved_bytes, sum(gradients.values()), _highest(moments.seen))
-        return RehearsedStep(peaks, forward_peak, watch.usage)
+        forward, backward = _highest(moments.seen[:passed]), _highest(moments.seen[passed:])
+        return RehearsedStep(TrainingPeaks(saved_bytes, sum(gradients.values()), forward, backward), watch.usage)
 
     def _weights(self, mode: CountingFakes) -> dict[str, torch.Tensor]:
         """Return fake weights that require gradients as the model's do, and have some where the step accumulates."""
@@ -183,7 +206,7 @@ class _StepRehearsal:
         return weights
 
 
-def _highest(moments: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _highest(moments: Iterable[tuple[int, int]]) -> Moments:
     """Return those of ``moments`` than which no other holds more, both with nothing and with everything away."""
     kept: list[tuple[int, int]] = []
     least = -1

@@ -29,7 +29,7 @@ def test_a_small_net_holds_what_is_computed_by_hand() -> None:
     head, convolution = (8 * 16 * 16 * 10 + 10) * FLOAT, (3 * 8 * 9 + 8) * FLOAT
     assert step.peaks.saved_bytes == feature_map  # the ReLU's result, which the linear layer saves too, once
     assert step.peaks.gradient_bytes == head + convolution
-    assert step.forward_peak_bytes == 2 * feature_map  # before and after the ReLU
+    assert step.peaks.forward_peak == 2 * feature_map  # before and after the ReLU
     # In the ReLU's backward: its result, the gradients before and after it; those of the head; output and its gradient.
     assert step.peaks.peak() == 3 * feature_map + head + 2 * logits
     assert step.peaks.peak(1.0) == step.peaks.peak()  # the one tensor that is saved is needed at the peak
@@ -114,14 +114,14 @@ def test_a_step_that_accumulates_has_all_gradients_from_its_beginning() -> None:
     model, x = Blocks(2), torch.randn(8, 64)
     first, later = (rehearse_step(model, lambda module: module(x), accumulates=value) for value in (False, True))
     assert later.peaks.gradient_bytes == first.peaks.gradient_bytes
-    assert later.forward_peak_bytes == first.forward_peak_bytes + first.peaks.gradient_bytes
+    assert later.peaks.forward_peak == first.peaks.forward_peak + first.peaks.gradient_bytes
 
 
 def test_frozen_weights_have_no_gradients_and_their_inputs_are_not_saved() -> None:
     model, x = Blocks(2).requires_grad_(False), torch.randn(8, 64)
     step = rehearse_step(model, lambda module: module(x))
     assert (step.peaks.saved_bytes, step.peaks.gradient_bytes) == (0, 0)
-    assert step.forward_peak_bytes > 0
+    assert step.peaks.forward_peak > 0
 
 
 def test_the_model_is_as_it_was_after_a_rehearsal() -> None:
@@ -135,15 +135,20 @@ def test_the_model_is_as_it_was_after_a_rehearsal() -> None:
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
-PEAKS = TrainingPeaks(saved_bytes=800, gradient_bytes=0, moments=((1000, 800), (600, 100)))
+PEAKS = TrainingPeaks(saved_bytes=800, gradient_bytes=0, forward=((1000, 800), (600, 100)), backward=((700, 200),))
 
 
-@pytest.mark.parametrize(("budget", "ratio"), [(2000, 0.0), (1000, 0.0), (600, 0.5), (510, 0.9), (500, 1.0)])
+@pytest.mark.parametrize(("budget", "ratio"), [(2000, 0.0), (1000, 0.0), (702, 0.383), (601, 0.884), (508, 1.0)])
 def test_the_least_ratio_is_that_whose_peak_just_fits(budget: int, ratio: float) -> None:
-    assert PEAKS.least_ratio(budget) == pytest.approx(ratio, abs=0.001)
-    assert PEAKS.peak(PEAKS.least_ratio(budget)) <= budget
+    assert PEAKS.least_ratio(budget) == ratio
+    assert PEAKS.peak(ratio) <= budget
+    assert ratio == 0 or PEAKS.peak(ratio - 0.001) > budget
 
 
 def test_a_budget_that_no_ratio_fits_is_told_the_least_that_would() -> None:
-    with pytest.raises(BudgetError, match=r"600 B.*499 bytes|give it 500 bytes or more"):
-        PEAKS.least_ratio(499)
+    with pytest.raises(BudgetError, match=r"takes 508 B.*507 bytes.*give it 508 bytes or more"):
+        PEAKS.least_ratio(507)
+
+
+def test_what_is_held_beside_counts_at_every_ratio() -> None:
+    assert [PEAKS.lifted(70).peak(ratio) for ratio in (0, 0.5, 1)] == [PEAKS.peak(ratio) + 70 for ratio in (0, 0.5, 1)]
