@@ -123,7 +123,8 @@ class _Watch(Observer):
         predicted = memory["predicted"].get("cpu")
         if self._group is None or predicted is None:
             return
-        allowed = max(predicted, memory["budget"].get("cpu") or 0) + KERNEL_BYTES
+        stands_in = memory.get("simulated", {}).get("cpu") or 0
+        allowed = max(predicted, stands_in, memory["budget"].get("cpu") or 0) + KERNEL_BYTES
         try:
             self._group.limit(allowed)
         except CapError as error:

@@ -67,7 +67,7 @@ def compare(then: Record, now: Record) -> Comparison:
     return Comparison(
         kind=kind_of([*then["outputs"], *now["outputs"]]),
         difference=first_difference(then["outputs"], now["outputs"]),
-        moved=tuple(changes(then.get("device_map") or {}, now.get("device_map") or {})),
+        moved=tuple(_moved(then.get("device_map") or {}, now.get("device_map") or {})),
         why=tuple(_changed_inputs(then, now)),
         environment=tuple(changes(then["environment"], now["environment"])),
         speed=tuple(Change(name, then["metrics"].get(name), now["metrics"].get(name)) for name in _SPEEDS),
@@ -106,6 +106,29 @@ def _parts(sequence: int, old: Record, new: Record) -> Iterator[Difference]:
     name = str(new.get("name", old.get("name", "")))
     for change in changes(old, new):
         yield Difference(sequence, f"{name} {change.place}".strip(), change.then, change.now)
+
+
+def _moved(then: Record, now: Record) -> Iterator[Change]:
+    """Yield what lies elsewhere under the map ``now`` than under ``then``, which may name parts of other sizes.
+
+    An entry speaks for all that is below it and has none of its own; one without a name for the whole model.
+    """
+    for name in dict.fromkeys((*then, *now)):
+        was, now_is = _home(name, then), _home(name, now)
+        known = was is not None and now_is is not None
+        if was != now_is and (known or not _is_split(name, now if now_is is None else then)):
+            yield Change(name or "the model", was, now_is)
+
+
+def _home(name: str, device_map: Record) -> object:
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def _is_split(name: str, device_map: Record) -> bool:
+    """Whether ``device_map`` names parts of ``name`` instead: where these lie is told of each."""
+    return any(not name or other.startswith(f"{name}.") for other in device_map)
 
 
 def _changed_inputs(then: Record, now: Record) -> Iterator[Change]:

@@ -84,7 +84,7 @@ def read_layers(run: Run) -> tuple[PlacedLayer, ...]:
     if isinstance(homes, dict) and isinstance(names, dict) and homes and names:
         return _layers(homes, list(names))
     entries = (read_object(folder / _MAP) if folder else {}) or run.device_map
-    return tuple(PlacedLayer(name, (str(device),)) for name, device in entries.items())
+    return tuple(PlacedLayer(name or "the model", (str(device),)) for name, device in entries.items())
 
 
 def _artifact(run: Run) -> Path | None:

@@ -17,7 +17,7 @@ from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves
 from stages.plan.plan import Plan
 from stages.plan.serving import Serving, is_streamed
-from stages.units import DeviceId, parse_device
+from stages.units import CPU, DeviceId, parse_device
 
 FILE_NAME = "dispatch.json"
 
@@ -53,7 +53,8 @@ class DispatchPlan:
     host for streamed weights on their way: the reserve, and what the plan left of the main device's budget where that
     is the host. ``reserves`` are the bytes of the largest streamed layer on each device that computes one: what an
     accelerator holds for weights on their way. ``slots`` are the bytes for experts on
-    each device that computes some which lie elsewhere.
+    each device that computes some which lie elsewhere. ``host_peak_bytes`` is the predicted peak of a host that stands
+    in for accelerators, null where none is simulated.
     """
 
     main_device: DeviceId
@@ -64,6 +65,7 @@ class DispatchPlan:
     staging_bytes: int
     reserves: Mapping[DeviceId, int]
     slots: Mapping[DeviceId, int]
+    host_peak_bytes: int | None = None
 
     def save(self, folder: Path) -> None:
         """Write ``dispatch.json`` into ``folder``."""
@@ -107,6 +109,7 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         staging_bytes=plan.staging_bytes,
         reserves=_reserves(skeleton, plan),
         slots=plan.slots,
+        host_peak_bytes=sum(plan.predicted[CPU].values()) if plan.ledgers and plan.predicted else None,
     )
 
 

@@ -11,7 +11,7 @@ from pipeline.typed_config import read
 from stages.dispatch.dispatch_plan import FILE_NAME, from_json, make_dispatch_plan
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
-from stages.units import format_bytes
+from stages.units import CPU, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class DispatchStage(Stage[DispatchInputs]):
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
     name = "dispatch"
-    version = 5
+    version = 6
     needs: tuple[str, ...] = ("shard_load",)
     config_class = DispatchConfig
 
@@ -102,7 +102,7 @@ class DispatchStage(Stage[DispatchInputs]):
         return Dispatched(placed.model, streamer, main, placed.load_seconds, placed.read_bytes, placed.devices)
 
     def report(self, artifact: Artifact) -> Report:
-        """Say what computes where and how much is streamed a pass."""
+        """Say what computes where, how much is streamed a pass, and what the host takes that stands in for others."""
         plan = from_json(artifact.json(FILE_NAME))
         streamed = sum(1 for part in plan.parts.values() if part.streamed and not part.listed_expert)
         experts = sum(part.experts.count for part in plan.parts.values() if part.experts is not None)
@@ -113,4 +113,6 @@ class DispatchStage(Stage[DispatchInputs]):
             told.append(f"{streamed} of {len(plan.parts)} modules streamed: {amount} a pass")
         if experts:
             told.append(f"{experts} experts brought when they are routed to")
-        return Report(", ".join(told if len(told) > 1 else [*told, "everything resident"]))
+        summary = ", ".join(told if len(told) > 1 else [*told, "everything resident"])
+        host = {"predicted": {str(CPU): plan.host_peak_bytes}} if plan.host_peak_bytes else {}
+        return Report(summary, memory=host)

@@ -10,7 +10,7 @@ from stages.empty_init.skeleton import longest_prefix, parent
 from stages.machine.hardware import Hardware
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, Shortage, find_shortage
-from stages.plan.plan import Plan
+from stages.plan.plan import Plan, own_parts
 from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 LISTED = 8
@@ -102,7 +102,7 @@ def require_room(plan: Plan, machine: Hardware) -> None:
 
 
 def _own(plan: Plan, device: DeviceId) -> dict[str, int]:
-    return {part: count for part, count in plan.predicted.get(device, {}).items() if part != "simulated"}
+    return own_parts(plan.predicted.get(device, {}))
 
 
 def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int) -> str:

@@ -16,6 +16,8 @@ from stages.units import CPU, DeviceId, in_tier_order, parse_device
 
 FILE_NAME = "plan.json"
 MAP_NAME = "device_map.json"
+SIMULATED = "simulated"
+"""The part of the host's peak that simulated accelerators hold: it is there only where they are simulated."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class Plan:
         """Write ``plan.json`` and ``device_map.json`` into ``folder``."""
         write_text(folder / FILE_NAME, json.dumps(asdict(self), indent=1) + "\n")
         write_text(folder / MAP_NAME, json.dumps(dict(self.device_map), indent=1) + "\n")
+
+
+def own_parts(predicted: Mapping[str, int]) -> dict[str, int]:
+    """Return those parts of a device's predicted peak that it has on the machine that is planned for."""
+    return {part: count for part, count in predicted.items() if part != SIMULATED}
 
 
 def from_json(data: Mapping[str, Any]) -> Plan:

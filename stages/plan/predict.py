@@ -20,7 +20,7 @@ from stages.machine.probes import CHUNK_BYTES, READERS
 from stages.machine.rates import Rates
 from stages.plan.expert_slots import SINGLE, ExpertTraffic, Routing, expert_traffic, offstage_in
 from stages.plan.outline import Outline
-from stages.plan.plan import Plan
+from stages.plan.plan import SIMULATED, Plan
 from stages.plan.request.geometry import Geometry, Request
 from stages.plan.serving import is_streamed, waits_on
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
@@ -216,7 +216,7 @@ def _with_simulated(peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: Wo
     if there:
         held = sum(sum(parts.values()) - parts["activations"] for parts in there)
         computes = any(parts["activations"] for parts in there) and not peaks[CPU]["activations"]
-        peaks[CPU]["simulated"] = held + (needs.activation_bytes + needs.scratch_bytes if computes else 0)
+        peaks[CPU][SIMULATED] = held + (needs.activation_bytes + needs.scratch_bytes if computes else 0)
     return peaks
 
 

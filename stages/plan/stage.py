@@ -28,6 +28,7 @@ from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, execution_device
+from stages.plan.plan import SIMULATED, own_parts
 from stages.plan.policies import POLICIES
 from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
 from stages.plan.policies.explicit import explicit, override
@@ -36,7 +37,7 @@ from stages.plan.predict import predict
 from stages.plan.request.batch_size import soonest
 from stages.plan.request.media_demand import media_demand
 from stages.plan.request.requests import asking
-from stages.units import DeviceId, format_bytes
+from stages.units import CPU, DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"
 
@@ -189,8 +190,13 @@ def _summary(plan: plans.Plan) -> str:
 
 
 def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:
-    """Return the weights allowed on each device and its predicted peak, in bytes."""
+    """Return the weights allowed on each device and its predicted peak, in bytes: those of the machine planned for.
+
+    Told apart is the peak of a host that stands in for accelerators: this one's, if the plan is carried out here.
+    """
+    host = plan.predicted.get(CPU, {})
     return {
         "budget": {str(device): budget for device, budget in plan.budgets.items()},
-        "predicted": {str(device): sum(parts.values()) for device, parts in plan.predicted.items()},
+        "predicted": {str(device): sum(own_parts(parts).values()) for device, parts in plan.predicted.items()},
+        **({SIMULATED: {str(CPU): sum(host.values())}} if SIMULATED in host else {}),
     }

@@ -53,3 +53,15 @@ def test_a_map_of_one_entry_is_a_row_of_the_size_of_the_model(offstage_here: Run
     assert row.split()[-2:] == ["7.48", "MB"], "the head and the embedding are one tensor"
     assert plan_of(done)["resident_bytes"]["cpu"] == 7_477_760
     assert done.record["device_map"] == {"": "cpu"}
+
+
+def test_a_plan_for_another_machine_predicts_that_host_and_a_run_the_one_that_stands_in_for_it(
+    offstage_here: Run,
+) -> None:
+    machine = ("hardware=2x24gb", "max_memory=null", "generate.max_new_tokens=2", "generate.min_new_tokens=2")
+    planned = offstage_here("stages=plan_only", *machine).record["memory"]
+    alone = offstage_here(PLAN, "device_map=cpu", "max_memory=null", "generate.max_new_tokens=2").record["memory"]
+    assert planned["predicted"]["cpu"] < alone["predicted"]["cpu"], "its weights lie on accelerators, which have them"
+    ran = offstage_here("stop_after=dispatch", *machine).record["memory"]
+    assert planned["simulated"]["cpu"] > planned["predicted"]["cpu"] + 7_477_760
+    assert ran["predicted"]["cpu"] == planned["simulated"]["cpu"]

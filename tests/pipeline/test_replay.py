@@ -59,3 +59,20 @@ def test_without_tokens_the_plan_decides() -> None:
 
 def test_a_record_of_before_the_inputs_were_kept_has_nothing_to_tell_about_them() -> None:
     assert compare(record(stages=[{"name": "plan"}]), record()).why == ()
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "moved"),
+    [
+        ({"": "cpu"}, {"": "disk"}, [("the model", "cpu", "disk")]),
+        ({"": "cpu"}, {"a": "cpu", "b.c": "disk", "b.d": "cpu"}, [("b.c", "cpu", "disk")]),
+        ({"a": 0, "b": "cpu"}, {"": "cpu"}, [("a", 0, "cpu")]),
+        ({"b": "cpu", "b.c": "disk"}, {"b": "disk"}, [("b", "cpu", "disk")]),
+        ({"": "cpu"}, {}, [("the model", "cpu", None)]),
+    ],
+)
+def test_maps_that_name_parts_of_other_sizes_are_compared_by_what_lies_where(
+    then: dict[str, Any], now: dict[str, Any], moved: list[tuple[Any, ...]]
+) -> None:
+    found = compare(record(device_map=then), record(device_map=now)).moved
+    assert [(change.place, change.then, change.now) for change in found] == moved
