@@ -3,7 +3,7 @@
     python -m tests.benchmarks.activation_sides --place disk --side 0.5 --scene resnet50 --batch 8 --folder /tmp/spill
 
 It warms up, does some iterations, and prints one line of JSON: the median of their seconds, the peak of activations and
-the bytes that went away and came back in the last, and a hash of its gradients.
+the bytes that went away in the last (as many come back), and a hash of its gradients.
 
 Three places:
 
@@ -54,37 +54,13 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class SideRun:
-    """What a side did: median seconds an iteration; of the last one peak, bytes away and back, hash of gradients."""
+    """What a side did: median seconds an iteration; of the last one peak, bytes that went away, hash of gradients."""
 
     side: str
     seconds: float
     peak: int
-    out: int
-    back: int
+    moved: int
     gradients: str
-
-
-@dataclass(slots=True)
-class Moved:
-    """Bytes that left the device in one iteration, and that came back."""
-
-    out: int = 0
-    back: int = 0
-
-
-def counted(hooks: saved_tensors_hooks, moved: Moved) -> saved_tensors_hooks:
-    """Return ``hooks`` that count in ``moved`` what goes through them."""
-
-    def pack(tensor: torch.Tensor) -> Any:
-        moved.out += tensor.nbytes
-        return hooks.pack_hook(tensor)
-
-    def unpack(packed: Any) -> torch.Tensor:
-        tensor = hooks.unpack_hook(packed)
-        moved.back += tensor.nbytes
-        return tensor
-
-    return saved_tensors_hooks(pack, unpack)
 
 
 class LiveSaves(saved_tensors_hooks):
@@ -117,8 +93,7 @@ class Place:
     def __init__(self, side: str, model: nn.Module, folder: Path) -> None:
         self.side, self.model, self.folder, self.trace = side, model.to(self.device), folder, Trace()
         self._ours: CPUOffload | None = None
-        self._moved = Moved()
-        self._before = 0
+        self._moved = self._before = 0
 
     def begin(self) -> None:
         """Begin an iteration: its peak and what it moves count from here."""
@@ -138,23 +113,35 @@ class Place:
             return nullcontext()
         return save_on_cpu() if self.side == "save_on_cpu" else self._offload(target="disk", folder=self.folder)
 
-    def moved(self) -> tuple[int, int]:
-        """Return the bytes that went away and came back in the iteration."""
-        if self._ours is None:
-            return self._moved.out, self._moved.back
-        gone = self._ours.traffic[TAG].offloaded_bytes
-        return gone, gone
+    def moved(self) -> int:
+        """Return the bytes that went away in the iteration; as many come back."""
+        return self._moved if self._ours is None else self._ours.traffic[TAG].offloaded_bytes
 
     def _offload(self, **options: Any) -> CPUOffload:
         self._ours = CPUOffload(float(self.side), TAG, trace=self.trace, **options)
         return self._ours
 
+    def _counted(self, hooks: saved_tensors_hooks) -> saved_tensors_hooks:
+        """Return ``hooks`` of which is counted what they put away."""
+
+        def pack(tensor: torch.Tensor) -> Any:
+            self._moved += tensor.nbytes
+            return hooks.pack_hook(tensor)
+
+        return saved_tensors_hooks(pack, hooks.unpack_hook)
+
 
 class SimulatedPlace(Place):
     """An accelerator that isn't there: its ledger counts what is saved and stays, and what comes back."""
 
+    def __init__(self, side: str, model: nn.Module, folder: Path) -> None:
+        super().__init__(side, model, folder)
+        self._devices = Devices({0: PLENTY})
+
     def begin(self) -> None:
-        self._moved, self._devices, self._live = Moved(), Devices({0: PLENTY}), LiveSaves(self.model.parameters())
+        self._moved, self._live = 0, LiveSaves(self.model.parameters())
+        ledger = self._devices.ledger(0)
+        ledger.peak = ledger.held
 
     def peak(self) -> int:
         return self._live.peak if self.side == "none" else self._devices.peaks[0]
@@ -166,7 +153,7 @@ class SimulatedPlace(Place):
             on_host = saved_tensors_hooks(
                 lambda tensor: tensor.detach().clone(), lambda kept: self._devices.put(kept, 0)
             )
-            return counted(on_host, self._moved)
+            return self._counted(on_host)
         return self._offload(devices=self._devices)
 
 
@@ -176,7 +163,7 @@ class CudaPlace(Place):
     device = torch.device("cuda", 0)
 
     def begin(self) -> None:
-        self._moved = Moved()
+        self._moved = 0
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         self._before = torch.cuda.memory_allocated()
@@ -190,7 +177,7 @@ class CudaPlace(Place):
     def around(self) -> AbstractContextManager[Any]:
         if self.side == "none":
             return nullcontext()
-        return counted(save_on_cpu(pin_memory=True), self._moved) if self.side == "save_on_cpu" else self._offload()
+        return self._counted(save_on_cpu(pin_memory=True)) if self.side == "save_on_cpu" else self._offload()
 
 
 PLACES: dict[str, type[Place]] = {"disk": Place, "simulated": SimulatedPlace, "cuda": CudaPlace}
@@ -216,7 +203,7 @@ def run(scene: Scene, place: Place, iterations: int) -> SideRun:
     digest = hashlib.sha256()
     for gradient in scene.gradients():
         digest.update(gradient.cpu().contiguous().view(torch.uint8).numpy())
-    return SideRun(place.side, statistics.median(seconds[WARM_UP:]), peak, *place.moved(), digest.hexdigest()[:16])
+    return SideRun(place.side, statistics.median(seconds[WARM_UP:]), peak, place.moved(), digest.hexdigest()[:16])
 
 
 def main(given: Sequence[str] | None = None) -> None:
