@@ -67,14 +67,14 @@ def test_what_a_mixture_costs_under_caps_is_told_and_drawn(tmp_path: Path) -> No
 def test_what_offloading_activations_costs_is_told_and_drawn(tmp_path: Path) -> None:
     activations = importlib.import_module("tests.benchmarks.activations")
     sides = importlib.import_module("tests.benchmarks.activation_sides")
-    plain = sides.SideRun("none", 2.0, 8 * 10**8, 0, "a")
-    runs = [sides.SideRun("0.5", seconds, 4 * 10**8, 3 * 10**8, "b") for seconds in (3.0, 9.0, 2.5)]
+    plain = sides.SideRun("none", 2.0, 8 * 10**8, 0, 0, "a")
+    runs = [sides.SideRun("0.5", seconds, 4 * 10**8, 3 * 10**8, 3 * 10**8, "b") for seconds in (3.0, 9.0, 2.5)]
     result = activations.PlaceResult("disk", activations.Rates(2e9, 1e9), (plain, activations.median_of(runs)))
     limit, _, first, second, verdict = activations.table(result)
     assert limit == "disk: raw 2.00 GB/s away, 1.00 GB/s back"
-    assert first.split() == ["none", "2.000", "1.00", "800.00", "MB", "100.0%", "0", "B", "0.000", "s"]
+    assert first.split() == ["none", "2.000", "1.00", "800.00", "MB", "100.0%", "0", "B", "0", "B", "0.000", "s"]
     assert second.split()[1:6] == ["3.000", "1.50", "400.00", "MB", "50.0%"]
-    assert second.split()[6:] == ["300.00", "MB", "0.450", "s"]
+    assert second.split()[6:] == ["300.00", "MB", "300.00", "MB", "0.450", "s"]
     assert verdict == "other gradients than none: 0.5"
     plot = importlib.import_module("tests.benchmarks.activations_plot")
     plot.draw([result], tmp_path / "peak.png")
@@ -87,6 +87,6 @@ def test_what_torch_saves_on_the_cpu_comes_back_to_the_simulated_accelerator(tmp
     names = ("none", "save_on_cpu")
     plain, saved = (sides.run(scene, sides.SimulatedPlace(name, scene.model, tmp_path), 1) for name in names)
     assert plain.gradients == saved.gradients
-    assert plain.moved == 0
-    assert 0 < saved.peak < saved.moved
-    assert 0 < plain.peak < saved.moved
+    assert plain.out == plain.back == 0
+    assert 0 < saved.peak < saved.out == saved.back
+    assert 0 < plain.peak < saved.out

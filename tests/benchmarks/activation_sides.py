@@ -3,7 +3,7 @@
     python -m tests.benchmarks.activation_sides --place disk --side 0.5 --scene resnet50 --batch 8 --folder /tmp/spill
 
 It warms up, does some iterations, and prints one line of JSON: the median of their seconds, the peak of activations and
-the bytes that went away in the last (as many come back), and a hash of its gradients.
+the bytes that went away and came back in the last, and a hash of its gradients.
 
 Three places:
 
@@ -47,6 +47,8 @@ from tests.benchmarks.activation_scenes import SCENES, Scene
 SIDES = ("none", "save_on_cpu", "0", "0.1", "0.5", "1")
 """The plain step, torch's way, and ratios of ours."""
 TAG = "step"
+OUT, BACK = "activations out", "activations back"
+"""What ours calls its spans on a time line."""
 PLENTY = 1 << 50
 WARM_UP = 2
 """Iterations before the first that counts: in the first, ours measures what is saved."""
@@ -54,13 +56,45 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class SideRun:
-    """What a side did: median seconds an iteration; of the last one peak, bytes that went away, hash of gradients."""
+    """What a side did: median seconds an iteration; of the last one peak, bytes away and back, hash of gradients."""
 
     side: str
     seconds: float
     peak: int
-    moved: int
+    out: int
+    back: int
     gradients: str
+
+
+class MovedBytes(Trace):
+    """A time line that adds up what went away and came back on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: list[tuple[str, int]] = []  # any thread adds to it
+
+    def add(self, name: str, category: str, began: float, **details: Any) -> None:
+        super().add(name, category, began, **details)
+        self._counts.append((name, details.get("bytes", 0)))
+
+    def total(self, name: str) -> int:
+        """Return the bytes of all spans called ``name``."""
+        return sum(count for known, count in self._counts if known == name)
+
+    def over(self, hooks: saved_tensors_hooks) -> saved_tensors_hooks:
+        """Return ``hooks`` whose ways out and back are put down here, as ours are."""
+
+        def pack(tensor: torch.Tensor) -> Any:
+            with self.span(OUT, "copy", bytes=tensor.nbytes):
+                return hooks.pack_hook(tensor)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            began = time.perf_counter()
+            tensor: torch.Tensor = hooks.unpack_hook(packed)
+            self.add(BACK, "copy", began, bytes=tensor.nbytes)
+            return tensor
+
+        return saved_tensors_hooks(pack, unpack)
 
 
 class LiveSaves(saved_tensors_hooks):
@@ -91,9 +125,8 @@ class Place:
     device = torch.device("cpu")
 
     def __init__(self, side: str, model: nn.Module, folder: Path) -> None:
-        self.side, self.model, self.folder, self.trace = side, model.to(self.device), folder, Trace()
-        self._ours: CPUOffload | None = None
-        self._moved = self._before = 0
+        self.side, self.model, self.folder, self.trace = side, model.to(self.device), folder, MovedBytes()
+        self._before = 0
 
     def begin(self) -> None:
         """Begin an iteration: its peak and what it moves count from here."""
@@ -113,22 +146,8 @@ class Place:
             return nullcontext()
         return save_on_cpu() if self.side == "save_on_cpu" else self._offload(target="disk", folder=self.folder)
 
-    def moved(self) -> int:
-        """Return the bytes that went away in the iteration; as many come back."""
-        return self._moved if self._ours is None else self._ours.traffic[TAG].offloaded_bytes
-
     def _offload(self, **options: Any) -> CPUOffload:
-        self._ours = CPUOffload(float(self.side), TAG, trace=self.trace, **options)
-        return self._ours
-
-    def _counted(self, hooks: saved_tensors_hooks) -> saved_tensors_hooks:
-        """Return ``hooks`` of which is counted what they put away."""
-
-        def pack(tensor: torch.Tensor) -> Any:
-            self._moved += tensor.nbytes
-            return hooks.pack_hook(tensor)
-
-        return saved_tensors_hooks(pack, hooks.unpack_hook)
+        return CPUOffload(float(self.side), TAG, trace=self.trace, **options)
 
 
 class SimulatedPlace(Place):
@@ -137,14 +156,16 @@ class SimulatedPlace(Place):
     def __init__(self, side: str, model: nn.Module, folder: Path) -> None:
         super().__init__(side, model, folder)
         self._devices = Devices({0: PLENTY})
+        ledger = self._devices.ledger(0)
+        assert ledger is not None
+        self._ledger = ledger
 
     def begin(self) -> None:
-        self._moved, self._live = 0, LiveSaves(self.model.parameters())
-        ledger = self._devices.ledger(0)
-        ledger.peak = ledger.held
+        self._live = LiveSaves(self.model.parameters())
+        self._ledger.peak = self._ledger.held
 
     def peak(self) -> int:
-        return self._live.peak if self.side == "none" else self._devices.peaks[0]
+        return self._live.peak if self.side == "none" else self._ledger.peak
 
     def around(self) -> AbstractContextManager[Any]:
         if self.side == "none":
@@ -153,7 +174,7 @@ class SimulatedPlace(Place):
             on_host = saved_tensors_hooks(
                 lambda tensor: tensor.detach().clone(), lambda kept: self._devices.put(kept, 0)
             )
-            return self._counted(on_host)
+            return self.trace.over(on_host)
         return self._offload(devices=self._devices)
 
 
@@ -163,7 +184,6 @@ class CudaPlace(Place):
     device = torch.device("cuda", 0)
 
     def begin(self) -> None:
-        self._moved = 0
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         self._before = torch.cuda.memory_allocated()
@@ -177,7 +197,7 @@ class CudaPlace(Place):
     def around(self) -> AbstractContextManager[Any]:
         if self.side == "none":
             return nullcontext()
-        return self._counted(save_on_cpu(pin_memory=True)) if self.side == "save_on_cpu" else self._offload()
+        return self.trace.over(save_on_cpu(pin_memory=True)) if self.side == "save_on_cpu" else self._offload()
 
 
 PLACES: dict[str, type[Place]] = {"disk": Place, "simulated": SimulatedPlace, "cuda": CudaPlace}
@@ -193,17 +213,24 @@ def run(scene: Scene, place: Place, iterations: int) -> SideRun:
     """Do the iterations of one side."""
     seconds, inputs = [], scene.inputs.to(place.device)
     for _ in range(WARM_UP + iterations):
-        place.trace = Trace()
+        place.trace = MovedBytes()
         place.begin()
         began = time.perf_counter()
         scene.step(inputs, place.around(), place.trace)
         place.end()
         seconds.append(time.perf_counter() - began)
-    peak = place.peak()
+    peak, moved = place.peak(), place.trace
     digest = hashlib.sha256()
     for gradient in scene.gradients():
-        digest.update(gradient.cpu().contiguous().view(torch.uint8).numpy())
-    return SideRun(place.side, statistics.median(seconds[WARM_UP:]), peak, place.moved(), digest.hexdigest()[:16])
+        digest.update(gradient.cpu().contiguous().view(torch.uint8).numpy().data)
+    return SideRun(
+        place.side,
+        statistics.median(seconds[WARM_UP:]),
+        peak,
+        moved.total(OUT),
+        moved.total(BACK),
+        digest.hexdigest()[:16],
+    )
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -92,7 +92,7 @@ def median_of(runs: Sequence[SideRun]) -> SideRun:
     seconds = statistics.median(run.seconds for run in runs)
     peak = round(statistics.median(run.peak for run in runs))
     last = runs[-1]
-    return SideRun(last.side, seconds, peak, last.moved, last.gradients)
+    return SideRun(last.side, seconds, peak, last.out, last.back, last.gradients)
 
 
 def table(result: PlaceResult) -> list[str]:
@@ -101,13 +101,15 @@ def table(result: PlaceResult) -> list[str]:
     limit = f"{result.limit.out / 1e9:.2f} GB/s away, {result.limit.back / 1e9:.2f} GB/s back"
     lines = [
         f"{result.place}: raw {limit}",
-        f"{'side':12}  s/iteration  of {plain.side}  {'peak':>10}  of {plain.side}  {'each way':>10}  at the limit",
+        f"{'side':12}  s/iteration  of {plain.side}  {'peak':>10}  of {plain.side}  {'away':>10}  {'back':>10}"
+        "  at the limit",
     ]
     for side in result.sides:
-        least = side.moved / result.limit.out + side.moved / result.limit.back
+        least = side.out / result.limit.out + side.back / result.limit.back
         lines.append(
             f"{side.side:12}  {side.seconds:11.3f}  {side.seconds / plain.seconds:7.2f}  {format_bytes(side.peak):>10}"
-            f"  {side.peak / plain.peak:7.1%}  {format_bytes(side.moved):>10}  {least:10.3f} s"
+            f"  {side.peak / plain.peak:7.1%}  {format_bytes(side.out):>10}  {format_bytes(side.back):>10}"
+            f"  {least:10.3f} s"
         )
     return [*lines, verdict(result)]
 
