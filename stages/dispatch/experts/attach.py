@@ -20,6 +20,7 @@ from stages.dispatch.experts.routed_experts import RoutedExperts
 from stages.dispatch.experts.row_carrier import RowSource
 from stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes
 from stages.dispatch.streaming.bindings import Binding, make_binding, source_of
+from stages.dispatch.streaming.saved_weights import SavedWeights
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.host_link import HostLink
@@ -81,13 +82,15 @@ def attach_experts(
     traffic: Traffic,
     stack: ExitStack,
     links: Callable[[DeviceId], Link] | None = None,
+    saved: SavedWeights | None = None,
     trace: Trace | None = None,
 ) -> RoutedModel:
     """Have the experts in ``bindings`` be brought for what tokens are routed to; ``stack`` undoes it.
 
-    ``stored`` has what waits on disk; ``links`` are those to the accelerators, if they are open already.
+    ``stored`` has what waits on disk; ``links`` are those to the accelerators, if they are open already; ``saved`` sees
+    what autograd saves of the model.
     """
-    links = links or partial(open_link, devices)
+    links, saved = links or partial(open_link, devices), saved or SavedWeights()
     routed = RoutedModel()
     mixed = list(_mixed(plan, bindings))
     for computes, kind, members in _by_kind(mixed, devices):
@@ -108,7 +111,7 @@ def attach_experts(
         routed.pools.append(pool)
         for each in members:
             routed.uses[each.spec.module] = pool.uses[each.number]
-            experts = RoutedExperts(pool, each.number, each.attributes)
+            experts = RoutedExperts(pool, each.number, each.attributes, saved)
             _have_wait(each, experts, stored=stored, device=devices.torch_device(computes), stack=stack)
             for handle in _hook(model.get_submodule(each.spec.module), experts):
                 stack.callback(handle)

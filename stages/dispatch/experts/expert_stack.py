@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -94,7 +95,9 @@ def _multiply_groups(
     counts = {expert: end - begin for expert, (begin, end) in enumerate(pairwise(edges)) if end > begin}
     if counts and torch.is_grad_enabled() and left.requires_grad:
         ends = torch.tensor([edges[expert + 1] for expert in counts], dtype=torch.int32, device=left.device)
-        found: torch.Tensor = func(left, stack.use.oriented(_copied(stack.use, list(counts))), offs=ends)
+        found: torch.Tensor = func(
+            left, stack.use.oriented(_lent(stack, partial(_copied, stack, [*counts]))), offs=ends
+        )
         return found
     product = left.new_empty((len(left), stack.shape[-1]), dtype=stack.dtype)
     for experts, slots, places in stack.use.experts.batches(stack.use.attribute, list(counts)):
@@ -109,8 +112,19 @@ def _multiply_groups(
     return product
 
 
-def _copied(use: StackUse, experts: Sequence[int]) -> torch.Tensor:
+def _lent(stack: ExpertStack, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return what ``copy`` makes of experts of ``stack``; what a backward pass needs of it is made again then."""
+    copied = copy()
+    if torch.is_grad_enabled():
+        stack.use.experts.lend(copied, copy)
+    return copied
+
+
+def _copied(stack: ExpertStack, experts: Sequence[int]) -> torch.Tensor:
     """Return a stack of ``experts`` alone, in new memory: what a backward pass needs outlives the slots."""
+    use = stack.use
+    if use.experts.are_gone:
+        return stack.source.read().detach()[list(experts)].to(stack.source.device)
     places_in_copy = {expert: place for place, expert in enumerate(experts)}
     copied: torch.Tensor | None = None
     for batch, slots, places in use.experts.batches(use.attribute, experts):
@@ -126,17 +140,24 @@ def _take(stack: ExpertStack, _func: Any, args: Sequence[Any], _kwargs: Mapping[
     if isinstance(index, int) or (
         isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_floating_point()
     ):
-        row = stack.use.experts.row(stack.use.attribute, int(index))
-        return stack.use.oriented(row.clone() if torch.is_grad_enabled() else row)
+        if not torch.is_grad_enabled():
+            return stack.use.oriented(stack.use.experts.row(stack.use.attribute, int(index)))
+        return stack.use.oriented(_lent(stack, partial(_copied, stack, [int(index)]))[0])
     if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64) or index.dim() != 1:
         return None
-    taken = torch.empty((len(index), *stack.shape[1:]), dtype=stack.dtype, device=index.device)
-    wanted = index.tolist()
+    return _lent(stack, partial(_taken, stack, index.tolist(), index.device))
+
+
+def _taken(stack: ExpertStack, wanted: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the tensors of the experts ``wanted`` in their order, some more than once, in new memory on ``device``."""
+    if stack.use.experts.are_gone:
+        return stack.use.oriented(stack.source.read().detach())[list(wanted)].to(device)
+    taken = torch.empty((len(wanted), *stack.shape[1:]), dtype=stack.dtype, device=device)
     for experts, slots, places in stack.use.experts.batches(stack.use.attribute, sorted(set(wanted))):
         place_of = dict(zip(experts, places, strict=True))
         rows = [row for row, expert in enumerate(wanted) if expert in place_of]
-        from_slots = torch.tensor([place_of[wanted[row]] for row in rows], device=index.device)
-        taken[torch.tensor(rows, device=index.device)] = stack.use.oriented(slots)[from_slots]
+        from_slots = torch.tensor([place_of[wanted[row]] for row in rows], device=device)
+        taken[torch.tensor(rows, device=device)] = stack.use.oriented(slots)[from_slots]
     return taken
 
 

@@ -13,13 +13,17 @@ import torch
 
 from stages.dispatch.experts.eviction import Expert
 from stages.dispatch.experts.pool import ExpertPool
+from stages.dispatch.streaming.saved_weights import Bring, SavedWeights
 
 
 class RoutedExperts:
-    """The experts of the layer ``number`` of ``pool``; ``attributes`` are the module's stacked tensors."""
+    """The experts of the layer ``number`` of ``pool``; ``attributes`` are the module's stacked tensors.
 
-    def __init__(self, pool: ExpertPool, number: int, attributes: Sequence[str]) -> None:
-        self._pool, self._number, self._attributes = pool, number, attributes
+    What a backward pass needs of them ``saved`` has brought again.
+    """
+
+    def __init__(self, pool: ExpertPool, number: int, attributes: Sequence[str], saved: SavedWeights) -> None:
+        self._pool, self._number, self._attributes, self._saved = pool, number, attributes, saved
         self._kept: set[Expert] = set()
         self.under_way = False
 
@@ -29,6 +33,7 @@ class RoutedExperts:
         What is there already is used first, and what all fits stays until the call ends.
         """
         self.under_way = True
+        self._saved.enter(self)
         hit = [(self._number, expert) for expert in sorted(set(index.detach().reshape(-1).tolist()))]
         there = [expert for expert in hit if self._pool.has(expert)]
         missing = sorted(set(hit).difference(there))
@@ -42,8 +47,18 @@ class RoutedExperts:
         """Say that the call has ended; what was asked for and never used is given up."""
         if self.under_way:
             self.under_way = False
+            self._saved.leave(self)
             self._kept = set()
             self._pool.give_up(self._number)
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether there are no slots any more that they could be brought into."""
+        return not self._pool.slots
+
+    def lend(self, copied: torch.Tensor, bring: Bring) -> None:
+        """Say that ``copied``, made of experts for the call under way, is what ``bring`` makes again."""
+        self._saved.lend(copied, lambda: bring)
 
     def batches(self, attribute: str, experts: Sequence[int]) -> Iterator[tuple[list[int], torch.Tensor, list[int]]]:
         """Yield ``experts`` in batches, whose tensor ``attribute`` is there: first those that were, then as they come.

@@ -115,6 +115,7 @@ class Streamer:
             stored=self._stored,
             devices=self._devices,
             links=self._links,
+            saved=self._saved,
             policy=POLICIES[self._eviction],
             traffic=self.traffic,
             stack=self._stack,

@@ -1,10 +1,12 @@
 """Experts that wait compute as they do in memory: the same bits, whichever implementation, however few slots."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from stages.dispatch.streaming.state_on_host import state_on_host
 from tests.stages.dispatch.experts.mixtures import CONFIGS, mixture, waiting_experts
@@ -81,20 +83,46 @@ def test_a_long_prompt_brings_each_expert_once_however_few_slots_there_are() -> 
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
-def test_what_a_backward_pass_needs_is_not_kept_in_a_slot_and_no_more_is_brought(experts: str) -> None:
+def test_what_a_backward_pass_needs_is_brought_again_and_no_expert_is_kept_for_it(experts: str) -> None:
     model = mixture("Qwen3-MoE", torch.float32, experts=experts)
     embedded = model.get_input_embeddings()(TOKENS[:1, :3]).detach()
+    one = model.model.layers[0].mlp.experts
+    weights = {tuple(sorted(stack.shape[1:])) for stack in (one.down_proj, one.gate_up_proj)}
+    dense = {parameter.data_ptr() for name, parameter in model.named_parameters() if ".experts." not in name}
+    kept: set[tuple[int, ...]] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in dense:
+            kept.add(tuple(sorted(tensor.shape[-2:])))
+        return tensor.detach()
 
     def gradient() -> torch.Tensor:
         given = embedded.clone().requires_grad_()
-        model(inputs_embeds=given).logits.square().sum().backward()
+        kept.clear()
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(inputs_embeds=given).logits.square().sum()
+        loss.backward()
         assert given.grad is not None
         return given.grad
 
     expected = gradient()
+    assert weights <= kept
     with waiting_experts(model, 3) as (_, traffic):
         assert torch.equal(gradient(), expected)
-        assert traffic.streamed_bytes <= 2 * traffic.expert_misses * expert_bytes(model)
+        assert not weights & kept
+        assert traffic.streamed_bytes <= 3 * traffic.expert_misses * expert_bytes(model)
+
+
+def test_a_backward_after_the_slots_are_gone_reads_what_it_needs() -> None:
+    model = mixture("Mixtral", torch.float32)
+    embedded, found = model.get_input_embeddings()(TOKENS[:1, :3]).detach(), []
+    for slots in (None, 3):
+        given = embedded.clone().requires_grad_()
+        with waiting_experts(model, slots) if slots else nullcontext():
+            loss = model(inputs_embeds=given).logits.square().sum()
+        loss.backward()
+        found.append(given.grad)
+    assert torch.equal(*found)
 
 
 def expert_bytes(model: nn.Module) -> int:
