@@ -10,6 +10,7 @@ from pipeline.report.differences import flatten, spread
 from pipeline.report.placements import in_tier_order, read_layers
 from pipeline.report.quantities import MISSING, Kind, tell
 from pipeline.report.records import Answer, Number, Run
+from pipeline.report.speed import BOUND, PREDICTED_BOUND
 
 _SAME = "No change."
 
@@ -122,8 +123,9 @@ def _speed(before: Run, after: Run) -> Section:
     changes = []
     for name in dict.fromkeys([*before.metrics, *after.metrics]):
         changes += _change(name, before.metric(name), after.metric(name))
-    if before.bound != after.bound:
-        changes.append(ChangedValue("bound by", before.bound or MISSING, after.bound or MISSING))
+    for title, name in (("bound by", BOUND), ("predicted bound", PREDICTED_BOUND)):
+        one, other = (run.words.get(name, MISSING) for run in (before, after))
+        changes += [ChangedValue(title, one, other)] if one != other else []
     return Section("Speed", tuple(changes), () if changes else (_SAME,), numeric=True)
 
 

@@ -21,6 +21,9 @@ BOUND_SECONDS = "bound_seconds_per_token"
 BANDWIDTHS = ("storage_bandwidth_bytes_per_second", "predicted_storage_bandwidth_bytes_per_second")
 """Where a record may hold the storage's speed: measured by the run, or what its plan reckoned with."""
 PREDICTED_SECONDS = "predicted_seconds_per_token"
+PREDICTED_STREAMED = "predicted_streamed_bytes_per_token"
+BOUND = "bound"
+PREDICTED_BOUND = "predicted_bound"
 DISK = "disk"
 MOST_SERIES = 6
 OTHERS = "all others"

@@ -15,7 +15,9 @@ from pipeline.report.speed import (
     DISK,
     FIRST_TOKEN,
     HIT_RATE,
+    PREDICTED_BOUND,
     PREDICTED_SECONDS,
+    PREDICTED_STREAMED,
     RATE,
     SECONDS,
     STALL_SHARE,
@@ -60,12 +62,14 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Colum
         _measured(jobs, "bits a byte", "number", lambda run: run.metric(BITS)),
         _measured(jobs, "scored", "rate", lambda run: run.metric(SCORED), unit="tokens/s"),
         _measured(jobs, "streamed a token", "bytes", lambda run: run.metric(STREAMED)),
+        *_predicted_bytes(jobs),
         _measured(jobs, "experts in slots", "share", lambda run: run.metric(HIT_RATE)),
         _measured(jobs, "streamed a forward", "bytes", lambda run: run.metric(STREAMED_FORWARD)),
         _measured(jobs, "streaming", "bytes", lambda run: run.metric(STREAMING), per="/s"),
         _measured(jobs, "stalled a token", "seconds", lambda run: run.metric(STALLED)),
         _measured(jobs, "stalled", "share", lambda run: run.metric(STALL_SHARE)),
         Column("bound by", "", tuple(job.run.bound or MISSING for job in jobs)),
+        Column("predicted bound", "", tuple(job.run.words.get(PREDICTED_BOUND, MISSING) for job in jobs)),
         *_peaks(jobs),
         Column("status", "", tuple(_status(job.run) for job in jobs)),
         Column("reason", "", tuple(job.run.failure or MISSING for job in jobs)),
@@ -76,6 +80,12 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Colum
 def devices(jobs: Sequence[Job], held: Callable[[Run], Bytes]) -> list[str]:
     """Return every device but the disk that ``held`` has a number for, in the order of the tiers."""
     return [device for device in in_tier_order(name for job in jobs for name in held(job.run)) if device != DISK]
+
+
+def _predicted_bytes(jobs: Sequence[Job]) -> list[Column]:
+    """Return the column of the bytes a token that the plans predict, none where each came true as it was told."""
+    column = _measured(jobs, "predicted to stream", "bytes", lambda run: run.metric(PREDICTED_STREAMED))
+    return [] if all(job.run.metric(PREDICTED_STREAMED) == job.run.metric(STREAMED) for job in jobs) else [column]
 
 
 def _setting(jobs: Sequence[Job], entry: Spread) -> Column:

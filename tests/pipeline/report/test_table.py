@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipeline.report.comparison import ChangedValue, compare
 from pipeline.report.quantities import MISSING
+from pipeline.report.records import read_run
 from pipeline.report.run_folders import find
 from pipeline.report.table import job_table
 from tests.pipeline.report.sample_runs import write_run
@@ -13,6 +15,9 @@ from tests.pipeline.report.sample_runs import write_run
 FIGURES: Mapping[str, float | str] = {
     "streamed_bytes_per_second": 1.9e9, "stall_seconds_per_token": 1.25, "bound": "storage", "stall_share": 0.314,
     "time_to_first_token_seconds": 2.5, "bound_seconds_per_token": 0.25, "predicted_seconds_per_token": 0.375,
+}  # fmt: skip
+PREDICTED: Mapping[str, float | str] = {
+    "predicted_seconds_per_token": 0.375, "predicted_streamed_bytes_per_token": 3 * 10**9,
 }  # fmt: skip
 
 
@@ -36,6 +41,31 @@ def test_the_table_has_the_prediction_and_the_bound_beside_what_was_measured(tmp
     found = table(tmp_path)
     measured = ("first token, s", "time a token, ms", "predicted, ms", "bound, ms")
     assert [found[title] for title in measured] == [("2.500",), ("500.0",), ("375.0",), ("250.0",)]
+
+
+def test_the_table_has_all_that_a_plan_alone_predicts(tmp_path: Path) -> None:
+    planned = {**PREDICTED, "predicted_bound": "storage"}
+    write_run(tmp_path / "0", seconds=None, streamed=None, metrics=planned)
+    found = table(tmp_path)
+    told = ("predicted, ms", "predicted to stream, GB", "predicted bound")
+    assert [found[title] for title in told] == [("375.0",), ("3.00",), ("storage",)]
+
+
+def test_bytes_that_were_streamed_as_predicted_are_told_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", streamed=3 * 10**9, metrics=PREDICTED)
+    assert table(tmp_path)["streamed a token, GB"] == ("3.00",)
+    assert "predicted to stream, GB" not in table(tmp_path)
+    write_run(tmp_path / "1", streamed=2 * 10**9, metrics=PREDICTED)
+    assert table(tmp_path)["predicted to stream, GB"] == ("3.00", "3.00")
+
+
+def test_a_comparison_tells_what_the_plans_predict_to_bind(tmp_path: Path) -> None:
+    runs = [
+        read_run(write_run(tmp_path / bound, metrics={**PREDICTED, "predicted_bound": bound}) / "run.json")
+        for bound in ("storage", "link")
+    ]
+    speed = next(section for section in compare(*runs).sections if section.title == "Speed")
+    assert speed.changes == (ChangedValue("predicted bound", "storage", "link"),)
 
 
 def test_the_table_has_perplexities_to_the_digits_that_tell_jobs_apart(tmp_path: Path) -> None:
