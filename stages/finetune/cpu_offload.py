@@ -6,9 +6,6 @@ It is the twin of what streaming does for weights, on torch's own hooks for save
 
 from __future__ import annotations
 
-import functools
-import logging
-import tempfile
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -17,19 +14,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from stages.dispatch.transfer.trace import Trace
-from stages.finetune.disk_swap import DiskSwap
-from stages.finetune.host_swap import open_host_swap, rooms_on
+from stages.finetune.destination import Destination
 from stages.finetune.offload_choice import ShareChoice
 from stages.finetune.offload_history import find_span, history_of, remember_span
 from stages.finetune.offload_options import ActivationTraffic, check_ratio, check_tag, check_target
 from stages.finetune.offload_pass import OffloadPass
 from stages.finetune.saved_span import ReferencedTensor, SavedTensor, is_plain, is_weight
-from stages.finetune.swap import Swap
-from stages.machine.aligned_memory import ALIGNMENT
 from stages.machine.devices import Devices
-from stages.units import CPU, DeviceId
-
-_log = logging.getLogger("offstage")
+from stages.units import DeviceId
 
 
 class CPUOffload:
@@ -69,8 +61,7 @@ class CPUOffload:
         trace: Trace | None = None,
     ) -> None:
         self.offload_ratio, self.tag = check_ratio(offload_ratio), check_tag(tag)
-        self._target = check_target(target, folder)
-        self._folder = None if folder is None else Path(folder)
+        self._target, self._folder = check_target(target, folder), None if folder is None else Path(folder)
         self._devices, self._device, self._trace = devices or Devices(), device, trace
         self._hooks: list[saved_tensors_hooks] = []
         self._begin_pass()
@@ -97,9 +88,8 @@ class CPUOffload:
 
     def _begin_pass(self) -> None:
         self._history = history_of(self.tag)
-        ledger = self._devices.ledger(self._device)
-        choice = ShareChoice(self.offload_ratio, self._history.sizes)
-        self._pass = OffloadPass(choice, self._swap, ledger=ledger, trace=self._trace)
+        destination = Destination(self._target, self._folder, self._devices, self._device, self._history)
+        self._pass = OffloadPass(ShareChoice(self.offload_ratio, self._history.sizes), destination, trace=self._trace)
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def _end_pass(self) -> None:
@@ -131,32 +121,6 @@ class CPUOffload:
             remember_span(key, span)
         return SavedTensor(tensor, span)
 
-    def _swap(self, where: torch.device) -> Swap | None:
-        """Return where goes what lies on ``where``; null if nothing would be gained."""
-        ledger = self._devices.ledger(self._device)
-        if where.type != "cpu":
-            device: DeviceId = where.index or 0
-        else:
-            device = CPU if ledger is None else self._device
-        if self._target == "host" and device == CPU:
-            _say_that_nothing_goes()
-            return None
-
-        def make() -> Swap:
-            if self._target == "host":
-                return open_host_swap(self._devices, device)
-            rooms = rooms_on(self._devices, device, alignment=ALIGNMENT)  # as direct reads fill it
-            return DiskSwap(self._folder or Path(tempfile.gettempdir()), rooms)
-
-        return self._history.swap(self._target, where, ledger=ledger, folder=self._folder, make=make)
-
 
 def _unpack(packed: SavedTensor | ReferencedTensor) -> torch.Tensor:
     return packed.unpack()
-
-
-@functools.cache
-def _say_that_nothing_goes() -> None:
-    _log.warning(
-        "CPUOffload: the model computes on the host, so its activations stay there; target='disk' offloads them"
-    )

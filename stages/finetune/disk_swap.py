@@ -165,10 +165,16 @@ class DiskSwap:
     def _take(self, size: int) -> FileRegion:
         region = self._arena.take(size)
         if region is None:
-            self._arena.grow(ScratchFile(self._folder, self._arena.wanted(size)))
+            self._arena.grow(self._new_file(size))
             region = self._arena.take(size)
         assert region is not None
         return region
+
+    def _new_file(self, size: int) -> ScratchFile:
+        """Return a file for ``size`` bytes, and for as much again as there is where the disk has room for that."""
+        with suppress(StorageError):
+            return ScratchFile(self._folder, self._arena.wanted(size))
+        return ScratchFile(self._folder, size)
 
     def _write(self, buffer: mmap.mmap, block: _BlockWrite) -> None:
         try:

@@ -47,6 +47,7 @@ class ShareChoice:
         self.ratio, self.gone = ratio, 0
         self.sizes: list[int] = []
         self.total = 0
+        self.is_over = False
         self._last = last
 
     @property
@@ -60,7 +61,7 @@ class ShareChoice:
     def expected(self) -> float:
         """How many bytes the pass will have saved at its end."""
         seen = len(self.sizes)
-        if self._last is None or not 0 < seen <= len(self._last.sums):
+        if self._last is None or self.is_over or not 0 < seen <= len(self._last.sums):
             return self.total
         return max(self.total, self._last.sums[-1] * self.total / max(self._last.sums[seen - 1], 1))
 

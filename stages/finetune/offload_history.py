@@ -10,18 +10,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from stages.finetune.offload_choice import SavedSizes
 from stages.finetune.saved_span import SavedSpan, SpanKey, key_of
 from stages.finetune.swap import Swap
-from stages.machine.devices import Ledger
 
 _HISTORIES: dict[str, TagHistory] = {}
 _SPANS: weakref.WeakValueDictionary[SpanKey, SavedSpan] = weakref.WeakValueDictionary()
 """All that is saved now, under whichever tag."""
+_MOST_TAGS = 1024
+"""Of more than that, those that weren't used for longest are forgotten: some program makes a new one each time."""
 _LOCK = threading.Lock()
 
 
@@ -31,7 +31,7 @@ class TagHistory:
     def __init__(self) -> None:
         self.sizes: SavedSizes | None = None
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._swaps: dict[tuple[str, torch.device], tuple[Ledger | None, Path | None, Swap]] = {}
+        self._swaps: dict[tuple[str, torch.device], tuple[object, Swap]] = {}
         self._lives_with_model = False
 
     def learn(self, sizes: list[int], storages: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
@@ -53,25 +53,32 @@ class TagHistory:
             self._lives_with_model = True
             weakref.finalize(parameter, _forget, tag, weakref.ref(self)).atexit = False
 
-    def swap(
-        self, target: str, where: torch.device, *, ledger: Ledger | None, folder: Path | None, make: Callable[[], Swap]
-    ) -> Swap:
-        """Return the swap for what lies on ``where``, made anew if it was for another ledger or folder."""
-        known = self._swaps.get((target, where))
-        if known is None or known[:2] != (ledger, folder):
-            known = self._swaps[target, where] = (ledger, folder, make())
-        return known[2]
+    @property
+    def swaps(self) -> list[Swap]:
+        """What holds what is away."""
+        return [swap for _, swap in self._swaps.values()]
+
+    def swap(self, way: tuple[str, torch.device], settings: object, make: Callable[[], Swap]) -> Swap:
+        """Return the swap for a ``way`` (which target, from which device), made anew if its ``settings`` are others."""
+        known = self._swaps.get(way)
+        if known is None or known[0] != settings:
+            known = self._swaps[way] = (settings, make())
+        return known[1]
 
     def trim(self) -> None:
         """Give back memory and files that the last pass didn't use."""
-        for _, _, swap in self._swaps.values():
+        for swap in self.swaps:
             swap.trim()
 
 
 def history_of(tag: str) -> TagHistory:
     """Return what is known of ``tag``."""
     with _LOCK:
-        return _HISTORIES.setdefault(tag, TagHistory())
+        history = _HISTORIES.pop(tag) if tag in _HISTORIES else TagHistory()
+        _HISTORIES[tag] = history  # behind all others
+        while len(_HISTORIES) > _MOST_TAGS:
+            _HISTORIES.pop(next(iter(_HISTORIES)))
+        return history
 
 
 def _forget(tag: str, history: weakref.ref[TagHistory]) -> None:

@@ -11,37 +11,29 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 
 import torch
 
 from pipeline.errors import BudgetError
 from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
+from stages.finetune.destination import Destination
 from stages.finetune.offload_choice import TOLERANCE, SavedSizes, ShareChoice, piece_of
 from stages.finetune.offload_options import ActivationTraffic
 from stages.finetune.saved_span import SavedSpan, SpanKey
 from stages.finetune.swap import Swap
-from stages.machine.devices import Ledger
 
 _LEAVING = 2
 """Copies out that are never waited for."""
 
 
 class OffloadPass:
-    """Spans in the order in which they were saved; ``swap`` says where those of a device go, null: nowhere."""
+    """Spans in the order in which they were saved, of which what ``choice`` says goes to ``destination``."""
 
-    def __init__(
-        self,
-        choice: ShareChoice,
-        swap: Callable[[torch.device], Swap | None],
-        *,
-        ledger: Ledger | None = None,
-        trace: Trace | None = None,
-    ) -> None:
-        self.choice = choice
+    def __init__(self, choice: ShareChoice, destination: Destination, *, trace: Trace | None = None) -> None:
+        self.choice, self._destination = choice, destination
         self.freed: deque[int] = deque()
         self.began_backward = False
-        self._swap, self._ledger, self._trace = swap, ledger, trace
+        self._ledger, self._trace = destination.ledger, trace
         self._order: list[weakref.ref[SavedSpan]] = []  # of each tensor that was saved, its span
         self._leaving: deque[weakref.ref[SavedSpan]] = deque()
         self._held = self._peak = 0
@@ -57,7 +49,7 @@ class OffloadPass:
         """Return a new span for the memory ``key`` of ``tensor``; some of it goes, or all, or nothing."""
         span = SavedSpan(tensor, key, self, stays=stays)
         with self._lock:
-            swap = self._swap(tensor.device)
+            swap = self._destination.swap(tensor.device)
             self._hold(span, span.size)
             going = self.choice.choose(span.size, stays=stays or swap is None)
             if swap is not None and going:
@@ -111,6 +103,7 @@ class OffloadPass:
     def end_forward(self) -> None:
         """Make the share right where the pass was of another kind than the one before it."""
         with self._lock:
+            self.choice.is_over = True
             live = (span for reference in self._order if (span := reference()) is not None)
             spans = list(dict.fromkeys(live))
             slack = 1.5 * TOLERANCE * self.choice.total
@@ -141,7 +134,7 @@ class OffloadPass:
         small = SavedSizes.of(self.choice.sizes).small
         for span in spans:
             missing = self.choice.missing
-            swap = self._swap(span.source.device) if span.source is not None else None
+            swap = self._destination.swap(span.source.device) if span.source is not None else None
             going = span.size if span.size <= missing else piece_of(missing)
             if swap is None or span.stays or span.away is not None or span.size <= small or going <= 0:
                 continue
@@ -156,6 +149,7 @@ class OffloadPass:
         """
         with self._lock:
             self.began_backward = True
+            self.choice.is_over = True
             span.check()
             if span.source is not None:
                 self._bring_ahead(place, least=0)

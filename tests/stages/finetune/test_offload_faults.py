@@ -14,7 +14,7 @@ from torch import nn
 from pipeline.errors import BudgetError, ConfigError
 from stages.dispatch.transfer.carrier import reader_pool
 from stages.finetune import CPUOffload
-from stages.finetune.cpu_offload import _say_that_nothing_goes
+from stages.finetune.destination import say_that_nothing_goes
 from stages.machine.devices import Devices
 from stages.machine.probes import READERS
 from tests.stages.finetune.trained_models import INPUTS, expected, gradients, net, same
@@ -65,8 +65,7 @@ def waiting(context: CPUOffload) -> int:
     all_idle.wait()
     for one in idle:
         one.result()
-    swaps = [swap for _, _, swap in context._history._swaps.values()]
-    return sum(arena.used for swap in swaps for arena in swap._arena._arenas)
+    return sum(arena.used for swap in context._history.swaps for arena in swap._arena._arenas)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -143,7 +142,7 @@ def test_a_simulated_accelerator_that_is_too_small_says_so() -> None:
 
 
 def test_on_the_host_alone_activations_stay_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    _say_that_nothing_goes.cache_clear()
+    say_that_nothing_goes.cache_clear()
     model = net()
     with caplog.at_level(logging.WARNING, "offstage"):
         for _ in range(2):
@@ -161,8 +160,7 @@ def test_forty_iterations_leave_memory_files_and_descriptors_as_they_were(offloa
 
     def state() -> tuple[int, int, list[Path], int]:
         gc.collect()
-        swaps = [swap for _, _, swap in offload(0)._history._swaps.values()]
-        reserved = sum(swap._arena.size for swap in swaps)
+        reserved = sum(swap._arena.size for swap in offload(0)._history.swaps)
         descriptors = list(Path("/proc/self/fd").iterdir())
         return reserved, len(descriptors), list(tmp_path.iterdir()), len(gc.get_objects())
 

@@ -53,6 +53,23 @@ def test_what_was_made_on_a_simulated_device_is_counted_once() -> None:
     assert devices.peaks == {0: 100}
 
 
+def test_what_computing_left_on_a_simulated_device_can_be_counted_and_only_once() -> None:
+    devices = Devices({0: 1000})
+    ledger = devices.ledger(0)
+    assert ledger is not None
+    computed, placed = torch.ones(100), devices.put(torch.ones(50), 0)
+    for tensor in (computed, computed.view(10, 10), placed):
+        ledger.hold(tensor)
+    assert ledger.held == 600
+    with pytest.raises(BudgetError, match=r"600 B of 1\.00 kB"):
+        ledger.hold(torch.ones(101))
+    view = computed[3:]
+    del computed, tensor
+    assert ledger.held == 600
+    del view, placed
+    assert (ledger.held, ledger.peak) == (0, 600)
+
+
 def test_memory_that_is_allocated_counts_until_its_last_view_is_gone() -> None:
     devices = Devices({0: 10})
     ledger = devices.ledger(0)
