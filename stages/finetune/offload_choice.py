@@ -87,7 +87,7 @@ class ShareChoice:
         due, slack = self.ratio * self.expected - self.gone, TOLERANCE * self.expected
         if self._last is None:
             return size if 2 * due >= size else 0
-        if due >= size - slack:
+        if 0 < due >= size - slack:  # of a ratio of 0 nothing goes, be it within the tolerance
             return size
         return 0 if due <= slack else piece_of(due)
 

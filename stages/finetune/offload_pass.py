@@ -154,11 +154,13 @@ class OffloadPass:
             if span.source is not None:
                 self._bring_ahead(place, least=0)
                 return span.source.untyped_storage(), span.source_begin
+            if span.is_spent:
+                self._begin_again()
             room = self._arrived(span)
             self._bring_ahead(place, least=1)
             span.served += 1
             if span.served >= span.handles:
-                span.room, span.served = None, 0
+                span.room, span.served, span.is_spent = None, 0, True
                 self._hold(span, span.size - span.gone)
             return room.untyped_storage(), span.begin
 
@@ -201,11 +203,20 @@ class OffloadPass:
                 return  # what is needed now is there; this one is asked for again in its turn
             coming = True
 
+    def _begin_again(self) -> None:
+        """Begin another backward pass over the same graph: all that was served is wanted again."""
+        for reference in self._order:
+            if (span := reference()) is not None:
+                span.is_spent = False
+
     def _next_away(self) -> SavedSpan | None:
-        """Return what is away of all before those that were brought ahead, the last saved first."""
+        """Return what is away, and still wanted, of all before those that were brought ahead, the last saved first.
+
+        An operation may ask for what it saved in the order of saving, and holds all of it until it is done.
+        """
         while self._ahead > 0:
             span = self._order[self._ahead - 1]()
-            if span is not None and span.source is None and span.room is None:
+            if span is not None and span.source is None and span.room is None and not span.is_spent:
                 return span
             self._ahead -= 1
         return None

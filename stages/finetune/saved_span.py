@@ -83,6 +83,7 @@ class SavedSpan:
         self.room: torch.Tensor | None = None
         self.fetch: Fetch | None = None
         self.handles = self.served = 0
+        self.is_spent = False  # this backward pass has been given it as often as it was saved
         self._storage = weakref.ref(tensor.untyped_storage())
         self._written: int | None = None
 
