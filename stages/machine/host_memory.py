@@ -20,6 +20,9 @@ PROCESS_BYTES = 290 * 10**6
 PEFT_BYTES = 18 * 10**6
 """What it holds besides where peft is imported, with what that imports, and an adapter's modules were made."""
 
+TRAINING_BYTES = 25 * 10**6
+"""What it holds besides where it trains: what torch imports for optimizers, and threads of the backward pass."""
+
 _OWN_BYTES = PROCESS_BYTES * 5 // 4
 """The most that counts as the process itself; a quarter more, since a rehearsal leaves some behind."""
 _UNLIMITED = 1 << 62

@@ -6,13 +6,13 @@ plan of their key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.stage import MEASURED, Config
 from pipeline.typed_config import read
-from stages.checkpoints.adapters import adapter_folder, is_added
+from stages.checkpoints.adapters import is_added
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
 from stages.machine.hardware import Accelerator, Hardware, coarse
@@ -24,11 +24,12 @@ from stages.plan.budgets import Allowance, allow, rooms
 from stages.plan.expert_slots import Routing
 from stages.plan.outline import Outline
 from stages.plan.predict import Work, most, work
-from stages.plan.request.geometry import read_geometry
+from stages.plan.request.geometry import Request, read_geometry
 from stages.plan.request.media_demand import MediaDemand
-from stages.plan.request.requests import media_request, read_request, read_requests, what_learns
+from stages.plan.request.requests import media_request, read_request, read_requests, what_learns, with_adapter
 from stages.plan.request.training import Learns
 from stages.plan.serving import Io, choose_io
+from stages.plan.training_work import TrainingWork, product_bytes
 from stages.units import CPU, DeviceId
 
 
@@ -55,9 +56,9 @@ class PlanInputs:
 
     ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
     least the last. ``count`` prompts or windows, each of ``copies`` rows that compute at once, are then to be answered,
-    in the ``rooms`` that devices have. ``learns`` says which weights are changed by the run. ``simulated`` has the
-    accelerators that the config lists; those that are here stand in ``machine``, since their free memory is in the
-    budgets already.
+    in the ``rooms`` that devices have. ``learns`` says which weights are changed by the run, and
+    ``offload_ratio`` which share of a training's activations waits elsewhere. ``simulated`` has the accelerators that
+    the config lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
     """
 
     skeleton: str
@@ -68,6 +69,7 @@ class PlanInputs:
     copies: int
     rooms: Mapping[DeviceId, int]
     learns: Learns
+    offload_ratio: float | None
     simulated: tuple[Accelerator | None, ...]
     rates: Rates
     outline: Outline = field(compare=False)
@@ -93,16 +95,18 @@ def gather_inputs(
     skeleton: str = "",
     media: MediaDemand | None = None,
     hit_rates: Mapping[str, float] | None = None,
+    training: TrainingWork | None = None,
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
-    ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``hit_rates``
-    how often runs of this checkpoint found experts in slots. Where the batch size is open they have no part in it:
-    sizes that ran would be held against sizes that never did.
+    ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``training``
+    what a step of training does, ``hit_rates`` how often runs of this checkpoint found experts in slots. Where the
+    batch size is open they have no part in it: sizes that ran would be held against sizes that never did.
     """
-    given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
+    given = read(options.PlanConfig, config)
     requests, apart = read_requests(config), [media_request(config.get("generate") or {}, media)] if media else []
     chosen, largest = None not in requests, next(iter(requests.values()))
+    works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
@@ -112,10 +116,7 @@ def gather_inputs(
                 outline,
                 given,
                 machine,
-                replace(
-                    most(work(outline, geometry, one, kernels) for one in (request, *apart)),
-                    library_bytes=PEFT_BYTES if adapter_folder(config.get("model") or {}) else 0,
-                ),
+                works[size],
                 Routing(request.pass_tokens, {} if chosen else hit_rates or {}) if outline.experts else None,
             )
             for size, request in requests.items()
@@ -124,11 +125,37 @@ def gather_inputs(
         copies=largest.copies * largest.positions if chosen else 0,
         rooms=rooms(machine, leaves=bool(given.max_memory)) if chosen else {},
         learns=what_learns(config),
+        offload_ratio=ratio,
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
         rates=rates,
         outline=outline,
         machine=machine,
     )
+
+
+def _works(
+    outline: Outline,
+    config: Config,
+    requests: Mapping[int | None, Request],
+    *,
+    apart: Sequence[Request],
+    kernels: Kernels,
+    training: TrainingWork | None,
+) -> tuple[dict[int | None, Work], float | None]:
+    """Return what each of ``requests`` takes, or those ``apart``; of a ``training`` the ratio of its offload too."""
+    model = config.get("model") or {}
+    geometry, library = read_geometry(model), PEFT_BYTES if with_adapter(config) else 0
+    if training is None:
+        found = {
+            size: most(work(outline, geometry, one, kernels) for one in (request, *apart))
+            for size, request in requests.items()
+        }
+        return {size: replace(needs, library_bytes=library) for size, needs in found.items()}, None
+    (request,) = requests.values()
+    scratch = product_bytes(outline, geometry, request, kernels)
+    ratio = training.ratio(outline, beside=scratch + library)
+    needs = training.at(ratio, scratch=scratch)
+    return {None: replace(needs, library_bytes=needs.library_bytes + library)}, ratio
 
 
 def _demand(
@@ -165,7 +192,7 @@ def host_kernels(config: Config, cache: Path) -> Kernels:
 def _needed(machine: Hardware, needs: Work) -> int:
     """Return what the request takes beside weights where it computes; the host computes where nothing else does."""
     on_host = 0 if machine.accelerators else needs.scratch_bytes + needs.result_bytes + needs.library_bytes
-    return needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + on_host
+    return needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes + on_host
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> dict[str, int]:

@@ -38,6 +38,7 @@ class Plan:
     the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
     ``used_bytes`` are those that a token reads of what each device holds: of a mixture's experts those it is routed to.
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null.
+    ``offload_ratio`` is the share of a training's activations that waits elsewhere, null where nothing is trained.
     """
 
     policy: str
@@ -61,6 +62,7 @@ class Plan:
     used_bytes: Mapping[DeviceId, int] = field(default_factory=dict)
     rates: Mapping[str, int] = field(default_factory=dict)
     batch_size: int | None = None
+    offload_ratio: float | None = None
 
     @cached_property
     def devices(self) -> list[DeviceId]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from operator import mul
 
+from stages.empty_init.skeleton import parent
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.probes import CHUNK_BYTES, READERS
@@ -35,7 +36,8 @@ class Work:
 
     ``scratch_bytes`` are what the host's kernels take beside them, ``result_bytes`` what the host keeps to the end,
     and ``assistant_bytes`` what a second model takes on the main device. ``library_bytes`` are those of libraries that
-    the host's process has for this model alone.
+    the host's process has for this model alone. ``learning_bytes`` are what a training keeps from step to step of the
+    weights that learn; ``offloaded_bytes`` of an accelerator's activations wait on the host.
     """
 
     cache_bytes: int
@@ -44,6 +46,8 @@ class Work:
     result_bytes: int = 0
     assistant_bytes: int = 0
     library_bytes: int = 0
+    learning_bytes: int = 0
+    offloaded_bytes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -189,6 +193,8 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
             held |= {"slots": plan.slots[device]} if device in plan.slots else {}
             held["cache"] = needs.cache_bytes * computing.count(device) // len(computing)
             held["activations"] = needs.activation_bytes if device in plan.execution.values() else 0
+            if needs.learning_bytes:
+                held["learning"] = round(needs.learning_bytes * _computed_share(outline, plan, device))
         if device == plan.main_device and needs.assistant_bytes:
             held["assistant"] = needs.assistant_bytes
         if device == CPU:
@@ -196,9 +202,18 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
             held |= {"staging": held.get("staging", 0) + bounced} if bounced else {}
             held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0
             held |= {"results": needs.result_bytes} if needs.result_bytes else {}
+            held |= {"offloaded": needs.offloaded_bytes} if needs.offloaded_bytes else {}
             held["process"] = PROCESS_BYTES + needs.library_bytes
         peaks[device] = held
     return _with_simulated(peaks, plan, needs)
+
+
+def _computed_share(outline: Outline, plan: Plan, device: DeviceId) -> float:
+    """Return the share of the model's bytes that ``device`` computes with."""
+    computed: Counter[DeviceId] = Counter()
+    for tensor in outline.skeleton.unique:
+        computed[plan.execution[parent(tensor.name)]] += tensor.bytes
+    return computed[device] / max(1, computed.total())
 
 
 def _bounced(plan: Plan) -> int:

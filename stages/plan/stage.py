@@ -36,7 +36,10 @@ from stages.plan.policies.optimal import optimal
 from stages.plan.predict import predict
 from stages.plan.request.batch_size import soonest
 from stages.plan.request.media_demand import media_demand
-from stages.plan.request.requests import asking
+from stages.plan.request.requests import asking, what_learns
+from stages.plan.request.training import FinetuneOptions
+from stages.plan.request.training_demand import training_demand
+from stages.plan.training_work import TrainingWork
 from stages.units import CPU, DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"
@@ -75,6 +78,7 @@ class PlanStage(Stage[PlanInputs]):
         if asking(config) == "generate":
             live = partial(context.live, EmptyInitStage.name)
             media = media_demand(config, context.cache, skeleton=stored.key, live=live)
+        training = self._training(context, machine) if asking(config) == "finetune" else None
         return gather_inputs(
             outline,
             config,
@@ -84,6 +88,24 @@ class PlanStage(Stage[PlanInputs]):
             skeleton=stored.key,
             media=media,
             hit_rates=hit_rates,
+            training=training,
+        )
+
+    def _training(self, context: Context, machine: Hardware) -> TrainingWork:
+        """Return what a step of training takes on ``machine``, rehearsed if that isn't known."""
+        config, options = context.config, read(FinetuneOptions, context.config["finetune"])
+        demand = training_demand(
+            config,
+            context.cache,
+            skeleton=context.artifact("empty_init").key,
+            live=partial(context.live, EmptyInitStage.name),
+        )
+        return TrainingWork(
+            demand=demand,
+            asked=options.activation_offload,
+            machine=machine,
+            whole=what_learns(config) == "all",
+            max_memory=read(PlanConfig, config).max_memory or {},
         )
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
@@ -149,7 +171,8 @@ def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[objec
     plan = assemble(outline, placement, allowance, policy=policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
-    plan = replace(plan, ledgers=ledgers(inputs.machine, plan.budgets), batch_size=size)
+    listed = ledgers(inputs.machine, plan.budgets)
+    plan = replace(plan, ledgers=listed, batch_size=size, offload_ratio=inputs.offload_ratio)
     return predict(
         outline, plan, demand.work, inputs.rates, routing=demand.routing or SINGLE, pages_stay=demand.pages_stay
     )
@@ -186,7 +209,8 @@ def _summary(plan: plans.Plan) -> str:
     reserve = [f"reserve {format_bytes(plan.reserve_bytes)} on {plan.main_device}"] if plan.reserve_bytes else []
     experts = table.experts_told(plan)
     batch = [f"batches of {plan.batch_size}"] if plan.batch_size else []
-    return "; ".join([", ".join(held), *reserve, *experts, *batch, *plan.notes])
+    ratio = [f"{plan.offload_ratio:.1%} of activations offloaded"] if plan.offload_ratio else []
+    return "; ".join([", ".join(held), *reserve, *experts, *batch, *ratio, *plan.notes])
 
 
 def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:

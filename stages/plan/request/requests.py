@@ -248,6 +248,12 @@ def what_learns(config: Config) -> Learns:
     return "all" if read(FinetuneOptions, config["finetune"]).lora is None else "nothing"
 
 
+def with_adapter(config: Config) -> bool:
+    """Return whether the model has an adapter in the run, one that is given or one that it trains."""
+    new = asking(config) == "finetune" and read(FinetuneOptions, config["finetune"]).lora is not None
+    return new or adapter_folder(config.get("model") or {}) is not None
+
+
 READERS: Mapping[str, Reader] = {
     "generate": generate_request,
     "score": score_request,

@@ -1,0 +1,113 @@
+"""What a step of training takes beside the model's weights: gradients, what is kept of each weight, activations.
+
+Only the model's code knows what it saves for the backward pass, and how much that is hangs on how the model is trained.
+So a step is rehearsed once, at the very shape of the request, before the plan is made, and what it showed is kept
+beside the figures of the machine: a run that is served from the cache rehearses nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cache.fingerprint import fingerprint
+from pipeline.stage import MEASURED, Config
+from pipeline.typed_config import fits, read
+from stages.checkpoints.adapters import adapter_folder
+from stages.machine.kept_figures import kept_or_measured
+from stages.plan.request.geometry import read_geometry
+from stages.plan.request.training import FinetuneOptions
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from stages.empty_init.training_peaks import TrainingPeaks
+
+FILE_NAME = "training.json"
+VERSION = 1
+"""Raised by hand where what is rehearsed changes."""
+
+_KEPT = {"adamw": 2, "sgd": 0}
+"""How many tensors an optimizer keeps of each weight, of the weight's own size."""
+_MADE = {"adamw": 3, "sgd": 1}
+"""How many it makes to change a weight, one weight after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingDemand:
+    """What a step of training holds: the ``peaks`` of its forward and backward, and what stays from step to step.
+
+    ``kept_bytes`` are the optimizer's, and the weights of an adapter that is new; ``update_bytes`` are held, gradients
+    included, while the weights are changed.
+    """
+
+    peaks: TrainingPeaks
+    kept_bytes: int
+    update_bytes: int
+
+    def step_bytes(self, ratio: float) -> int:
+        """Return the most that a step holds beside weights and what is kept, at that ratio of activation offload."""
+        return max(self.peaks.peak(ratio), self.update_bytes)
+
+
+def training_demand(config: Config, cache: Path, *, skeleton: str, live: Callable[[], nn.Module]) -> TrainingDemand:
+    """Return what a step of the config's ``finetune`` takes.
+
+    ``skeleton`` is the key of the model, and ``live`` returns it on meta. Raises ``ConfigError`` for an adapter that
+    has no place in the model.
+    """
+    options, model = read(FinetuneOptions, config["finetune"]), config["model"]
+    window = options.sequence(read_geometry(model).context)
+    adapted = adapter_folder(model) is not None
+    shaping = ("batch_size", "checkpointing", "lora")
+    asked = {name: value for name, value in asdict(options).items() if name in shaping}
+    asked |= {"accumulates": options.gradient_accumulation > 1, "window": window, "adapted": adapted}
+    key = fingerprint([VERSION, asked, skeleton])
+    probe = partial(_rehearse, options, live, window=window, adapted=adapted)
+    figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=_is_sound).get(key) or probe()
+    return _demand(figure, options)
+
+
+def _demand(figure: Mapping[str, Any], options: FinetuneOptions) -> TrainingDemand:
+    from stages.empty_init.training_peaks import TrainingPeaks
+
+    told: dict[str, Any] = {
+        name: tuple(map(tuple, one)) if isinstance(one, list) else one for name, one in figure["peaks"].items()
+    }
+    peaks = TrainingPeaks(**told)
+    added = peaks.gradient_bytes if options.lora is not None else 0
+    return TrainingDemand(
+        peaks,
+        kept_bytes=added + _KEPT[options.optimizer] * peaks.gradient_bytes,
+        update_bytes=peaks.gradient_bytes + _MADE[options.optimizer] * figure["largest_bytes"],
+    )
+
+
+def _is_sound(figure: Any) -> bool:
+    if not isinstance(figure, dict) or set(figure) != {"peaks", "largest_bytes"}:
+        return False
+    return isinstance(figure["peaks"], dict) and fits(int, figure["largest_bytes"])
+
+
+def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window: int, adapted: bool) -> dict[str, Any]:
+    """Return the figure of one step, rehearsed on a copy of the model."""
+    import torch
+
+    from stages.empty_init.training_peaks import rehearse_step
+    from stages.plan.request.learning import adapt, choose_learning
+
+    model: Any = copy.deepcopy(live())
+    adapt(model, options)
+    learning = choose_learning(model, adapter=adapted or options.lora is not None)
+
+    def call(model: nn.Module) -> object:
+        ids = torch.ones((options.batch_size, window), dtype=torch.long)
+        return model(input_ids=ids, labels=ids, use_cache=False)
+
+    step = rehearse_step(model, call, accumulates=options.gradient_accumulation > 1)
+    largest = max(weight.nbytes for weight in learning.values())
+    return {"peaks": asdict(step.peaks), "largest_bytes": largest}
