@@ -18,11 +18,12 @@ CHECKPOINT = "checkpoint"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinetuneInputs(InferenceInputs):
     """The weights depend on the text, by the hash of its bytes, and on the ``recipe``: all options but where the text
-    lies and how often the state is saved. ``window`` is in tokens.
+    lies and how often the state is saved. ``window`` is in tokens. Metrics depend on the ``offload_ratio``, the plan's.
     """
 
     corpus: str
     recipe: Mapping[str, object]
     window: int
+    offload_ratio: float
     content: str = field(compare=False)
     options: FinetuneOptions = field(compare=False)

@@ -14,6 +14,7 @@ from pipeline.typed_config import PATHS, absolute, read
 from stages.finetune.inputs import CHECKPOINT, STEPS, FinetuneInputs
 from stages.inference.inputs import gather_model
 from stages.inference.progress import read_rows
+from stages.plan.plan import FILE_NAME as PLAN
 from stages.plan.request.geometry import read_geometry
 from stages.plan.request.texts import read_text
 from stages.plan.request.training import TEXT, FinetuneOptions, check_training
@@ -65,6 +66,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
             corpus=sha256(text.encode()).hexdigest(),
             recipe={name: value for name, value in asdict(options).items() if name not in _NO_RECIPE},
             window=options.sequence(read_geometry(context.config["model"]).context),
+            offload_ratio=float(context.artifact("plan").json(PLAN)["offload_ratio"] or 0),
             content=text,
             options=options,
             **gather_model(context),

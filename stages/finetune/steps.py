@@ -17,9 +17,6 @@ from torch import nn
 from stages.finetune.sequences import derive, pick
 from stages.plan.request.training import FinetuneOptions
 
-Around = Callable[[], AbstractContextManager[Any]]
-"""Makes the context of one forward."""
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -32,8 +29,7 @@ class StepResult:
 class Trainer:
     """What a training goes on with: the ``model`` on ``device``, what of it learns, the optimizer, the sequences.
 
-    ``around`` makes the context that each forward runs in, and ``watch`` is called when a forward has saved what its
-    backward pass will want.
+    Each forward runs in ``offload``, and ``watch`` is called when it has saved what its backward pass will want.
     """
 
     def __init__(
@@ -45,12 +41,12 @@ class Trainer:
         sequences: torch.Tensor,
         options: FinetuneOptions,
         device: torch.device,
-        around: Around,
+        offload: AbstractContextManager[Any],
         watch: Callable[[], None],
     ) -> None:
         self._model, self._parameters, self._optimizer = model, list(parameters), optimizer
         self._sequences, self._options, self._device = sequences, options, device
-        self._around, self._watch = around, watch
+        self._offload, self._watch = offload, watch
 
     def take(self, step: int) -> StepResult:
         """Take the step of that number, the first is 0, and return what it came to; gradients are gone afterwards."""
@@ -71,7 +67,7 @@ class Trainer:
         size, seed = self._options.batch_size, self._options.seed
         ids = pick(self._sequences, seed=seed, begin=batch * size, count=size).to(self._device)
         torch.manual_seed(derive(seed, "dropout", batch))
-        with self._around():
+        with self._offload:
             loss = self._model(input_ids=ids, labels=ids, use_cache=False).loss
         self._watch()
         (loss * share).backward()

@@ -19,6 +19,7 @@ from pipeline.stage import Context
 from stages.checkpoints.adapters import adapter_folder
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
+from stages.finetune.cpu_offload import CPUOffload
 from stages.finetune.inputs import CHECKPOINT, STEPS, FinetuneInputs
 from stages.finetune.sequences import make_sequences
 from stages.finetune.steps import Trainer, make_optimizer
@@ -32,6 +33,12 @@ from stages.inference.tokens import check_words
 from stages.plan import plan as plans
 from stages.plan.request.learning import Parameters
 from stages.plan.request.training import TEXT
+from stages.units import DeviceId
+
+_TAG = "finetune"
+"""What the offload of activations calls a step."""
+
+Offload = CPUOffload | nullcontext[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +63,10 @@ def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
     sequences = make_sequences(inputs.content, inputs.model, window=inputs.window)
     dispatched: Dispatched = context.live("dispatch")
     check_words(dispatched.model, [[int(sequences.max())]], key=TEXT)
-    parameters = _choose(inputs, context, dispatched)
-    cost = _run(inputs, dispatched, parameters, sequences, folder)
+    plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+    parameters = _choose(inputs, plan, dispatched)
+    offload = _offload(inputs, plan.main_device, dispatched, folder)
+    cost = _run(inputs, dispatched, parameters, sequences=sequences, offload=offload, folder=folder)
     adapted = inputs.options.lora is not None or adapter_folder(inputs.model) is not None
     (save_adapter if adapted else save_model)(dispatched.model, inputs.model, folder / CHECKPOINT)
     if dispatched.streamer.trace is not None:
@@ -69,20 +78,54 @@ def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
         "train_seconds": cost.seconds,
         "trained_tokens_per_second": cost.results_per_second,
         **cost.metrics(),
+        **_offload_metrics(inputs, offload),
     }
     return Tuning(run_metrics(dispatched, own), measured_peaks(context, dispatched), expert_uses(dispatched))
 
 
-def _choose(inputs: FinetuneInputs, context: Context, dispatched: Dispatched) -> Parameters:
+def _choose(inputs: FinetuneInputs, plan: plans.Plan, dispatched: Dispatched) -> Parameters:
     """Return what of the model learns, a new adapter made where one is asked for."""
-    plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
     devices = {name: dispatched.devices.torch_device(device) for name, device in plan.execution.items()}
     adapted = adapter_folder(inputs.model) is not None
     return prepare(dispatched.model, inputs.options, adapted=adapted, devices=devices)
 
 
+def _offload(inputs: FinetuneInputs, main: DeviceId, dispatched: Dispatched, folder: Path) -> Offload:
+    """Return the context of each forward: activations that go to disk go to files without names in ``folder``."""
+    if not inputs.offload_ratio:
+        return nullcontext()
+    target = inputs.options.activation_offload.target
+    return CPUOffload(
+        inputs.offload_ratio,
+        _TAG,
+        target=target,
+        folder=folder if target == "disk" else None,
+        devices=dispatched.devices,
+        device=main,
+        trace=dispatched.streamer.trace,
+    )
+
+
+def _offload_metrics(inputs: FinetuneInputs, offload: Offload) -> Metrics:
+    """Return the ratio that was asked for, and the bytes that the last forward saved: those that stayed and went."""
+    if not isinstance(offload, CPUOffload):
+        return {"offload_ratio": 0.0}
+    (traffic,) = offload.traffic.values()
+    return {
+        "offload_ratio": inputs.offload_ratio,
+        "kept_activation_bytes": traffic.kept_bytes,
+        "offloaded_activation_bytes": traffic.offloaded_bytes,
+    }
+
+
 def _run(
-    inputs: FinetuneInputs, dispatched: Dispatched, parameters: Parameters, sequences: torch.Tensor, folder: Path
+    inputs: FinetuneInputs,
+    dispatched: Dispatched,
+    parameters: Parameters,
+    *,
+    sequences: torch.Tensor,
+    offload: Offload,
+    folder: Path,
 ) -> ForwardCost:
     """Take all steps that the state in ``folder`` lacks, each with a line of its own; return what they cost."""
     options, progress = inputs.options, Progress(folder / STEPS)
@@ -96,7 +139,7 @@ def _run(
         sequences=sequences,
         options=options,
         device=dispatched.device,
-        around=nullcontext,
+        offload=offload,
         watch=lambda: held.update(held_now(dispatched)),
     )
     begin = state.load()

@@ -61,11 +61,14 @@ def simulated(device: Mapping[str, Any]) -> Accelerator:
     return Accelerator(str(device.get("name", "simulated")), size, size, simulated=True, ledger_bytes=capacity)
 
 
-def ledgers(machine: Hardware, budgets: Mapping[DeviceId, int | None]) -> dict[DeviceId, int]:
-    """Return the bytes of weights that each simulated accelerator takes: its budget, as far as it has the memory."""
+def ledgers(machine: Hardware, budgets: Mapping[DeviceId, int | None], *, beside: int = 0) -> dict[DeviceId, int]:
+    """Return the bytes that each simulated accelerator takes: of weights its budget, as far as it has the memory.
+
+    ``beside`` are those of activations, where they are counted.
+    """
     capacities: dict[DeviceId, int] = {}
     for index, device in enumerate(machine.accelerators):
-        room = min(budgets.get(index, 0) or 0, device.total_bytes)
+        room = min((budgets.get(index, 0) or 0) + beside, device.total_bytes)
         if device.simulated:
             capacities[index] = room if device.ledger_bytes is None else device.ledger_bytes
     return capacities

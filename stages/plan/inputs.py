@@ -76,6 +76,11 @@ class PlanInputs:
     machine: Hardware = field(compare=False)
 
     @property
+    def trains(self) -> bool:
+        """Whether the run trains: a simulated accelerator's ledger counts what a step saves there."""
+        return self.offload_ratio is not None
+
+    @property
     def learning(self) -> tuple[str, ...]:
         """The names of the weights that are changed by the run, tied ones under all their names."""
         parameters = (spec for spec in self.outline.skeleton.tensors if spec.kind == "parameter")

@@ -171,7 +171,7 @@ def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[objec
     plan = assemble(outline, placement, allowance, policy=policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
-    listed = ledgers(inputs.machine, plan.budgets)
+    listed = ledgers(inputs.machine, plan.budgets, beside=demand.work.activation_bytes if inputs.trains else 0)
     plan = replace(plan, ledgers=listed, batch_size=size, offload_ratio=inputs.offload_ratio)
     return predict(
         outline, plan, demand.work, inputs.rates, routing=demand.routing or SINGLE, pages_stay=demand.pages_stay

@@ -237,3 +237,53 @@ def test_weights_that_would_be_streamed_are_refused_with_the_least_budget_that_w
     least = int(refused.err.partition("the least that works is ")[2].split()[0])
     assert offstage_here(*given, f"max_memory.cpu={least - 1}").code == 4
     assert offstage_here(*given, f"max_memory.cpu={least}").code == 0
+
+
+def losses_of(finished: Finished) -> list[dict[str, Any]]:
+    assert finished.code == 0, finished.err
+    return [output for output in finished.record["outputs"] if output["name"].startswith("step")]
+
+
+def test_what_is_offloaded_changes_no_bit_and_the_plan_knows_what_it_saves(
+    checkpoint: Path, tmp_path: Path, offstage_here: Run
+) -> None:
+    write_text(tmp_path)
+    given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=2", "finetune.batch_size=8")
+    plain = offstage_here(*given)
+    places = {
+        "disk": ("finetune.activation_offload={ratio: 0.5, target: disk}",),
+        "simulated": ("finetune.activation_offload={ratio: 0.5}", "hardware=2x24gb", "max_memory={0: 1GB}"),
+        "checkpointing": ("finetune.activation_offload={ratio: 1.0, target: disk}", "finetune.checkpointing=true"),
+    }
+    predicted = {}
+    for place, options in places.items():
+        done = offstage_here(*given, *options)
+        assert losses_of(done) == losses_of(plain), place
+        metrics = done.record["metrics"]
+        saved = metrics["offloaded_activation_bytes"] + metrics["kept_activation_bytes"]
+        assert metrics["offloaded_activation_bytes"] / saved == pytest.approx(metrics["offload_ratio"], abs=0.02)
+        predicted[place] = done.record["memory"]["predicted"]
+    assert predicted["disk"]["cpu"] < plain.record["memory"]["predicted"]["cpu"]
+    assert predicted["simulated"]["0"] > 0
+
+
+def test_a_ratio_left_open_is_the_least_that_fits(checkpoint: Path, tmp_path: Path, offstage_here: Run) -> None:
+    write_text(tmp_path)
+    given = (
+        *GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.window=64", "finetune.batch_size=16", "stop_after=plan",
+        "finetune.activation_offload={ratio: auto, target: disk}",
+    )  # fmt: skip
+    roomy = offstage_here(*given)
+    whole = roomy.record["memory"]["predicted"]["cpu"]
+    ratios = []
+    for less in (0, 5_000_000, 10_000_000):
+        host = f"hardware.host={{memory: {int((whole - less + 300e6) / 0.95)}}}"
+        done = offstage_here(*given, host)
+        assert done.code == 0, done.err
+        plan = json.loads(artifact(done).joinpath("plan.json").read_text())
+        ratios.append(plan["offload_ratio"])
+        assert done.record["memory"]["predicted"]["cpu"] <= whole - less + 1
+    assert ratios[0] == 0 < ratios[1] < ratios[2] < 1
+    refused = offstage_here(*given, "hardware.host={memory: 350MB}")
+    assert refused.code == 4
+    assert "a training step takes" in refused.err
