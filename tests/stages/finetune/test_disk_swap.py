@@ -47,7 +47,7 @@ def test_the_file_has_no_name_is_used_again_and_closes_with_the_last_that_lies_i
     swap = open_swap(tmp_path)
     for _ in range(5):
         away = [swap.put(torch.ones(100_000, dtype=torch.uint8), None) for _ in range(4)]
-        assert open_files() in (2, 3)  # to write, to read, to read directly
+        assert open_files() in (2, 3, 4)  # one file: to write and to read, each directly where it may be
         assert list(tmp_path.iterdir()) == []
         last = away.pop()
         del away
