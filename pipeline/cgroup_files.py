@@ -1,4 +1,4 @@
-"""Control groups: which memory groups this process is in, and where the kernel shows them.
+"""Control groups: which groups this process is in, where the kernel shows them, and what they allow.
 
 Linux has two interfaces for such groups (kernel documentation, ``cgroup-v1/memory`` and ``admin-guide/cgroup-v2``), and
 a machine may have both mounted.
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 Version = Literal[1, 2]
+
+_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,19 @@ INTERFACES: dict[Version, Interface] = {
 
 @dataclass(frozen=True, slots=True)
 class MountedGroup:
-    """This process's memory group as one mount of the ``interface`` shows it: ``path`` below the folder ``mount``.
+    """This process's group of a controller as one mount of that ``version`` shows it: ``path`` below ``mount``.
 
     The path is null where the mount shows another part of the hierarchy, as it may in a container.
     """
 
-    interface: Interface
+    version: Version
     mount: Path
     path: Path | None
+
+    @property
+    def interface(self) -> Interface:
+        """What the files are called of a group that counts memory."""
+        return INTERFACES[self.version]
 
     @property
     def folder(self) -> Path | None:
@@ -58,24 +65,62 @@ class MountedGroup:
 
 def memory_groups(root: Path = Path("/")) -> Iterator[MountedGroup]:
     """Yield this process's memory groups in the order of ``proc/self/cgroup``; ``root`` is where ``proc`` lies."""
+    return mounted_groups("memory", root)
+
+
+def mounted_groups(controller: str, root: Path = Path("/")) -> Iterator[MountedGroup]:
+    """Yield the groups of ``controller`` that this process is in, in the order of ``proc/self/cgroup``."""
     for line in read_lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        interface = INTERFACES[1 if controllers else 2]
-        for group, mount in _mounts(root, interface.version):
+        version: Version = 1 if controllers else 2
+        for group, mount in _mounts(root, controller, version):
             below = Path(path).relative_to(group) if Path(path).is_relative_to(group) else None
-            yield MountedGroup(interface, root / mount.lstrip("/"), below)
+            yield MountedGroup(version, root / mount.lstrip("/"), below)
 
 
-def _mounts(root: Path, version: Version) -> Iterator[tuple[str, str]]:
-    """Yield which group is mounted where, for the memory hierarchies of that version."""
+def _mounts(root: Path, controller: str, version: Version) -> Iterator[tuple[str, str]]:
+    """Yield which group is mounted where, for the hierarchies of that version that have the ``controller``."""
     for line in read_lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         group, mount = before.split()[3:5]
         system, _, options = after.split(maxsplit=2)
-        if system == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or "memory" in options.split(",")):
+        if system == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or controller in options.split(",")):
             yield group, mount
+
+
+def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, MountedGroup, Path]]:
+    """Yield the limit in bytes of every limited memory group around this process, with the group and its folder."""
+    for group in memory_groups(root):
+        for folder in group.folders:
+            (text,) = read_lines(folder / group.interface.limit) or ["max"]
+            if text.isdigit() and int(text) < _UNLIMITED:
+                yield int(text), group, folder
+
+
+def core_quota(root: Path = Path("/")) -> float | None:
+    """Return how many cores' time the tightest of this process's groups allows, null where none limits it."""
+    quotas = [_quota(folder, group.version) for group in mounted_groups("cpu", root) for folder in group.folders]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(folder: Path, version: Version) -> float | None:
+    if version == 2:
+        words = " ".join(read_lines(folder / "cpu.max")).split()
+    else:
+        words = [line for name in ("quota", "period") for line in read_lines(folder / f"cpu.cfs_{name}_us")]
+    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() else None
+
+
+def throttled_seconds(root: Path = Path("/")) -> float:
+    """Return how long this process's groups were kept from running so far, since they had used up their quotas."""
+    return sum(_throttled(folder) for group in mounted_groups("cpu", root) for folder in group.folders)
+
+
+def _throttled(folder: Path) -> float:
+    counts = dict(line.split(maxsplit=1) for line in read_lines(folder / "cpu.stat") if " " in line)
+    return int(counts.get("throttled_usec", 0)) / 1e6 + int(counts.get("throttled_time", 0)) / 1e9
 
 
 def read_lines(path: Path) -> list[str]:

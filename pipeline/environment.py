@@ -7,6 +7,7 @@ has an accelerator is torch asked for its name.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import sys
@@ -16,29 +17,50 @@ from typing import Any
 
 import psutil
 
+from pipeline.cgroup_files import core_quota, memory_limits
+
 _DISTRIBUTIONS = {
     "offstage": "offstage-pipeline",
     "torch": "torch",
     "transformers": "transformers",
+    "tokenizers": "tokenizers",
     "numpy": "numpy",
     "safetensors": "safetensors",
+    "hydra": "hydra-core",
+    "omegaconf": "omegaconf",
+    "accelerate": "accelerate",
+    "peft": "peft",
 }
 _DRIVERS = ("dev/nvidiactl", "dev/kfd")
 _SOURCE = Path(__file__).parents[1]
 
 
 def environment() -> dict[str, Any]:
-    """Return the run record's ``environment``: versions (null if not installed), machine, accelerators,
-    commit."""
+    """Return the run record's ``environment``: versions (null if not installed), machine, accelerators, commit.
+
+    ``cores_allowed`` are those that this process may run on, of the machine's ``cores``; ``core_quota`` and
+    ``memory_limit_bytes`` are what its control groups allow, null where they set no limit.
+    """
     return {
         **{name: _version(distribution) for name, distribution in _DISTRIBUTIONS.items()},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": _cpu(Path("/proc/cpuinfo")),
+        "cores": os.cpu_count(),
+        "cores_allowed": len(allowed_cores()),
+        "core_quota": core_quota(),
+        "memory_limit_bytes": min((limit for limit, *_ in memory_limits()), default=None),
         "memory_bytes": psutil.virtual_memory().total,
         "accelerators": _accelerators() if has_accelerator_driver() else [],
         "git_commit": git_commit(_SOURCE),
     }
+
+
+def allowed_cores() -> frozenset[int]:
+    """Return the numbers of the cores that this process may run on."""
+    if not hasattr(os, "sched_getaffinity"):
+        return frozenset(range(os.cpu_count() or 1))
+    return frozenset(os.sched_getaffinity(0))
 
 
 def has_accelerator_driver(root: Path = Path("/")) -> bool:

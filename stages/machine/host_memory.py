@@ -8,11 +8,10 @@ budget instead. What it holds beyond is a caller's data, another model say, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cgroup_files import memory_groups, read_lines
+from pipeline.cgroup_files import memory_limits, read_lines
 
 PROCESS_BYTES = 290 * 10**6
 """What the process holds on the host beside weights: Python, torch and transformers, imported and warm."""
@@ -25,7 +24,6 @@ TRAINING_BYTES = 32 * 10**6
 
 _OWN_BYTES = PROCESS_BYTES * 5 // 4
 """The most that counts as the process itself; a quarter more, since a rehearsal leaves some behind."""
-_UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,8 @@ def host_memory(root: Path = Path("/")) -> Host:
     system = _table(root / "proc/meminfo")
     own = min(_table(root / "proc/self/status").get("RssAnon", 0) * 1024, _OWN_BYTES)
     total, available = system["MemTotal"] * 1024, system["MemAvailable"] * 1024 + own
-    for allowed, held in _limits(root):
+    for allowed, group, folder in memory_limits(root):
+        held = _table(folder / "memory.stat").get(group.interface.held, 0)
         total, available = min(total, allowed), min(available, allowed - max(0, held - own))
     return Host(total, max(0, min(available, total)))
 
@@ -58,12 +57,3 @@ def _table(path: Path) -> dict[str, int]:
         if len(words) > 1 and words[1].isdigit():
             table[words[0]] = int(words[1])
     return table
-
-
-def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the anonymous bytes held of every limited memory group around this process."""
-    for group in memory_groups(root):
-        for folder in group.folders:
-            (text,) = read_lines(folder / group.interface.limit) or ["max"]
-            if text.isdigit() and int(text) < _UNLIMITED:
-                yield int(text), _table(folder / "memory.stat").get(group.interface.held, 0)

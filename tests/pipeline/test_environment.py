@@ -38,20 +38,31 @@ def checkout(tmp_path: Path) -> Path:
 def test_the_environment_has_every_field_of_the_design() -> None:
     found = environment()
     assert sorted(found) == [
+        "accelerate",
         "accelerators",
+        "core_quota",
+        "cores",
+        "cores_allowed",
         "cpu",
         "git_commit",
+        "hydra",
         "memory_bytes",
+        "memory_limit_bytes",
         "numpy",
         "offstage",
+        "omegaconf",
+        "peft",
         "platform",
         "python",
         "safetensors",
+        "tokenizers",
         "torch",
         "transformers",
     ]
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["torch"] == pytest.importorskip("torch").__version__
+    assert found["hydra"] == pytest.importorskip("hydra").__version__
+    assert 1 <= found["cores_allowed"] <= found["cores"]
     assert found["memory_bytes"] > 2**28
     assert found["cpu"]
     assert json.loads(json.dumps(found)) == found

@@ -1,0 +1,152 @@
+"""Who had the processor while work went on: this process, or others that it had to wait for.
+
+A figure of speed means little where other processes took the cores meanwhile. Linux's scheduler accounts for it: how
+long each thread was ready to run and didn't (kernel documentation, ``scheduler/sched-stats``), and how long each core
+worked, or was taken away by a hypervisor (``filesystems/proc``). Threads wait for each other too, so what was taken by
+others is never more than the others worked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.cgroup_files import read_lines, throttled_seconds
+from pipeline.environment import allowed_cores
+
+BUSY_SHARE = 0.1
+"""Where at least this share of the time that its threads were ready to run was taken by others, a process was kept."""
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_WORKING = slice(0, 3)  # user, nice and system; interrupts belong to nobody
+_STOLEN = 7
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorUse:
+    """The processor between two moments, all in seconds; what the system doesn't tell is null.
+
+    ``cpu_seconds`` are those of all threads of this process together, and so are ``waited_seconds``, in which they were
+    ready to run and didn't. ``others_seconds`` is what all other processes computed on the cores that this one may run
+    on, ``stolen_seconds`` what a hypervisor took of these, ``throttled_seconds`` how long quotas kept this process.
+    """
+
+    wall_seconds: float
+    cpu_seconds: float
+    waited_seconds: float | None = None
+    others_seconds: float | None = None
+    stolen_seconds: float | None = None
+    throttled_seconds: float = 0.0
+
+    @property
+    def taken_share(self) -> float | None:
+        """Which share of the time that its threads were ready to run was taken by others; null where nobody knows."""
+        if self.waited_seconds is None or self.others_seconds is None:
+            return None
+        computed = self.cpu_seconds + self.others_seconds
+        stolen = (self.stolen_seconds or 0.0) * self.cpu_seconds / computed if computed else 0.0
+        taken = min(self.waited_seconds, self.others_seconds) + stolen
+        return taken / (self.cpu_seconds + taken) if taken else 0.0
+
+    @property
+    def is_busy(self) -> bool | None:
+        """Whether others took so much that figures of speed say more of them; null where nobody knows."""
+        return None if self.taken_share is None else self.taken_share >= BUSY_SHARE
+
+    def told(self) -> dict[str, float | bool | None]:
+        """Return it as a record holds it."""
+        rounded = {name: _rounded(getattr(self, name)) for name in (*self.__dataclass_fields__, "taken_share")}
+        return {**rounded, "busy": self.is_busy}
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    wall: float
+    cpu: float
+    waits: Mapping[str, tuple[int, int]]
+    pressure: float | None
+    cores: tuple[float, float] | None
+    throttled: float
+
+
+@dataclass(slots=True)
+class ProcessorMeter:
+    """Measures from when it is made; ``root`` is where ``proc`` and ``sys`` lie."""
+
+    root: Path = Path("/")
+    _began: _Moment = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began = _now(self.root)
+
+    def use(self) -> ProcessorUse:
+        """Return what there was since."""
+        then, now = self._began, _now(self.root)
+        cpu = now.cpu - then.cpu
+        others = stolen = None
+        if then.cores is not None and now.cores is not None:
+            others, stolen = max(0.0, now.cores[0] - then.cores[0] - cpu), now.cores[1] - then.cores[1]
+        return ProcessorUse(
+            wall_seconds=now.wall - then.wall,
+            cpu_seconds=cpu,
+            waited_seconds=_waited(then, now),
+            others_seconds=others,
+            stolen_seconds=stolen,
+            throttled_seconds=now.throttled - then.throttled,
+        )
+
+
+def _waited(then: _Moment, now: _Moment) -> float | None:
+    """Return how long threads were ready and didn't run: by their own account, or how long any of the machine was."""
+    if any(ran for ran, _ in now.waits.values()):
+        return sum(waited - then.waits.get(thread, (0, 0))[1] for thread, (_, waited) in now.waits.items()) / 1e9
+    if then.pressure is None or now.pressure is None:
+        return None
+    return now.pressure - then.pressure
+
+
+def _now(root: Path) -> _Moment:
+    return _Moment(
+        time.perf_counter(),
+        time.process_time(),
+        _waits(root / "proc/self/task"),
+        _pressure(root / "proc/pressure/cpu"),
+        _cores(root / "proc/stat"),
+        throttled_seconds(root),
+    )
+
+
+def _waits(tasks: Path) -> dict[str, tuple[int, int]]:
+    """Return for how many nanoseconds each thread ran, and was ready and didn't."""
+    found = {}
+    for thread in tasks.iterdir() if tasks.is_dir() else ():
+        with suppress(OSError, ValueError):  # it may have ended
+            ran, waited, _ = map(int, thread.joinpath("schedstat").read_text().split())
+            found[thread.name] = ran, waited
+    return found
+
+
+def _pressure(path: Path) -> float | None:
+    """Return for how many seconds any thread of the machine was ready and didn't run."""
+    with suppress(OSError):  # it is there and can't be read where the kernel was told not to count
+        some = next((line.split() for line in read_lines(path) if line.startswith("some")), [])
+        return next((int(word.removeprefix("total=")) / 1e6 for word in some if word.startswith("total=")), None)
+    return None
+
+
+def _cores(path: Path) -> tuple[float, float] | None:
+    """Return the seconds that the cores of this process worked so far, whoever for, and that were stolen of them."""
+    allowed = {f"cpu{number}" for number in allowed_cores()}
+    counts = [words[1:] for words in map(str.split, read_lines(path)) if words and words[0] in allowed]
+    if not counts:
+        return None
+    working = sum(int(tick) for ticks in counts for tick in ticks[_WORKING])
+    stolen = sum(int(ticks[_STOLEN]) for ticks in counts if len(ticks) > _STOLEN)
+    return working / _TICKS, stolen / _TICKS
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
