@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.errors import ConfigError, Fault, closest
 from pipeline.installed_stages import stage_configs
+from pipeline.measure import MeasureConfig, check_measure
 from pipeline.standard_input import SIGN, read_lines
 from pipeline.typed_config import (
     KEYS,
@@ -47,6 +48,7 @@ class RunConfig:
     stop_after: str | None = None
     outputs: str = field(default="outputs", metadata={PATHS: {"": absolute}})
     enforce_memory: bool = False
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
     tracker: Mapping[str, Any] = field(default_factory=dict, metadata={PATHS: {"folder": absolute}})
 
 
@@ -175,6 +177,8 @@ def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fa
     yield from wrong
     if config.get("outputs") == "":
         yield Fault("outputs", "'' is no path of a folder")
+    if not any(fault.key.startswith("measure") for fault in wrong):
+        yield from check_measure(config)
     if not any(fault.key in ("stages", "stop_after") for fault in wrong):
         yield from _check_stages(config, known_stages)
     if not any(fault.key == "tracker" for fault in wrong):

@@ -69,6 +69,12 @@ class ReplayError(OffstageError, ValueError):
     exit_code = 2
 
 
+class DisagreementError(OffstageError, ValueError):
+    """What must come out the same each time didn't."""
+
+    exit_code = 1
+
+
 class KilledError(OffstageError, OSError):
     """A job's process was ended by a signal that it couldn't heed."""
 

@@ -14,7 +14,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.report.quantities import Kind, tell
+from pipeline.provenance import provenance
+from pipeline.report.quantities import Kind, scale_for, tell
 
 _DISK = "disk"
 
@@ -63,10 +64,24 @@ def measurements(record: Mapping[str, Any]) -> Iterator[Table]:
     cells = [[_cell(metrics, figure.kind, name) for name in _names(figure)] for figure in FIGURES]
     planned = not any(measured for measured, _, _ in cells)
     rows = [
-        [figure.title, *row] for figure, row in zip(FIGURES, cells, strict=True) if row[0] or (planned and any(row))
+        [figure.title, row[0], _range(record, figure), *row[1:]]
+        for figure, row in zip(FIGURES, cells, strict=True)
+        if row[0] or (planned and any(row))
     ]
-    yield from _table(["", _how(record), "predicted", "bound"], rows)
+    yield from _table(["", _how(record), "least to largest", "predicted", "bound"], rows)
     yield from _table(["device", "peak", "predicted", "budget of weights"], list(_devices(memory)))
+
+
+def remarks(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what must be known of the figures of ``record`` by who uses them."""
+    found, enforcement = provenance(record["stages"], record.get("samples", ())), record.get("enforcement") or {}
+    if found.busy:
+        yield (
+            f"Others used the processor in {found.busy} of {found.samples} samples: the times say less of this run; "
+            "measure.fresh=true measures again."
+        )
+    if enforcement.get("enforced") is False:
+        yield f"No memory cap was tested: {enforcement['how']}."
 
 
 def _names(figure: Figure) -> tuple[str, str, str]:
@@ -80,11 +95,21 @@ def _cell(metrics: Mapping[str, Any], kind: Kind | None, name: str) -> str:
     return tell(value, kind)
 
 
+def _range(record: Mapping[str, Any], figure: Figure) -> str:
+    """Return the least and the largest of the samples of a time, empty where there aren't several."""
+    counting = [sample["metrics"] for sample in record.get("samples", ()) if sample.get("counts")]
+    values = [value for metrics in counting if (value := metrics.get(figure.measured)) is not None]
+    if figure.kind != "seconds" or len(values) < 2:
+        return ""
+    scale = scale_for(values, "seconds")
+    return f"{scale.number(min(values))} to {scale.text(max(values))}"
+
+
 def _how(record: Mapping[str, Any]) -> str:
     """Return in words how the figures were had: in this run or in an earlier one, with real accelerators or not."""
-    earlier = bool(record["stages"]) and record["stages"][-1]["cached"]
     simulated = bool(record["metrics"].get("simulated_accelerators"))
-    return "measured" + " earlier" * earlier + " (accelerators simulated)" * simulated
+    found = provenance(record["stages"], record.get("samples", ()))
+    return found.told() + " (accelerators simulated)" * simulated
 
 
 def _devices(memory: Mapping[str, Mapping[str, int | None]]) -> Iterator[list[str]]:

@@ -50,6 +50,12 @@ first token, and so is ``stall_share``, the part of that time in which forwards 
 measured of this machine. ``time_to_first_token_seconds`` is a batch's mean, from its prompts to the first token;
 ``storage_read_bytes`` and ``stall_seconds``, the time that forwards waited for weights, are of the whole run.
 
+Where the work was measured several times, each is the median of the samples that count, which the section ``samples``
+has one by one: with who had the processor meanwhile (``busy`` where others took a tenth of it or more), how loaded the
+machine was, and how fast its storage. ``samples`` and ``busy_samples`` say how many there are, and
+``time_to_first_token_seconds_p90`` and its like are percentiles over the batches, or the tokens, of all of them.
+``decode_cpu_seconds_per_token`` are those of all threads.
+
 A mixture whose experts wait has ``expert_hit_rate`` beside them: how often one that tokens were routed to was in a
 slot, in decoding alone where there was any. ``expert_hits``, ``expert_misses`` and ``expert_evictions`` are of the
 whole run, and the section ``experts`` has them by layer, with the bytes that were streamed for it.
@@ -63,7 +69,8 @@ class StageRecord:
     """One stage of a run: how long it took, the peaks while it ran, and where its artifact lies.
 
     ``peak_device_bytes`` maps an accelerator's device id to bytes; it is empty where there is none. ``inputs`` is what
-    the key stands for, outlined: by it two runs of one stage can be told apart part by part.
+    the key stands for, outlined: by it two runs of one stage can be told apart part by part. ``measured`` says whether
+    figures of an artifact that was ``cached`` were measured now.
     """
 
     name: str
@@ -74,6 +81,7 @@ class StageRecord:
     peak_host_bytes: int | None = None
     peak_device_bytes: Mapping[str, int] = field(default_factory=dict)
     inputs: object = None
+    measured: bool = False
 
 
 class RunRecord:
@@ -112,6 +120,7 @@ class RunRecord:
             "metrics": dict.fromkeys(METRICS),
             "outputs": [],
             "experts": {},
+            "samples": [],
             "device_map": None,
             "enforcement": None,
         }
@@ -172,8 +181,8 @@ class RunRecord:
     def merge(self, report: Report) -> None:
         """Add what a stage reports, over what it reported before.
 
-        A None says that it doesn't know, and leaves a number that is there. ``outputs`` and ``experts`` are those of
-        the last stage that has any.
+        A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts`` and ``samples``
+        are those of the last stage that has any.
         """
         for section, devices in report.memory.items():
             _update(self._content["memory"].setdefault(section, {}), devices)
@@ -182,6 +191,8 @@ class RunRecord:
             self._content["outputs"] = [dict(output) for output in report.outputs]
         if report.experts:
             self._content["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
+        if report.samples:
+            self._content["samples"] = [dict(sample) for sample in report.samples]
         self._write()
 
     def note_series(self, device: str, points: Sequence[tuple[float, int]]) -> None:

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline.command_exit import discard_output
-from pipeline.measurements import measurements
+from pipeline.measurements import measurements, remarks
 from pipeline.printable_text import printable
 from pipeline.stage import Report
 from pipeline.terminal import Screen, announce
@@ -58,6 +58,8 @@ class RunScreen:
         for figures in measurements(self._record):
             self._screen.print()
             self._screen.print(figures)
+        for remark in remarks(self._record):
+            self._screen.print(f"\n{remark}", markup=False)
         self._screen.print(f"\n{closing}", markup=False)
 
     def _show_stages(self, reports: Mapping[str, Report]) -> None:
@@ -82,7 +84,7 @@ class RunScreen:
         table.add_column("", overflow="fold")
         for stage in self._record["stages"]:
             if stage["name"] in reports:
-                made = "[green]cached[/]" if stage["cached"] else "made"
+                made = "timed" if stage.get("measured") else "[green]cached[/]" if stage["cached"] else "made"
                 peak, summary = decimal(stage["peak_host_bytes"] or 0), reports[stage["name"]].summary
                 table.add_row(stage["name"], f"{stage['seconds']:.2f}", made, peak, escape(printable(summary)))
         return table

@@ -94,6 +94,8 @@ class Runner:
         )
         self._cached: dict[str, bool] = {}
         self._reports: dict[str, Report] = {}
+        self._merged: set[str] = set()
+        self._lacking: set[str] = set()
         self.at_work: str | None = None
         """The stage whose turn it is: the one to name where something fails."""
         self._showing: str | None = None
@@ -109,9 +111,11 @@ class Runner:
         return self._reports
 
     def _work(self) -> None:
-        """Run the stages that aren't cached."""
-        remaining = [name for name in self.chain.stages if name not in self.chain.artifacts]
-        raise_faults([fault for name in remaining for fault in self._examine(name)])
+        """Run the stages that aren't cached, and those of which figures are lacking."""
+        cached = list(self.chain.artifacts)
+        self._lacking = {name for name in cached if self.chain.lacks_figures(name)}
+        remaining = [name for name in self.chain.stages if name not in cached or name in self._lacking]
+        raise_faults([fault for name in remaining if name not in cached for fault in self._examine(name)])
         self._write_record()
         for name in remaining:
             self.at_work = name
@@ -119,7 +123,9 @@ class Runner:
             _log.info("%s: begins", name)
             with self._meter.charge(name):
                 self._gather(name)
-                self._cached[name] = self.chain.obtain(name)
+                if name not in cached:
+                    self._cached[name] = self.chain.obtain(name)
+                self._reports[name] = self.chain.report(name, is_new=not self._cached[name])
             self.chain.let_go(remaining[remaining.index(name) + 1 :])
             self._write_record()
             _log.info("%s: ends after %.3f s; %s", name, self._meter.usage(name).seconds, self._reports[name].summary)
@@ -157,12 +163,15 @@ class Runner:
     def _write_record(self) -> None:
         """Bring the record up to date: what an earlier stage used may have grown since it was last written."""
         for name, artifact in self.chain.artifacts.items():
+            if name in self._lacking and name not in self._reports:
+                continue
             usage = self._meter.usage(name)
             self._record.add_stage(
                 StageRecord(
                     name=name,
                     key=artifact.key,
                     cached=self._cached[name],
+                    measured=name in self._lacking,
                     seconds=usage.seconds,
                     artifact=str(artifact.folder),
                     peak_host_bytes=usage.peak_host_bytes,
@@ -171,7 +180,9 @@ class Runner:
                 )
             )
             if name not in self._reports:
-                self._reports[name] = self.chain.stages[name].report(artifact)
+                self._reports[name] = self.chain.report(name, is_new=False)
+            if name not in self._merged:
+                self._merged.add(name)
                 self._record.merge(self._reports[name])
                 if DEVICE_MAP in artifact.files:
                     self._record.note_device_map(artifact.json(DEVICE_MAP))

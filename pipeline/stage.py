@@ -69,9 +69,10 @@ class Artifact:
 class Report:
     """What a stage's artifact adds to the run record and to the summary on the screen.
 
-    ``summary`` is one short line. ``memory``, ``metrics``, ``outputs`` and ``experts`` go under those names of
-    ``run.json``; ``screen`` is shown after the summary table. ``experts`` is what those of each layer came to, where a
-    mixture's wait until they are wanted: layer → counts by name.
+    ``summary`` is one short line. ``memory``, ``metrics``, ``outputs``, ``experts`` and ``samples`` go under those
+    names of ``run.json``; ``screen`` is shown after the summary table. ``experts`` is what those of each layer came to,
+    where a mixture's wait until they are wanted: layer → counts by name. ``samples`` has each time that the stage's
+    work was measured, with ``earlier`` where another run did it and ``counts`` where the metrics are made of it.
     """
 
     summary: str = ""
@@ -80,6 +81,7 @@ class Report:
     outputs: tuple[Mapping[str, Any], ...] = ()
     screen: str = ""
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    samples: tuple[Mapping[str, Any], ...] = ()
 
 
 class Context(Protocol):
@@ -119,6 +121,9 @@ class Stage(Protocol[Inputs]):
 
     A stage with an attribute ``resumes`` that is true gets the folder of a build that was killed or interrupted, as it
     was left, and goes on there; others begin with an empty one.
+
+    One with an attribute ``measures`` that is true is measured as the keys ``measure`` of the config say, beyond what
+    its artifact came with: see ``lacks_figures`` and ``measure``.
 
     What a stage depends on is gathered once a run, as a value. The key is made from that value and the work is done
     from it, so that what lies under a key is what the key says, whatever the machine would answer by then.
@@ -164,6 +169,17 @@ class Stage(Protocol[Inputs]):
 
     def report(self, artifact: Artifact) -> Report:
         """Return what the artifact adds to the run record."""
+
+    def lacks_figures(self, context: Context) -> bool:
+        """Return whether the run asks for figures that aren't there, of an artifact that was cached."""
+        return False
+
+    def measure(self, inputs: Inputs, context: Context, report: Report, *, is_new: bool) -> Report:
+        """Return ``report`` of the artifact with the figures that the run asks for; what is lacking is measured now.
+
+        ``is_new`` says whether this run has made the artifact.
+        """
+        return report
 
 
 def keyed(inputs: Any) -> dict[str, object]:

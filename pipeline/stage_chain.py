@@ -17,7 +17,7 @@ from pipeline.cache.fingerprint import fingerprint
 from pipeline.cache.outline import outline
 from pipeline.cache.store import Store
 from pipeline.errors import ConfigError
-from pipeline.stage import Artifact, Config, Stage, keyed, model_name
+from pipeline.stage import Artifact, Config, Report, Stage, keyed, model_name
 
 Charge = Callable[[str], AbstractContextManager[Any]]
 """Makes a context for the work of a stage, to which what happens inside is charged."""
@@ -100,6 +100,19 @@ class StageChain:
         if live is not None:
             self._live[name] = live
         return cached
+
+    def lacks_figures(self, name: str) -> bool:
+        """Return whether the run asks for figures of ``name`` that the cache, which has its artifact, hasn't."""
+        stage = self.stages[name]
+        return getattr(stage, "measures", False) and stage.lacks_figures(self)
+
+    def report(self, name: str, *, is_new: bool) -> Report:
+        """Return what ``name``, whose artifact is there, adds to the record; figures that are lacking are measured."""
+        stage = self.stages[name]
+        report = stage.report(self.artifacts[name])
+        if not getattr(stage, "measures", False):
+            return report
+        return stage.measure(self._inputs[name], self, report, is_new=is_new)
 
     def let_go(self, remaining: Sequence[str]) -> None:
         """Let go of every live half that none of the ``remaining`` stages will ask for."""

@@ -1,51 +1,40 @@
-"""One generation: prompts in, a ``Generation`` out, measured as it goes."""
+"""One generation: prompts in, a ``Generation`` out, measured as it goes, as often as is asked."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from pipeline.atomic_files import write_text
-from pipeline.errors import ConfigError, foreign
 from pipeline.stage import Context
 from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from stages.checkpoints.tokenizers import load_tokenizer
+from stages.checkpoints.weight_files import weight_files
 from stages.dispatch.stage import Dispatched
-from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
-from stages.generate import decode, options, prompts
-from stages.generate.assistant import Assistant, loaded_assistant
-from stages.generate.batches import Asked, make_batches
-from stages.generate.detokenizer import Detokenizer, decode_after
+from stages.generate import prompts
+from stages.generate.assistant import loaded_assistant
+from stages.generate.decoding import Decoding, ShowText
 from stages.generate.inputs import GENERATIONS, GenerateInputs
-from stages.generate.logprobs import ChosenLogprobs
-from stages.generate.metrics import Cost
-from stages.generate.sampling import SeededRows
-from stages.generate.transcript import LiveTranscript, before_answer
+from stages.generate.timed_samples import TimedSample
 from stages.inference.cost import Metrics, expert_uses, run_metrics
 from stages.inference.measured import measured_peaks
-from stages.inference.padding import make_batch
-from stages.inference.progress import Progress, Row
+from stages.inference.progress import Progress
 from stages.inference.tokens import check_words
-from stages.inputs.prompt_processor import PromptProcessor
+from stages.machine.probes import read_speed
+from stages.machine.processor import ProcessorMeter
 from stages.plan import plan as plans
 from stages.plan.hit_rates import note_decoding
-from stages.plan.request.prompt_inputs import prompt_inputs
-from stages.plan.request.prompts import MOST
+from stages.units import DISK
 
-ShowText = Callable[[str], object]
-_PAD = "pad_token_id"
-_SEVERAL = ("num_beams", "num_return_sequences")
-"""The options that have several sequences decoded for one prompt."""
 _TOLD = ("prompt", "text", "token_ids", "logprobs", "batch")
 """What the record has of each sequence."""
 
@@ -55,7 +44,8 @@ class Generation:
     """``outputs``: one ``{prompt, text, token_ids, batch}`` a sequence; ``measured``: device → peak bytes.
 
     Sequences have ``logprobs`` where these are asked for; those with one number of a ``batch`` were decoded together.
-    ``is_chat`` says whether prompts that are text were what a user says in a chat; ``experts`` what a layer's came to.
+    ``is_chat`` says whether prompts that are text were what a user says in a chat; ``experts`` what a layer's came to;
+    ``sample`` how the time went.
     """
 
     outputs: list[dict[str, Any]]
@@ -63,6 +53,7 @@ class Generation:
     metrics: Metrics
     measured: dict[str, int]
     experts: dict[str, dict[str, int]]
+    sample: TimedSample
     trace: Trace | None = None
 
     def save(self, file: Path) -> None:
@@ -73,189 +64,94 @@ class Generation:
             "metrics": self.metrics,
             "measured": self.measured,
             "experts": self.experts,
+            "sample": self.sample.stored(),
         }
         write_text(file, json.dumps(data, indent=1) + "\n")
         if self.trace is not None:
             self.trace.save(file.with_name(TRACE_NAME))
 
 
-def perform(inputs: GenerateInputs, context: Context, folder: Path) -> Generation:
-    """Generate what ``inputs`` ask for, on the live model of the stage dispatch.
+class Session:
+    """The placed model and what it is asked, made ready to be asked as often as is wanted; ``passes`` counts.
+
+    ``is_chat`` is as in ``Generation``.
+    """
+
+    def __init__(self, inputs: GenerateInputs, context: Context) -> None:
+        self._inputs, self._context = inputs, context
+        self.plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        self._storage_rate = _storage_rate(inputs, self.plan)  # before the weights take the memory that is planned
+        self._tokenizer = load_tokenizer(inputs.model)
+        encoder = prompts.Encoder.of(inputs.options, self._tokenizer)
+        self._encoded = [
+            [] if prompt.media else encoder.encode(name, prompt)
+            for name, prompt in zip(inputs.names, inputs.prompts, strict=True)
+        ]
+        self.is_chat = encoder.is_chat
+        self.dispatched: Dispatched = context.live("dispatch")
+        check_words(self.dispatched.model, self._encoded, key="generate.prompts")
+        self.passes = 0
+
+    @contextmanager
+    def decoding(self) -> Iterator[Callable[[], Decoding]]:
+        """Yield what makes the decoding of each pass; inside, the assistant is there, if one is asked for."""
+        with loaded_assistant(self._inputs.assistant_path, self._context) as assistant:
+            yield lambda: Decoding(self.dispatched, self._inputs, self._tokenizer, assistant)
+
+    def run(
+        self, decoding: Decoding, progress: Progress, *, show: ShowText | None = None, title: str = "generate"
+    ) -> TimedSample:
+        """Answer every prompt that ``progress`` has no answer to, and return how the time went."""
+        is_whole, began, load = not progress.done, datetime.now(UTC), os.getloadavg()
+        meter = ProcessorMeter()
+        decoding.run(self._encoded, progress, show=show, is_chat=self.is_chat, title=title)
+        use, passes = meter.use(), self.passes
+        self.passes += 1
+        return TimedSample(
+            measured=began.isoformat(timespec="milliseconds"),
+            passes_before=passes,
+            is_whole=is_whole,
+            metrics={"load_seconds": self.dispatched.load_seconds, **decoding.cost.metrics(self.plan)},
+            first_token_seconds=decoding.cost.first_token_seconds,
+            token_seconds=decoding.cost.token_seconds,
+            processor=use.told(),
+            machine={
+                "load_average": list(load),
+                "threads": torch.get_num_threads(),
+                "interop_threads": torch.get_num_interop_threads(),
+                "storage_bytes_per_second": self._storage_rate,
+            },
+            peaks=measured_peaks(self._context, self.dispatched),
+        )
+
+
+def _storage_rate(inputs: GenerateInputs, plan: plans.Plan) -> int | None:
+    """Return the bytes a second at which the storage gives weights now; null where none are read from it."""
+    files = weight_files(checkpoint_folder(inputs.model)) if plan.resident_bytes.get(DISK) else []
+    return read_speed(max(files, key=lambda path: path.stat().st_size)) if files else None
+
+
+def outputs_of(progress: Progress) -> list[dict[str, Any]]:
+    """Return what the record has of the sequences that are done, in the order of the prompts."""
+    return [{name: row[name] for name in _TOLD if name in row} for row in progress.settle()]
+
+
+def perform(session: Session, context: Context, folder: Path) -> Generation:
+    """Generate what ``session`` is asked, on the live model of the stage dispatch.
 
     Each batch is kept in ``folder`` as it finishes; those that are there already, of a run that was killed, are taken.
     """
-    tokenizer, progress = load_tokenizer(inputs.model), Progress(folder / GENERATIONS)
-    encoder = prompts.Encoder.of(inputs.options, tokenizer)
-    encoded = [
-        [] if prompt.media else encoder.encode(name, prompt)
-        for name, prompt in zip(inputs.names, inputs.prompts, strict=True)
-    ]
-    dispatched: Dispatched = context.live("dispatch")
-    check_words(dispatched.model, encoded, key="generate.prompts")
-    with loaded_assistant(inputs.assistant_path, context) as assistant:
-        decoding = _Decoding(dispatched, inputs, tokenizer, assistant)
-        decoding.run(encoded, progress, show=context.show_text, is_chat=encoder.is_chat)
-    outputs = [{name: row[name] for name in _TOLD if name in row} for row in progress.settle()]
-    plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
-    note_decoding(context, plan, steps=decoding.cost.steps, rate=decoding.cost.hit_rate)
+    progress = Progress(folder / GENERATIONS)
+    with session.decoding() as make:
+        decoding = make()
+        sample = session.run(decoding, progress, show=context.show_text)
+    note_decoding(context, session.plan, steps=decoding.cost.steps, rate=decoding.cost.hit_rate)
     return Generation(
-        outputs,
-        encoder.is_chat,
-        decoding.metrics(plan),
-        measured_peaks(context, dispatched),
-        expert_uses(dispatched),
-        dispatched.streamer.trace,
+        outputs_of(progress),
+        session.is_chat,
+        run_metrics(session.dispatched, decoding.cost.metrics(session.plan)),
+        dict(sample.peaks),
+        expert_uses(session.dispatched),
+        sample,
+        session.dispatched.streamer.trace,
     )
-
-
-class _Decoding:
-    """Runs the batches of one generation and sums up what they cost."""
-
-    def __init__(
-        self, dispatched: Dispatched, inputs: GenerateInputs, tokenizer: Any, assistant: Assistant | None
-    ) -> None:
-        self._dispatched, self._inputs, self._tokenizer = dispatched, inputs, tokenizer
-        self._assistant = assistant
-        self.cost = Cost()
-        self._defaults = options.checkpoint_defaults(checkpoint_folder(inputs.model))
-        self._uses_transformers = decode.has_generate(dispatched.model)
-        if self._uses_transformers and self._defaults is not None:
-            dispatched.model.generation_config = self._defaults
-        config = getattr(dispatched.model, "config", None)
-        self._side = "right" if getattr(config, "is_encoder_decoder", False) else "left"
-
-    def run(
-        self, encoded: Sequence[Sequence[int]], progress: Progress, *, show: ShowText | None = None,
-        is_chat: bool = False,
-    ) -> None:  # fmt: skip
-        """Answer every prompt, in batches, those apart that ``progress`` has.
-
-        The answer to a single prompt is given to ``show`` while it comes; ``is_chat`` as in ``Generation``.
-        """
-        given = self._inputs.options
-        batches = make_batches(
-            [self._asked(index, ids) for index, ids in enumerate(encoded)],
-            size=given.get("batch_size"),
-            alone=bool(given.get("exact") or self._assistant),
-            padded=self._uses_transformers,
-        )
-        left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
-        steps = sum(batch[0].options.get("max_new_tokens") or 0 for batch in left.values())
-        live = self._live(batches[0][0], show, is_chat=is_chat) if show and len(encoded) == 1 else None
-        with tqdm(total=steps or None, desc="generate", unit="token", disable=None, leave=False) as bar:
-            for number, batch in left.items():
-                if len(batches) > 1:
-                    bar.set_postfix_str(f"{len(progress.done)} of {len(batches)} batches")
-                progress.add(self._rows(number, batch, self._run_batch(batch, bar, live)))
-                if live:
-                    live.finish(progress.done[number][0]["text"])
-
-    def _live(self, asked: Asked, show: ShowText, *, is_chat: bool) -> LiveTranscript | None:
-        """Return what shows the answer while it comes; null where it is chosen from several, or there is no text."""
-        defaults = getattr(self._dispatched.model, "generation_config", None)
-        several = (asked.options.get(name, getattr(defaults, name, None)) or 1 for name in _SEVERAL)
-        if self._tokenizer is None or max(several) > 1:
-            return None
-        prompt = before_answer(self._inputs.prompts[asked.index].told, is_chat=is_chat)
-        return LiveTranscript(show, prompt, Detokenizer(self._tokenizer, lambda ids: self._text(asked, ids) or ""))
-
-    def _asked(self, index: int, ids: Sequence[int]) -> Asked:
-        """Return prompt ``index`` with the options that it is answered with: its own, then those of all."""
-        own = options.given_options({**self._inputs.options, **self._inputs.prompts[index].options})
-        seed = own.pop("seed", (self._inputs.seed + index) % MOST)
-        if not self._uses_transformers:
-            own = options.plain_options(own, self._defaults)
-        return Asked(index, ids, seed, own, with_media=bool(self._inputs.prompts[index].media))
-
-    def _rows(self, number: int, batch: Sequence[Asked], answers: Sequence[Row]) -> list[Row]:
-        """Return what is told of each sequence of the batch: a prompt may have several, one after another."""
-        copies = max(1, len(answers) // len(batch))
-        return [
-            {
-                "index": batch[place // copies].index,
-                "batch": number,
-                "rows": len(answers),
-                "prompt": self._inputs.prompts[batch[place // copies].index].told,
-                "text": self._text(batch[place // copies], answer["token_ids"]),
-                **answer,
-            }
-            for place, answer in enumerate(answers)
-        ]
-
-    def _text(self, asked: Asked, row: Sequence[int]) -> str | None:
-        """Return the text of the new tokens ``row``, as it goes on after that of the prompt where it does.
-
-        Null without a tokenizer.
-        """
-        if self._tokenizer is None:
-            return None
-        before = () if self._side == "right" else asked.ids
-
-        def decode_ids(ids: Sequence[int]) -> str:
-            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-        with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
-            return decode_after(decode_ids, before, row)
-
-    def _run_batch(self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None) -> list[Row]:
-        """Return the new tokens of each sequence, and their log-probabilities where they are asked for."""
-        given, traffic = batch[0].options, self._dispatched.streamer.traffic
-        ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
-        asked = self._tensors(batch, pad=self._pad(given, ends))
-        logprobs = ChosenLogprobs() if self._inputs.options.get("output_logprobs") else None
-        marks: list[Traffic] = []
-        clock = decode.Clock(tick=bar.update, first=lambda: marks.append(replace(traffic)))  # which goes on counting
-        if live:
-            clock.tick, clock.see = bar.close, live.more  # the text takes the bar's place
-        torch.manual_seed(batch[0].seed)
-        began = time.perf_counter()
-        with SeededRows([one.seed for one in batch]) if given.get("do_sample", True) else nullcontext():
-            tokens = self._decode(asked, given, clock, logprobs)
-        if clock.times:
-            self.cost.add(clock.times, began=began, sequences=len(tokens), first=marks[0], last=traffic)
-        answers = [decode.trim([int(token) for token in row], ends) for row in tokens]
-        return [
-            {"token_ids": ids, **({"logprobs": logprobs.of(place, len(ids))} if logprobs else {})}
-            for place, ids in enumerate(answers)
-        ]
-
-    def _tensors(self, batch: Sequence[Asked], *, pad: int) -> Mapping[str, torch.Tensor]:
-        """Return what the model is given for ``batch``, by name: of a prompt with media what its processor makes."""
-        if not batch[0].with_media:
-            padded = make_batch([one.ids for one in batch], pad=pad, side=self._side)
-            return {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask}
-        index = batch[0].index
-        name, prompt = self._inputs.names[index], self._inputs.prompts[index]
-        made = prompt_inputs(name, prompt, self._processor, self._inputs.options)
-        check_words(self._dispatched.model, [made.ids], key=name)
-        return made.tensors
-
-    @cached_property
-    def _processor(self) -> PromptProcessor:
-        return PromptProcessor(self._inputs.model, key="generate")
-
-    def _pad(self, given: Mapping[str, Any], ends: Sequence[int]) -> int:
-        pads = (given.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, self._tokenizer)))
-        return [*(token for pad in pads for token in prompts.token_ids(_PAD, pad)), *ends, 0][0]
-
-    def _decode(
-        self, asked: Mapping[str, torch.Tensor], given: Mapping[str, Any], clock: decode.Clock,
-        logprobs: ChosenLogprobs | None,
-    ) -> torch.Tensor:  # fmt: skip
-        model, device = self._dispatched.model, self._dispatched.device
-        if not self._uses_transformers:
-            about = f"generate: {type(model).__name__} has no generate() of transformers, and fails on token ids alone"
-            with foreign(ConfigError, about, advice="; stages=forward calls any model with inputs of its own"):
-                return decode.decode_plainly(
-                    model, asked["input_ids"].to(device), given, clock=clock, logprobs=logprobs
-                )
-        stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
-        call = {**given, "tokenizer": self._tokenizer} if stops else dict(given)
-        if self._assistant is not None:
-            call["assistant_model"] = self._assistant.for_prompt(given)
-        with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
-            return decode.decode_with_transformers(model, asked, call, device=device, clock=clock, logprobs=logprobs)
-
-    def metrics(self, plan: plans.Plan) -> Metrics:
-        """Return the run record's metrics under ``plan``: of loading, of decoding, of all that streamed."""
-        return run_metrics(self._dispatched, self.cost.metrics(plan))

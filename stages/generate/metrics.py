@@ -7,7 +7,8 @@ runs many positions in one pass and says nothing about the next token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from stages.dispatch.transfer.carrier import Traffic
 from stages.inference.bound import Bound, bound_of
@@ -22,6 +23,8 @@ class Cost:
 
     The bytes and ``stall_seconds`` are those of decoding alone; ``storage_bytes`` of the streamed ones were read from
     storage for it. So are the calls for experts that wait, ``expert_hits`` of which found theirs in a slot.
+    ``cpu_seconds`` are those of all threads while it was decoded. ``first_token_seconds`` has an entry a batch,
+    ``token_seconds`` one a token after that: how long it let itself be waited for.
     """
 
     batches: int = 0
@@ -34,12 +37,22 @@ class Cost:
     stall_seconds: float = 0.0
     expert_hits: int = 0
     expert_misses: int = 0
+    cpu_seconds: float = 0.0
+    first_token_seconds: list[float] = field(default_factory=list)
+    token_seconds: list[float] = field(default_factory=list)
 
-    def add(self, times: Sequence[float], *, began: float, sequences: int, first: Traffic, last: Traffic) -> None:
+    def add(
+        self, times: Sequence[float], *, began: float, sequences: int, first: Traffic, last: Traffic,
+        cpu_seconds: float = 0.0,
+    ) -> None:  # fmt: skip
         """Add a batch that ``began`` and had a token of each of its ``sequences`` at each of ``times``.
 
-        ``first`` and ``last`` are what had streamed when the first token had come, and in the end.
+        ``first`` and ``last`` are what had streamed when the first token had come, and in the end; all threads computed
+        for ``cpu_seconds`` between the two.
         """
+        self.cpu_seconds += cpu_seconds
+        self.first_token_seconds.append(times[0] - began)
+        self.token_seconds += [now - before for before, now in pairwise(times)]
         self.batches += 1
         self.prefill_seconds += times[0] - began
         self.decode_seconds += times[-1] - times[0]
@@ -75,6 +88,7 @@ class Cost:
             "time_to_first_token_seconds": self.prefill_seconds / self.batches if self.batches else None,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds_per_token": seconds / steps if steps else None,
+            "decode_cpu_seconds_per_token": self.cpu_seconds / steps if steps else None,
             "decode_tokens_per_second": self.tokens / seconds if steps else None,
             "streamed_bytes_per_token": round(self.streamed_bytes / steps) if steps else None,
             "streamed_bytes_per_second": self.streamed_bytes / seconds if steps else None,

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
+from pipeline.measure import read_measure
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
 from stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
 from stages.generate.inputs import GENERATIONS, GenerateInputs
+from stages.generate.repeats import kept_samples, lacking, take_samples, told, with_figures
+from stages.generate.timed_samples import TimedSample
 from stages.generate.transcript import transcript
 from stages.inference.inputs import batch_size, gather_model
 from stages.inputs.libraries import media_libraries
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.prompt_media import located_prompts
 from stages.plan.request.prompts import check_prompts, check_seed, read_prompts
+
+if TYPE_CHECKING:
+    from stages.generate.generation import Session
 
 FILE_NAME = "generation.json"
 _APART = ("prompts", "prompts_file", ASSISTANT)
@@ -42,16 +48,18 @@ class GenerateConfig:
 
 
 class GenerateStage(Stage[GenerateInputs]):
-    """Leaves ``generation.json``: prompts, texts, token ids, metrics. It has no live half.
+    """Leaves ``generation.json``: prompts, texts, token ids, metrics. Its live half asks the same of the model again.
 
-    A build that was killed is gone on with: what it had generated is in ``generations.jsonl``.
+    A build that was killed is gone on with: what it had generated is in ``generations.jsonl``. How often a generation
+    is timed is no part of its key: samples beyond the first are kept beside it.
     """
 
     name = "generate"
-    version = 6
+    version = 7
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = True
+    measures = True
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the prompts and the seed."""
@@ -95,23 +103,48 @@ class GenerateStage(Stage[GenerateInputs]):
 
     def build(self, inputs: GenerateInputs, context: Context, folder: Path) -> Any:
         """Generate, and write ``generation.json`` and ``generations.jsonl``, which grows by a line a sequence."""
-        from stages.generate.generation import perform
+        from stages.generate.generation import Session, perform
 
-        perform(inputs, context, folder).save(folder / FILE_NAME)
+        session = Session(inputs, context)
+        perform(session, context, folder).save(folder / FILE_NAME)
+        return session
+
+    def revive(self, inputs: GenerateInputs, context: Context) -> Session:
+        """Return the model and what it is asked, ready to be asked."""
+        from stages.generate.generation import Session
+
+        return Session(inputs, context)
 
     def report(self, artifact: Artifact) -> Report:
         """Return the outputs, metrics and measured memory of the generation, and the texts for the screen."""
         data = artifact.json(FILE_NAME)
-        tokens = sum(len(output["token_ids"]) for output in data["outputs"])
-        rate = data["metrics"]["decode_tokens_per_second"]
         return Report(
-            summary=f"{tokens} tokens" + (f", {rate:.1f} a second" if rate else ""),
+            summary=told(data["outputs"], data["metrics"]),
             memory={"measured": data["measured"]},
             metrics=data["metrics"],
             experts=data.get("experts", {}),
             outputs=tuple(data["outputs"]),
             screen="\n\n".join(_screen(data, artifact.path(GENERATIONS))),
         )
+
+    def lacks_figures(self, context: Context) -> bool:
+        """Return whether fewer samples are kept than the keys ``measure`` ask for."""
+        return lacking(_samples(context, is_new=False), read_measure(context.config)) > 0
+
+    def measure(self, inputs: GenerateInputs, context: Context, report: Report, *, is_new: bool) -> Report:
+        """Return ``report`` with the median of all samples that are asked for, and with each of them."""
+        wanted, samples = read_measure(context.config), _samples(context, is_new=is_new)
+        if lacking(samples, wanted):
+            generation, session = context.artifact(self.name), context.live(self.name)
+            samples = take_samples(session, generation, samples, wanted, cache=context.cache)
+        return with_figures(report, samples, wanted)
+
+
+def _samples(context: Context, *, is_new: bool) -> list[TimedSample]:
+    """Return the samples that are kept of the run's generation."""
+    generation = context.artifact(GenerateStage.name)
+    stored = generation.json(FILE_NAME)["sample"]
+    return kept_samples(context.cache, generation, stored, is_new=is_new)
 
 
 def _screen(data: Mapping[str, Any], file: Path) -> Iterator[str]:

@@ -23,13 +23,16 @@ Row = Mapping[str, Any]
 
 
 class Progress:
-    """The results in ``file``, which is made where it isn't there; ``done`` has the whole batches by number."""
+    """The results in ``file``, which is made where it isn't there; ``done`` has the whole batches by number.
 
-    def __init__(self, file: Path) -> None:
+    Without a file they are in memory alone.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
         self._file = file
         self.done: dict[int, list[Row]] = {}
         found: dict[int, list[Row]] = defaultdict(list)
-        lines = read_regular(file).splitlines(keepends=True) if file.exists() else []
+        lines = read_regular(file).splitlines(keepends=True) if file and file.exists() else []
         for row in _read_all(lines):
             found[row["batch"]].append(row)
         self.done = {number: rows for number, rows in found.items() if len(rows) == rows[0]["rows"]}
@@ -39,6 +42,8 @@ class Progress:
     def add(self, rows: Sequence[Row]) -> None:
         """Append the ``rows`` of a batch, and have them on the disk."""
         self.done[rows[0]["batch"]] = list(rows)
+        if self._file is None:
+            return
         with named(self._file), self._file.open("ab") as file:
             file.write(b"".join(map(_line, rows)))
             file.flush()
@@ -51,7 +56,8 @@ class Progress:
         return rows
 
     def _write(self, rows: Sequence[Row]) -> None:
-        write_whole(self._file, b"".join(map(_line, rows)))
+        if self._file is not None:
+            write_whole(self._file, b"".join(map(_line, rows)))
 
 
 def read_rows(file: Path) -> list[Row]:

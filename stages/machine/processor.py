@@ -63,7 +63,7 @@ class ProcessorUse:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _Account:
     wall: float
     cpu: float
     waits: Mapping[str, tuple[int, int]]
@@ -77,7 +77,7 @@ class ProcessorMeter:
     """Measures from when it is made; ``root`` is where ``proc`` and ``sys`` lie."""
 
     root: Path = Path("/")
-    _began: _Moment = field(init=False)
+    _began: _Account = field(init=False)
 
     def __post_init__(self) -> None:
         self._began = _now(self.root)
@@ -99,7 +99,7 @@ class ProcessorMeter:
         )
 
 
-def _waited(then: _Moment, now: _Moment) -> float | None:
+def _waited(then: _Account, now: _Account) -> float | None:
     """Return how long threads were ready and didn't run: by their own account, or how long any of the machine was."""
     if any(ran for ran, _ in now.waits.values()):
         return sum(waited - then.waits.get(thread, (0, 0))[1] for thread, (_, waited) in now.waits.items()) / 1e9
@@ -108,8 +108,8 @@ def _waited(then: _Moment, now: _Moment) -> float | None:
     return now.pressure - then.pressure
 
 
-def _now(root: Path) -> _Moment:
-    return _Moment(
+def _now(root: Path) -> _Account:
+    return _Account(
         time.perf_counter(),
         time.process_time(),
         _waits(root / "proc/self/task"),

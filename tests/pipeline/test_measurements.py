@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from pipeline.measurements import measurements
+from pipeline.measurements import measurements, remarks
 from pipeline.record import RunRecord, StageRecord
 from pipeline.stage import Report
 
@@ -21,11 +22,18 @@ MEASURED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def shown(folder: Path, *, cached: bool = False, memory: Any = None, **metrics: Any) -> list[list[str]]:
-    """Return the words of each line that the tables of such a record have."""
+def recorded(folder: Path, report: Report, *, cached: bool = False) -> RunRecord:
     record = RunRecord.start(folder, overrides=[], config={}, environment={})
     record.add_stage(StageRecord("last", "0" * 64, cached, 1.0, str(folder)))
-    record.merge(Report(metrics=metrics, memory=memory or {}))
+    record.merge(report)
+    return record
+
+
+def shown(
+    folder: Path, *, cached: bool = False, memory: Any = None, samples: Sequence[Any] = (), **metrics: Any
+) -> list[list[str]]:
+    """Return the words of each line that the tables of such a record have."""
+    record = recorded(folder, Report(metrics=metrics, memory=memory or {}, samples=tuple(samples)), cached=cached)
     console = Console(file=io.StringIO(), width=120)
     for table in measurements(record.data):
         console.print(table)
@@ -74,3 +82,25 @@ def test_figures_of_an_earlier_run_or_of_simulated_accelerators_are_called_so(tm
 
 def test_a_record_without_figures_shows_no_table(tmp_path: Path) -> None:
     assert shown(tmp_path) == []
+
+
+def sample(seconds: float, *, earlier: bool = False, busy: bool = False) -> dict[str, Any]:
+    metrics = {"decode_seconds_per_token": seconds}
+    return {"earlier": earlier, "counts": True, "metrics": metrics, "processor": {"busy": busy}}
+
+
+def test_several_samples_show_how_many_there_are_and_how_far_they_spread(tmp_path: Path) -> None:
+    given = [sample(0.5, earlier=True), sample(0.75), sample(1.25), {"counts": False}]
+    assert shown(tmp_path, samples=given, decode_seconds_per_token=0.75)[:2] == [
+        ["measured,", "median", "of", "3,", "1", "earlier", "least", "to", "largest"],
+        ["time", "a", "token", "750.0", "ms", "0.500", "to", "1.250", "s"],
+    ]
+
+
+def test_what_others_took_and_a_cap_that_nothing_tested_are_said_below(tmp_path: Path) -> None:
+    record = recorded(tmp_path, Report(samples=(sample(1.0, busy=True), sample(1.0))), cached=True)
+    assert [line.split(":")[0] for line in remarks(record.data)] == ["Others used the processor in 1 of 2 samples"]
+    record.note_enforcement(bytes_allowed=None, how="nothing was loaded")
+    assert list(remarks(record.data))[1:] == ["No memory cap was tested: nothing was loaded."]
+    record.note_enforcement(bytes_allowed=5, how="cgroup")
+    assert len(list(remarks(record.data))) == 1

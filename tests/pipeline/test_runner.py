@@ -74,10 +74,11 @@ class Lab:
         self.folder, self.live, self.runs = folder, live, 0
         self.record: dict[str, Any] = {}
         self.held: list[set[str]] = []
+        self.kind: type[Note] = Note
 
     def stages(self, log: list[str]) -> list[Note]:
         specs = [("a", ()), ("b", ("a",)), ("c", ("b",))]
-        return [Note(log, name, name, after, self.live) for name, after in specs]
+        return [self.kind(log, name, name, after, self.live) for name, after in specs]
 
     def run(self, *, keep: int = 3, **options: Any) -> list[str]:
         log: list[str] = []
@@ -276,3 +277,34 @@ def test_what_a_stage_shows_at_work_is_told_to_whoever_looks(tmp_path: Path, see
         stages = [Note([], "a", "a"), Teller([], "b", "b", ("a",))]
         Runner(stages, config, record=record, monitor=monitor, observer=onlooker).run()
     assert onlooker.seen == ([("b", "one", ["a"]), ("b", "two", ["a"])] if sees else [])
+
+
+class Timed(Note):
+    """A note that is measured as often as the config says, in all runs together."""
+
+    measures = True
+
+    def _kept(self, context: Context) -> Path:
+        return context.cache / "times"
+
+    def lacks_figures(self, context: Context) -> bool:
+        kept = self._kept(context)
+        return not kept.exists() or len(kept.read_text()) < context.config["times"]
+
+    def measure(self, inputs: NoteInputs, context: Context, report: Report, *, is_new: bool) -> Report:
+        while self.lacks_figures(context):
+            context.live(self.name)
+            self.log.append(f"measure {self.name}")
+            with self._kept(context).open("a") as file:
+                file.write("x")
+        return Report(report.summary, samples=({"earlier": not is_new, "counts": True},))
+
+
+def test_a_stage_that_is_cached_is_measured_where_figures_are_lacking_and_only_there(lab: Lab) -> None:
+    lab.kind = Timed
+    assert lab.run(times=1, keep=1) == ["examine a", "build a", "measure a"]
+    assert (lab.record["stages"][0]["cached"], lab.record["stages"][0]["measured"]) == (False, False)
+    assert lab.run(times=1, keep=1) == []
+    assert lab.run(times=3, keep=1) == ["revive a", "measure a", "measure a"]
+    assert (lab.record["stages"][0]["cached"], lab.record["stages"][0]["measured"]) == (True, True)
+    assert lab.record["samples"] == [{"earlier": True, "counts": True}]

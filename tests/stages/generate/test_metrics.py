@@ -22,14 +22,14 @@ def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:
     found = Cost()
     last = Traffic(streamed_bytes=100 + streamed, storage_bytes=50 + storage, stall_seconds=9 + stalled)
     first = Traffic(streamed_bytes=100, storage_bytes=50, stall_seconds=9)
-    found.add([12.0, 13.0, 14.0, 15.0], began=10.0, sequences=2, first=first, last=last)
+    found.add([12.0, 13.0, 14.0, 15.0], began=10.0, sequences=2, first=first, last=last, cpu_seconds=1.5)
     return found
 
 
 def test_what_streams_before_the_first_token_is_not_put_down_to_decoding() -> None:
     assert cost(streamed=60, storage=30, stalled=1.5).metrics(PLAN) == {
         "time_to_first_token_seconds": 2.0, "prefill_seconds": 2.0, "decode_seconds_per_token": 1.0,
-        "decode_tokens_per_second": 2.0,
+        "decode_cpu_seconds_per_token": 0.5, "decode_tokens_per_second": 2.0,
         "streamed_bytes_per_token": 20, "streamed_bytes_per_second": 20.0, "stall_seconds_per_token": 0.5,
         "stall_share": 0.5, "bound": "storage", "bound_seconds_per_token": 10 / 40,
     }  # fmt: skip
@@ -38,6 +38,7 @@ def test_what_streams_before_the_first_token_is_not_put_down_to_decoding() -> No
 def test_batches_are_summed() -> None:
     both = cost(streamed=60)
     both.add([22.0, 28.0], began=20.0, sequences=1, first=NOTHING, last=Traffic(streamed_bytes=120))
+    assert (both.first_token_seconds, both.token_seconds) == ([2.0, 2.0], [1.0, 1.0, 1.0, 6.0])
     assert (both.prefill_seconds, both.steps, both.tokens, both.decode_seconds) == (4.0, 4, 7, 9.0)
     assert both.metrics(PLAN)["streamed_bytes_per_second"] == 20.0
     assert both.metrics(PLAN)["time_to_first_token_seconds"] == 2.0, "a batch"

@@ -1,0 +1,36 @@
+"""How often a run's figures are measured: the keys ``measure``, by which stages that can be measured again go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import Fault
+from pipeline.typed_config import read
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureConfig:
+    """``repeats`` samples are wanted, each after at least ``warmup`` passes that don't count.
+
+    ``fresh`` ones are wanted where this run itself is to take them.
+    """
+
+    repeats: int = 1
+    warmup: int = 0
+    fresh: bool = False
+
+
+def read_measure(config: Mapping[str, Any]) -> MeasureConfig:
+    """Return the keys ``measure`` of ``config``; a record from before there were any has the defaults."""
+    return read(MeasureConfig, config.get("measure") or {})
+
+
+def check_measure(config: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield what is wrong with the values of the keys ``measure``, which are of their types."""
+    given = read_measure(config)
+    if given.repeats < 1:
+        yield Fault("measure.repeats", f"{given.repeats} is fewer than 1 sample; give 1 or more")
+    if given.warmup < 0:
+        yield Fault("measure.warmup", f"{given.warmup} is no number of passes; give 0 or more")

@@ -1,0 +1,195 @@
+"""The decoding of one generation: prompts as batches, each through the model, timed as its tokens come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from pipeline.errors import ConfigError, foreign
+from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.tokenizers import tokenizing
+from stages.dispatch.stage import Dispatched
+from stages.dispatch.transfer.carrier import Traffic
+from stages.generate import decode, options, prompts
+from stages.generate.assistant import Assistant
+from stages.generate.batches import Asked, make_batches
+from stages.generate.detokenizer import Detokenizer, decode_after
+from stages.generate.inputs import GenerateInputs
+from stages.generate.logprobs import ChosenLogprobs
+from stages.generate.metrics import Cost
+from stages.generate.sampling import SeededRows
+from stages.generate.transcript import LiveTranscript, before_answer
+from stages.inference.padding import make_batch
+from stages.inference.progress import Progress, Row
+from stages.inference.tokens import check_words
+from stages.inputs.prompt_processor import PromptProcessor
+from stages.plan.request.prompt_inputs import prompt_inputs
+from stages.plan.request.prompts import MOST
+
+ShowText = Callable[[str], object]
+_PAD = "pad_token_id"
+_SEVERAL = ("num_beams", "num_return_sequences")
+"""The options that have several sequences decoded for one prompt."""
+
+
+class Decoding:
+    """Runs the batches of one generation and sums up what they cost."""
+
+    def __init__(
+        self, dispatched: Dispatched, inputs: GenerateInputs, tokenizer: Any, assistant: Assistant | None
+    ) -> None:
+        self._dispatched, self._inputs, self._tokenizer = dispatched, inputs, tokenizer
+        self._assistant = assistant
+        self.cost = Cost()
+        self._defaults = options.checkpoint_defaults(checkpoint_folder(inputs.model))
+        self._uses_transformers = decode.has_generate(dispatched.model)
+        if self._uses_transformers and self._defaults is not None:
+            dispatched.model.generation_config = self._defaults
+        config = getattr(dispatched.model, "config", None)
+        self._side = "right" if getattr(config, "is_encoder_decoder", False) else "left"
+
+    def run(
+        self, encoded: Sequence[Sequence[int]], progress: Progress, *, show: ShowText | None = None,
+        is_chat: bool = False, title: str = "generate",
+    ) -> None:  # fmt: skip
+        """Answer every prompt, in batches, those apart that ``progress`` has.
+
+        The answer to a single prompt is given to ``show`` while it comes; ``is_chat`` as in ``Generation``; ``title``
+        stands before the bar.
+        """
+        given = self._inputs.options
+        batches = make_batches(
+            [self._asked(index, ids) for index, ids in enumerate(encoded)],
+            size=given.get("batch_size"),
+            alone=bool(given.get("exact") or self._assistant),
+            padded=self._uses_transformers,
+        )
+        left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
+        steps = sum(batch[0].options.get("max_new_tokens") or 0 for batch in left.values())
+        live = self._live(batches[0][0], show, is_chat=is_chat) if show and len(encoded) == 1 else None
+        with tqdm(total=steps or None, desc=title, unit="token", disable=None, leave=False) as bar:
+            for number, batch in left.items():
+                if len(batches) > 1:
+                    bar.set_postfix_str(f"{len(progress.done)} of {len(batches)} batches")
+                progress.add(self._rows(number, batch, self._run_batch(batch, bar, live)))
+                if live:
+                    live.finish(progress.done[number][0]["text"])
+
+    def _live(self, asked: Asked, show: ShowText, *, is_chat: bool) -> LiveTranscript | None:
+        """Return what shows the answer while it comes; null where it is chosen from several, or there is no text."""
+        defaults = getattr(self._dispatched.model, "generation_config", None)
+        several = (asked.options.get(name, getattr(defaults, name, None)) or 1 for name in _SEVERAL)
+        if self._tokenizer is None or max(several) > 1:
+            return None
+        prompt = before_answer(self._inputs.prompts[asked.index].told, is_chat=is_chat)
+        return LiveTranscript(show, prompt, Detokenizer(self._tokenizer, lambda ids: self._text(asked, ids) or ""))
+
+    def _asked(self, index: int, ids: Sequence[int]) -> Asked:
+        """Return prompt ``index`` with the options that it is answered with: its own, then those of all."""
+        own = options.given_options({**self._inputs.options, **self._inputs.prompts[index].options})
+        seed = own.pop("seed", (self._inputs.seed + index) % MOST)
+        if not self._uses_transformers:
+            own = options.plain_options(own, self._defaults)
+        return Asked(index, ids, seed, own, with_media=bool(self._inputs.prompts[index].media))
+
+    def _rows(self, number: int, batch: Sequence[Asked], answers: Sequence[Row]) -> list[Row]:
+        """Return what is told of each sequence of the batch: a prompt may have several, one after another."""
+        copies = max(1, len(answers) // len(batch))
+        return [
+            {
+                "index": batch[place // copies].index,
+                "batch": number,
+                "rows": len(answers),
+                "prompt": self._inputs.prompts[batch[place // copies].index].told,
+                "text": self._text(batch[place // copies], answer["token_ids"]),
+                **answer,
+            }
+            for place, answer in enumerate(answers)
+        ]
+
+    def _text(self, asked: Asked, row: Sequence[int]) -> str | None:
+        """Return the text of the new tokens ``row``, as it goes on after that of the prompt where it does.
+
+        Null without a tokenizer.
+        """
+        if self._tokenizer is None:
+            return None
+        before = () if self._side == "right" else asked.ids
+
+        def decode_ids(ids: Sequence[int]) -> str:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+        with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
+            return decode_after(decode_ids, before, row)
+
+    def _run_batch(self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None) -> list[Row]:
+        """Return the new tokens of each sequence, and their log-probabilities where they are asked for."""
+        given, traffic = batch[0].options, self._dispatched.streamer.traffic
+        ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
+        asked = self._tensors(batch, pad=self._pad(given, ends))
+        logprobs = ChosenLogprobs() if self._inputs.options.get("output_logprobs") else None
+        marks: list[tuple[Traffic, float]] = []
+        clock = decode.Clock(
+            tick=bar.update,
+            first=lambda: marks.append((replace(traffic), time.process_time())),  # the traffic goes on counting
+        )
+        if live:
+            clock.tick, clock.see = bar.close, live.more  # the text takes the bar's place
+        torch.manual_seed(batch[0].seed)
+        began = time.perf_counter()
+        with SeededRows([one.seed for one in batch]) if given.get("do_sample", True) else nullcontext():
+            tokens = self._decode(asked, given, clock, logprobs)
+        if clock.times:
+            (first, cpu), now = marks[0], time.process_time()
+            self.cost.add(
+                clock.times, began=began, sequences=len(tokens), first=first, last=traffic, cpu_seconds=now - cpu
+            )
+        answers = [decode.trim([int(token) for token in row], ends) for row in tokens]
+        return [
+            {"token_ids": ids, **({"logprobs": logprobs.of(place, len(ids))} if logprobs else {})}
+            for place, ids in enumerate(answers)
+        ]
+
+    def _tensors(self, batch: Sequence[Asked], *, pad: int) -> Mapping[str, torch.Tensor]:
+        """Return what the model is given for ``batch``, by name: of a prompt with media what its processor makes."""
+        if not batch[0].with_media:
+            padded = make_batch([one.ids for one in batch], pad=pad, side=self._side)
+            return {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask}
+        index = batch[0].index
+        name, prompt = self._inputs.names[index], self._inputs.prompts[index]
+        made = prompt_inputs(name, prompt, self._processor, self._inputs.options)
+        check_words(self._dispatched.model, [made.ids], key=name)
+        return made.tensors
+
+    @cached_property
+    def _processor(self) -> PromptProcessor:
+        return PromptProcessor(self._inputs.model, key="generate")
+
+    def _pad(self, given: Mapping[str, Any], ends: Sequence[int]) -> int:
+        pads = (given.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, self._tokenizer)))
+        return [*(token for pad in pads for token in prompts.token_ids(_PAD, pad)), *ends, 0][0]
+
+    def _decode(
+        self, asked: Mapping[str, torch.Tensor], given: Mapping[str, Any], clock: decode.Clock,
+        logprobs: ChosenLogprobs | None,
+    ) -> torch.Tensor:  # fmt: skip
+        model, device = self._dispatched.model, self._dispatched.device
+        if not self._uses_transformers:
+            about = f"generate: {type(model).__name__} has no generate() of transformers, and fails on token ids alone"
+            with foreign(ConfigError, about, advice="; stages=forward calls any model with inputs of its own"):
+                return decode.decode_plainly(
+                    model, asked["input_ids"].to(device), given, clock=clock, logprobs=logprobs
+                )
+        stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
+        call = {**given, "tokenizer": self._tokenizer} if stops else dict(given)
+        if self._assistant is not None:
+            call["assistant_model"] = self._assistant.for_prompt(given)
+        with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
+            return decode.decode_with_transformers(model, asked, call, device=device, clock=clock, logprobs=logprobs)

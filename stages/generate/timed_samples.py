@@ -1,0 +1,104 @@
+"""How the time of a generation went, sample by sample, and the figures that are made of several.
+
+A sample is one pass of the whole generation over the placed model. The first is stored with the tokens; those that a
+later run asks for have artifacts of their own in the cache, so that none is taken twice.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from stages.inference.cost import Metrics
+
+PERCENTILES = (50, 90, 99)
+_MOST_TIMES = 1000
+"""Of more times than that so many are kept, evenly from their order: percentiles stay what they are."""
+_SECONDS = "decode_seconds_per_token"
+_BANDWIDTH = "storage_bandwidth_bytes_per_second"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedSample:
+    """One pass: when it was ``measured``, how many ``passes_before`` it the model had made where it is placed.
+
+    ``metrics`` are the run record's, of this pass; ``first_token_seconds`` has an entry a batch, ``token_seconds`` one
+    for each token after that. ``processor`` says who had the processor meanwhile, ``machine`` how the machine was,
+    ``peaks`` what each device had held by then, in bytes. One that isn't whole went on where a run had been killed.
+    ``is_earlier`` says whether another run measured it.
+    """
+
+    measured: str
+    passes_before: int
+    is_whole: bool
+    metrics: Metrics
+    first_token_seconds: Sequence[float]
+    token_seconds: Sequence[float]
+    processor: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    peaks: Mapping[str, int]
+    is_earlier: bool = False
+
+    def stored(self) -> dict[str, Any]:
+        """Return it as the cache holds it."""
+        kept = {name: value for name, value in asdict(self).items() if name != "is_earlier"}
+        return kept | {name: _bounded(kept[name]) for name in ("first_token_seconds", "token_seconds")}
+
+    def told(self, *, counts: bool) -> dict[str, Any]:
+        """Return it as the record holds it: whether it ``counts`` for the run's figures is said there too."""
+        told = {**self.stored(), "earlier": self.is_earlier, "counts": counts}
+        told["token_seconds_percentiles"] = percentiles(self.token_seconds)
+        return {name: value for name, value in told.items() if name != "peaks"}
+
+
+def _bounded(times: Sequence[float]) -> list[float]:
+    """Return ``times`` to the microsecond; of more than ``_MOST_TIMES`` so many, from the least to the largest."""
+    if len(times) <= _MOST_TIMES:
+        return [round(seconds, 6) for seconds in times]
+    ordered, last = sorted(times), _MOST_TIMES - 1
+    return [round(ordered[place * (len(times) - 1) // last], 6) for place in range(_MOST_TIMES)]
+
+
+def read_sample(stored: Mapping[str, Any], *, is_earlier: bool) -> TimedSample:
+    """Return the sample that the cache holds as ``stored``."""
+    names = {entry.name for entry in fields(TimedSample)}
+    return TimedSample(**{name: value for name, value in stored.items() if name in names}, is_earlier=is_earlier)
+
+
+def figures(samples: Sequence[TimedSample]) -> Metrics:
+    """Return the run record's metrics of ``samples``: of each the median, and percentiles over the tokens of all.
+
+    What set the speed is told of the sample in the middle.
+    """
+    names = dict.fromkeys(name for sample in samples for name in sample.metrics)
+    middle = sorted(samples, key=lambda sample: sample.metrics.get(_SECONDS) or 0)[(len(samples) - 1) // 2]
+    found: Metrics = {name: _median(sample.metrics.get(name) for sample in samples) for name in names}
+    found |= {name: value for name, value in middle.metrics.items() if isinstance(value, str)}
+    found[_BANDWIDTH] = _median(sample.machine.get("storage_bytes_per_second") for sample in samples)
+    found |= dict(_percentile_metrics(samples))
+    found["samples"] = len(samples)
+    found["busy_samples"] = sum(bool(sample.processor.get("busy")) for sample in samples)
+    return found
+
+
+def _percentile_metrics(samples: Sequence[TimedSample]) -> Iterator[tuple[str, float]]:
+    firsts = [seconds for sample in samples for seconds in sample.first_token_seconds]
+    tokens = [seconds for sample in samples for seconds in sample.token_seconds]
+    for name, times in (("time_to_first_token_seconds", firsts), ("time_between_tokens_seconds", tokens)):
+        for percent, seconds in percentiles(times).items():
+            yield f"{name}_p{percent}", seconds
+
+
+def percentiles(times: Sequence[float]) -> dict[str, float]:
+    """Return the percentiles of ``times`` by their number, between the two nearest; none of fewer than two."""
+    if len(times) < 2:
+        return {}
+    cuts = statistics.quantiles(times, n=100, method="inclusive")
+    return {str(percent): cuts[percent - 1] for percent in PERCENTILES}
+
+
+def _median(values: Iterable[object]) -> float | int | None:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return statistics.median(numbers) if numbers else None

@@ -1,0 +1,138 @@
+"""Figures that are measured several times: which samples a run takes, and what it says of those that it didn't."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.e2e.conftest import Finished
+
+Run = Callable[..., Finished]
+NET = """
+import torch
+
+class {name}(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(48, 16)
+        self.head = torch.nn.Linear(16, 48)
+        self.calls = 0
+
+    def forward(self, tokens):
+        self.calls += {forgets}
+        return self.head(self.embed(tokens)).roll(self.calls // 4, -1)
+"""
+
+
+@pytest.fixture
+def measured(offstage_here: Run, fresh_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs a small model with keys ``measure``: one whose answer is the same each time."""
+    fresh_folder.joinpath("measured_nets.py").write_text(
+        NET.format(name="Steady", forgets=0) + NET.format(name="Fickle", forgets=1)
+    )
+    monkeypatch.syspath_prepend(str(fresh_folder))
+    folder = fresh_folder / "ckpt"
+    folder.mkdir()
+    torch.manual_seed(0)
+    sizes = {"embed.weight": (48, 16), "head.weight": (48, 16), "head.bias": (48,)}
+    save_file({name: torch.randn(size) for name, size in sizes.items()}, folder / "model.safetensors")
+
+    def run(*arguments: str, net: str = "Steady") -> Finished:
+        return offstage_here(
+            "model=module", f"model._target_=measured_nets.{net}", f"model.path={folder}", "max_memory=null",
+            "generate.prompts=[[5,6,7]]", "generate.max_new_tokens=6", *arguments,
+        )  # fmt: skip
+
+    return run
+
+
+def samples(run: Finished, *, counting: bool = True) -> list[dict[str, Any]]:
+    assert run.code == 0, run.err
+    return [sample for sample in run.record["samples"] if sample["counts"] or not counting]
+
+
+def origins(run: Finished) -> str:
+    """Return ``n`` for each sample that counts and is new, ``e`` for each that an earlier run took."""
+    return "".join("e" if sample["earlier"] else "n" for sample in samples(run))
+
+
+def test_samples_that_are_lacking_are_taken_and_none_twice(measured: Run) -> None:
+    first = measured("measure.repeats=3")
+    assert origins(first) == "nnn"
+    again = measured("measure.repeats=3")
+    assert (origins(again), again.cached["generate"]) == ("eee", True)
+    more = measured("measure.repeats=4")
+    assert origins(more) == "eeen"
+    assert {stage["name"]: stage["measured"] for stage in more.record["stages"]}["generate"]
+    assert origins(measured()) == "eeee", "what is there is used"
+    assert first.tokens == again.tokens == more.tokens
+    seconds = sorted(sample["metrics"]["decode_seconds_per_token"] for sample in samples(first))
+    assert first.record["metrics"]["decode_seconds_per_token"] == seconds[1]
+    assert "measured, median of 3" in first.out
+    assert "measured earlier, median of 3" in again.out
+    assert "measured, median of 4, 3 earlier" in more.out
+
+
+def test_fresh_measures_again_and_keeps_both(measured: Run) -> None:
+    first = measured()
+    fresh = measured("measure.fresh=true", "measure.repeats=2")
+    assert (origins(fresh), fresh.cached["generate"]) == ("nn", True)
+    assert [sample["counts"] for sample in fresh.record["samples"]] == [False, True, True]
+    assert fresh.record["samples"][0]["measured"] == samples(first)[0]["measured"]
+    assert origins(measured()) == "eee"
+
+
+def test_a_warm_up_does_not_count(measured: Run) -> None:
+    run = measured("measure.warmup=2", "measure.repeats=2")
+    assert [sample["passes_before"] for sample in run.record["samples"]] == [0, 2, 3]
+    assert [sample["counts"] for sample in run.record["samples"]] == [False, True, True]
+
+
+def test_a_sample_says_how_the_machine_was(measured: Run) -> None:
+    (sample,) = samples(measured())
+    assert len(sample["token_seconds"]) == 5
+    assert len(sample["machine"]["load_average"]) == 3
+    assert sample["machine"]["threads"] == torch.get_num_threads()
+    assert sample["processor"]["wall_seconds"] > sum(sample["token_seconds"])
+    assert sample["processor"]["cpu_seconds"] > 0
+    assert 0 <= sample["processor"]["taken_share"] <= 1
+
+
+def test_a_model_whose_answer_changes_is_refused_with_the_token_that_differs(measured: Run) -> None:
+    run = measured("measure.repeats=2", net="Fickle")
+    assert run.code == 1
+    assert "measure.repeats: sample 2 of 2 gave other tokens" in run.err
+    assert "sequence 0, token" in run.err
+    assert "Traceback" not in run.err
+    assert measured(net="Fickle").code == 0, "the generation itself is kept"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("repeats", "0", "fewer than 1 sample"),
+        ("warmup", "-1", "no number of passes"),
+        ("repeats", "many", "'many' is no whole number"),
+        ("fresh", "yes_please", "is neither true nor false"),
+        ("repeat", "3", "unknown key (did you mean 'repeats'?)"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(key: str, value: str, words: str, measured: Run) -> None:
+    run = measured(f"+measure.{key}={value}" if key == "repeat" else f"measure.{key}={value}")
+    assert run.code == 2
+    assert f"measure.{key}: " in run.err
+    assert words in run.err
+
+
+def test_samples_are_artifacts_like_others(measured: Run, fresh_folder: Path) -> None:
+    measured("measure.repeats=2")
+    (folder,) = fresh_folder.glob("outputs/cache/samples/*/")
+    assert json.loads(folder.joinpath("sample.json").read_text())["passes_before"] == 1
+    folder.joinpath("sample.json").write_text("{}")
+    assert origins(measured("measure.repeats=2")) == "en", "one that was damaged is taken again"

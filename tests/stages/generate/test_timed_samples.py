@@ -1,0 +1,68 @@
+"""Samples of one generation: what is made of several, and what a record holds of each."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.measure import MeasureConfig
+from stages.generate.repeats import counted, lacking
+from stages.generate.timed_samples import TimedSample, figures, percentiles, read_sample
+
+
+def sample(seconds: float = 1.0, **given: Any) -> TimedSample:
+    metrics = {"decode_seconds_per_token": seconds, "bound": f"bound of {seconds}", "stall_share": None}
+    known: dict[str, Any] = {
+        "measured": "2026-01-01", "passes_before": 0, "is_whole": True, "metrics": metrics,
+        "first_token_seconds": [seconds], "token_seconds": [seconds, 2 * seconds], "processor": {"busy": False},
+        "machine": {"storage_bytes_per_second": 10**9}, "peaks": {"cpu": 5},
+    }  # fmt: skip
+    return TimedSample(**{**known, **given})
+
+
+def test_of_several_samples_the_record_has_the_median_of_each_figure_and_percentiles_over_all_tokens() -> None:
+    found = figures([sample(3.0), sample(1.0, processor={"busy": True}), sample(2.0)])
+    assert (found["decode_seconds_per_token"], found["bound"]) == (2.0, "bound of 2.0")
+    assert (found["samples"], found["busy_samples"]) == (3, 1)
+    assert found["stall_share"] is None, "what no sample knows"
+    assert found["time_to_first_token_seconds_p50"] == 2.0
+    assert found["time_between_tokens_seconds_p50"] == 2.5
+    assert found["time_between_tokens_seconds_p99"] == pytest.approx(5.9)
+    assert found["storage_bandwidth_bytes_per_second"] == 10**9
+
+
+def test_one_time_has_no_percentiles() -> None:
+    assert percentiles([1.0]) == {}
+    assert percentiles([1.0, 3.0])["50"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("measure", "samples", "counting", "missing"),
+    [
+        ({}, [{}], [0], 0),
+        ({"repeats": 3}, [{}, {"passes_before": 1}], [0, 1], 1),
+        ({"repeats": 2, "warmup": 1}, [{}, {"passes_before": 1}, {"passes_before": 2}], [1, 2], 0),
+        ({"warmup": 1}, [{}], [], 1),
+        ({"fresh": True}, [{"is_earlier": True}], [], 1),
+        ({"fresh": True}, [{"is_earlier": True}, {}], [1], 0),
+        ({"repeats": 2}, [{"is_whole": False}], [], 2),
+        ({}, [{"is_whole": False}], [0], 0),
+        ({}, [{"is_whole": False}, {}], [1], 0),
+    ],
+)
+def test_samples_count_that_are_whole_warm_enough_and_fresh_where_that_is_asked_for(
+    measure: dict[str, Any], samples: list[dict[str, Any]], counting: list[int], missing: int
+) -> None:
+    found, wanted = [sample(**given) for given in samples], MeasureConfig(**measure)
+    fit = counted(found, wanted)
+    assert [place for place, one in enumerate(found) if any(one is other for other in fit)] == counting
+    assert lacking(found, wanted) == missing
+
+
+def test_what_is_stored_comes_back_and_of_very_many_times_percentiles_stay() -> None:
+    times = [1.0 + (place * 7919 % 5000) / 5000 for place in range(5000)]
+    stored = sample(token_seconds=times).stored()
+    back = read_sample(stored, is_earlier=True)
+    assert back.is_earlier
+    assert len(back.token_seconds) == 1000
+    assert percentiles(back.token_seconds)["90"] == pytest.approx(percentiles(times)["90"], rel=1e-3)
+    assert sample(1.0).told(counts=True)["token_seconds"] == [1.0, 2.0]
