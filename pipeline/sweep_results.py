@@ -15,6 +15,7 @@ from rich.table import Table
 
 from pipeline.errors import KilledError, StorageError
 from pipeline.hydra_task import Outcome
+from pipeline.provenance import provenance
 from pipeline.record import RECORD, RunRecord
 from pipeline.terminal import shorten
 
@@ -90,6 +91,7 @@ def show_sweep(console: Console, sweep: Path, outcomes: Sequence[Outcome]) -> No
     figures = {title: name for title, name in _FIGURES.items() if any(_metric(one, name) for one in records.values())}
     for title in (*figures, "host peak"):
         table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("figures", overflow="fold")
     table.add_column("reason", overflow="fold")
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes)) if len(outcomes) > 1 else set()
     for outcome in sorted(outcomes, key=lambda outcome: outcome.number):
@@ -107,7 +109,7 @@ def _metric(record: Mapping[str, Any], name: str) -> float | None:
 
 
 def _cells(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
-    """Return a job's status, the metrics that ``figures`` names, host peak and reason."""
+    """Return a job's status, the metrics that ``figures`` names, host peak, where they come from, and reason."""
     status = record.get("status", "lost")
     peak = record.get("memory", {}).get("measured", {}).get("cpu")
     values = [_metric(record, name) for name in figures]
@@ -115,14 +117,23 @@ def _cells(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
         f"[{_COLOURS.get(status, 'red')}]{status}[/]",
         *(f"{value:.4f}" if value else "" for value in values),
         decimal(peak) if peak else "",
+        _figures(record),
         escape(_reason(record)) if record else LOST,
     ]
 
 
-def _reason(record: Mapping[str, Any]) -> str:
-    """Return why the run didn't complete, in one line; empty if it did."""
-    error = record.get("error")
-    if not error:
+def _figures(record: Mapping[str, Any]) -> str:
+    """Return whether the job measured its figures itself, how often, and whether others used the processor then."""
+    if record.get("status") != "completed" or not record.get("stages"):
         return ""
+    found = provenance(record["stages"], record.get("samples", ()))
+    return found.told() + f", {found.busy} busy" * bool(found.busy)
+
+
+def _reason(record: Mapping[str, Any]) -> str:
+    """Return why the run didn't complete, in one line; if it did, why no cap was tested that was asked for, if so."""
+    error, enforcement = record.get("error"), record.get("enforcement") or {}
+    if not error:
+        return f"no memory cap was tested: {enforcement['how']}" if enforcement.get("enforced") is False else ""
     where = f"{error['stage']}: " if error.get("stage") else ""
     return f"{where}{'; '.join(error['message'].splitlines()) or error['type']}"

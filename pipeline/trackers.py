@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.plain_data import leaves
+from pipeline.provenance import provenance
 from pipeline.record import RunRecord
 from pipeline.stage import Config
 
@@ -65,6 +66,7 @@ def _to_mlflow(record: RunRecord, tracker: Mapping[str, Any]) -> None:
     with mlflow.start_run(run_name=_name(record)) as run:
         mlflow.log_params({name: str(value)[:_LONGEST_PARAM] for name, value in leaves(record.config)})
         mlflow.log_metrics(metrics(record.data))
+        mlflow.set_tag("figures", _figures(record))
         for file in (record.path, record.path.with_name(_LOG_NAME)):
             if file.is_file():
                 mlflow.log_artifact(str(file))
@@ -78,8 +80,13 @@ def _to_trackio(record: RunRecord, tracker: Mapping[str, Any]) -> None:
     trackio: Any = importlib.import_module("trackio")
     config = {name: str(value) for name, value in leaves(record.config)}
     trackio.init(project=tracker["experiment"], name=_name(record), config=config)
-    trackio.log({**metrics(record.data), "status": record.data["status"]})
+    trackio.log({**metrics(record.data), "status": record.data["status"], "figures": _figures(record)})
     trackio.finish()
+
+
+def _figures(record: RunRecord) -> str:
+    """Return where the numbers come from: this run, or an earlier one."""
+    return provenance(record.data["stages"], record.data.get("samples", ())).told()
 
 
 def _name(record: RunRecord) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.report.comparison import RunComparison
 from pipeline.report.differences import Spread
+from pipeline.report.noise import LEVEL
 from pipeline.report.placements import in_tier_order
 from pipeline.report.run_folders import Job
 from pipeline.report.speed import bound_seconds
@@ -39,6 +40,7 @@ def _row(job: Job, differences: Sequence[Spread]) -> dict[str, object]:
         row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
     row |= {f"metrics.{name}": value for name, value in {"bound": None, **run.words}.items()}
+    row["figures"] = run.provenance.told() if run.stages else ""
     row["bound_seconds_per_token"] = bound_seconds(run)
     for stage in run.stages:
         row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
@@ -62,6 +64,7 @@ def as_json(summary: Summary) -> str:
         "config_differences": _spreads(summary.differences),
         "environment": _spreads(summary.environments),
         "seconds_per_token_by_budget": [asdict(series) for series in summary.series],
+        "noise": {**asdict(summary.noise), "within": summary.noise.within, "level": LEVEL},
         "pareto_front": [asdict(point) for point in summary.front.best],
         "placements": [asdict(plan) for plan in summary.placements.plans],
         "answers": [
@@ -83,6 +86,8 @@ def _job(job: Job) -> dict[str, Any]:
         "memory": {section: dict(held) for section, held in run.memory.items()},
         "metrics": {**run.metrics, "bound": None, **run.words, "bound_seconds_per_token": bound_seconds(run)},
         "experts": {layer: dict(use) for layer, use in run.experts.items()},
+        "samples": [asdict(sample) for sample in run.samples],
+        "figures": run.provenance.told() if run.stages else None,
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }
 

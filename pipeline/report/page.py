@@ -13,6 +13,7 @@ from pipeline.report.plots.experts import expert_picture
 from pipeline.report.plots.memory import memory_picture, timeline_picture
 from pipeline.report.plots.pareto import pareto_picture
 from pipeline.report.plots.placement import placement_picture
+from pipeline.report.plots.samples import sample_picture
 from pipeline.report.plots.speed import speed_picture
 from pipeline.report.plots.stage_times import stage_picture
 from pipeline.report.quantities import listed
@@ -44,6 +45,7 @@ def pictures(summary: Summary) -> Sequence[Picture]:
     jobs, names = summary.jobs, labels(summary.jobs, summary.differences)
     drawn = [
         speed_picture(summary.series),
+        sample_picture(jobs, names, summary.noise, most=MOST_ROWS),
         pareto_picture(summary.front),
         placement_picture(summary.placements, names),
         memory_picture(jobs, names, most=MOST_ROWS),

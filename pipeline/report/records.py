@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.printable_text import printable
+from pipeline.provenance import Provenance
 from pipeline.record import SCHEMA_VERSION
 from pipeline.regular_files import read_json
 
@@ -59,13 +60,29 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class RunSample:
+    """One time that a run's work was measured: seconds to the first token, and for each after that.
+
+    ``counts`` says whether the run's figures are made of it; another run took one that is ``earlier``, and others used
+    the processor while it was taken where it is ``busy``.
+    """
+
+    first_token_seconds: Number | None
+    token_seconds: Number | None
+    counts: bool
+    earlier: bool
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One recorded run.
 
     ``metrics`` are those that are numbers, ``words`` the others.
     ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
     cgroup's limit that the process ran under, None where there was none. ``experts`` has the layers of a mixture whose
-    experts wait: layer → counts by name.
+    experts wait: layer → counts by name. ``samples`` are all that are known, ``cap_untested`` why no cap was tested
+    that was asked for.
     """
 
     folder: Path
@@ -87,6 +104,24 @@ class Run:
     cap_bytes: Number | None
     words: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, Mapping[str, Number | None]] = field(default_factory=dict)
+    samples: tuple[RunSample, ...] = ()
+    cap_untested: str = ""
+
+    @property
+    def counting(self) -> tuple[RunSample, ...]:
+        """The samples that the run's figures are made of."""
+        return tuple(sample for sample in self.samples if sample.counts)
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where the figures come from: this run, or earlier ones; those of a last stage without samples are one."""
+        if not self.counting:
+            return Provenance(int(bool(self.stages)), int(bool(self.stages) and self.stages[-1].cached))
+        return Provenance(
+            len(self.counting),
+            sum(sample.earlier for sample in self.counting),
+            sum(sample.busy for sample in self.counting),
+        )
 
     @property
     def memory(self) -> Mapping[str, Bytes]:
@@ -136,7 +171,7 @@ def read_run(path: Path) -> Run:
 
 def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
     error, memory = _mapping(content, "error"), _mapping(content, "memory")
-    metrics = _mapping(content, "metrics")
+    metrics, enforcement = _mapping(content, "metrics"), _mapping(content, "enforcement")
     words = {name: value for name, value in metrics.items() if isinstance(value, str)}
     stages = tuple(map(_stage, _dicts(content, "stages")))
     status = content["status"]
@@ -160,9 +195,11 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         metrics=_numbers({name: value for name, value in metrics.items() if name not in (*words, "bound")}),
         answers=tuple(map(_answer, _dicts(content, "outputs"))),
         device_map=_mapping(content, "device_map"),
-        cap_bytes=_number(_mapping(content, "enforcement").get("bytes")),
+        cap_bytes=_number(enforcement.get("bytes")),
         words=words,
         experts=_uses(_mapping(content, "experts")),
+        samples=tuple(map(_sample, _dicts(content, "samples"))),
+        cap_untested=str(enforcement.get("how") or "") if enforcement.get("enforced") is False else "",
     )
 
 
@@ -182,6 +219,17 @@ def _stage(entry: dict[str, Any]) -> StageTime:
         seconds=_number(entry.get("seconds")),
         peak_host_bytes=_number(entry.get("peak_host_bytes")),
         artifact=Path(str(entry.get("artifact", ""))),
+    )
+
+
+def _sample(entry: dict[str, Any]) -> RunSample:
+    metrics = _mapping(entry, "metrics")
+    return RunSample(
+        first_token_seconds=_number(metrics.get("time_to_first_token_seconds")),
+        token_seconds=_number(metrics.get("decode_seconds_per_token")),
+        counts=entry.get("counts") is True,
+        earlier=entry.get("earlier") is True,
+        busy=_mapping(entry, "processor").get("busy") is True,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.report.differences import ABSENT, Spread
+from pipeline.report.noise import token_times
 from pipeline.report.records import Bytes, Number, Run
 from pipeline.report.run_folders import Job
 
@@ -32,11 +33,19 @@ _NOT_A_SERIES = ("max_memory", "outputs")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One job in a plot; ``x`` in bytes, ``y`` in seconds a token or tokens a second."""
+    """One job in a plot; ``x`` in bytes, ``y`` in seconds a token or tokens a second.
+
+    ``least`` and ``largest`` are those of the samples that ``y`` is the median of, where there are several. What was
+    measured by an earlier run is ``cached``; ``busy`` says whether others used the processor meanwhile.
+    """
 
     job: str
     x: Number
     y: Number
+    least: Number | None = None
+    largest: Number | None = None
+    cached: bool = False
+    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +121,20 @@ def _settings(jobs: Sequence[Job], differences: Sequence[Spread]) -> dict[str, s
 
 
 def _series(name: str, jobs: Sequence[Job]) -> Series:
+    named, measured = {job.name: job for job in jobs}, _points(jobs, lambda run: run.metric(SECONDS))
     return Series(
         name=name,
-        measured=_points(jobs, lambda run: run.metric(SECONDS)),
+        measured=tuple(_with_spread(named[point.job], point) for point in measured),
         predicted=_points(jobs, lambda run: run.metric(PREDICTED_SECONDS)),
         bound=_points(jobs, bound_seconds),
     )
+
+
+def _with_spread(job: Job, point: Point) -> Point:
+    """Return ``point`` with how far the samples of ``job`` lie apart, and where they come from."""
+    times, found = token_times(job), job.run.provenance
+    spread = (min(times), max(times)) if len(times) > 1 else (None, None)
+    return replace(point, least=spread[0], largest=spread[1], cached=found.is_cached, busy=bool(found.busy))
 
 
 def _points(jobs: Sequence[Job], value: Callable[[Run], Number | None]) -> tuple[Point, ...]:
@@ -132,8 +149,12 @@ def pareto(jobs: Sequence[Job]) -> Front:
 
     A job is on the front where no other takes as little memory or less and is as fast or faster, one of them strictly.
     """
-    found = [(job.name, total(known(job.run.measured)), job.run.metric(RATE)) for job in jobs]
-    points = [Point(name, x, y) for name, x, y in found if x is not None and y is not None]
+    found = [(job, total(known(job.run.measured)), job.run.metric(RATE)) for job in jobs]
+    points = [
+        Point(job.name, x, y, cached=job.run.provenance.is_cached)
+        for job, x, y in found
+        if x is not None and y is not None
+    ]
     points.sort(key=lambda point: (point.x, -point.y))
     best: list[Point] = []
     for point in points:

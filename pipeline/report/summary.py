@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.report.differences import Spread, answers, config_differences, environments
+from pipeline.report.noise import Noise, noise
 from pipeline.report.placements import Placements, read_placements
-from pipeline.report.quantities import tell
+from pipeline.report.quantities import listed, tell
 from pipeline.report.run_folders import Found, Job, Problem
 from pipeline.report.speed import RATE, SECONDS, Front, Series, pareto, speed_series
 from pipeline.report.table import Column, job_table
@@ -22,7 +23,7 @@ class Summary:
     """The numbers of a report.
 
     ``failures`` are the jobs that aren't completed; ``answers`` has each different output once, with the jobs that gave
-    it.
+    it; ``noise`` says which jobs can't be told apart.
     """
 
     jobs: tuple[Job, ...]
@@ -36,16 +37,17 @@ class Summary:
     front: Front
     placements: Placements
     answers: tuple[tuple[Job, tuple[str, ...]], ...]
+    noise: Noise
 
 
 def summarise(found: Found) -> Summary:
     """Return what there is to say about the jobs that were ``found``."""
-    jobs, differences = found.jobs, config_differences(found.jobs)
+    jobs, differences, within = found.jobs, config_differences(found.jobs), noise(found.jobs)
     return Summary(
         jobs=jobs,
         problems=found.problems,
         statuses=tuple(Counter(job.run.status for job in jobs).most_common()),
-        table=job_table(jobs, differences),
+        table=job_table(jobs, differences, within),
         failures=tuple(job for job in jobs if job.run.failure),
         differences=differences,
         environments=environments(jobs),
@@ -53,6 +55,7 @@ def summarise(found: Found) -> Summary:
         front=pareto(jobs),
         placements=read_placements(jobs, most=MOST_ROWS),
         answers=answers(jobs),
+        noise=within,
     )
 
 
@@ -66,7 +69,13 @@ def headline(summary: Summary) -> list[tuple[str, str, str]]:
         seconds, job = min(timed, key=lambda pair: pair[0])
         rate = job.run.metric(RATE)
         note = f"{job.name}, {rate:,.1f} tokens/s" if rate is not None else job.name
+        like = summary.noise.like.get(job.name)
+        note += f"; within the noise of {listed(like)}" if like else ""
+        note += "; measured earlier" if job.run.provenance.is_cached else ""
         facts.append(("fastest token", tell(seconds, "seconds"), note))
+    disturbed = [job.name for job in jobs if job.run.provenance.busy]
+    if disturbed:
+        facts.append(("busy", f"{len(disturbed):,}", f"{listed(disturbed)}: others used the processor meanwhile"))
     if summary.front.points:
         least = summary.front.points[0]
         facts.append(("least memory", tell(least.x, "bytes"), f"{least.job}, measured peak"))

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from pipeline.report.differences import ABSENT, Spread
+from pipeline.report.noise import Noise, told_samples
 from pipeline.report.placements import in_tier_order
-from pipeline.report.quantities import MISSING, Kind, scale_for
+from pipeline.report.quantities import MISSING, Kind, listed, scale_for
 from pipeline.report.records import Bytes, Number, Run
 from pipeline.report.run_folders import Job
 from pipeline.report.speed import (
@@ -28,6 +29,7 @@ from pipeline.report.speed import (
 )
 
 UNLIMITED = "unlimited"
+BETWEEN_TOKENS = "time_between_tokens_seconds_p90"
 PERPLEXITY = "perplexity"
 BITS = "bits_per_byte"
 SCORED = "scored_tokens_per_second"
@@ -44,8 +46,11 @@ class Column:
     numeric: bool = False
 
 
-def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Column, ...]:
-    """Return the columns of the table of jobs; one that has nothing to say about any job is left out."""
+def job_table(jobs: Sequence[Job], differences: Sequence[Spread], within: Noise) -> tuple[Column, ...]:
+    """Return the columns of the table of jobs; one that has nothing to say about any job is left out.
+
+    ``within`` says which jobs can't be told apart.
+    """
     budgets = _budgets(jobs)
     shown = {f"max_memory.{column.title.removeprefix('budget ')}" for column in budgets}
     columns = [
@@ -55,6 +60,11 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Colum
         _measured(jobs, "memory cap", "bytes", lambda run: run.cap_bytes),
         _measured(jobs, "first token", "seconds", lambda run: run.metric(FIRST_TOKEN)),
         _measured(jobs, "time a token", "seconds", lambda run: run.metric(SECONDS)),
+        _measured(jobs, "least", "seconds", lambda run: min(_times(run), default=None)),
+        _measured(jobs, "largest", "seconds", lambda run: max(_times(run), default=None)),
+        _measured(jobs, "between tokens, p90", "seconds", lambda run: run.metric(BETWEEN_TOKENS)),
+        Column("samples", "", tuple(told_samples(job) or MISSING for job in jobs)),
+        *_noise(jobs, within),
         _measured(jobs, "predicted", "seconds", lambda run: run.metric(PREDICTED_SECONDS)),
         _measured(jobs, "bound", "seconds", bound_seconds),
         _measured(jobs, "speed", "rate", lambda run: run.metric(RATE), unit="tokens/s"),
@@ -75,6 +85,20 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread]) -> tuple[Colum
         Column("reason", "", tuple(job.run.failure or MISSING for job in jobs)),
     ]
     return tuple(column for column in columns if set(column.cells) - {MISSING})
+
+
+def _times(run: Run) -> list[Number]:
+    """Return the samples of the seconds of a token, none where there aren't several."""
+    times = [sample.token_seconds for sample in run.counting if sample.token_seconds is not None]
+    return times if len(times) > 1 else []
+
+
+def _noise(jobs: Sequence[Job], within: Noise) -> list[Column]:
+    """Return the column that says from which others a job can't be told apart, none where nothing was compared."""
+    if not within.pairs:
+        return []
+    cells = [listed(within.like[job.name]) or "none" if job.name in within.like else MISSING for job in jobs]
+    return [Column("within the noise of", "", tuple(cells))]
 
 
 def devices(jobs: Sequence[Job], held: Callable[[Run], Bytes]) -> list[str]:
@@ -131,9 +155,12 @@ def _measured(
 
 
 def _status(run: Run) -> str:
-    """Return the status, and whether the figures are an earlier run's, or of accelerators that aren't there."""
-    chosen, hardware = run.config.get("stages"), run.config.get("hardware")
-    last = run.stage(str(chosen[-1])) if isinstance(chosen, list) and chosen else run.stage("generate")
+    """Return the status, and whether the figures are an earlier run's, or of accelerators that aren't there.
+
+    A cap that was asked for and not tested is said too.
+    """
+    hardware = run.config.get("hardware")
     simulated = isinstance(hardware, dict) and bool(hardware.get("devices"))
-    cached = last is not None and last.cached
-    return ", ".join([run.status, *["cached"] * cached, *["simulated"] * simulated])
+    cached = run.status == "completed" and run.provenance.is_cached
+    untested = run.status == "completed" and bool(run.cap_untested)
+    return ", ".join([run.status, *["cached"] * cached, *["simulated"] * simulated, *["no cap tested"] * untested])

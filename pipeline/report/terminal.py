@@ -20,6 +20,8 @@ def show_summary(screen: Console, summary: Summary) -> None:
     columns = [column for column in summary.table if column.title != "reason"]
     if columns:
         screen.print(_table(columns))
+    if summary.noise.pairs:
+        screen.print(f"\n{escape(summary.noise.told())}")
     for job in summary.failures:
         screen.print(f"\n{escape(job.name)} {escape(job.run.status)}: {escape(job.run.failure)}")
     for problem in summary.problems:

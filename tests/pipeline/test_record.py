@@ -75,6 +75,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "metrics": dict.fromkeys(metrics),
         "outputs": [],
         "experts": {},
+        "samples": [],
         "device_map": None,
         "enforcement": None,
     }
@@ -93,6 +94,7 @@ def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:
             "peak_host_bytes": 10,
             "peak_device_bytes": {"0": 20},
             "inputs": {"seed": 1},
+            "measured": False,
         }
     ]
 

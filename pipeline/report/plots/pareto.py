@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.report.figures import COLOURS, Key, Picture, Size, dress, in_unit, measure, picture
+from pipeline.report.plots.speed import EARLIER
 from pipeline.report.speed import Front, Point
 
 MOST_NAMES = 12
@@ -23,7 +24,11 @@ def pareto_picture(front: Front) -> Picture | None:
         title="Memory against speed",
         caption="Upwards is faster, leftwards takes less memory: the measured peak of all devices, on the host the "
         "process itself too. No job beats one on the front in both.",
-        keys=[Key("s0", "mark-o", "on the front"), Key("rest", "mark-x", "beaten by another job")],
+        keys=[
+            Key("s0", "full-o", "on the front"),
+            *[Key("muted", "mark-o", EARLIER)] * any(point.cached for point in front.points),
+            Key("rest", "full-o", "beaten by another job"),
+        ],
         height=lambda size: 300 if size.narrow else 400,
     )
 
@@ -35,13 +40,21 @@ def _paint(figure: Figure, size: Size, front: Front) -> None:
     dress(axes, x_label=in_unit("measured peak", unit), y_label="tokens a second")
     best = {(point.x, point.y) for point in front.best}
     beaten = [point for point in front.points if (point.x, point.y) not in best]
-    axes.plot([p.x for p in beaten], [p.y for p in beaten], "x", color=COLOURS["rest"], markersize=6, clip_on=False)
+    _dots(axes, beaten, "rest", size=5)
     x, y = [point.x for point in front.best], [point.y for point in front.best]
     axes.step(x, y, where="post", color=COLOURS["s0"], linewidth=1.4)
-    axes.plot(
-        x, y, "o", color=COLOURS["s0"], markerfacecolor=COLOURS["page"], markersize=9, markeredgewidth=2, clip_on=False
-    )
+    _dots(axes, front.best, "s0", size=9)
     _name(axes, front.best)
+
+
+def _dots(axes: Axes, points: Sequence[Point], colour: str, *, size: float) -> None:
+    """Draw a dot a job, hollow where its figures are an earlier run's."""
+    for cached in (False, True):
+        shown = [point for point in points if point.cached is cached]
+        axes.plot(
+            [point.x for point in shown], [point.y for point in shown], "o", color=COLOURS[colour], markersize=size,
+            markerfacecolor=COLOURS["page" if cached else colour], markeredgewidth=1.6, clip_on=False,
+        )  # fmt: skip
 
 
 def _memory_axis(axes: Axes, values: Sequence[float], size: Size) -> str:

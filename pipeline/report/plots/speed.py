@@ -14,6 +14,9 @@ _CROWD = 90
 """Past this many points, marks and lines are small."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "x")
 _LINES = {"measured": "-", "predicted": "--", "bound": ":"}
+EARLIER = "hollow: measured by an earlier run, and served from the cache"
+MOST_BUSY = 24
+"""So many jobs that were disturbed are named in the plot; the table has them all."""
 _MEANINGS = {
     "predicted": ("dashed", "predicted by the plan"),
     "bound": ("dotted", "bound: bytes moved ÷ their bandwidth"),
@@ -29,6 +32,7 @@ def speed_picture(series: Sequence[Series]) -> Picture | None:
     absent = [name for name in _MEANINGS if not any(getattr(entry, name) for entry in series)]
     lacking = " and ".join(_LACKING[name] for name in absent)
     caption = "Each mark is a job. The budget is that of all devices but the disk, in bytes of weights."
+    caption += measured_caption([point for entry in series for point in entry.measured])
     if absent:
         caption += f" Not drawn, since the records don't hold it: {lacking}."
     return picture(
@@ -41,11 +45,23 @@ def speed_picture(series: Sequence[Series]) -> Picture | None:
     )
 
 
+def measured_caption(points: Sequence[Point]) -> str:
+    """Return what a caption must say of how ``points`` were measured, empty where each is a sample of its own."""
+    told = ""
+    if any(point.least is not None for point in points):
+        told += " A mark is the median of a job's samples, its bar reaches from the least to the largest of them."
+    if any(point.busy for point in points):
+        told += " “busy” stands where others used the processor meanwhile."
+    return told
+
+
 def _keys(series: Sequence[Series], absent: Sequence[str]) -> list[Key]:
     settings = [
-        Key(_colour(index, entry), f"mark-{MARKERS[index]}", entry.name or "measured")
+        Key(_colour(index, entry), f"full-{MARKERS[index]}", entry.name or "measured")
         for index, entry in enumerate(series)
     ]
+    if any(point.cached for entry in series for point in entry.measured):
+        settings.append(Key("muted", "mark-o", EARLIER))
     return settings + [Key("muted", mark, text) for name, (mark, text) in _MEANINGS.items() if name not in absent]
 
 
@@ -58,7 +74,8 @@ def _paint(figure: Figure, size: Size, series: Sequence[Series]) -> None:
     axes = figure.subplots()
     points = [point for entry in series for name in _LINES for point in getattr(entry, name)]
     unit = measure(axes, "x", [point.x for point in points], "bytes", size=size)
-    time_unit = measure(axes, "y", [point.y for point in points], "seconds", size=size)
+    reached = [end for point in points for end in (point.least, point.y, point.largest) if end is not None]
+    time_unit = measure(axes, "y", reached, "seconds", size=size)
     dress(
         axes,
         x_label=in_unit("budget", unit),
@@ -80,7 +97,19 @@ def _line(axes: Axes, points: Sequence[Point], style: str, *, colour: str, width
 
 
 def _marks(axes: Axes, points: Sequence[Point], marker: str, *, colour: str, ring: float, depth: float) -> None:
-    axes.plot(
-        [point.x for point in points], [point.y for point in points], marker, color=colour, markersize=ring,
-        markerfacecolor=COLOURS["page"], markeredgewidth=2 if ring > 5 else 1.3, clip_on=False, zorder=depth + 0.5,
-    )  # fmt: skip
+    """Draw a mark a job, hollow where its figures are an earlier run's, with a bar from its least to largest sample."""
+    for point in points:
+        if point.least is not None and point.largest is not None:
+            axes.errorbar(
+                [point.x], [point.y], yerr=[[point.y - point.least], [point.largest - point.y]], fmt="none",
+                ecolor=colour, elinewidth=1.4, capsize=ring / 2, capthick=1.4, zorder=depth,
+            )  # fmt: skip
+    for cached in (False, True):
+        shown = [point for point in points if point.cached is cached]
+        axes.plot(
+            [point.x for point in shown], [point.y for point in shown], marker, color=colour, markersize=ring,
+            markerfacecolor=COLOURS["page"] if cached else colour, markeredgewidth=2 if ring > 5 else 1.3,
+            clip_on=False, zorder=depth + 0.5,
+        )  # fmt: skip
+    for point in [point for point in points if point.busy][:MOST_BUSY]:
+        axes.annotate("busy", (point.x, point.y), (8, 2), textcoords="offset points", color=COLOURS["muted"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def write_run(
     text: str = " world",
     cached: bool = False,
     experts: Mapping[str, Mapping[str, int]] | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Write the record of a completed run, and return its folder."""
     asked = config(budget=f"{budget // 10**6}MB", policy=policy, prompt=prompt)
@@ -63,9 +64,16 @@ def write_run(
         "measured": {"cpu": peak},
     }
     outputs = ({"prompt": prompt, "text": text, "token_ids": tokens or [1, 2, 3, 4]},)
-    record.merge(Report("", memory=memory, metrics=figures, outputs=outputs, experts=experts or {}))
+    told = {"memory": memory, "metrics": figures, "outputs": outputs, "experts": experts or {}}
+    record.merge(Report("", **told, samples=tuple(samples)))
     record.finish("completed")
     return folder
+
+
+def sample(seconds: float, *, earlier: bool = False, busy: bool = False, counts: bool = True) -> dict[str, Any]:
+    """Return one sample as a record has it."""
+    metrics = {"decode_seconds_per_token": seconds, "time_to_first_token_seconds": 3 * seconds}
+    return {"metrics": metrics, "earlier": earlier, "counts": counts, "processor": {"busy": busy}}
 
 
 def plan_artifact(root: Path, budget: int) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.report.comparison import ChangedValue, compare
+from pipeline.report.noise import noise
 from pipeline.report.quantities import MISSING
 from pipeline.report.records import read_run
 from pipeline.report.run_folders import find
@@ -23,7 +24,8 @@ PREDICTED: Mapping[str, float | str] = {
 
 def table(folder: Path) -> dict[str, tuple[str, ...]]:
     jobs = find([folder]).jobs
-    return {", ".join(filter(None, (column.title, column.unit))): column.cells for column in job_table(jobs, ())}
+    columns = job_table(jobs, (), noise(jobs))
+    return {", ".join(filter(None, (column.title, column.unit))): column.cells for column in columns}
 
 
 def test_the_table_tells_how_fast_weights_came_and_what_was_waited_for(tmp_path: Path) -> None:

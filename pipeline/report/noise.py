@@ -1,0 +1,115 @@
+"""Which differences between jobs are within the noise: their samples held against each other, pair by pair.
+
+Times have long tails and no normal distribution, and there are few of them. So it is ranks that are compared: the
+two-sided rank-sum test of Wilcoxon (1945) and of Mann and Whitney (1947), whose distribution under chance is counted
+out, ties included, and by the normal approximation where there are many samples. Samples of one job share a process,
+and where in memory it lies: what differs between processes alone isn't in them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb, erfc, sqrt
+
+from pipeline.report.records import Number
+from pipeline.report.run_folders import Job
+
+LEVEL = 0.05
+"""Jobs differ where chance alone would set samples so far apart less often than this."""
+MOST_JOBS = 40
+"""So many jobs are held against each other: of more nobody reads the pairs."""
+_MOST_COUNTED = 24
+"""Of more samples of two jobs together the distribution isn't counted out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What can be said of the differences between the jobs that have several samples.
+
+    ``like`` has, for each of these jobs, those from which it can't be told apart. ``pairs`` were looked at; for
+    ``undecided`` of them there are too few samples to tell any difference.
+    """
+
+    like: dict[str, tuple[str, ...]]
+    pairs: int
+    undecided: int
+
+    @property
+    def within(self) -> int:
+        """How many pairs are within the noise."""
+        return sum(map(len, self.like.values())) // 2
+
+    def told(self) -> str:
+        """Return it in a sentence, empty where nothing was compared."""
+        if not self.pairs:
+            return ""
+        apart = self.pairs - self.within
+        few = f" {self.undecided:,} of them have too few samples to tell: four each can." if self.undecided else ""
+        return (
+            f"Of {self.pairs:,} pairs of jobs {apart:,} differ in the time of a token by a rank test"
+            f" (p < {LEVEL} for each pair); {self.within:,} are within the noise.{few}"
+        )
+
+
+def noise(jobs: Sequence[Job]) -> Noise:
+    """Return which of ``jobs`` can be told apart by the seconds of a token; those of one model are compared."""
+    times = {job.name: token_times(job) for job in jobs}
+    several = [job for job in jobs if len(times[job.name]) > 1][:MOST_JOBS]
+    like: dict[str, list[str]] = {job.name: [] for job in several}
+    pairs = undecided = 0
+    for one, other in combinations(several, 2):
+        if one.run.config.get("model") != other.run.config.get("model"):
+            continue
+        pairs += 1
+        first, second = times[one.name], times[other.name]
+        undecided += 2 / comb(len(first) + len(second), len(first)) >= LEVEL
+        if rank_test(first, second) >= LEVEL:
+            like[one.name].append(other.name)
+            like[other.name].append(one.name)
+    return Noise({name: tuple(names) for name, names in like.items()}, pairs, undecided)
+
+
+def token_times(job: Job) -> list[Number]:
+    """Return the seconds of a token in each sample that counts."""
+    return [sample.token_seconds for sample in job.run.counting if sample.token_seconds is not None]
+
+
+def rank_test(one: Sequence[Number], other: Sequence[Number]) -> float:
+    """Return how often chance alone would set two samples of one distribution as far apart as ``one`` and ``other``."""
+    ranks = _doubled_ranks([*one, *other])
+    observed, mean = sum(ranks[: len(one)]), len(one) * (len(ranks) + 1)
+    if len(ranks) > _MOST_COUNTED:
+        spread = len(one) * len(other) / (len(ranks) - 1) * statistics.pvariance(ranks)
+        return erfc(abs(observed - mean) / sqrt(2 * spread)) if spread else 1.0
+    ways: dict[tuple[int, int], int] = {(0, 0): 1}
+    for rank in ranks:
+        more: dict[tuple[int, int], int] = defaultdict(int, ways)
+        for (count, total), number in ways.items():
+            if count < len(one):
+                more[count + 1, total + rank] += number
+        ways = more
+    reached = sum(
+        number
+        for (count, total), number in ways.items()
+        if count == len(one) and abs(total - mean) >= abs(observed - mean)
+    )
+    return reached / comb(len(ranks), len(one))
+
+
+def _doubled_ranks(values: Sequence[Number]) -> list[int]:
+    """Return twice the rank of each value; equal ones share the mean of theirs, which twice is a whole number."""
+    return [sum(other < value for other in values) + sum(other <= value for other in values) + 1 for value in values]
+
+
+def told_samples(job: Job) -> str:
+    """Return how many samples a job's figures are made of, and how many are earlier ones, or were disturbed.
+
+    Empty where a single one says nothing but itself.
+    """
+    found = job.run.provenance
+    parts = [f"{found.earlier} earlier"] * bool(found.earlier) + [f"{found.busy} busy"] * bool(found.busy)
+    return ", ".join([str(found.samples), *parts]) if job.run.counting and (found.samples > 1 or parts) else ""

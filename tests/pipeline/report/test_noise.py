@@ -1,0 +1,132 @@
+"""Jobs with several samples: which differences are within the noise, and how the report shows the spread."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.report.command import run
+from pipeline.report.noise import noise, rank_test
+from pipeline.report.records import RecordError, read_run
+from pipeline.report.run_folders import find
+from tests.pipeline.report.sample_runs import sample, write_run
+
+FAST, SLOW = [0.50, 0.51, 0.52, 0.53, 0.54], [0.60, 0.61, 0.62, 0.63, 0.64]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "probability"),
+    [
+        ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], 2 / 252),
+        ([6, 7, 8, 9, 10], [1, 2, 3, 4, 5], 2 / 252),
+        ([1, 3, 5], [2, 4, 6], 14 / 20),
+        ([1, 2, 3, 4], [5, 6, 7, 8], 2 / 70),
+        ([1, 1, 1], [1, 1, 1], 1.0),
+        ([1, 2, 2], [2, 2, 3], 12 / 20),
+        ([1], [2], 1.0),
+    ],
+)
+def test_the_rank_test_counts_out_what_chance_does(one: list[int], other: list[int], probability: float) -> None:
+    assert rank_test(one, other) == pytest.approx(probability)
+
+
+def test_of_many_samples_the_approximation_says_what_counting_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shift in (1, 5, 9):
+        one, other = range(0, 24, 2), range(shift, 24 + shift, 2)
+        counted = rank_test(one, other)
+        with monkeypatch.context() as patch:
+            patch.setattr("pipeline.report.noise._MOST_COUNTED", 0)
+            assert rank_test(one, other) == pytest.approx(counted, abs=0.04)
+    assert rank_test([1.0] * 20, [1.0] * 20) == 1.0
+
+
+def write_jobs(folder: Path, *jobs: list[dict[str, Any]], cached: bool = False) -> Path:
+    for number, samples in enumerate(jobs):
+        times = sorted(one["metrics"]["decode_seconds_per_token"] for one in samples if one["counts"])
+        seconds = times[len(times) // 2]
+        write_run(
+            folder / str(number), budget=(number + 1) * 10**9, seconds=seconds, peak=(number + 1) * 10**9,
+            samples=samples, cached=cached, metrics={"time_between_tokens_seconds_p90": 1.5 * seconds},
+        )  # fmt: skip
+    return folder
+
+
+def test_differences_within_the_noise_are_named(tmp_path: Path) -> None:
+    near = [seconds + 0.005 for seconds in FAST]
+    folder = write_jobs(tmp_path, *([sample(seconds) for seconds in times] for times in (FAST, near, SLOW)))
+    found = noise(find([folder]).jobs)
+    assert found.like == {"#0": ("#1",), "#1": ("#0",), "#2": ()}
+    assert (found.pairs, found.within, found.undecided) == (3, 1, 0)
+    assert found.told().startswith("Of 3 pairs of jobs 2 differ")
+
+
+def test_too_few_samples_tell_nothing_and_other_models_are_not_compared(tmp_path: Path) -> None:
+    few = write_jobs(tmp_path / "few", [sample(0.5), sample(0.6)], [sample(1.5), sample(1.6)], [sample(9.0)])
+    found = noise(find([few]).jobs)
+    assert (found.pairs, found.within, found.undecided) == (1, 1, 1)
+    assert "too few samples to tell" in found.told()
+    two = write_jobs(tmp_path / "two", *([sample(seconds) for seconds in times] for times in (FAST, SLOW)))
+    record = two / "1/run.json"
+    record.write_text(record.read_text().replace("/ckpt", "/another"))
+    assert noise(find([two]).jobs).told() == ""
+
+
+def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(tmp_path: Path, capsys: Any) -> None:
+    disturbed = [sample(seconds, busy=seconds > 0.62, earlier=seconds < 0.61) for seconds in SLOW]
+    write_jobs(tmp_path, [sample(seconds) for seconds in FAST], [*disturbed, sample(9.0, counts=False)])
+    run([str(tmp_path)])
+    page, told = (tmp_path / "report.html").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert "Samples of each job" in page
+    assert "Of 1 pairs of jobs 1 differ" in page
+    assert "Of 1 pairs of jobs 1 differ" in " ".join(capsys.readouterr().out.split())
+    assert "taken while others used the processor" in page
+    assert "5, 1 earlier, 2 busy" in page
+    assert "others used the processor meanwhile" in page
+    (series,) = told["seconds_per_token_by_budget"]
+    assert [(point["least"], point["y"], point["largest"]) for point in series["measured"]] == [
+        (0.50, 0.52, 0.54),
+        (0.60, 0.62, 0.64),
+    ]
+    assert [point["busy"] for point in series["measured"]] == [False, True]
+    assert [len(job["samples"]) for job in told["jobs"]] == [5, 6]
+    rows = list(csv.DictReader((tmp_path / "report.csv").open()))
+    assert [row["figures"] for row in rows] == ["measured, median of 5", "measured, median of 5, 1 earlier"]
+
+
+def test_what_an_earlier_run_measured_is_hollow_and_said(tmp_path: Path) -> None:
+    folder = write_jobs(tmp_path, [sample(0.5)], [sample(0.6, earlier=True)])
+    run([str(folder)])
+    page, told = (tmp_path / "report.html").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert page.count("hollow: measured by an earlier run") == 2, "in the plots of speed"
+    assert [point["cached"] for point in told["seconds_per_token_by_budget"][0]["measured"]] == [False, True]
+    assert [job["figures"] for job in told["jobs"]] == ["measured", "measured earlier"]
+    assert "completed, cached" in page
+
+
+def test_records_without_samples_go_by_whether_the_last_stage_was_cached(tmp_path: Path) -> None:
+    assert read_run(write_run(tmp_path / "0", cached=True) / "run.json").provenance.is_cached
+    assert not read_run(write_run(tmp_path / "1") / "run.json").provenance.is_cached
+
+
+def test_samples_of_another_shape_make_no_record(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "0") / "run.json"
+    for samples, words in (
+        ({"a": 1}, "samples: a dict"),
+        ([3], "samples: an entry"),
+        ([{"metrics": 3}], "metrics: a int"),
+    ):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"samples": samples}))
+        with pytest.raises(RecordError, match=words):
+            read_run(path)
+
+
+def test_a_cap_that_nothing_tested_is_said_in_the_table(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "0", cached=True) / "run.json"
+    untested = {"enforced": False, "bytes": None, "how": "nothing was loaded"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"enforcement": untested}))
+    run([str(tmp_path)])
+    assert "completed, cached, no cap tested" in (tmp_path / "report.html").read_text()
