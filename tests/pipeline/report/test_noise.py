@@ -93,7 +93,7 @@ def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(t
     ]
     assert [point["busy"] for point in series["measured"]] == [False, True]
     assert [len(job["samples"]) for job in told["jobs"]] == [5, 6]
-    rows = list(csv.DictReader((tmp_path / "report.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "report.csv").read_text().splitlines()))
     assert [row["figures"] for row in rows] == ["measured, median of 5", "measured, median of 5, 1 earlier"]
 
 
