@@ -45,7 +45,8 @@ def measured(offstage_here: Run, fresh_folder: Path, monkeypatch: pytest.MonkeyP
 
     def run(*arguments: str, net: str = "Steady") -> Finished:
         return offstage_here(
-            "model=module", f"model._target_=measured_nets.{net}", f"model.path={folder}", "max_memory={cpu: 1MB}", "storage.io=direct",
+            "model=module", f"model._target_=measured_nets.{net}", f"model.path={folder}",
+            "max_memory={cpu: 1MB}", "storage.io=direct",
             "generate.prompts=[[5,6,7]]", "generate.max_new_tokens=6", *arguments,
         )  # fmt: skip
 
