@@ -52,9 +52,9 @@ class DispatchPlan:
     ``streamed_bytes`` are brought in for every pass, whatever experts it calls. ``staging_bytes`` may be held on the
     host for streamed weights on their way: the reserve, and what the plan left of the main device's budget where that
     is the host. ``reserves`` are the bytes of the largest streamed layer on each device that computes one: what an
-    accelerator holds for weights on their way. ``slots`` are the bytes for experts on
-    each device that computes some which lie elsewhere. ``host_peak_bytes`` is the predicted peak of a host that stands
-    in for accelerators, null where none is simulated.
+    accelerator holds for weights on their way. ``slots`` are the bytes for experts on each device that computes some
+    which lie elsewhere; they are divided for passes of ``pass_tokens``. ``host_peak_bytes`` is the predicted peak of a
+    host that stands in for accelerators, null where none is simulated.
     """
 
     main_device: DeviceId
@@ -66,6 +66,7 @@ class DispatchPlan:
     reserves: Mapping[DeviceId, int]
     slots: Mapping[DeviceId, int]
     host_peak_bytes: int | None = None
+    pass_tokens: int = 1
 
     def save(self, folder: Path) -> None:
         """Write ``dispatch.json`` into ``folder``."""
@@ -110,6 +111,7 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         reserves=_reserves(skeleton, plan),
         slots=plan.slots,
         host_peak_bytes=sum(plan.predicted[CPU].values()) if plan.ledgers and plan.predicted else None,
+        pass_tokens=plan.pass_tokens,
     )
 
 

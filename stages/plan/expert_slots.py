@@ -3,8 +3,8 @@
 Each device that computes such experts has one pool of memory, cut into slots for one expert. Experts of one kind, whose
 tensors are of the same shapes, can lie in each other's slots; where a mixture has several kinds, each has that part of
 the pool which it is of all of the experts. What a token brings is an expectation. Routing is taken as uniform, which is
-the worst case for any rule of eviction: an expert is then in a slot as often as there are slots for all experts of the
-pool. Where a run has measured how often, that counts.
+the worst case for any rule of eviction: an expert is then in a slot as often as any other of its layer. Where a run has
+measured how often, that counts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stages.empty_init.skeleton import ExpertsSpec
+from stages.plan.expert_banks import kept_share, wanted
 from stages.plan.outline import ExpertKind, Outline
 from stages.plan.serving import Serving
 from stages.units import DeviceId
@@ -60,16 +61,15 @@ class Routing:
 
     def distinct(self, experts: ExpertsSpec) -> float:
         """Return how many different experts the tokens of a pass are expected to use."""
-        return experts.count * self.share(experts.count, experts.per_token)
+        return wanted(experts.count, experts.per_token, self.tokens)
 
     def share(self, count: int, per_token: int) -> float:
         """Return which share of ``count`` experts the tokens of a pass are expected to use."""
-        return 1 - (1 - per_token / count) ** self.tokens
+        return wanted(count, per_token, self.tokens) / count
 
-    def hit_rate(self, pool: Pool, slots: int) -> float:
-        """Return which share of the experts that are wanted lies in so many bytes of ``slots``."""
-        measured = self.hit_rates.get(rate_key(pool, slots, self.tokens))
-        return slots / pool.bytes if measured is None or slots == pool.bytes else measured
+    def measured(self, pool: Pool, slots: int) -> float | None:
+        """Return which share of the experts that are wanted runs found in so many bytes of ``slots``, if any did."""
+        return 1.0 if slots == pool.bytes else self.hit_rates.get(rate_key(pool, slots, self.tokens))
 
 
 SINGLE = Routing()
@@ -127,6 +127,29 @@ def slot_bytes(pool: Pool, room: int | None, *, staged: int) -> int:
     return max(roomy, min(ROOMY * pool.unit_bytes, pool.fitting(room)))
 
 
+def _hit_rates(
+    outline: Outline, offstage: Offstage, *, slots: Mapping[DeviceId, int], routing: Routing
+) -> dict[str, float]:
+    """Return which share of the experts that each module of ``offstage`` wants is expected to be in slots."""
+    alike: dict[tuple[DeviceId, ExpertKind], list[ExpertsSpec]] = defaultdict(list)
+    for module, device in offstage.items():
+        alike[device, outline.expert_kinds[module]].append(outline.experts[module])
+    sharing, rates = pools(outline, offstage), dict[str, float]()
+    for (device, _), members in alike.items():
+        pool, there = sharing[device], slots.get(device, 0)
+        rate = routing.measured(pool, there)
+        if rate is None:
+            experts = sum(each.count for each in members)
+            rate = kept_share(
+                there * experts // pool.bytes,
+                layers=len(members),
+                count=max(each.count for each in members),
+                used=max(map(routing.distinct, members)),
+            )
+        rates |= dict.fromkeys((each.module for each in members), rate)
+    return rates
+
+
 def expert_traffic(
     outline: Outline,
     homes: Mapping[str, DeviceId],
@@ -140,8 +163,7 @@ def expert_traffic(
     ``slots`` are the bytes of the pool on each device that computes them.
     """
     brought, found, resident = (defaultdict[DeviceId, float](float) for _ in range(3))
-    sharing = pools(outline, offstage)
-    rates = {device: routing.hit_rate(pool, slots.get(device, 0)) for device, pool in sharing.items()}
+    rates = _hit_rates(outline, offstage, slots=slots, routing=routing)
     for module, experts in outline.experts.items():
         for name in experts.tensors:
             used = routing.distinct(experts) * outline.sizes[name] / experts.count
@@ -149,6 +171,6 @@ def expert_traffic(
                 resident[homes[name]] += used
                 continue
             device = offstage[module]
-            brought[homes[name]] += used * (1 - rates[device])
-            found[device] += used * rates[device]
+            brought[homes[name]] += used * (1 - rates[module])
+            found[device] += used * rates[module]
     return ExpertTraffic(brought, found, resident)

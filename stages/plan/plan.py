@@ -39,6 +39,7 @@ class Plan:
     ``used_bytes`` are those that a token reads of what each device holds: of a mixture's experts those it is routed to.
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null.
     ``offload_ratio`` is the share of a training's activations that waits elsewhere, null where nothing is trained.
+    ``pass_tokens`` are those of a pass of decoding, by which slots are divided among layers.
     """
 
     policy: str
@@ -63,6 +64,7 @@ class Plan:
     rates: Mapping[str, int] = field(default_factory=dict)
     batch_size: int | None = None
     offload_ratio: float | None = None
+    pass_tokens: int = 1
 
     @cached_property
     def devices(self) -> list[DeviceId]:

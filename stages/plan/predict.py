@@ -164,7 +164,9 @@ def predict(
         forecast["storage_bandwidth_bytes_per_second"] = rates.storage
     through = sum(outline.sizes[name] for name, serving in plan.serving.items() if serving == "direct")
     peaks = _peaks(outline, plan, needs, through=through)
-    return replace(plan, predicted=peaks, forecast=forecast, used_bytes=used, rates=asdict(rates))
+    return replace(
+        plan, predicted=peaks, forecast=forecast, used_bytes=used, rates=asdict(rates), pass_tokens=routing.tokens
+    )
 
 
 def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: Routing) -> dict[DeviceId, int]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
 
-from stages.dispatch.experts.bank import bank_bounds
 from stages.dispatch.experts.eviction import Eviction, Expert
+from stages.plan.expert_banks import bank_bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,9 @@ class Clairvoyant:
     def begin_pass(self) -> None:
         """The trace says where passes begin."""
 
+    def begin_layer(self, layer: int) -> None:
+        """And where layers do."""
+
     def use(self, expert: Expert) -> None:
         """Look up the next use of ``expert``."""
         self._uses[expert].pop()
@@ -145,6 +148,7 @@ class Slots:
     def run_layer(self, experts: Sequence[Expert]) -> int:
         """Use the ``experts`` of a layer, bring those that aren't kept, and return how many were."""
         missing = [expert for expert in experts if expert not in self._kept]
+        self.eviction.begin_layer(experts[0][0])
         for expert in experts:
             if expert in self._kept:
                 self.eviction.use(expert)

@@ -30,6 +30,7 @@ from stages.dispatch.transfer.trace import Trace
 from stages.empty_init.experts import routing
 from stages.empty_init.skeleton import ExpertsSpec
 from stages.machine.devices import Devices
+from stages.plan.expert_banks import wanted
 from stages.shard_load.disk_weights import DiskWeights
 from stages.units import DeviceId
 
@@ -96,7 +97,8 @@ def attach_experts(
     for computes, kind, members in _by_kind(mixed, devices):
         link = links(computes) if devices.is_apart(computes) else HostLink()
         layers = [
-            ExpertLayer(each.number, each.spec.module, each.spec.per_token, _rows(each, stored)) for each in members
+            ExpertLayer(each.number, each.spec.module, _wanted(each.spec, plan.pass_tokens), _rows(each, stored))
+            for each in members
         ]
         pool = ExpertPool(
             kind,
@@ -116,6 +118,11 @@ def attach_experts(
             for handle in _hook(model.get_submodule(each.spec.module), experts):
                 stack.callback(handle)
     return routed
+
+
+def _wanted(spec: ExpertsSpec, tokens: int) -> int:
+    """Return how many of a module's experts a pass of so many ``tokens`` is expected to use."""
+    return round(wanted(spec.count, spec.per_token, tokens))
 
 
 def _mixed(plan: DispatchPlan, bindings: Mapping[str, Sequence[Binding]]) -> Iterator[_Mixed]:

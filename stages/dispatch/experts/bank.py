@@ -7,7 +7,6 @@ stretch of slots about as wide as the layer it stands for, and what one layer br
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from itertools import pairwise
 
 from stages.dispatch.experts.eviction import Eviction, Expert
 
@@ -46,15 +45,3 @@ class Bank:
         """Have the slot of ``expert`` be free."""
         self._free.append(self._slots.pop(expert))
         self.policy.forget(expert)
-
-
-def bank_bounds(slots: int, *, layers: int, largest: int, together: int) -> list[tuple[int, int]]:
-    """Return where the banks of ``slots`` begin and end.
-
-    ``largest`` is the most that a layer has, ``together`` the experts that a token uses of it: a bank holds these twice
-    over, so that some can come while others compute, and as many banks as ``layers`` are enough.
-    """
-    slots = min(slots, layers * largest)
-    banks = max(1, min(layers, slots // max(1, 2 * together)))
-    edges = [slots * number // banks for number in range(banks + 1)]
-    return list(pairwise(edges))

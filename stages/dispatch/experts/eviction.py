@@ -7,8 +7,8 @@ one of all of them, LFRU; ``python -m tests.benchmarks.eviction`` sets them besi
 hits nothing with slots for less than a pass of experts, LFU loses to it where tokens are routed like the token before,
 and LFRU is within a point of the best of the others, or up to eight above it, on every trace and at every size.
 
-A rule is told what happens (``begin_pass``, ``use``, ``forget``) and asked for a ``victim``. It is asked for hundreds a
-token and thousands of experts may be kept, so none looks at all of them.
+A rule is told what happens (``begin_pass``, ``begin_layer``, ``use``, ``forget``) and asked for a ``victim``. It is
+asked for hundreds a token and thousands of experts may be kept, so none looks at all of them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class Eviction(Protocol):
     def begin_pass(self) -> None:
         """A forward of the model begins."""
 
+    def begin_layer(self, layer: int) -> None:
+        """The experts of ``layer`` are called; which of them, each ``use`` says."""
+
     def use(self, expert: Expert) -> None:
         """``expert`` is used now; it is in a slot, or about to be brought into one."""
 
@@ -50,6 +53,9 @@ class LeastRecentlyUsed:
 
     def begin_pass(self) -> None:
         """Only the order of uses counts here, not where passes begin."""
+
+    def begin_layer(self, layer: int) -> None:
+        """Nor where layers do."""
 
     def use(self, expert: Expert) -> None:
         """Make ``expert`` the last to be given up."""
@@ -90,6 +96,9 @@ class LeastFrequentlyUsed:
     def begin_pass(self) -> None:
         """Let all earlier uses count a little less."""
         self._passes += 1
+
+    def begin_layer(self, layer: int) -> None:
+        """Layers all count alike."""
 
     def use(self, expert: Expert) -> None:
         """Count one use of ``expert``, and keep it."""
@@ -162,10 +171,14 @@ class LeastStale:
         """Begin again at the first layer."""
         self._now = (self._now[0] + 1, -1)
 
+    def begin_layer(self, layer: int) -> None:
+        """Pass over what ``layer`` used before."""
+        self._now = (self._now[0], layer)
+
     def use(self, expert: Expert) -> None:
         """Put ``expert`` among those of this pass and its layer, which is the present one."""
         self.forget(expert)
-        self._now = (self._now[0], expert[0])
+        self.begin_layer(expert[0])
         self._last_uses[expert] = self._now
         if self._now not in self._groups:
             self._groups[self._now] = {}
@@ -221,12 +234,16 @@ class LeastFrequentlyRecentlyUsed:
         self._layer = -1
         self._others.begin_pass()
 
-    def use(self, expert: Expert) -> None:
-        """Count one use of ``expert`` and privilege it; what its layer used when it ran before is so no longer."""
-        if expert[0] != self._layer:
-            self._layer = expert[0]
-            for passed_over in self._privileged.pop(self._layer, {}):
+    def begin_layer(self, layer: int) -> None:
+        """Have what ``layer`` used when it ran before be privileged no longer."""
+        if layer != self._layer:
+            self._layer = layer
+            for passed_over in self._privileged.pop(layer, {}):
                 self._others.keep(passed_over)
+
+    def use(self, expert: Expert) -> None:
+        """Count one use of ``expert`` and privilege it."""
+        self.begin_layer(expert[0])
         self._others.forget(expert)
         self._others.count(expert)
         self._privileged.setdefault(self._layer, {})[expert] = None

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.dispatch.experts.bank import Bank, bank_bounds
+from stages.dispatch.experts.bank import Bank
 from stages.dispatch.experts.eviction import Eviction, Expert
 from stages.dispatch.experts.row_carrier import RowArrival, RowCarrier, RowSource
 from stages.dispatch.experts.slot_memory import Kind, SlotMemory, kind_bytes
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.link import Link
 from stages.dispatch.transfer.trace import Trace
+from stages.plan.expert_banks import bank_bounds
 
 Rows = Mapping[str, Sequence[RowSource]]
 """Where the rows of a layer's experts wait, by the attribute of their module, in the order of the experts."""
@@ -33,11 +34,13 @@ class ExpertUse:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The experts of one module: its ``number`` in the order of execution, how many a token uses, where rows wait."""
+    """The experts of one module: its ``number`` in the order of execution, how many it is likely to use ``together`` in
+    one call, and where the rows wait.
+    """
 
     number: int
     module: str
-    per_token: int
+    together: int
     rows: Rows
 
     @property
@@ -65,7 +68,7 @@ class ExpertPool:
         largest = max(layer.count for layer in layers)
         slots = max(1, min(slot_bytes // max(1, self._bytes), sum(layer.count for layer in layers)))
         bounds = bank_bounds(
-            slots, layers=len(layers), largest=largest, together=max(layer.per_token for layer in layers)
+            slots, layers=len(layers), largest=largest, together=max(layer.together for layer in layers)
         )
         self._memory: SlotMemory | None = SlotMemory(kind, bounds[-1][1], link)
         banks = [Bank(begin, end, policy()) for begin, end in bounds]
@@ -103,6 +106,7 @@ class ExpertPool:
     def count(self, layer: int, *, hits: Sequence[Expert], misses: int) -> None:
         """Note a call of ``layer`` whose tokens are routed to ``hits``, which are there, and ``misses`` others."""
         use, policy = self.uses[layer], self._banks[layer].policy
+        policy.begin_layer(layer)
         use.hits += len(hits)
         use.misses += misses
         self._traffic.expert_hits += len(hits)

@@ -1,9 +1,12 @@
-"""Banks: which expert lies in which slot, and how slots are divided."""
+"""Banks: which expert lies in which slot."""
 
-from hypothesis import given, strategies as st
+import random
 
-from stages.dispatch.experts.bank import Bank, bank_bounds
-from stages.dispatch.experts.eviction import POLICIES
+import pytest
+
+from stages.dispatch.experts.bank import Bank
+from stages.dispatch.experts.eviction import DEFAULT, POLICIES
+from stages.plan.expert_banks import bank_bounds, kept_share, wanted
 
 
 def bank(size: int) -> Bank:
@@ -39,12 +42,35 @@ def test_where_all_are_busy_nobody_makes_room() -> None:
     assert banked.slot((0, 0)) == 10
 
 
-@given(slots=st.integers(1, 5000), layers=st.integers(1, 90), largest=st.integers(1, 256), together=st.integers(1, 12))
-def test_banks_cover_the_slots_and_hold_what_a_token_uses_twice_over_where_they_can(
-    slots: int, layers: int, largest: int, together: int
+@pytest.mark.parametrize(
+    ("slots", "layers", "experts", "chosen", "tokens"),
+    [(8, 4, 8, 2, 1), (16, 4, 8, 2, 1), (40, 6, 64, 8, 1), (12, 4, 8, 2, 4), (122, 6, 64, 8, 4), (200, 6, 64, 8, 4)],
+)
+def test_banks_keep_as_many_as_the_plan_expects(
+    slots: int, layers: int, experts: int, chosen: int, tokens: int
 ) -> None:
-    bounds = bank_bounds(slots, layers=layers, largest=largest, together=together)
-    assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
-    assert bounds[-1][1] == min(slots, layers * largest)
-    assert len(bounds) <= layers
-    assert all(end - begin >= min(2 * together, bounds[-1][1]) for begin, end in bounds)
+    used = wanted(experts, chosen, tokens)
+    bounds = bank_bounds(slots, layers=layers, largest=experts, together=round(used))
+    banks = [Bank(begin, end, POLICIES[DEFAULT]()) for begin, end in bounds]
+    choose, found = random.Random(0), []
+    for _ in range(400):
+        for banked in banks:
+            banked.policy.begin_pass()
+        for layer in range(layers):
+            called = {(layer, e) for _ in range(tokens) for e in choose.sample(range(experts), chosen)}
+            found.append(call(banks[layer % len(banks)], layer, called))
+    half = found[len(found) // 2 :]
+    expected = kept_share(slots, layers=layers, count=experts, used=used)
+    assert sum(half) / len(half) / used == pytest.approx(expected, abs=0.03)
+
+
+def call(banked: Bank, layer: int, called: set[tuple[int, int]]) -> int:
+    """Return how many of the experts ``called`` of ``layer`` were in ``banked``, and have all be there."""
+    there = {expert for expert in called if banked.slot(expert) is not None}
+    banked.policy.begin_layer(layer)
+    for expert in sorted(there):
+        banked.policy.use(expert)
+    for expert in sorted(called - there):
+        if banked.take(expert, called) is not None:
+            banked.policy.use(expert)
+    return len(there)

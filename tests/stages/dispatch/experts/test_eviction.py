@@ -109,6 +109,16 @@ def test_a_rule_that_knows_of_layers_hits_where_slots_hold_less_than_a_pass(poli
     assert hits(POLICIES[policy](), [every_pass] * 10, slots=4) == 32
 
 
+@pytest.mark.parametrize("policy", ["least_stale", "lfru"])
+def test_a_layer_gives_up_its_own_first_where_it_finds_nothing_too(policy: str) -> None:
+    rule = used(POLICIES[policy](), [(0, 0), (1, 0)])
+    rule.begin_pass()
+    rule.begin_layer(0)
+    rule.use((0, 0))
+    rule.begin_layer(1)
+    assert rule.victim(()) == (1, 0), "layer 0 has its next chance as late, and its expert was used just now"
+
+
 def hits(rule: Eviction, passes: list[list[Expert]], slots: int) -> int:
     """Return how often an expert was in one of the ``slots`` already."""
     kept: set[Expert] = set()
