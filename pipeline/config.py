@@ -21,6 +21,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.errors import ConfigError, Fault, closest
+from pipeline.hydra_arguments import refuse_launcher
 from pipeline.installed_stages import stage_configs
 from pipeline.measure import MeasureConfig, check_measure
 from pipeline.standard_input import SIGN, read_lines
@@ -109,7 +110,11 @@ def _embedded(name: str) -> str:
 
 
 def _batch(launcher: str) -> int | None:
-    """Return how many jobs of a sweep run at a time: one on this machine, all of them on a cluster."""
+    """Return how many jobs of a sweep run at a time: one on this machine, all of them on a cluster.
+
+    Whoever asks is about to sweep with ``launcher``: one that can't is refused.
+    """
+    refuse_launcher(launcher)
     return 1 if launcher.endswith(".LocalLauncher") else None
 
 

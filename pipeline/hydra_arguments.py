@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-from hydra._internal.utils import get_args_parser
-from hydra.core.config_loader import ConfigLoader
-from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.types import Glob, Override
+from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.config_loader import ConfigLoader
+    from hydra.core.override_parser.types import Override
+
+_OWN_LAUNCHERS = "hydra_plugins.offstage_launchers"
+_IN_TURN = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 def refuse_rerun(arguments: Sequence[str]) -> None:
     """Raise a ``ConfigError`` where ``arguments`` ask Hydra to run a pickle again: one runs whatever code it holds."""
+    from hydra._internal.utils import get_args_parser
+
     given = get_args_parser().parse_args(list(arguments)).experimental_rerun
     if given is not None:
         raise ConfigError(
@@ -29,7 +34,23 @@ def refuse_empty_sweeps(overrides: Iterable[Override], loader: ConfigLoader) -> 
         raise ConfigError("\n".join(f"{each.get_key_element()}: {_nothing_in(each, loader)}" for each in empty))
 
 
+def refuse_launcher(target: str) -> None:
+    """Raise a ``ConfigError`` where ``target``, the class of a sweep's launcher, is none that can run a sweep here.
+
+    Others (joblib's, ray's) start jobs in processes of their own that don't know this command, and forget what each
+    came to: a sweep would end well whatever became of its jobs.
+    """
+    if target.rpartition(".")[0] != _OWN_LAUNCHERS and target != _IN_TURN:
+        raise ConfigError(
+            f"hydra/launcher: {target!r} forgets what the jobs of a sweep came to; give local, submitit_local or"
+            " submitit_slurm, or basic, which runs them in turn"
+        )
+
+
 def _nothing_in(override: Override, loader: ConfigLoader) -> str:
+    from hydra.core.object_type import ObjectType
+    from hydra.core.override_parser.types import Glob
+
     given = str(override.input_line).partition("=")[2]
     if not isinstance(override.value(), Glob):
         return f"{given!r} has no value, so the sweep would have no job; give at least one"

@@ -61,7 +61,15 @@ def _module_that_raised(error: Exception) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return Hydra's message and its cause's in one line, with the closest key where one was misspelt."""
+    """Return Hydra's message and its cause's in one line, with the closest key where one was misspelt.
+
+    What a resolver of this command refuses is told in its own words.
+    """
+    refused: BaseException | None = error
+    while refused is not None and not isinstance(refused, ConfigError):
+        refused = refused.__context__
+    if refused is not None:
+        return str(refused)
     texts = [str(error)] + ([str(error.__cause__)] if error.__cause__ else [])
     lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
     unknown = lines[0].partition("Could not override '")[2].partition("'")[0]

@@ -60,8 +60,15 @@ def perform(
         reports = runner.run()
         watch.ended()
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
-    screen.finish(reports, f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}")
+    closing = f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}"
+    screen.finish(reports, "\n".join([*_untested_cap(record), closing]))
     return 0
+
+
+def _untested_cap(record: RunRecord) -> list[str]:
+    """Return the line that says so where a cap was asked for and the run went without."""
+    noted = record.data["enforcement"]
+    return [f"no memory cap was tested: {noted['how']}"] if noted and not noted["enforced"] else []
 
 
 class Ending:
@@ -144,7 +151,9 @@ class _Watch(Observer):
     def ended(self) -> None:
         """Say so where there was nothing to cap."""
         if self._group is not None:
-            self._record.note_enforcement(bytes_allowed=None, how="nothing was loaded: served from the cache")
+            stages = self._record.data["stages"]
+            why = "served from the cache" if stages and stages[-1]["cached"] else "no stage came after the plan"
+            self._record.note_enforcement(bytes_allowed=None, how=f"nothing was loaded: {why}")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from tests.e2e.conftest import COMMAND, Finished, environment
 
@@ -47,12 +48,14 @@ def test_each_logging_of_hydra_can_be_chosen(
         (["-m", "generate=glob(x*)"], "generate: 'glob(x*)' matches no file of that group; there are greedy, sample"),
         (["-m", "seed=range(5,1)", "device_map=auto,optimal"], "seed: 'range(5,1)' has no value"),
         (["hydra.job_logging.handlers.console.class=nowhere"], "hydra.job_logging: Unable to configure handler"),
+        (["-m", "hydra/launcher=joblib", "seed=1,2"], "offstage: hydra/launcher: 'a.plugin.JoblibLauncher' forgets"),
         (["-sc", "stop_after=plan"], "Expecting one subcommand from ['install', 'uninstall', 'query']"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_nothing_runs(
     arguments: list[str], words: str, offstage_here: Run, tmp_path: Path
 ) -> None:
+    ConfigStore.instance().store("joblib", {"_target_": "a.plugin.JoblibLauncher"}, group="hydra/launcher")
     done = offstage_here(*arguments)
     assert (done.code, done.out) == (2, "")
     assert words in done.err

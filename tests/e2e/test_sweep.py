@@ -192,6 +192,19 @@ def test_a_cap_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch, offst
         "enforced": False, "bytes": None, "how": "no memory controller is mounted here"
     }  # fmt: skip
     assert "not capped" in done.err
+    assert "\nno memory cap was tested: no memory controller is mounted here\n" in done.out
+
+
+@pytest.mark.skipif(not can_cap(), reason="this process may not make memory groups")
+@pytest.mark.parametrize("first", [True, False], ids=["made", "served"])
+def test_a_run_that_loads_nothing_says_that_no_cap_was_tested(first: bool, offstage_here: Run) -> None:
+    if not first:
+        assert offstage_here("stop_after=plan").code == 0
+    done = offstage_here("enforce_memory=true", "stop_after=plan")
+    assert done.code == 0, done.err
+    why = "no stage came after the plan" if first else "served from the cache"
+    assert f"\nno memory cap was tested: nothing was loaded: {why}\n" in done.out
+    assert done.record["enforcement"]["how"] == f"nothing was loaded: {why}"
 
 
 def test_a_local_job_sees_the_accelerators_that_the_sweep_sees(monkeypatch: pytest.MonkeyPatch) -> None:
