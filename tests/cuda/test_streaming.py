@@ -222,6 +222,21 @@ def test_calls_from_different_streams_are_kept_apart(where: str, setup: Callable
     assert all(torch.equal(answer, expected) for answer in answers)
 
 
+@everywhere
+def test_a_backward_brings_weights_again_and_has_the_gradient_of_the_resident_model(
+    where: str, setup: Callable[..., Setup]
+) -> None:
+    def gradient(model: nn.Module) -> torch.Tensor:
+        x = inputs().requires_grad_()
+        model(x).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    stage, expected = setup(LAYOUTS[where]), gradient(net(WIDTH).to("cuda:0"))
+    assert all(torch.equal(gradient(stage.model), expected) for _ in range(4))
+    assert stage.streamer.traffic.overflow_bytes == 0
+
+
 def test_a_call_in_inference_mode_leaves_memory_that_other_calls_can_use(setup: Callable[..., Setup]) -> None:
     stage, expected = setup(LAYOUTS["mixed"]), resident()
     with torch.inference_mode():

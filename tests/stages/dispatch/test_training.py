@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
+from stages.finetune import CPUOffload
 from tests.stages.dispatch.adapted_llama import TOKENS, adapted_llama, equal, on_stage, trained
+from tests.stages.dispatch.late_link import LateLink
 from tests.stages.dispatch.placed_models import LAYOUTS, Setup, X, net
 
 STEPS = 20
@@ -63,9 +67,9 @@ def test_the_backward_reads_ahead_what_the_forward_read_and_no_more(tmp_path: Pa
     stage.streamer.remove()
 
 
-def gradient(model: nn.Module, **options: Any) -> torch.Tensor:
+def gradient(model: nn.Module) -> torch.Tensor:
     given = X.clone().requires_grad_()
-    model(given).square().sum().backward(**options)
+    model(given).square().sum().backward()
     assert given.grad is not None
     return given.grad
 
@@ -240,6 +244,78 @@ def test_a_call_of_one_module_alone_has_right_gradients_too(stage: Stage) -> Non
         each[1](x).square().sum().backward()
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_model_that_is_one_checkpoint_has_right_gradients(use_reentrant: bool, stage: Stage) -> None:
+    placed, expected = stage(), gradient(net())
+    for _ in range(2):
+        x = X.clone().requires_grad_()
+        checkpoint(placed.model, x, use_reentrant=use_reentrant).square().sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, expected)
+    assert placed.streamer.traffic.overflow_bytes == 0
+    assert pushed() is None
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_activations_are_offloaded_around_a_streamed_model_as_around_the_plain_one(ratio: float, tmp_path) -> None:
+    plain, model, found = adapted_llama(), adapted_llama(), []
+    stage = on_stage(model, "disk", tmp_path, staging_bytes=STAGING)
+    for each, name in ((plain, "plain"), (model, "streamed")):
+        offload = CPUOffload(ratio, tag=f"{name} {ratio}", target="disk", folder=tmp_path)
+
+        def step(model: Any, offload: CPUOffload = offload) -> torch.Tensor:
+            with offload:
+                return model(TOKENS, labels=TOKENS).loss
+
+        found.append((trained(each, 4, step), offload.traffic.popitem()[1]))
+    assert equal(found[0][0], found[1][0])
+    assert found[1][1].offloaded_bytes == found[0][1].offloaded_bytes > 0
+    assert stage.streamer.traffic.overflow_bytes == 0
+    stage.streamer.remove()
+
+
+class Looked(torch.autograd.Function):
+    """Has a late accelerator look at a weight, in the forward and again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, link: LateLink, expected: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.link, ctx.expected = link, expected
+        link.launch(weight, expected)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.link.launch(ctx.saved_tensors[0], ctx.expected)
+        return gradient, None, None, None
+
+
+class Looking(nn.Module):
+    def __init__(self, link: LateLink, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size))
+        self.link, self.expected = link, self.weight.detach().clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if is_fake(self.weight) else Looked.apply(x, self.weight, self.link, self.expected)
+
+
+@pytest.mark.parametrize("pauses", [(0.002, 0.0), (0.0, 0.005)], ids=["slow copies", "slow computing"])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_a_backward_keeps_the_order_of_a_late_accelerator(where: str, pauses: tuple[float, float], tmp_path) -> None:
+    link = LateLink(copy_pause=pauses[0], compute_pause=pauses[1])
+    model = nn.Sequential(*(Looking(link, 3000 + 1000 * (place % 3)) for place in range(10))).requires_grad_(False)
+    stage = Setup(model, lambda _name: where, tmp_path, open_link=lambda _devices, _device: link)
+    for _ in range(4):
+        model(X.clone().requires_grad_()).sum().backward()
+    assert stage.streamer.traffic.overflow_bytes == 0
+    stage.streamer.remove()
+    link.end()
+    assert link.wrong == []
 
 
 def test_tokens_that_follow_a_training_step_are_the_same(tmp_path: Path) -> None:
