@@ -36,10 +36,14 @@ class Binding:
         return self.bound is not None and _writes(self.bound) != self.version
 
     def bind(self, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` in the place of what waits, as a parameter like it where that is one."""
+        """Put ``tensor`` in the place of what waits, as a parameter like it where that is one.
+
+        One that would learn is none in a call with gradients: a graph would keep it, and its gradient would be lost.
+        """
         if self.table[self.attribute] is self.waiting:
             tensor = tensor.data  # its own count of writes: the staging memory around it is written all the time
-            self.bound = rebuild(self.waiting, tensor)
+            learns = self.waiting.requires_grad and torch.is_grad_enabled()
+            self.bound = _read_only(self.waiting, tensor, self.name) if learns else rebuild(self.waiting, tensor)
             self.table[self.attribute], self.version = self.bound, _writes(self.bound)
 
     def unbind(self) -> None:
@@ -57,6 +61,27 @@ class Binding:
         waiting = self.waiting
         if self.table[self.attribute] is waiting and isinstance(waiting, WaitingTensor) and waiting.kept is not None:
             self.wait_as(bring_home(waiting))
+
+
+class _ReadOnly(torch.autograd.Function):
+    """The data of a weight as something computed from the weight that waits, whose gradient is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, _waiting: torch.Tensor, data: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_gradient: torch.Tensor) -> Any:
+        raise RuntimeError(
+            f"{ctx.name!r} is streamed, and its gradient would be lost: what is streamed is read-only; freeze it "
+            "(requires_grad_(False)), or keep it where it computes, with a larger max_memory or another device_map"
+        )
+
+
+def _read_only(waiting: torch.Tensor, data: torch.Tensor, name: str) -> torch.Tensor:
+    found: torch.Tensor = _ReadOnly.apply(waiting, data, name)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _writes(tensor: torch.Tensor) -> int:

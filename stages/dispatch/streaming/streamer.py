@@ -160,12 +160,10 @@ class Streamer:
         part.users += 1
 
     def _lend(self, part: StreamedPart) -> None:
-        """Have what autograd saves of ``part`` be brought again; a gradient of it would be lost, and is refused."""
+        """Have what autograd saves of ``part`` be brought again."""
         for place, binding in enumerate(part.bindings):
             if binding.bound is not None:
                 self._saved.lend(binding.bound, partial(self._backward.save, part, place))
-                if binding.bound.requires_grad and part.users == 0:
-                    binding.bound.register_hook(partial(_refuse_gradient, binding.name))  # type: ignore[no-untyped-call]
 
     def _release(self, part: StreamedPart) -> None:
         """Let ``part`` go when its last user leaves; a call whose acquire failed has nothing to release."""
@@ -224,10 +222,3 @@ class Streamer:
                 binding.unbind()
         for lookahead in self._lookaheads:
             lookahead.take_back()
-
-
-def _refuse_gradient(name: str, _gradient: torch.Tensor) -> None:
-    raise RuntimeError(
-        f"{name!r} is streamed, and its gradient would be lost: what is streamed is read-only; freeze it "
-        "(requires_grad_(False)), or keep it where it computes, with a larger max_memory or another device_map"
-    )

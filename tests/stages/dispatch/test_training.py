@@ -219,10 +219,18 @@ class Interrupt:
             raise KeyboardInterrupt
 
 
-def test_a_gradient_that_would_be_lost_is_refused_by_name(stage: Stage) -> None:
-    placed = stage("host")
-    placed.model[1][3].weight.requires_grad_(True)
-    assert torch.equal(placed.model(X), net()(X)), "calls are served"
+@pytest.mark.parametrize("layout", ["host", "disk"])
+def test_a_gradient_that_would_be_lost_is_refused_by_name(layout: str, stage: Stage) -> None:
+    placed, expected = stage(layout), gradient(net())
+    for parameter in placed.model.parameters():
+        parameter.requires_grad_(True)
+    answers = [placed.model(X) for _ in range(2)]
+    assert all(torch.equal(answer, net()(X)) and answer.requires_grad for answer in answers), "calls are served"
+    x = X.clone().requires_grad_()
+    assert torch.equal(torch.autograd.grad(placed.model(x).square().sum(), x)[0], expected)
+    assert placed.streamer.traffic.overflow_bytes == 0, "graphs keep no weights"
+    for name, parameter in placed.model.named_parameters():
+        parameter.requires_grad_(name == "1.3.weight")
     with pytest.raises(RuntimeError, match=r"'1\.3\.weight' is streamed, and its gradient would be lost.*freeze it"):
         placed.model(X).sum().backward()
 
