@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ SLACK = 0.01
 _RATIO_STEPS = 1000
 """A ratio that is worked out is a whole number of such parts."""
 
-Moments = tuple[tuple[int, int], ...]
-"""Moments of a step: the bytes held without offload, and how many of them would be away with all of it."""
+Moments = tuple[tuple[int, int, int], ...]
+"""Moments of a step, in bytes: all that is held without offload; what autograd holds of it; and how much of that is
+held even with all of it offloaded, since it is in use, or comes back next."""
 Call = Callable[[nn.Module], Any]
 Loss = Callable[[Any], torch.Tensor]
 
@@ -55,18 +56,19 @@ class TrainingPeaks:
     @property
     def forward_peak(self) -> int:
         """The most bytes held in the forward, without offload."""
-        return max((held for held, _ in self.forward), default=0)
+        return max((held for held, _, _ in self.forward), default=0)
 
     def peak(self, ratio: float = 0.0) -> int:
         """Return the most bytes held in a step that offloads the share ``ratio``, 0 to 1, of what it saves.
 
-        In the forward that share of what is saved so far is away. In the backward it comes back ahead of use, as far
-        as there is room: until no more is held than stayed.
+        In the forward that share of what is saved so far is away, but for what is in use. In the backward it comes back
+        ahead of use, as far as there is room: until as much is held as stayed.
         """
-        share = max(0.0, ratio - SLACK)
-        stays = (1 - share) * self.saved_bytes
-        forward = (held - share * away for held, away in self.forward)
-        backward = (held - max(0.0, away - stays) for held, away in self.backward)
+        stays = 1 - max(0.0, ratio - SLACK)
+        forward = (held - (1 - stays) * (saved - needed) for held, saved, needed in self.forward)
+        backward = (
+            held - saved + min(saved, max(needed, stays * self.saved_bytes)) for held, saved, needed in self.backward
+        )
         return max((math.ceil(held) for held in (*forward, *backward)), default=0)
 
     def least_ratio(self, budget: int) -> float:
@@ -86,7 +88,8 @@ class TrainingPeaks:
 
     def lifted(self, held: int) -> TrainingPeaks:
         """Return these peaks with so many bytes more that are held all the time."""
-        forward, backward = (tuple((one + held, away) for one, away in part) for part in (self.forward, self.backward))
+        passes = (self.forward, self.backward)
+        forward, backward = (tuple((one + held, saved, needed) for one, saved, needed in part) for part in passes)
         return replace(self, forward=forward, backward=backward)
 
 
@@ -139,14 +142,15 @@ def run_backward(output: Any, loss: Loss | None) -> None:
         torch.autograd.backward(roots, [torch.ones_like(tensor) for tensor in roots])
 
 
-@dataclass(slots=True)
 class _Moments:
-    """The moments of a step, each after an operator: the bytes held without offload, and how many would be away."""
+    """The moments of a step, each after an operator, and the meter of its modules: what is held without offload."""
 
-    storages: LiveStorages
-    saved: DroppedStorages | None = None
-    seen: list[tuple[int, int]] = field(default_factory=list)
-    _peak: int = 0
+    def __init__(self, storages: LiveStorages) -> None:
+        self.storages = storages
+        self.saved: DroppedStorages | None = None
+        self.in_backward = False
+        self.seen: list[tuple[int, int, int]] = []
+        self._peak = 0
 
     @property
     def live(self) -> int:
@@ -160,9 +164,11 @@ class _Moments:
 
     def note(self) -> None:
         """Add the moment that is now."""
-        held = self.live
-        self.seen.append((held, held - self.storages.live))
-        self._peak = max(self._peak, held)
+        if self.saved is not None:
+            held, saved = self.live, self.saved.bytes
+            coming = self.saved.next_bytes if self.in_backward else 0
+            self.seen.append((held, saved, saved - self.saved.away + coming))
+            self._peak = max(self._peak, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +192,7 @@ class _StepRehearsal:
             stack.enter_context(swapped(self.model, weights))
             with saved.hooks(), watch_modules(self.model, watch):
                 output = self.call(self.model)
-            saved_bytes, passed = saved.bytes, len(moments.seen)
+            saved_bytes, passed, moments.in_backward = saved.bytes, len(moments.seen), True
             for name, count in saved.bytes_by_module().items():
                 watch.usage[name].saved_bytes = count
             run_backward(output, self.loss)
@@ -206,12 +212,12 @@ class _StepRehearsal:
         return weights
 
 
-def _highest(moments: Iterable[tuple[int, int]]) -> Moments:
-    """Return those of ``moments`` than which no other holds more, both with nothing and with everything away."""
-    kept: list[tuple[int, int]] = []
+def _highest(moments: Iterable[tuple[int, int, int]]) -> Moments:
+    """Return those of ``moments`` than which no other holds more, both with nothing and with everything offloaded."""
+    kept: list[tuple[int, int, int]] = []
     least = -1
-    for held, away in sorted(set(moments), key=lambda moment: (-moment[0], moment[1])):
-        if held - away > least:
-            kept.append((held, away))
-            least = held - away
+    for held, saved, needed in sorted(set(moments), key=lambda moment: (-moment[0], moment[1] - moment[2])):
+        if held - saved + needed > least:
+            kept.append((held, saved, needed))
+            least = held - saved + needed
     return tuple(kept)

@@ -107,7 +107,18 @@ def test_a_real_step_of_a_language_model_holds_what_was_rehearsed_without_offloa
     real = AutoModelForCausalLM.from_config(CONFIGS[name]).train()
     assert peaks.peak() == pytest.approx(held_by_a_real_step(real, **named), rel=0.02)
     if name != "Mixtral":  # whose halves of one tensor are saved apart
-        assert peaks.peak(1.0) == pytest.approx(held_by_a_real_step(real, offloads=4096, **named), rel=0.05)
+        held, coming = held_by_a_real_step(real, offloads=4096, **named), 3 * 40 * 64 * FLOAT
+        assert held <= peaks.peak(1.0) <= 1.02 * held + coming  # one more tensor comes back ahead of its use
+
+
+def test_what_comes_back_in_the_backward_is_let_go_again() -> None:
+    """Each layer's tensors are saved several times, and asked for as often: no layer may leave any behind."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Softmax(-1), nn.LayerNorm(32))]
+    model, x = nn.Sequential(*layers), torch.randn(512, 32)
+    peaks = rehearse_step(model, lambda module: module(x), smallest=0).peaks
+    one = 512 * 32 * FLOAT
+    assert peaks.saved_bytes > 20 * one
+    assert peaks.gradient_bytes + 3 * one < peaks.peak(1.0) < peaks.gradient_bytes + 8 * one
 
 
 def test_a_step_that_accumulates_has_all_gradients_from_its_beginning() -> None:
@@ -135,10 +146,14 @@ def test_the_model_is_as_it_was_after_a_rehearsal() -> None:
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
-PEAKS = TrainingPeaks(saved_bytes=800, gradient_bytes=0, forward=((1000, 800), (600, 100)), backward=((700, 200),))
+PEAKS = TrainingPeaks(
+    saved_bytes=800, gradient_bytes=0, forward=((1000, 800, 0), (600, 100, 0)), backward=((700, 300, 100),)
+)
 
 
-@pytest.mark.parametrize(("budget", "ratio"), [(2000, 0.0), (1000, 0.0), (702, 0.383), (601, 0.884), (508, 1.0)])
+@pytest.mark.parametrize(
+    ("budget", "ratio"), [(2000, 0.0), (1000, 0.0), (702, 0.383), (601, 0.759), (508, 0.93), (501, 1.0)]
+)
 def test_the_least_ratio_is_that_whose_peak_just_fits(budget: int, ratio: float) -> None:
     assert PEAKS.least_ratio(budget) == ratio
     assert PEAKS.peak(ratio) <= budget
@@ -146,8 +161,8 @@ def test_the_least_ratio_is_that_whose_peak_just_fits(budget: int, ratio: float)
 
 
 def test_a_budget_that_no_ratio_fits_is_told_the_least_that_would() -> None:
-    with pytest.raises(BudgetError, match=r"takes 508 B.*507 bytes.*give it 508 bytes or more"):
-        PEAKS.least_ratio(507)
+    with pytest.raises(BudgetError, match=r"takes 501 B.*500 bytes.*give it 501 bytes or more"):
+        PEAKS.least_ratio(500)
 
 
 def test_what_is_held_beside_counts_at_every_ratio() -> None:
