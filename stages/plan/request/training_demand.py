@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stages.empty_init.training_peaks import TrainingPeaks
 
 FILE_NAME = "training.json"
-VERSION = 1
+VERSION = 2
 """Raised by hand where what is rehearsed changes."""
 
 _KEPT = {"adamw": 2, "sgd": 0}
