@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from stages.dispatch.transfer.trace import Trace
 from stages.finetune import CPUOffload
 from stages.machine.devices import Devices
-from tests.stages.finetune.trained_models import INPUTS, KINDS, expected, gradients, llama, net, same
+from tests.stages.finetune.trained_models import INPUTS, KINDS, Residual, expected, gradients, llama, net, same
 
 GIB = 2**30
 Make = Callable[..., CPUOffload]
@@ -65,6 +65,13 @@ def test_with_checkpointing_twenty_steps_give_the_same_bits_too(
     offload: Make, trained: Callable[..., list[Any]]
 ) -> None:
     assert same(train("llama", 20, lambda step: offload(0.5), checkpointing=True), trained("llama", checkpointing=True))
+
+
+def test_blocks_with_contexts_of_their_own_give_the_same_bits_over_twenty_steps(
+    offload: Make, trained: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Residual, "inner", staticmethod(lambda: offload(0.8)))  # one tag for all blocks
+    assert same(train("residual", 20, lambda step: offload(0.2, "around")), trained("residual"))
 
 
 def test_the_ratio_may_change_from_iteration_to_iteration(offload: Make, trained: Callable[..., list[Any]]) -> None:

@@ -1,6 +1,7 @@
 """Models that are trained with and without offload, and what is compared."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -8,7 +9,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 class Residual(nn.Module):
-    """A convolution net in the manner of ResNet: batch norms, additions, activations in place."""
+    """A convolution net in the manner of ResNet: batch norms, additions, activations in place.
+
+    Its blocks run in a context of their own, as ``inner`` makes it.
+    """
+
+    inner: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +30,8 @@ class Residual(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         hidden = self.stem(images)
         for block in self.blocks:
-            hidden = nn.functional.relu(block(hidden) + hidden, inplace=True)
+            with self.inner():
+                hidden = nn.functional.relu(block(hidden) + hidden, inplace=True)
         return self.head(self.pool(hidden).flatten(1))
 
 
