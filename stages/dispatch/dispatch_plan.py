@@ -43,10 +43,15 @@ class ModulePlan:
         """The tensors that are brought in for each use."""
         return tuple(name for name, serving in self.serving.items() if is_streamed(serving))
 
+    @property
+    def waits(self) -> bool:
+        """Whether a pass may have something of it brought in."""
+        return bool(self.streamed) or self.experts is not None
+
 
 @dataclass(frozen=True, slots=True)
 class DispatchPlan:
-    """All parts by module name, the modules that inputs are moved for, and the order in which streamed parts are used.
+    """All parts by module name, the modules that inputs are moved for, and the order in which those that wait are used.
 
     ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
     ``streamed_bytes`` are brought in for every pass, whatever experts it calls. ``staging_bytes`` may be held on the
@@ -100,7 +105,7 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         main_device=plan.main_device,
         parts=parts,
         entries=_entries(skeleton, plan),
-        order=tuple(name for name in skeleton.calls if name in parts and parts[name].streamed),
+        order=tuple(name for name in skeleton.calls if name in parts and parts[name].waits),
         streamed_bytes=sum(
             skeleton.by_name[name].bytes
             for part in parts.values()

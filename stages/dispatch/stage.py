@@ -61,7 +61,7 @@ class DispatchStage(Stage[DispatchInputs]):
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
     name = "dispatch"
-    version = 7
+    version = 8
     needs: tuple[str, ...] = ("shard_load",)
     config_class = DispatchConfig
 

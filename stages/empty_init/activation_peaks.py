@@ -38,8 +38,11 @@ _LOOPS = 1.5
 """A prompt twice as long that takes this many times the operators is gone through token by token."""
 _SHAPES = tuple((1 << i, 1 << j) for i in range(9) for j in range(18))
 """Where a moment must be the peak to be kept: up to 256 sequences of up to 131072 tokens."""
-_FACTORS = tuple(itertools.product((0, 1), (0, 1), (0, 1, 2, 4)))
-"""What a kernel may take, for each byte of the operands and the result, where its widest moment is to be kept."""
+_FACTORS = (*itertools.product((0, 1), (0, 1), (0, 1, 2, 4)), (0, 0, -1))
+"""What a kernel may take, for each byte of the operands and the result, where its widest moment is to be kept.
+
+The last is what is there before the product is computed: so much is kept where a call waits for its weight.
+"""
 _BLOCKS = 2
 _MOST_DECIDED = 10_000
 """The operators of one forward beyond which code that asks for values is left: it goes through token by token."""

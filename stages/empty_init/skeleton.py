@@ -83,6 +83,15 @@ class Moment:
     kernel: str = ""
     operands: tuple[tuple[float, ...], ...] = ()
 
+    def before(self, sequences: int, length: int) -> int:
+        """Return the bytes of activations without the product's result: as they are before it is computed."""
+        terms = monomials(sequences, length)
+        held, result = (
+            sum(factor * term for factor, term in zip(factors, terms, strict=True))
+            for factors in (self.activations, self.operands[2])
+        )
+        return max(0, round(held - result))
+
     def at(self, sequences: int, length: int, kernels: Kernels) -> tuple[int, int]:
         """Return the bytes of activations, and of scratch with ``kernels``, for ``sequences`` of ``length`` tokens."""
         terms = monomials(sequences, length)

@@ -73,7 +73,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 10
+    version = 11
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

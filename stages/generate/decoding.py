@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from stages.generate.batches import Asked, make_batches
 from stages.generate.detokenizer import Detokenizer, decode_after
 from stages.generate.inputs import GenerateInputs
 from stages.generate.logprobs import ChosenLogprobs
-from stages.generate.metrics import Cost
-from stages.generate.sampling import SeededRows
+from stages.generate.metrics import Cost, Span
+from stages.generate.sampling import SeededRows, seeded_rows
 from stages.generate.transcript import LiveTranscript, before_answer
 from stages.inference.padding import make_batch
 from stages.inference.progress import Progress, Row
 from stages.inference.tokens import check_words
 from stages.inputs.prompt_processor import PromptProcessor
+from stages.plan.request.lockstep import KEY as LOCKSTEP
 from stages.plan.request.prompt_inputs import prompt_inputs
 from stages.plan.request.prompts import MOST
 
@@ -64,23 +65,45 @@ class Decoding:
         The answer to a single prompt is given to ``show`` while it comes; ``is_chat`` as in ``Generation``; ``title``
         stands before the bar.
         """
-        given = self._inputs.options
+        given, members = self._inputs.options, self._inputs.options.get(LOCKSTEP, 1)
         batches = make_batches(
             [self._asked(index, ids) for index, ids in enumerate(encoded)],
             size=given.get("batch_size"),
-            alone=bool(given.get("exact") or self._assistant),
+            alone=bool(given.get("exact") or self._assistant or (members > 1 and not given.get("batch_size"))),
             padded=self._uses_transformers,
         )
         left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
         steps = sum(batch[0].options.get("max_new_tokens") or 0 for batch in left.values())
         live = self._live(batches[0][0], show, is_chat=is_chat) if show and len(encoded) == 1 else None
-        with tqdm(total=steps or None, desc=title, unit="token", disable=None, leave=False) as bar:
-            for number, batch in left.items():
+        samples = any(batch[0].options.get("do_sample", True) for batch in left.values())
+        with (
+            tqdm(total=steps or None, desc=title, unit="token", disable=None, leave=False) as bar,
+            SeededRows() if samples else nullcontext(),
+        ):
+
+            def answer(number: int) -> list[Span]:
                 if len(batches) > 1:
                     bar.set_postfix_str(f"{len(progress.done)} of {len(batches)} batches")
-                progress.add(self._rows(number, batch, self._run_batch(batch, bar, live)))
+                rows, spans = self._run_batch(left[number], bar, live)
+                progress.add(self._rows(number, left[number], rows))
                 if live:
                     live.finish(progress.done[number][0]["text"])
+                return spans
+
+            together = [number for number, batch in left.items() if members > 1 and not batch[0].with_media]
+            for number in sorted(left.keys() - together):
+                self.cost.add(*answer(number))
+            self._answer_together([partial(answer, number) for number in together], members)
+
+    def _answer_together(self, answers: Sequence[Callable[[], list[Span]]], size: int) -> None:
+        """Have ``answers`` made in lockstep, so many at a time, and count what they cost together."""
+        spans: list[Span] = []
+
+        def make(answer: Callable[[], list[Span]]) -> None:
+            spans.extend(answer())
+
+        group = self._dispatched.streamer.go_together([partial(make, answer) for answer in answers], size=size)
+        self.cost.add(*spans, passes=group.passes)
 
     def _live(self, asked: Asked, show: ShowText, *, is_chat: bool) -> LiveTranscript | None:
         """Return what shows the answer while it comes; null where it is chosen from several, or there is no text."""
@@ -129,8 +152,10 @@ class Decoding:
         with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
             return decode_after(decode_ids, before, row)
 
-    def _run_batch(self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None) -> list[Row]:
-        """Return the new tokens of each sequence, and their log-probabilities where they are asked for."""
+    def _run_batch(self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None) -> tuple[list[Row], list[Span]]:
+        """Return the new tokens of each sequence, with their log-probabilities where they are asked for, and when they
+        came, if any did.
+        """
         given, traffic = batch[0].options, self._dispatched.streamer.traffic
         ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
         asked = self._tensors(batch, pad=self._pad(given, ends))
@@ -144,18 +169,18 @@ class Decoding:
             clock.tick, clock.see = bar.close, live.more  # the text takes the bar's place
         torch.manual_seed(batch[0].seed)
         began = time.perf_counter()
-        with SeededRows([one.seed for one in batch]) if given.get("do_sample", True) else nullcontext():
+        with seeded_rows([one.seed for one in batch]):
             tokens = self._decode(asked, given, clock, logprobs)
-        if clock.times:
-            (first, cpu), now = marks[0], time.process_time()
-            self.cost.add(
-                clock.times, began=began, sequences=len(tokens), first=first, last=traffic, cpu_seconds=now - cpu
-            )
+        spans = [
+            Span(began, clock.times, len(tokens), first, replace(traffic), cpu=(cpu, time.process_time()))
+            for first, cpu in marks[:1]
+        ]
         answers = [decode.trim([int(token) for token in row], ends) for row in tokens]
-        return [
+        rows: list[Row] = [
             {"token_ids": ids, **({"logprobs": logprobs.of(place, len(ids))} if logprobs else {})}
             for place, ids in enumerate(answers)
         ]
+        return rows, spans
 
     def _tensors(self, batch: Sequence[Asked], *, pad: int) -> Mapping[str, torch.Tensor]:
         """Return what the model is given for ``batch``, by name: of a prompt with media what its processor makes."""

@@ -145,7 +145,8 @@ def perform(session: Session, context: Context, folder: Path) -> Generation:
     with session.decoding() as make:
         decoding = make()
         sample = session.run(decoding, progress, show=context.show_text)
-    note_decoding(context, session.plan, steps=decoding.cost.steps, rate=decoding.cost.hit_rate)
+    if not decoding.cost.passes:  # of several in lockstep it is another rate than the next run's alone
+        note_decoding(context, session.plan, steps=decoding.cost.steps, rate=decoding.cost.hit_rate)
     return Generation(
         outputs_of(progress),
         session.is_chat,

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import StoppingCriteria
 
+from stages.dispatch.streaming.lockstep import current_call
+
 _ROWS = 16
 """How many sequences are normalised at once: what that takes needs no room in a plan then."""
 
@@ -34,7 +36,11 @@ class ChosenLogprobs(StoppingCriteria):  # type: ignore[misc]
     def watching(self, model: nn.Module) -> Iterator[ChosenLogprobs]:
         """Take the logits of the last position of each forward of ``model`` inside."""
 
+        mine = current_call()
+
         def take(_model: nn.Module, _args: Any, output: Any) -> None:
+            if current_call() is not mine:  # another's, in lockstep
+                return
             self._logits = output.logits[:, -1].clone()  # not a view: a prompt's forward may give all positions
 
         handle = model.register_forward_hook(take)

@@ -17,6 +17,27 @@ from stages.plan.plan import Plan
 from stages.plan.predict import bound_seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A batch from when it ``began`` over its tokens, one of each of its ``sequences`` at each of ``times``.
+
+    ``first`` and ``last`` are what had streamed when the first token had come, and in the end; ``cpu`` the seconds that
+    all threads had computed for by then.
+    """
+
+    began: float
+    times: Sequence[float]
+    sequences: int
+    first: Traffic
+    last: Traffic
+    cpu: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def steps(self) -> int:
+        """The forwards after the first token."""
+        return len(self.times) - 1
+
+
 @dataclass(slots=True)
 class Cost:
     """Sums over batches. ``steps`` are forwards after the first token, however many sequences share one.
@@ -24,7 +45,8 @@ class Cost:
     The bytes and ``stall_seconds`` are those of decoding alone; ``storage_bytes`` of the streamed ones were read from
     storage for it. So are the calls for experts that wait, ``expert_hits`` of which found theirs in a slot.
     ``cpu_seconds`` are those of all threads while it was decoded. ``first_token_seconds`` has an entry a batch,
-    ``token_seconds`` one a token after that: how long it let itself be waited for.
+    ``token_seconds`` one a token after that: how long it let itself be waited for. Of batches in lockstep, decoding
+    begins with the first token of all; they shared ``passes`` of the model.
     """
 
     batches: int = 0
@@ -38,26 +60,25 @@ class Cost:
     expert_hits: int = 0
     expert_misses: int = 0
     cpu_seconds: float = 0.0
+    passes: int = 0
     first_token_seconds: list[float] = field(default_factory=list)
     token_seconds: list[float] = field(default_factory=list)
 
-    def add(
-        self, times: Sequence[float], *, began: float, sequences: int, first: Traffic, last: Traffic,
-        cpu_seconds: float = 0.0,
-    ) -> None:  # fmt: skip
-        """Add a batch that ``began`` and had a token of each of its ``sequences`` at each of ``times``.
-
-        ``first`` and ``last`` are what had streamed when the first token had come, and in the end; all threads computed
-        for ``cpu_seconds`` between the two.
-        """
-        self.cpu_seconds += cpu_seconds
-        self.first_token_seconds.append(times[0] - began)
-        self.token_seconds += [now - before for before, now in pairwise(times)]
-        self.batches += 1
-        self.prefill_seconds += times[0] - began
-        self.decode_seconds += times[-1] - times[0]
-        self.steps += len(times) - 1
-        self.tokens += (len(times) - 1) * sequences
+    def add(self, *spans: Span, passes: int = 0) -> None:
+        """Add batches that were answered together: one, or several in lockstep, which shared so many ``passes``."""
+        if not spans:
+            return
+        earliest, latest = min(spans, key=lambda span: span.times[0]), max(spans, key=lambda span: span.times[-1])
+        first, last = earliest.first, latest.last
+        self.batches += len(spans)
+        self.passes += passes
+        self.cpu_seconds += latest.cpu[1] - earliest.cpu[0]
+        self.first_token_seconds += [span.times[0] - span.began for span in spans]
+        self.token_seconds += [now - before for span in spans for before, now in pairwise(span.times)]
+        self.prefill_seconds += earliest.times[0] - min(span.began for span in spans)
+        self.decode_seconds += latest.times[-1] - earliest.times[0]
+        self.steps += sum(span.steps for span in spans)
+        self.tokens += sum(span.steps * span.sequences for span in spans)
         self.streamed_bytes += last.streamed_bytes - first.streamed_bytes
         self.storage_bytes += last.storage_bytes - first.storage_bytes
         self.stall_seconds += last.stall_seconds - first.stall_seconds
@@ -85,7 +106,7 @@ class Cost:
         """Return the run record's metrics of decoding under ``plan``, null where no token came after the first."""
         steps, seconds = self.steps, self.decode_seconds
         return {
-            "time_to_first_token_seconds": self.prefill_seconds / self.batches if self.batches else None,
+            "time_to_first_token_seconds": sum(self.first_token_seconds) / self.batches if self.batches else None,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds_per_token": seconds / steps if steps else None,
             "decode_cpu_seconds_per_token": self.cpu_seconds / steps if steps else None,
@@ -97,4 +118,5 @@ class Cost:
             "bound": self.bound() if steps else None,
             "bound_seconds_per_token": self.bound_seconds(plan),
             **({} if self.hit_rate is None else {"expert_hit_rate": self.hit_rate}),
+            **({} if not self.passes else {"passes": self.passes}),
         }

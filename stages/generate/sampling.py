@@ -7,34 +7,58 @@ draws after ``torch.manual_seed``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 
-class SeededRows(TorchFunctionMode):
-    """While entered, ``torch.multinomial`` draws the rows of each prompt from a generator with its seed of ``seeds``.
-
-    The rows of a prompt stand together, as many for each: its copies, or its beams.
-    """
+class _Rows:
+    """The generators of a batch's prompts, one for each of ``seeds``, made where the first draw is."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
-        super().__init__()
         self._seeds = seeds
         self._generators: list[torch.Generator] = []
 
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        """Return them, on ``device``."""
+        if not self._generators:
+            self._generators = [torch.Generator(device).manual_seed(seed) for seed in self._seeds]
+        return self._generators
+
+
+_rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
+"""Those of the batch that is answered now: each of several in lockstep has a context of its own."""
+
+
+@contextmanager
+def seeded_rows(seeds: Sequence[int]) -> Iterator[None]:
+    """Have what is drawn inside, under ``SeededRows``, be drawn for prompts with these ``seeds``."""
+    token = _rows.set(_Rows(seeds))
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+class SeededRows(TorchFunctionMode):
+    """While entered, ``torch.multinomial`` draws the rows of each prompt from a generator with its seed.
+
+    The rows of a prompt stand together, as many for each: its copies, or its beams. Without ``seeded_rows`` it draws as
+    torch does.
+    """
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.multinomial or kwargs.get("generator") is not None:
+        kwargs, rows = kwargs or {}, _rows.get()
+        if func is not torch.multinomial or rows is None or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         weights = args[0] if args else kwargs.pop("input")
-        if not self._generators:
-            self._generators = [torch.Generator(weights.device).manual_seed(seed) for seed in self._seeds]
-        rows = weights.reshape(len(self._seeds), -1, weights.shape[-1])
+        generators = rows.generators(weights.device)
         drawn = [
             func(own, *args[1:], **kwargs, generator=generator)
-            for own, generator in zip(rows, self._generators, strict=True)
+            for own, generator in zip(weights.reshape(len(generators), -1, weights.shape[-1]), generators, strict=True)
         ]
         return torch.cat(drawn).reshape(*weights.shape[:-1], -1)

@@ -19,6 +19,7 @@ from stages.generate.transcript import transcript
 from stages.inference.inputs import batch_size, gather_model
 from stages.inputs.libraries import media_libraries
 from stages.plan.request.assistant import KEY as ASSISTANT
+from stages.plan.request.lockstep import KEY as LOCKSTEP
 from stages.plan.request.prompt_media import located_prompts
 from stages.plan.request.prompts import check_prompts, check_seed, read_prompts
 
@@ -90,6 +91,9 @@ class GenerateStage(Stage[GenerateInputs]):
         given = read(GenerateConfig, context.config)
         prompts = read_prompts(given.generate)
         options = {**given.generate, "batch_size": batch_size(given.generate, context)}
+        options[LOCKSTEP] = batch_size(options, context, key=LOCKSTEP) or 1
+        if options[LOCKSTEP] == 1:
+            del options[LOCKSTEP]
         return GenerateInputs(
             prompts=list(prompts.values()),
             names=list(prompts),

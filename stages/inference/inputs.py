@@ -50,8 +50,11 @@ def gather_model(context: Context) -> dict[str, Any]:
     }
 
 
-def batch_size(node: Mapping[str, Any], context: Context) -> int | None:
-    """Return the ``batch_size`` that a stage's ``node`` of the config gives, or where that is auto, the plan."""
-    given = node.get("batch_size")
-    size: int | None = context.artifact("plan").json(PLAN)["batch_size"] if given == AUTO else given
+def batch_size(node: Mapping[str, Any], context: Context, *, key: str = "batch_size") -> int | None:
+    """Return the ``batch_size`` that a stage's ``node`` of the config gives, or where that is auto, the plan.
+
+    ``key`` may name another number that is the plan's to choose.
+    """
+    given = node.get(key)
+    size: int | None = context.artifact("plan").json(PLAN)[key] if given == AUTO else given
     return size

@@ -17,7 +17,7 @@ from stages.checkpoints.weight_files import weight_files
 from stages.machine.kept_figures import kept_or_measured
 from stages.plan.expert_slots import Pool, rate_key
 from stages.plan.plan import Plan
-from stages.plan.request.requests import asking, read_requests
+from stages.plan.request.requests import asking
 
 FILE_NAME = "hit_rates.json"
 _PLACES = 3
@@ -45,7 +45,7 @@ def note_decoding(context: Context, plan: Plan, *, steps: int, rate: float | Non
     ((device, pool),) = plan.pools.items()
     slots, expected = plan.slots[device], float(plan.forecast["expert_hit_rate"])
     if slots < pool.bytes and is_news(rate, expected):
-        tokens = read_requests(context.config)[plan.batch_size].pass_tokens
+        tokens = plan.pass_tokens
         note_hit_rate(context.cache, context.config["model"], pool, slots=slots, tokens=tokens, rate=rate)
 
 

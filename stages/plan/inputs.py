@@ -24,9 +24,18 @@ from stages.plan.budgets import Allowance, allow, rooms
 from stages.plan.expert_slots import Routing
 from stages.plan.outline import Outline
 from stages.plan.predict import Work, most, work
+from stages.plan.request.batch_size import AUTO
 from stages.plan.request.geometry import Request, read_geometry
+from stages.plan.request.lockstep import KEY as LOCKSTEP
 from stages.plan.request.media_demand import MediaDemand
-from stages.plan.request.requests import media_request, read_request, read_requests, what_learns, with_adapter
+from stages.plan.request.requests import (
+    asking,
+    media_request,
+    read_request,
+    read_requests,
+    what_learns,
+    with_adapter,
+)
 from stages.plan.request.training import Learns
 from stages.plan.serving import Io, choose_io
 from stages.plan.training_work import TrainingWork, product_bytes
@@ -39,7 +48,7 @@ class Demand:
 
     ``io``, ``pages_stay`` and ``tight`` are all that free memory changes of a plan: how the host reads, whether what
     it maps stays in memory, and the memory that is free where it may be too little, else null. ``routing`` is how the
-    tokens of a pass use a mixture's experts, null for other models.
+    tokens of a pass use a mixture's experts, null for other models. ``members`` share a pass in lockstep.
     """
 
     work: Work
@@ -48,6 +57,7 @@ class Demand:
     pages_stay: bool
     tight: int | None
     routing: Routing | None
+    members: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +65,18 @@ class PlanInputs:
     """The model by the key of its ``skeleton``, the map that was asked for, and what is demanded beside weights.
 
     ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
-    least the last. ``count`` prompts or windows, each of ``copies`` rows that compute at once, are then to be answered,
-    in the ``rooms`` that devices have. ``learns`` says which weights are changed by the run, and
-    ``offload_ratio`` which share of a training's activations waits elsewhere. ``simulated`` has the accelerators that
-    the config lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
+    least the last; where ``lockstep`` says so, for each number of batches in lockstep. ``count`` prompts or windows,
+    each of ``copies`` rows that compute at once, are then to be answered, in the ``rooms`` that devices have.
+    ``learns`` says which weights are changed by the run, and ``offload_ratio`` which share of a training's activations
+    waits elsewhere. ``simulated`` has the accelerators that the config lists; those that are here stand in ``machine``,
+    since their free memory is in the budgets already.
     """
 
     skeleton: str
     choice: options.Choice
     overrides: Mapping[str, DeviceId]
     demands: Mapping[int | None, Demand]
+    lockstep: bool
     count: int
     copies: int
     rooms: Mapping[DeviceId, int]
@@ -123,9 +135,11 @@ def gather_inputs(
                 machine,
                 works[size],
                 Routing(request.pass_tokens, {} if chosen else hit_rates or {}) if outline.experts else None,
+                request.members,
             )
             for size, request in requests.items()
         },
+        lockstep=chosen and (config.get(asking(config)) or {}).get(LOCKSTEP) == AUTO,
         count=read_request(config).sequences // largest.copies if chosen else 0,
         copies=largest.copies * largest.positions if chosen else 0,
         rooms=rooms(machine, leaves=bool(given.max_memory)) if chosen else {},
@@ -164,7 +178,12 @@ def _works(
 
 
 def _demand(
-    outline: Outline, given: options.PlanConfig, machine: Hardware, needs: Work, routing: Routing | None
+    outline: Outline,
+    given: options.PlanConfig,
+    machine: Hardware,
+    needs: Work,
+    routing: Routing | None,
+    members: int,
 ) -> Demand:
     allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
     streaming = _streaming(machine, outline, allowance, needs)
@@ -175,6 +194,7 @@ def _demand(
         pages_stay=choose_io("auto", **streaming) == "mmap",
         tight=_tight(machine, outline, allowance, needs),
         routing=routing,
+        members=members,
     )
 
 

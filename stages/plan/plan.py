@@ -37,7 +37,8 @@ class Plan:
     ``predicted`` are the bytes of each device at its peak, by what they are for; ``forecast`` the bytes streamed and
     the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
     ``used_bytes`` are those that a token reads of what each device holds: of a mixture's experts those it is routed to.
-    ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null.
+    ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null; likewise
+    ``lockstep``, how many batches share each pass.
     ``offload_ratio`` is the share of a training's activations that waits elsewhere, null where nothing is trained.
     ``pass_tokens`` are those of a pass of decoding, by which slots are divided among layers.
     """
@@ -63,6 +64,7 @@ class Plan:
     used_bytes: Mapping[DeviceId, int] = field(default_factory=dict)
     rates: Mapping[str, int] = field(default_factory=dict)
     batch_size: int | None = None
+    lockstep: int | None = None
     offload_ratio: float | None = None
     pass_tokens: int = 1
 

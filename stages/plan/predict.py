@@ -70,7 +70,7 @@ def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernel
     """
     dtype = compute_dtype(outline)
     width = int(DTYPE_BYTES[dtype])
-    cache = geometry.layers * geometry.cached * request.tokens * width
+    cache = request.members * geometry.layers * geometry.cached * request.tokens * width
     grown = request.tokens * (geometry.cached + 2 * geometry.hidden) * width
     found = [moment.at(request.sequences, request.prompt, kernels) for moment in outline.skeleton.moments]
     if not found:
@@ -82,8 +82,16 @@ def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernel
     found += [moment.at(1, 1, kernels) for moment in request.moments]
     found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()))
     activations = max(grown, *(held for held, _ in found))
-    kept, scratch = request.sequences * request.kept * geometry.vocabulary * 4, max(map(sum, found)) - activations
-    return Work(cache, activations + kept, max(0, scratch), request.result_bytes, request.assistant_bytes)
+    scratch = max(map(sum, found)) - activations
+    beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
+    beside += (request.members - 1) * _parked_bytes(outline, request, at_most=activations)
+    return Work(cache, activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes)
+
+
+def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:
+    """Return the most that a call in lockstep keeps of a prompt's forward while it waits for a product's weight."""
+    products = [moment for moment in outline.skeleton.moments if moment.kernel.startswith("mm ")]
+    return max((moment.before(request.sequences, request.prompt) for moment in products), default=at_most)
 
 
 def _logits(geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...]) -> Iterator[tuple[int, int]]:
@@ -137,11 +145,13 @@ def predict(
     rates: Rates,
     *,
     routing: Routing = SINGLE,
+    members: int = 1,
     pages_stay: bool = False,
 ) -> Plan:
     """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token.
 
-    A token stands for a pass of decoding, whose tokens are routed as ``routing`` says. Where ``pages_stay``, what is
+    A token stands for a pass of decoding, whose tokens are routed as ``routing`` says; of ``members`` in lockstep each
+    has one a pass, and what is streamed is shared out among them. Where ``pages_stay``, what is
     mapped is read from storage once, and is in memory for every token that follows.
     """
     offstage = offstage_in(outline, plan.serving, plan.execution)
@@ -153,11 +163,11 @@ def predict(
             waits = CPU if pages_stay and serving == "map" else waits_on(serving)
             streamed[waits] += round(outline.sizes[name] * used_share)
     used = _used_bytes(outline, plan, experts, routing)
-    seconds = token_seconds(streamed, used, main=plan.main_device, rates=rates)
+    seconds = token_seconds(streamed, used, main=plan.main_device, rates=rates, members=members)
     bound = max(seconds, key=lambda name: seconds[name])
-    forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": sum(streamed.values())}
+    forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": round(sum(streamed.values()) / members)}
     if offstage:
-        forecast["expert_bytes_per_token"] = round(sum(experts.brought.values()))
+        forecast["expert_bytes_per_token"] = round(sum(experts.brought.values()) / members)
         forecast["expert_hit_rate"] = round(experts.hit_rate, 4)
     forecast |= {"seconds_per_token": seconds[bound], "bound": bound}
     if streamed.get(DISK):
@@ -254,18 +264,24 @@ def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float) ->
 
 
 def token_seconds(
-    streamed: Mapping[DeviceId, float], held: Mapping[DeviceId, int], *, main: DeviceId, rates: Rates
+    streamed: Mapping[DeviceId, float],
+    held: Mapping[DeviceId, int],
+    *,
+    main: DeviceId,
+    rates: Rates,
+    members: int = 1,
 ) -> dict[str, float]:
     """Return the seconds that a token takes storage, the link, and either memory; the largest bounds it.
 
-    ``streamed`` are the bytes brought in for a token by where they wait, ``held`` those read on each device.
+    ``streamed`` are the bytes brought in for a pass by where they wait, ``held`` those read on each device for a token.
+    A pass has a token for each of ``members``.
     """
     total = sum(streamed.values())
     on_accelerators = sum(count for device, count in held.items() if isinstance(device, int))
     apart = total if main != CPU else 0
     return {
-        "storage": streamed.get(DISK, 0) / rates.storage,
-        "link": apart / rates.link,
+        "storage": streamed.get(DISK, 0) / rates.storage / members,
+        "link": apart / rates.link / members,
         "host memory": (held.get(CPU, 0) + total) / rates.host if main == CPU else 0.0,
         "device memory": (on_accelerators + apart) / rates.device,
     }

@@ -35,6 +35,7 @@ from stages.plan.policies.explicit import explicit, override
 from stages.plan.policies.optimal import optimal
 from stages.plan.predict import predict
 from stages.plan.request.batch_size import soonest
+from stages.plan.request.lockstep import soonest_in_lockstep
 from stages.plan.request.media_demand import media_demand
 from stages.plan.request.requests import asking, what_learns
 from stages.plan.request.training import FinetuneOptions
@@ -120,7 +121,8 @@ class PlanStage(Stage[PlanInputs]):
         plan = plans.from_json(artifact.json(plans.FILE_NAME))
         metrics = {f"predicted_{name}": value for name, value in plan.forecast.items()}
         metrics |= {"simulated_accelerators": len(plan.ledgers)} if plan.ledgers else {}
-        metrics |= {"batch_size": plan.batch_size} if plan.batch_size else {}
+        chosen = {"batch_size": plan.batch_size, "lockstep": plan.lockstep}
+        metrics |= {name: size for name, size in chosen.items() if size}
         screen = table.render(plan, artifact.json(SIZES_NAME))
         return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
 
@@ -152,8 +154,9 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
             found |= {size: plan} if size and has_room(plan, inputs.rooms) else {}
     plan = _plan_for(inputs, least, placements)
     if least is not None:
+        plans_found = {**found, least: plan}
         counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.token_bytes}
-        plan = soonest({**found, least: plan}, **counts)
+        plan = soonest_in_lockstep(plans_found) if inputs.lockstep else soonest(plans_found, **counts)
     require_room(plan, inputs.machine)
     return plan
 
@@ -172,9 +175,16 @@ def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[objec
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.work.activation_bytes if inputs.trains else 0)
-    plan = replace(plan, ledgers=listed, batch_size=size, offload_ratio=inputs.offload_ratio)
+    plan = replace(plan, ledgers=listed, offload_ratio=inputs.offload_ratio)
+    plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     return predict(
-        outline, plan, demand.work, inputs.rates, routing=demand.routing or SINGLE, pages_stay=demand.pages_stay
+        outline,
+        plan,
+        demand.work,
+        inputs.rates,
+        routing=demand.routing or SINGLE,
+        members=demand.members,
+        pages_stay=demand.pages_stay,
     )
 
 
@@ -209,6 +219,7 @@ def _summary(plan: plans.Plan) -> str:
     reserve = [f"reserve {format_bytes(plan.reserve_bytes)} on {plan.main_device}"] if plan.reserve_bytes else []
     experts = table.experts_told(plan)
     batch = [f"batches of {plan.batch_size}"] if plan.batch_size else []
+    batch += [f"{plan.lockstep} in lockstep"] if plan.lockstep else []
     ratio = [f"{plan.offload_ratio:.1%} of activations offloaded"] if plan.offload_ratio else []
     return "; ".join([", ".join(held), *reserve, *experts, *batch, *ratio, *plan.notes])
 

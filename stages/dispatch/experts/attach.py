@@ -20,6 +20,7 @@ from stages.dispatch.experts.routed_experts import RoutedExperts
 from stages.dispatch.experts.row_carrier import RowSource
 from stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes
 from stages.dispatch.streaming.bindings import Binding, make_binding, source_of
+from stages.dispatch.streaming.lockstep import ALONE, Turns
 from stages.dispatch.streaming.saved_weights import SavedWeights
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
@@ -37,9 +38,13 @@ from stages.units import DeviceId
 
 @dataclass(slots=True)
 class _Mixed:
-    """The experts of one module that wait: their spec, where they compute, and their places in the model."""
+    """The experts of one module that wait: their spec, where they compute, and their places in the model.
+
+    ``place`` is when they come in a pass.
+    """
 
     number: int
+    place: int
     spec: ExpertsSpec
     computes: DeviceId
     bindings: Sequence[Binding]
@@ -84,12 +89,13 @@ def attach_experts(
     stack: ExitStack,
     links: Callable[[DeviceId], Link] | None = None,
     saved: SavedWeights | None = None,
+    turns: Callable[[], Turns] = lambda: ALONE,
     trace: Trace | None = None,
 ) -> RoutedModel:
     """Have the experts in ``bindings`` be brought for what tokens are routed to; ``stack`` undoes it.
 
     ``stored`` has what waits on disk; ``links`` are those to the accelerators, if they are open already; ``saved`` sees
-    what autograd saves of the model.
+    what autograd saves of the model. ``turns`` says who may use a layer's experts now.
     """
     links, saved = links or partial(open_link, devices), saved or SavedWeights()
     routed = RoutedModel()
@@ -113,9 +119,9 @@ def attach_experts(
         routed.pools.append(pool)
         for each in members:
             routed.uses[each.spec.module] = pool.uses[each.number]
-            experts = RoutedExperts(pool, each.number, each.attributes, saved)
+            experts = RoutedExperts(pool, each.number, each.attributes, saved, place=each.place)
             _have_wait(each, experts, stored=stored, device=devices.torch_device(computes), stack=stack)
-            for handle in _hook(model.get_submodule(each.spec.module), experts):
+            for handle in _hook(model.get_submodule(each.spec.module), experts, turns):
                 stack.callback(handle)
     return routed
 
@@ -129,7 +135,8 @@ def _mixed(plan: DispatchPlan, bindings: Mapping[str, Sequence[Binding]]) -> Ite
     for number, (name, places) in enumerate(bindings.items()):
         spec = plan.parts[name].experts
         assert spec is not None
-        yield _Mixed(number, spec, plan.parts[name].execution, places)
+        place = plan.order.index(name) if name in plan.order else 0
+        yield _Mixed(number, place, spec, plan.parts[name].execution, places)
 
 
 def _by_kind(mixed: Sequence[_Mixed], devices: Devices) -> Iterator[tuple[DeviceId, Kind, list[_Mixed]]]:
@@ -175,10 +182,11 @@ def _have_wait(
         stack.callback(binding.restore)
 
 
-def _hook(module: nn.Module, experts: RoutedExperts) -> Iterator[Callable[[], None]]:
+def _hook(module: nn.Module, experts: RoutedExperts, turns: Callable[[], Turns]) -> Iterator[Callable[[], None]]:
     """Have ``experts`` know when ``module`` is called, and with what."""
 
     def begin(called: nn.Module, args: Any, kwargs: Any) -> None:
+        turns().wait_for(experts)
         experts.begin(routing(called, args, kwargs))
 
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:

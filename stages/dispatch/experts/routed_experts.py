@@ -19,13 +19,19 @@ from stages.dispatch.streaming.saved_weights import Bring, SavedWeights
 class RoutedExperts:
     """The experts of the layer ``number`` of ``pool``; ``attributes`` are the module's stacked tensors.
 
-    What a backward pass needs of them ``saved`` has brought again.
+    What a backward pass needs of them ``saved`` has brought again. ``place`` is when the layer comes in a pass.
     """
 
-    def __init__(self, pool: ExpertPool, number: int, attributes: Sequence[str], saved: SavedWeights) -> None:
+    def __init__(
+        self, pool: ExpertPool, number: int, attributes: Sequence[str], saved: SavedWeights, *, place: int = 0
+    ) -> None:
+        self.place = place
         self._pool, self._number, self._attributes, self._saved = pool, number, attributes, saved
         self._kept: set[Expert] = set()
         self.under_way = False
+
+    def expect(self, users: int) -> None:
+        """Nothing: which experts calls in lockstep will use isn't known; those of one stay in slots for the next."""
 
     def begin(self, index: torch.Tensor) -> None:
         """Say that a call begins whose tokens are routed to the experts ``index``, and ask for these.

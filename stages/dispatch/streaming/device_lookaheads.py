@@ -54,6 +54,7 @@ def open_lookaheads(
 
     ``extents`` has what waits on disk.
     """
+    places = {name: place for place, name in enumerate(plan.order)}
     for device in dict.fromkeys(part.computes for part in parts):
         mine = [part for part in parts if part.computes == device]
         numbers = {part.name: number for number, part in enumerate(mine)}
@@ -71,6 +72,7 @@ def open_lookaheads(
         lookahead: Lookahead[Any] = Lookahead(carrier, order, experts=experts, traffic=traffic, trace=trace)
         for part in mine:
             part.lookahead, part.number = lookahead, numbers[part.name]
+            part.place = places.get(part.name, 0)
         yield lookahead
 
 

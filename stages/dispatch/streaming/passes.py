@@ -7,47 +7,81 @@ acquired then stays so. The next pass finds that the one before it never ended.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 
+from stages.dispatch.streaming.lockstep import ALONE, Lockstep, Task, Turns
 from stages.dispatch.streaming.uncompiled import uncompiled
 
 
-def mark_passes(
-    model: nn.Module,
-    *,
-    begin: Callable[[], None],
-    end: Callable[[], None],
-    recover: Callable[[], None],
-    is_left: Callable[[], bool],
-) -> Iterator[Callable[[], None]]:
-    """Hook ``model``: ``begin`` is called before each pass, ``end`` after one that ended well; yield what unhooks it.
+class Passes:
+    """The passes of ``model``: ``begin`` is called before each, ``end`` after one that ended well.
 
     ``recover`` is called before the first pass after one that was interrupted, and before one where ``is_left`` says
-    that a call outside of all passes was.
+    that a call outside of all passes was. Calls that go together share a pass.
     """
-    under_way = False
 
-    def before(_module: nn.Module, _args: Any) -> None:
-        nonlocal under_way
-        if (under_way or is_left()) and not _is_nested(model):
-            recover()
-        under_way = True
-        begin()
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        begin: Callable[[], None],
+        end: Callable[[], None],
+        recover: Callable[[], None],
+        is_left: Callable[[], bool],
+    ) -> None:
+        self._model, self._begin, self._end = model, begin, end
+        self._recover, self._is_left = recover, is_left
+        self._under_way = self._ended_well = False
+        self.turns: Turns = ALONE
 
-    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-        end()
+    def hook(self) -> Iterator[Callable[[], None]]:
+        """Hook the model; yield what unhooks it."""
+        model = self._model
+        yield model.register_forward_pre_hook(uncompiled(self._before), prepend=True).remove
+        yield model.register_forward_hook(uncompiled(self._after)).remove
+        yield model.register_forward_hook(uncompiled(self._whatever_happened), always_call=True).remove
 
-    def whatever_happened(_module: nn.Module, _args: Any, _output: Any) -> None:
-        nonlocal under_way
-        under_way = False
+    def go_together(self, tasks: Iterable[Task], *, size: int) -> Lockstep:
+        """Call ``tasks``, at most ``size`` at a time, whose passes go together; return what they did.
 
-    yield model.register_forward_pre_hook(uncompiled(before), prepend=True).remove
-    yield model.register_forward_hook(uncompiled(after)).remove
-    yield model.register_forward_hook(uncompiled(whatever_happened), always_call=True).remove
+        The first error of one is raised once all have ended; the model is then as before.
+        """
+        if self.turns is not ALONE:
+            raise RuntimeError("calls of this model in lockstep are under way already: end them first")
+        group = self.turns = Lockstep(size)
+        try:
+            with torch.no_grad():
+                group.run(tasks)
+        finally:
+            self.turns = ALONE
+            if self._under_way or self._is_left():
+                self._under_way = False
+                self._recover()
+        return group
+
+    def _before(self, _module: nn.Module, _args: Any) -> None:
+        if not self.turns.begin_pass():
+            return
+        if (self._under_way or self._is_left()) and not _is_nested(self._model):
+            self._recover()
+        self._under_way = True
+        self._begin()
+
+    def _after(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._ended_well = True
+
+    def _whatever_happened(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        well, self._ended_well = self._ended_well, False
+        if not self.turns.end_pass():
+            return
+        self._under_way = False
+        if well:
+            self._end()
 
 
 def _is_nested(model: nn.Module) -> bool:

@@ -27,7 +27,8 @@ class StreamedPart:
 
     ``lookahead`` delivers them, by the ``number`` that it knows the part by. Those that aren't ``brought`` lie where
     they compute, in memory or in the maps of ``files``, and are only bound there for each use, which counts as
-    ``streamed_bytes``.
+    ``streamed_bytes``. ``place`` is when they come in a pass; ``expected`` are calls in lockstep that are about to use
+    them, until when they stay.
     """
 
     name: str
@@ -38,8 +39,16 @@ class StreamedPart:
     streamed_bytes: int = 0
     lookahead: Lookahead[Any] | None = None
     number: int = 0
+    place: int = 0
     users: int = 0
+    expected: int = 0
+    is_bound: bool = False
     began: float = 0.0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether calls in lockstep use it one after another: what lies in memory anyway needs no turns."""
+        return self.brought or self.streamed_bytes > 0
 
     def take(self) -> list[torch.Tensor]:
         """Return the tensors of the bindings, in their order; waits for them if it must."""
@@ -48,6 +57,16 @@ class StreamedPart:
         for file in self.files:
             file.check()
         return [binding.host.detach() for binding in self.bindings if binding.host is not None]
+
+    def expect(self, users: int) -> None:
+        """Stay bound until so many more calls have used it."""
+        self.expected += users
+
+    def unbind(self) -> None:
+        """Put back what waits."""
+        self.is_bound = False
+        for binding in self.bindings:
+            binding.unbind()
 
 
 def streamed_parts(

@@ -7,7 +7,8 @@ was. A release hook is called even when the forward raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -24,8 +25,9 @@ from stages.dispatch.streaming.bindings import Binding, have_wait, without_data
 from stages.dispatch.streaming.device_lookaheads import Links, OpenLink, open_lookaheads, pin_waiting
 from stages.dispatch.streaming.guard import guard, is_guarded, unguard
 from stages.dispatch.streaming.inputs import move_inputs
+from stages.dispatch.streaming.lockstep import Lockstep, Task
 from stages.dispatch.streaming.lookahead import Lookahead
-from stages.dispatch.streaming.passes import mark_passes
+from stages.dispatch.streaming.passes import Passes
 from stages.dispatch.streaming.saved_weights import SavedWeights
 from stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
 from stages.dispatch.streaming.uncompiled import uncompiled
@@ -35,6 +37,16 @@ from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.shard_load.disk_weights import DiskWeights
+
+_streamers: weakref.WeakKeyDictionary[nn.Module, Streamer] = weakref.WeakKeyDictionary()
+
+
+def streamer_of(model: nn.Module) -> Streamer:
+    """Return the streamer of a dispatched ``model``; a ``ValueError`` for one that isn't."""
+    streamer = _streamers.get(model)
+    if streamer is None or not streamer.is_attached:
+        raise ValueError(f"this {type(model).__name__} isn't dispatched; load it with offstage.load")
+    return streamer
 
 
 class Streamer:
@@ -73,11 +85,19 @@ class Streamer:
             self._hook(plan, host)
             self._empty |= {id(tensor) for _, tensor in without_data(model)}
             undo.pop_all()
+        _streamers[model] = self
 
     @property
     def is_attached(self) -> bool:
         """Whether the model has its hooks."""
         return is_guarded(self._model)
+
+    def go_together(self, tasks: Iterable[Task], *, size: int) -> Lockstep:
+        """Call ``tasks``, at most ``size`` at a time; their calls of the model share its passes.
+
+        See ``lockstep``. The first error of a task is raised once all have ended.
+        """
+        return self._passes.go_together(tasks, size=size)
 
     def remove(self) -> None:
         """Take all hooks off the model, when what is under way is done.
@@ -97,6 +117,13 @@ class Streamer:
             for unhook in move_inputs(self._model, entries, skip_keys=self._skip_keys):
                 self._stack.callback(unhook)
         parts = list(streamed_parts(self._model, plan, self._extents, devices=self._devices, stack=self._stack))
+        self._passes = Passes(
+            self._model,
+            begin=self._begin,
+            end=self._end,
+            recover=lambda: self._recover(parts),
+            is_left=lambda: self._saved.in_calls,
+        )
         experts = expert_bindings(self._model, plan, self._stored)
         brought = [part for part in parts if part.brought]
         for unpin in pin_waiting(brought, experts, plan, host=host, links=self._links):
@@ -116,6 +143,7 @@ class Streamer:
             devices=self._devices,
             links=self._links,
             saved=self._saved,
+            turns=lambda: self._passes.turns,
             policy=POLICIES[self._eviction],
             traffic=self.traffic,
             stack=self._stack,
@@ -126,13 +154,7 @@ class Streamer:
                 have_wait(binding, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
                 self._stack.callback(binding.restore)
             self._stream(part, callers=plan.parts[part.name].callers)
-        for unhook in mark_passes(
-            self._model,
-            begin=self._begin,
-            end=self._end,
-            recover=lambda: self._recover(parts),
-            is_left=lambda: self._saved.in_calls,
-        ):
+        for unhook in self._passes.hook():
             self._stack.callback(unhook)
 
     def _stream(self, part: StreamedPart, *, callers: tuple[str, ...]) -> None:
@@ -150,11 +172,14 @@ class Streamer:
             self._stack.callback(module.register_forward_hook(uncompiled(release), always_call=True).remove)
 
     def _acquire(self, part: StreamedPart) -> None:
-        if part.users == 0:
+        if part.is_shared and part.users == 0:
+            self._passes.turns.wait_for(part)
+        part.expected = max(0, part.expected - 1)
+        if not part.is_bound:
             for binding, tensor in zip(part.bindings, part.take(), strict=True):
                 binding.bind(tensor)
             self.traffic.streamed_bytes += part.streamed_bytes
-            part.began = time.perf_counter()
+            part.began, part.is_bound = time.perf_counter(), True
         if part.brought and self._saved.enter(part):
             self._lend(part)
         part.users += 1
@@ -172,12 +197,11 @@ class Streamer:
         part.users -= 1
         if part.brought:
             self._saved.leave(part)
-        if part.users == 0:
+        if part.users == 0 and part.expected == 0:
             if self.trace is not None:
                 self.trace.add(part.name, "compute", part.began)
             changed = [binding.name for binding in part.bindings if binding.is_written and self._is_lost(binding)]
-            for binding in part.bindings:
-                binding.unbind()
+            part.unbind()
             if part.lookahead is not None:
                 part.lookahead.let_go(part.number)
             if changed:
@@ -217,8 +241,7 @@ class Streamer:
         """Take everything back from a pass that was interrupted."""
         self._saved.recover()
         for part in parts:
-            part.users = 0
-            for binding in part.bindings:
-                binding.unbind()
+            part.users = part.expected = 0
+            part.unbind()
         for lookahead in self._lookaheads:
             lookahead.take_back()

@@ -44,7 +44,8 @@ class Request:
 
     ``length`` is 0 where one forward is all: then no keys and values are kept for a next token. ``positions`` is of how
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
-    together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. The host keeps
+    together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. So many
+    ``members`` go through the model in lockstep, with as many sequences each. The host keeps
     ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32.
     ``assistant_bytes`` are what a second model takes beside. ``moments`` are those of a forward that is known at its
     very shape.
@@ -56,6 +57,7 @@ class Request:
     positions: int = 1
     normalised: int | None = None
     copies: int = 1
+    members: int = 1
     result_bytes: int = 0
     kept: int = 0
     assistant_bytes: int = 0
@@ -68,8 +70,8 @@ class Request:
 
     @property
     def pass_tokens(self) -> int:
-        """The tokens of one pass of decoding; of the one forward where that is all."""
-        return self.sequences * (self.positions if self.length else self.prompt)
+        """The tokens of one pass of decoding, all members' together; of the one forward where that is all."""
+        return self.members * self.sequences * (self.positions if self.length else self.prompt)
 
 
 def read_geometry(model: Mapping[str, Any]) -> Geometry:

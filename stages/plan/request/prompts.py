@@ -18,10 +18,13 @@ from stages.inputs.line_file import LineFile, is_text
 from stages.inputs.media_files import MediaFile
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.batch_size import AUTO
+from stages.plan.request.lockstep import check_lockstep
 from stages.plan.request.messages import Message, text_of
 from stages.plan.request.prompt_media import MEDIA, find_beside, place_media
 
-OWN_KEYS = ("prompts", "prompts_file", "batch_size", "chat", "system", "exact", "output_logprobs", ASSISTANT)
+OWN_KEYS = (
+    "prompts", "prompts_file", "batch_size", "lockstep", "chat", "system", "exact", "output_logprobs", ASSISTANT,
+)  # fmt: skip
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
 
 MOST = 2**63
@@ -80,6 +83,7 @@ def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
     if size not in (None, AUTO) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         rule = "give a whole number from 1, auto for what fits, or null for all"
         yield Fault("generate.batch_size", f"{size!r} is no batch size; {rule}")
+    yield from check_lockstep(generate)
     if chat not in (None, "auto", True, False):
         yield Fault("generate.chat", f"{chat!r} is neither true, false nor auto")
     if system is not None and not is_text(system):

@@ -24,6 +24,7 @@ from stages.checkpoints.tokenizers import tokenizing
 from stages.plan.request.assistant import GUESSES, KEY as ASSISTANT, assistant_bytes
 from stages.plan.request.batch_size import AUTO, batch_sizes
 from stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, round_up
+from stages.plan.request.lockstep import KEY as LOCKSTEP, LARGEST, is_in_lockstep, lockstep_sizes
 from stages.plan.request.media_demand import MediaDemand
 from stages.plan.request.prompts import Prompt, read_prompts
 from stages.plan.request.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
@@ -53,9 +54,13 @@ Reader = Callable[[Mapping[str, Any], Mapping[str, Any]], Request]
 
 
 def read_requests(config: Config) -> dict[int | None, Request]:
-    """Return what ``read_request`` does, under null; by each size to choose from where the batch size is ``auto``."""
-    request = read_request(config)
-    if (config.get(asking(config)) or {}).get("batch_size") != AUTO:
+    """Return what ``read_request`` does, under null; by each size to choose from where the batch size is
+    ``auto``, or the number of batches in lockstep.
+    """
+    request, node = read_request(config), config.get(asking(config)) or {}
+    if node.get(LOCKSTEP) == AUTO:
+        return {size: replace(request, members=size) for size in lockstep_sizes(request.members)}
+    if node.get("batch_size") != AUTO:
         return {None: request}
     sizes = batch_sizes(request.sequences // request.copies)
     return {size: replace(request, sequences=size * request.copies) for size in sizes}
@@ -82,8 +87,16 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     """
     prompts = [prompt for prompt in _prompts(generate) if not prompt.media] or [Prompt("")]
     alone = 1 if generate.get("exact") or generate.get(ASSISTANT) else len(prompts)
-    together = min(alone, _number(generate, "batch_size", len(prompts)))
-    return _answers(generate, prompts, together=together, tokens=max(_tokens(prompt, model) for prompt in prompts))
+    together = min(alone, _number(generate, "batch_size", 1 if is_in_lockstep(generate) else len(prompts)))
+    request = _answers(generate, prompts, together=together, tokens=max(_tokens(prompt, model) for prompt in prompts))
+    return replace(request, members=_members(generate, -(-len(prompts) // together)))
+
+
+def _members(generate: Mapping[str, Any], batches: int) -> int:
+    """Return how many of so many ``batches`` go together at most."""
+    if not is_in_lockstep(generate):
+        return 1
+    return min(batches, LARGEST if generate.get(LOCKSTEP) == AUTO else _number(generate, LOCKSTEP, 1))
 
 
 def media_request(generate: Mapping[str, Any], demand: MediaDemand) -> Request:

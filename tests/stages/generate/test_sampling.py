@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.generate.sampling import SeededRows
+from stages.generate.sampling import SeededRows, seeded_rows
 from stages.inference.padding import make_batch
 
 PROMPTS = [[5, 6, 7, 8], [9, 4, 3, 1], [2, 2, 6, 7]]
@@ -21,7 +21,7 @@ def llama() -> LlamaForCausalLM:
 
 def sampled(llama: LlamaForCausalLM, prompts: list[list[int]], seeds: list[int], **options: object) -> list[list[int]]:
     batch = make_batch(prompts, pad=0, side="left")
-    with SeededRows(seeds):
+    with SeededRows(), seeded_rows(seeds):
         return llama.generate(
             batch.input_ids, attention_mask=batch.attention_mask, do_sample=True, max_new_tokens=8, **options
         ).tolist()

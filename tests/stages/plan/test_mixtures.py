@@ -292,7 +292,7 @@ def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> No
     assert dispatch_plan.from_json(json.loads((tmp_path / dispatch_plan.FILE_NAME).read_text())) == made
     assert made.slots == plan.slots
     assert {name: part.experts for name, part in made.parts.items() if part.experts} == model.experts
-    assert (made.order, made.streamed_bytes, made.reserves) == ((), 0, {})
+    assert (made.order, made.streamed_bytes, made.reserves) == (tuple(model.experts), 0, {})
 
 
 def test_screen_and_picture_show_the_slots() -> None:

@@ -1,0 +1,107 @@
+"""How many batches go in lockstep: what they take of memory, and where more bring nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stages.empty_init.skeleton import Moment
+from stages.machine.rates import Rates
+from stages.plan.outline import Outline
+from stages.plan.plan import Plan
+from stages.plan.request.lockstep import check_lockstep, lockstep_sizes
+from stages.plan.stage import make_plan
+from tests.stages.plan.skeletons import stack
+
+MB = 10**6
+PEAK, RESULT = 10 * MB, 4 * MB
+"""What a sequence's widest moment takes, and how much of it is the result of the product that is computed then."""
+
+
+def model(layers: int = 4, size: int = 100 * MB) -> Outline:
+    moment = Moment(
+        (0, PEAK, 0, 0, 0, 0), "mm float32", ((0,) * 6, (0,) * 6, (0, RESULT, 0, 0, 0, 0))
+    )  # fmt: skip
+    return Outline(replace(stack(layers, size).skeleton, moments=(moment,)))
+
+
+def planned(lockstep: object, *, memory: str = "100GB", rates: Rates | None = None, **changes: Any) -> Plan:
+    """Return the plan for many prompts one by one, of which so many go together, on a host with so much ``memory``."""
+    generate = {"prompts": [[1]] * 100, "lockstep": lockstep, "exact": True, **changes.pop("generate", {})}
+    machine = {"hardware": {"devices": [], "host": {"memory": memory}}, "storage": {"io": "direct"}}
+    return make_plan(model(), {**machine, "max_memory": {}, **changes, "generate": generate}, rates=rates)
+
+
+def test_each_has_what_it_keeps_while_it_waits_and_one_has_the_widest_moment() -> None:
+    held = {size: planned(size).predicted["cpu"]["activations"] for size in (1, 4, 16)}
+    assert held[1] == PEAK
+    assert held[4] - held[1] == 3 * (PEAK - RESULT)
+    assert held[16] - held[1] == 15 * (PEAK - RESULT)
+
+
+def test_no_more_go_together_than_there_are_batches() -> None:
+    few = planned(16, generate={"prompts": [[1]] * 3})
+    assert few.predicted == planned(3, generate={"prompts": [[1]] * 3}).predicted
+    pairs = {"prompts": [[1]] * 6, "batch_size": 2, "exact": False}
+    alone, batches = (planned(size, generate=pairs).predicted["cpu"]["activations"] for size in (1, 16))
+    assert batches == alone + 2 * 2 * (PEAK - RESULT)
+
+
+def test_what_is_streamed_is_shared_out_and_what_is_computed_with_is_not() -> None:
+    rates = Rates(storage=100 * MB, host=1000 * MB, link=1000 * MB, device=10_000 * MB)
+    budget = {"max_memory": {"cpu": "150MB"}, "device_map": "sequential"}
+    alone, together = (planned(size, rates=rates, **budget) for size in (1, 4))
+    streamed = alone.forecast["streamed_bytes_per_token"]
+    assert together.forecast["streamed_bytes_per_token"] == streamed / 4
+    assert alone.forecast["seconds_per_token"] == pytest.approx(streamed / rates.storage)
+    assert together.forecast["seconds_per_token"] == pytest.approx(
+        max(streamed / rates.storage / 4, (streamed + alone.used_bytes["cpu"]) / rates.host)
+    )
+
+
+@pytest.mark.parametrize(("storage", "least", "most"), [(1000, 1, 1), (250, 3, 4), (50, 12, 24)])
+def test_auto_takes_as_many_as_pay(storage: int, least: int, most: int) -> None:
+    rates = Rates(storage=storage * MB, host=1000 * MB, link=1000 * MB, device=10_000 * MB)
+    found = planned("auto", rates=rates, max_memory={"cpu": "110MB"}).lockstep
+    assert found is not None
+    assert least <= found <= most
+
+
+def test_auto_takes_no_more_than_fit() -> None:
+    rates = Rates(storage=10 * MB, host=1000 * MB, link=1000 * MB, device=10_000 * MB)
+    wide, narrow = (
+        planned("auto", rates=rates, memory=memory, max_memory={"cpu": "110MB"}) for memory in ("100GB", "1GB")
+    )
+    assert wide.lockstep == 64
+    assert narrow.lockstep is not None
+    assert 1 < narrow.lockstep < 64
+    assert sum(narrow.predicted["cpu"].values()) <= 10**9
+
+
+def test_sizes_are_two_to_a_doubling() -> None:
+    assert lockstep_sizes(10) == [10, 8, 6, 4, 3, 2, 1]
+    assert lockstep_sizes(10_000)[0] == 64
+
+
+@pytest.mark.parametrize("good", [None, 1, 8, "auto"])
+def test_a_number_or_auto_passes(good: object) -> None:
+    assert not list(check_lockstep({"lockstep": good}))
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ({"lockstep": 0}, "0 is no number of batches"),
+        ({"lockstep": True}, "True is no number of batches"),
+        ({"lockstep": "many"}, "'many' is no number of batches"),
+        ({"lockstep": "auto", "batch_size": "auto"}, "batch_size is auto too"),
+        ({"lockstep": 2, "assistant_model": "/small"}, "with assistant_model prompts are answered one at a time"),
+        ({"lockstep": 2, "cache_implementation": "static"}, "a model has one static cache"),
+    ],
+)
+def test_what_does_not_go_together_is_named(node: dict[str, object], words: str) -> None:
+    (fault,) = check_lockstep(node)
+    assert fault.key == "generate.lockstep"
+    assert words in fault.message
