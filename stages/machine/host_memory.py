@@ -19,7 +19,7 @@ PROCESS_BYTES = 290 * 10**6
 PEFT_BYTES = 18 * 10**6
 """What it holds besides where peft is imported, with what that imports, and an adapter's modules were made."""
 
-TRAINING_BYTES = 32 * 10**6
+TRAINING_BYTES = 40 * 10**6
 """What it holds besides where it trains: what torch imports for optimizers, and threads of the backward pass."""
 
 _OWN_BYTES = PROCESS_BYTES * 5 // 4

@@ -20,6 +20,9 @@ from stages.plan.request.training import ActivationOffload
 from stages.plan.request.training_demand import TrainingDemand
 from stages.units import CPU, DTYPE_BYTES, DeviceId, parse_size
 
+_GROWN = 2
+"""How many times what lies in it the memory on the host may have grown to: it doubles, and is registered whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingWork:
@@ -62,7 +65,7 @@ class TrainingWork:
             scratch_bytes=scratch,
             library_bytes=TRAINING_BYTES,
             learning_bytes=self.demand.kept_bytes,
-            offloaded_bytes=round(ratio * self.demand.peaks.saved_bytes) if to_host else 0,
+            offloaded_bytes=round(_GROWN * ratio * self.demand.peaks.saved_bytes) if to_host else 0,
         )
 
     @property
