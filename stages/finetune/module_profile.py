@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from stages.empty_init.module_usage import Shapes
-from stages.empty_init.training_peaks import TrainingPeaks
+from stages.empty_init.step_peaks import TrainingPeaks
 from stages.units import format_bytes
 
 TOLD_RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)

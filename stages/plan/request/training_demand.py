@@ -18,14 +18,13 @@ from pipeline.cache.fingerprint import fingerprint
 from pipeline.stage import MEASURED, Config
 from pipeline.typed_config import fits, read
 from stages.checkpoints.adapters import adapter_folder
+from stages.empty_init.step_peaks import TrainingPeaks
 from stages.machine.kept_figures import kept_or_measured
 from stages.plan.request.geometry import read_geometry
 from stages.plan.request.training import FinetuneOptions
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from stages.empty_init.training_peaks import TrainingPeaks
 
 FILE_NAME = "training.json"
 VERSION = 2
@@ -73,8 +72,6 @@ def training_demand(config: Config, cache: Path, *, skeleton: str, live: Callabl
 
 
 def _demand(figure: Mapping[str, Any], options: FinetuneOptions) -> TrainingDemand:
-    from stages.empty_init.training_peaks import TrainingPeaks
-
     told: dict[str, Any] = {
         name: tuple(map(tuple, one)) if isinstance(one, list) else one for name, one in figure["peaks"].items()
     }

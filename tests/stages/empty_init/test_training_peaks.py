@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.errors import BudgetError
 from stages.empty_init.live_storages import CountingMode, LiveStorages
-from stages.empty_init.training_peaks import TrainingPeaks, rehearse_step, run_backward
+from stages.empty_init.step_peaks import TrainingPeaks
+from stages.empty_init.training_peaks import rehearse_step, run_backward
 from tests.stages.empty_init.test_describe import CONFIGS, on_meta
 
 FLOAT = 4
