@@ -18,6 +18,7 @@ Moments = tuple[tuple[int, int, int], ...]
 """Moments of a step, in bytes: all that is held without offload; what autograd holds of it; and how much of that is
 held even with all of it offloaded, since it is in use, or comes back next."""
 
+
 @dataclass(frozen=True, slots=True)
 class TrainingPeaks:
     """The bytes of one training step beside weights and inputs.
