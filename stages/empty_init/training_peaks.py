@@ -51,7 +51,8 @@ def rehearse_step(
     ``call`` runs the forward on the module that it is given and returns its output, ``loss`` makes the loss of that
     (see ``run_backward``). One that ``accumulates`` has the gradients of an earlier step. Without gradients (under
     ``torch.no_grad``, or with all weights frozen) it is a forward alone. The model's own mode counts: with
-    ``train()`` and checkpointing as it is set. Raises one of ``fake_weights.REFUSALS`` where its code refuses fake
+    ``train()`` and checkpointing as it is set. What ``call`` gives it from outside must need no gradients: they would
+    be fake. Raises one of ``fake_weights.REFUSALS`` where its code refuses fake
     tensors.
     """
     step = _StepRehearsal(model, call, loss, accumulates=accumulates, smallest=smallest)

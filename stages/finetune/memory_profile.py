@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from pipeline.errors import ConfigError, OffstageError, words_of
 from stages.dispatch.streaming.guard import is_guarded
@@ -35,8 +35,8 @@ def profile_memory(
     """
     rehearsed, refusal = _rehearse(model, inputs, kwargs, loss)
     if data:
-        tensors = [leaf for leaf in tree_leaves((inputs, kwargs)) if isinstance(leaf, torch.Tensor)]
-        measured = measure_step(model, lambda module: module(*inputs, **kwargs), loss, inputs=tensors)
+        given, named = tree_map(_apart, (inputs, kwargs))
+        measured = measure_step(model, lambda module: module(*given, **named), loss)
         return _profile(model, measured, rehearsed, refusal, timed=True)
     if rehearsed is None:
         raise ConfigError(
@@ -113,10 +113,15 @@ def _rehearse(model: nn.Module, inputs: Any, kwargs: Any, loss: Loss | None) -> 
         return None, words_of(error)
 
 
+def _apart(value: Any) -> Any:
+    """Return ``value``, of a tensor another one on the same memory: gradients stop at it, and are not its own."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
 def _on_host(value: Any) -> Any:
-    """Return ``value``, or what stands for a tensor that isn't on the host: integers are ones, floats never read."""
+    """Return ``_apart``, or what stands for a tensor that isn't on the host: integers are ones, floats never read."""
     if not isinstance(value, torch.Tensor) or (value.device.type == "cpu" and not value.is_meta):
-        return value
+        return _apart(value)
     stand_in = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
     if not value.is_floating_point():
         stand_in.fill_(1)

@@ -68,7 +68,8 @@ class MemoryProfile:
 
         A module's figures are in those of the modules around it, so columns don't add up to the totals.
         """
-        table = Table(box=None, pad_edge=False, header_style="dim", show_footer=True, caption=self._caption())
+        table = Table(box=None, pad_edge=False, header_style="dim", show_footer=True)
+        table.caption, table.caption_justify = self._caption(), "left"
         totals = self.parameter_bytes, self.activation_bytes, self.forward_peak_bytes
         in_all = [format_bytes(count) for count in totals]
         footers = ["in all", "", *in_all[:2], "", "", "", in_all[2], _milliseconds(self.seconds)]
@@ -99,7 +100,7 @@ class MemoryProfile:
     def _caption(self) -> str:
         step = f"a step: {format_bytes(self.peak_bytes)} at its peak, {format_bytes(self.gradient_bytes)} of gradients"
         offloaded = [f"{ratio:g}: {format_bytes(peak)}" for ratio, peak in self.peak_by_ratio().items() if ratio]
-        return f"{step}; with activation offload {', '.join(offloaded)}" if offloaded else step
+        return f"{step}\nwith activation offload {', '.join(offloaded)}" if offloaded else step
 
 
 def _cells(row: ModuleProfile) -> list[str]:

@@ -7,12 +7,11 @@ gradients, its buffers, the random numbers to come.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from stages.empty_init.fake_weights import unchanged_buffers
@@ -56,13 +55,13 @@ class _TimeOnly:
         return time.perf_counter()
 
 
-def measure_step(model: nn.Module, call: Call, loss: Loss | None, *, inputs: Iterable[torch.Tensor]) -> MeasuredStep:
-    """Run a step and return what it took; ``call`` runs the forward, on ``inputs``.
+def measure_step(model: nn.Module, call: Call, loss: Loss | None) -> MeasuredStep:
+    """Run a step and return what it took; ``call`` runs the forward.
 
     Where accelerators compute, the peaks are those of their allocators, after a first forward that has libraries take
     what they keep. Else storages are counted.
     """
-    with _as_it_was(model, inputs):
+    with _as_it_was(model):
         meter = AcceleratorMemory() if _uses_accelerators(model, call) else None
         measured = _count(model, call, loss, meter)
         clock = _TimeOnly()
@@ -107,15 +106,13 @@ def _uses_accelerators(model: nn.Module, call: Call) -> bool:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module, inputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Give ``model`` the values of its buffers back, it and ``inputs`` their gradients, and the random numbers."""
-    leaves = [tensor for tensor in (*model.parameters(), *inputs) if tensor.is_leaf]
-    gradients = [tensor.grad for tensor in leaves]
-    for tensor in leaves:
-        tensor.grad = None
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Give ``model`` the gradients and the values of its buffers back that it had, and the random numbers."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()
     try:
         with unchanged_buffers(model), same_random_numbers():
             yield
     finally:
-        for tensor, gradient in zip(leaves, gradients, strict=True):
-            tensor.grad = gradient
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

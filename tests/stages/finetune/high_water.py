@@ -36,21 +36,23 @@ def status_bytes(key: str) -> int:
     return int(found[1]) * 1024
 
 
-def compare(name: str) -> tuple[int, int]:
-    """Return the peak of a step of the net ``name``, as its profile says and as it was."""
-    model, x = NETS[name](), torch.randn(INPUTS[name])
-
-    def step() -> None:
-        run_backward(model(x), None)
-
+def taken_by(model: nn.Module, step: Callable[[], None]) -> int:
+    """Return the bytes that the process took at most in ``step``, a second one, over what it held."""
     step()  # libraries take what they keep
     model.zero_grad()
     return_heap()
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts anew
     before = status_bytes("VmRSS")
     step()
     taken = status_bytes("VmHWM") - before
     model.zero_grad()
+    return taken
+
+
+def compare(name: str) -> tuple[int, int]:
+    """Return the peak of a step of the net ``name``, as its profile says and as it was."""
+    model, x = NETS[name](), torch.randn(INPUTS[name])
+    taken = taken_by(model, lambda: run_backward(model(x), None))
     return profile_memory(model, x).peak_bytes, taken
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from pipeline.errors import BudgetError, ConfigError
 from tests.stages.dispatch.placed_models import Setup, net
+from tests.stages.empty_init.test_training_peaks import Blocks
 from tests.stages.finetune.high_water import NETS
 
 FLOAT = 4
@@ -86,6 +87,16 @@ def test_measured_and_rehearsed_profiles_are_the_same_bytes() -> None:
     assert measured.peaks == rehearsed.peaks
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_counted_in_the_forward_alone(reentrant: bool) -> None:
+    model, x = Blocks(3, checkpointed=True, reentrant=reentrant), torch.randn(256, 64, requires_grad=True)
+    measured, rehearsed = profile_memory(model, x), profile_memory(model, x, data=False)
+    assert {row.calls for row in measured.modules} == {1}
+    assert measured.activation_bytes == rehearsed.activation_bytes < profile_memory(Blocks(3), x).activation_bytes / 5
+    assert measured.peak_bytes == rehearsed.peak_bytes
+    assert x.grad is None
+
+
 def test_the_peak_is_what_a_process_really_takes() -> None:
     told = subprocess.run(
         [sys.executable, "-m", "tests.stages.finetune.high_water"], capture_output=True, text=True, check=True
@@ -102,6 +113,16 @@ def test_a_forward_without_gradients_saves_nothing() -> None:
             profile = profile_memory(model, images, data=data)
             assert (profile.activation_bytes, profile.gradient_bytes) == (0, 0)
             assert profile.peak_bytes == profile.forward_peak_bytes > 0
+
+
+def test_an_input_that_was_computed_keeps_its_graph() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    x = torch.ones(8, 4) * weight
+    for data in (True, False):
+        profile_memory(nn.Linear(4, 4), x, data=data)
+    assert weight.grad is None
+    x.sum().backward()
+    assert weight.grad is not None
 
 
 def test_a_loss_counts() -> None:
@@ -193,7 +214,8 @@ def test_the_table_has_a_row_a_module_and_the_totals() -> None:
     ]  # fmt: skip
     assert [line.split()[0] for line in lines[1:7]] == ["convolution", "mlp", "mlp.0", "mlp.1", "mlp.2", "in"]
     assert "4x3x8x8" in lines[1]
-    assert "with activation offload 0.1:" in lines[7]
+    assert lines[7].split()[:2] == ["a", "step:"]
+    assert "with activation offload 0.1:" in lines[8]
     assert len(profile.table(1).rows) == 2
 
 
