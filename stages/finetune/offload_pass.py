@@ -23,7 +23,7 @@ from stages.finetune.saved_span import SavedSpan, SpanKey
 from stages.finetune.swap import Swap
 
 _LEAVING = 2
-"""Copies out that are never waited for."""
+"""Copies out that aren't waited for while the forward pass goes on."""
 
 
 class OffloadPass:
@@ -56,7 +56,7 @@ class OffloadPass:
                 self._send(span, swap, going)
             elif self._ledger is not None:
                 self._ledger.hold(tensor)
-            self._wait_for_leaving()
+            self._wait_for_leaving(_LEAVING)
         return span
 
     def place(self, span: SavedSpan) -> int:
@@ -81,11 +81,11 @@ class OffloadPass:
         span.let_go()
         self._hold(span, span.size - span.gone)
 
-    def _wait_for_leaving(self) -> None:
-        """Let go of what has left, the first first, until no more is held than stays in the end."""
-        while len(self._leaving) > _LEAVING and self._held_now() > self.choice.staying:
+    def _wait_for_leaving(self, spared: int) -> None:
+        """Let go of what has left, the first first, all but ``spared``, until no more is held than stays in the end."""
+        while len(self._leaving) > spared and self._held_now() > self.choice.staying:
             span = self._leaving.popleft()()
-            if span is not None and span.source is not None and span.away is not None:
+            if span is not None and span.is_leaving and span.away is not None:
                 span.away.settle()
                 self._let_go(span)
 
@@ -101,7 +101,10 @@ class OffloadPass:
         return self._held
 
     def end_forward(self) -> None:
-        """Make the share right where the pass was of another kind than the one before it."""
+        """Make the share right where the pass was of another kind than the one before it, and let go of what goes.
+
+        What the backward pass needs at once is the exception.
+        """
         with self._lock:
             self.choice.is_over = True
             live = (span for reference in self._order if (span := reference()) is not None)
@@ -111,6 +114,7 @@ class OffloadPass:
                 self._take_back(spans)
             if self.choice.missing > slack:
                 self._send_more(spans)
+            self._wait_for_leaving(sum(span.is_leaving for span in spans[-_LEAVING:]))
 
     def _take_back(self, spans: list[SavedSpan]) -> None:
         """Bring back what went too much, the last first: the backward pass will want it first."""

@@ -96,6 +96,11 @@ class SavedSpan:
         """How many of its bytes are away."""
         return 0 if self.away is None else self.size - (0 if self.rest is None else self.rest.nbytes)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the bytes are on their way out."""
+        return self.source is not None and self.away is not None
+
     def data(self) -> torch.Tensor:
         """Return the bytes, flat, of a span that is on the device."""
         source = self.source
