@@ -3,6 +3,7 @@
     python -m tests.benchmarks.activations --plot peak.png --trace trace.json       # ResNet-50, batch 8, on the cpu
     python -m tests.benchmarks.activations --places cuda --batch 256                # the reference's own table
     python -m tests.benchmarks.activations --scene llama --places simulated
+    python -m tests.benchmarks.activations --profile 3                              # its memory, module by module
 
 Forward and backward of a ResNet-50, without an optimizer, at the ratios 0, 0.1, 0.5 and 1, on each place that is asked
 for (``tests/benchmarks/activation_sides.py`` says what they are and how each tells its peak). A side is a process of
@@ -24,16 +25,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
+from stages.finetune import profile_memory
 from stages.machine.probes import link_speed
 from stages.units import format_bytes
-from tests.benchmarks.activation_scenes import SCENES
+from tests.benchmarks.activation_scenes import SCENES, Scene
 from tests.benchmarks.activation_sides import PLACES, SIDES, SideRun
 from tests.benchmarks.offload import say
 from tests.benchmarks.sides import in_turn
 from tests.benchmarks.storage import direct_bandwidths, memory_bandwidth, pinned_bandwidth
 
 NO_ACCELERATOR = 2
+WIDTH = 150
+"""Columns of a printed profile."""
 TRACED = "0.5"
 """The side whose iteration is drawn on a time line."""
 
@@ -133,6 +138,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=3, help="in each round, after two that warm up")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench/activations"), help="for what spills")
     parser.add_argument("--json", type=Path, help="a file for the results")
+    parser.add_argument("--profile", type=int, metavar="DEPTH", help="print the profile of one step instead")
     parser.add_argument("--plot", type=Path, help="a .png to draw peaks against ratios into")
     parser.add_argument("--trace", type=Path, help=f"a file for the time line of ratio {TRACED}, simulated")
     arguments = parser.parse_args(given)
@@ -141,9 +147,18 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+def profile(scene: Scene, depth: int) -> None:
+    """Print what a step of ``scene`` takes by module, down to ``depth`` levels, after one that warms up."""
+    profile_memory(scene.model, scene.inputs)
+    table = profile_memory(scene.model, scene.inputs).table(depth)
+    Console(width=WIDTH).print(table)
+
+
 def main(given: Sequence[str] | None = None) -> None:
-    """Run the rounds, print the tables, and write what was asked for."""
+    """Run the rounds, print the tables, and write what was asked for; or print a profile."""
     arguments = parse(given)
+    if arguments.profile:
+        return profile(SCENES[arguments.scene](arguments.batch), arguments.profile)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     results = [measure(place, arguments) for place in arguments.places]
     for result in results:
@@ -157,6 +172,7 @@ def main(given: Sequence[str] | None = None) -> None:
         from tests.benchmarks.activations_plot import draw
 
         draw(results, arguments.plot)
+    return None
 
 
 if __name__ == "__main__":
