@@ -139,6 +139,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench/activations"), help="for what spills")
     parser.add_argument("--json", type=Path, help="a file for the results")
     parser.add_argument("--profile", type=int, metavar="DEPTH", help="print the profile of one step instead")
+    parser.add_argument("--rehearsed", action="store_true", help="have the profile without data: no memory, no seconds")
     parser.add_argument("--plot", type=Path, help="a .png to draw peaks against ratios into")
     parser.add_argument("--trace", type=Path, help=f"a file for the time line of ratio {TRACED}, simulated")
     arguments = parser.parse_args(given)
@@ -147,10 +148,11 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def profile(scene: Scene, depth: int) -> None:
+def profile(scene: Scene, depth: int, *, data: bool) -> None:
     """Print what a step of ``scene`` takes by module, down to ``depth`` levels, after one that warms up."""
-    profile_memory(scene.model, scene.inputs)
-    table = profile_memory(scene.model, scene.inputs).table(depth)
+    if data:
+        profile_memory(scene.model, scene.inputs)
+    table = profile_memory(scene.model, scene.inputs, data=data).table(depth)
     Console(width=WIDTH).print(table)
 
 
@@ -158,7 +160,7 @@ def main(given: Sequence[str] | None = None) -> None:
     """Run the rounds, print the tables, and write what was asked for; or print a profile."""
     arguments = parse(given)
     if arguments.profile:
-        return profile(SCENES[arguments.scene](arguments.batch), arguments.profile)
+        return profile(SCENES[arguments.scene](arguments.batch), arguments.profile, data=not arguments.rehearsed)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     results = [measure(place, arguments) for place in arguments.places]
     for result in results:
