@@ -91,3 +91,36 @@ def test_every_side_of_the_activations_has_the_gradients_of_the_plain_step(tmp_p
     assert all(side.out == side.back for side in done.values())
     assert done["1"].peak < done["0.5"].peak < done["0.1"].peak < done["0"].peak
     assert done["0"].peak == pytest.approx(done["none"].peak, rel=0.02)
+
+
+def test_what_lockstep_costs_is_told_beside_batches(tmp_path: Path) -> None:
+    lockstep = importlib.import_module("tests.benchmarks.lockstep")
+    prompts = lockstep.make_prompts(3)
+    assert lockstep.make_prompts(2) == prompts[:2]
+    ours = {"predicted": 0.1, "streamed": 1e9, "peak": 1.5e9, "predicted_peak": 1.6e9}
+    sides = {
+        "offstage 1": {**ours, "seconds": 0.4, "answers": [[1, 2]]},
+        "offstage 2": {**ours, "seconds": 0.2, "answers": [[1, 2], [3, 4]]},
+        "accelerate 2": {"seconds": 4.0, "answers": [[1, 2], [3, 5]]},
+        "accelerate 4": {"seconds": None, "failed": "exit -9: nothing said"},
+    }
+    _, one, two, batch, killed = lockstep.table([{"sides": sides}])
+    assert one.split() == [
+        "offstage",
+        "1",
+        "0.400",
+        "2.50",
+        "0.100",
+        "1.00",
+        "GB",
+        "1.50",
+        "GB",
+        "1.60",
+        "GB",
+        "1",
+        "of",
+        "1",
+    ]
+    assert two.split()[2:4] == ["0.200", "5.00"]
+    assert batch.split() == ["accelerate", "2", "2.000", "0.50", "-", "-", "-", "-", "1", "of", "2"]
+    assert killed.split()[2:] == ["no", "figure:", "exit", "-9:", "nothing", "said"]

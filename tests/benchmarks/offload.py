@@ -110,7 +110,7 @@ def run_round(
     for name in in_turn([*sides], number):
         drop_page_cache()
         found[name] = sides[name]()
-        told = " ".join(f"{key}={value}" for key, value in found[name].items() if key != "tokens")
+        told = " ".join(f"{key}={value}" for key, value in found[name].items() if key not in ("tokens", "answers"))
         say(f"round {number + 1}  {name:42} {told}")
     drop_page_cache()
     raw.append(bandwidth(checkpoint))

@@ -31,10 +31,11 @@ class Clock(StoppingCriteria):
     def __call__(self, ids, scores, **kwargs):
         times.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool)
-ids = torch.tensor([json.loads(sys.argv[5])])
+ids = torch.tensor(json.loads(sys.argv[5]))
 out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
                      do_sample=False, stopping_criteria=StoppingCriteriaList([Clock()]))
-print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": out[0, ids.shape[1]:].tolist()}))
+answers = out[:, ids.shape[1]:].tolist()
+print(json.dumps({"seconds": (times[-1] - times[0]) / (len(times) - 1), "tokens": answers[0], "answers": answers}))
 """
 
 FROM_PYTHON = """
@@ -93,10 +94,13 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
     return [*names[first:], *names[:first]]
 
 
-def accelerate_side(setting: Setting, budget: int) -> Side:
-    """Run transformers + accelerate with a host budget of ``budget`` bytes."""
+def accelerate_side(setting: Setting, budget: int, prompts: Sequence[Sequence[int]] = (PROMPT,)) -> Side:
+    """Run transformers + accelerate with a host budget of ``budget`` bytes; ``prompts``, all of one length, in a batch.
+
+    Seconds are those of a step.
+    """
     spill = setting.work / "accelerate-offload"
-    arguments = [str(setting.checkpoint), str(budget), str(setting.tokens), str(spill), json.dumps(PROMPT)]
+    arguments = [str(setting.checkpoint), str(budget), str(setting.tokens), str(spill), json.dumps(prompts)]
     try:
         return _printed(setting, [sys.executable, "-c", ACCELERATE, *arguments])
     finally:
@@ -130,6 +134,9 @@ def offstage_side(setting: Setting, options: Sequence[str]) -> Side:
     return routed | {
         "seconds": metrics["decode_seconds_per_token"],
         "tokens": record["outputs"][0]["token_ids"],
+        "answers": [output["token_ids"] for output in record["outputs"]],
+        "predicted": metrics["predicted_seconds_per_token"],
+        "predicted_peak": record["memory"]["predicted"].get("cpu"),
         "streamed": metrics["streamed_bytes_per_token"],
         "stall": metrics["stall_seconds_per_token"],
         "bound": metrics["bound"],
