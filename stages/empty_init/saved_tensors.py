@@ -32,7 +32,7 @@ class _Hold:
     saved: SavedStorage
 
 
-class _Kept(NamedTuple):
+class _Held(NamedTuple):
     hold: _Hold
     tensor: torch.Tensor
 
@@ -55,11 +55,11 @@ class SavedStorages:
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd keeps in place of ``tensor``; itself where it isn't counted."""
         hold = self._hold(tensor)
-        return tensor if hold is None else _Kept(hold, tensor)
+        return tensor if hold is None else _Held(hold, tensor)
 
     def unpack(self, kept: Any) -> torch.Tensor:
         """Return the tensor that was saved."""
-        tensor: torch.Tensor = kept.tensor if isinstance(kept, _Kept) else kept
+        tensor: torch.Tensor = kept.tensor if isinstance(kept, _Held) else kept
         return tensor
 
     def bytes_by_module(self) -> dict[str, int]:
@@ -144,7 +144,7 @@ class DroppedStorages(SavedStorages):
         """Return what autograd keeps of ``tensor``: its shape, or itself where it is small or isn't counted."""
         hold = self._hold(tensor)
         if hold is None or hold.saved.bytes < self._smallest:
-            return tensor if hold is None else _Kept(hold, tensor)
+            return tensor if hold is None else _Held(hold, tensor)
         self._trips.setdefault(hold.saved.number, _Trip()).tensors += 1
         return _Dropped(hold, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 

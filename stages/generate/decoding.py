@@ -23,7 +23,7 @@ from stages.generate.batches import Asked, make_batches
 from stages.generate.detokenizer import Detokenizer, decode_after
 from stages.generate.inputs import GenerateInputs
 from stages.generate.logprobs import ChosenLogprobs
-from stages.generate.metrics import Cost, Span
+from stages.generate.metrics import Cost, TimedBatch
 from stages.generate.sampling import SeededRows, seeded_rows
 from stages.generate.transcript import LiveTranscript, before_answer
 from stages.inference.padding import make_batch
@@ -81,7 +81,7 @@ class Decoding:
             SeededRows() if samples else nullcontext(),
         ):
 
-            def answer(number: int) -> list[Span]:
+            def answer(number: int) -> list[TimedBatch]:
                 if len(batches) > 1:
                     bar.set_postfix_str(f"{len(progress.done)} of {len(batches)} batches")
                 rows, spans = self._run_batch(left[number], bar, live)
@@ -95,11 +95,11 @@ class Decoding:
                 self.cost.add(*answer(number))
             self._answer_together([partial(answer, number) for number in together], members)
 
-    def _answer_together(self, answers: Sequence[Callable[[], list[Span]]], size: int) -> None:
+    def _answer_together(self, answers: Sequence[Callable[[], list[TimedBatch]]], size: int) -> None:
         """Have ``answers`` made in lockstep, so many at a time, and count what they cost together."""
-        spans: list[Span] = []
+        spans: list[TimedBatch] = []
 
-        def make(answer: Callable[[], list[Span]]) -> None:
+        def make(answer: Callable[[], list[TimedBatch]]) -> None:
             spans.extend(answer())
 
         group = self._dispatched.streamer.go_together([partial(make, answer) for answer in answers], size=size)
@@ -152,7 +152,9 @@ class Decoding:
         with tokenizing(ConfigError, f"model.tokenizer: the tokenizer can't make text of {row!r}"):
             return decode_after(decode_ids, before, row)
 
-    def _run_batch(self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None) -> tuple[list[Row], list[Span]]:
+    def _run_batch(
+        self, batch: Sequence[Asked], bar: Any, live: LiveTranscript | None
+    ) -> tuple[list[Row], list[TimedBatch]]:
         """Return the new tokens of each sequence, with their log-probabilities where they are asked for, and when they
         came, if any did.
         """
@@ -172,7 +174,7 @@ class Decoding:
         with seeded_rows([one.seed for one in batch]):
             tokens = self._decode(asked, given, clock, logprobs)
         spans = [
-            Span(began, clock.times, len(tokens), first, replace(traffic), cpu=(cpu, time.process_time()))
+            TimedBatch(began, clock.times, len(tokens), first, replace(traffic), cpu=(cpu, time.process_time()))
             for first, cpu in marks[:1]
         ]
         answers = [decode.trim([int(token) for token in row], ends) for row in tokens]

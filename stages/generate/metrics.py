@@ -18,7 +18,7 @@ from stages.plan.predict import bound_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimedBatch:
     """A batch from when it ``began`` over its tokens, one of each of its ``sequences`` at each of ``times``.
 
     ``first`` and ``last`` are what had streamed when the first token had come, and in the end; ``cpu`` the seconds that
@@ -64,7 +64,7 @@ class Cost:
     first_token_seconds: list[float] = field(default_factory=list)
     token_seconds: list[float] = field(default_factory=list)
 
-    def add(self, *spans: Span, passes: int = 0) -> None:
+    def add(self, *spans: TimedBatch, passes: int = 0) -> None:
         """Add batches that were answered together: one, or several in lockstep, which shared so many ``passes``."""
         if not spans:
             return

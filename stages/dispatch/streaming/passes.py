@@ -18,7 +18,7 @@ from stages.dispatch.streaming.lockstep import ALONE, Lockstep, Task, Turns
 from stages.dispatch.streaming.uncompiled import uncompiled
 
 
-class Passes:
+class ModelPasses:
     """The passes of ``model``: ``begin`` is called before each, ``end`` after one that ended well.
 
     ``recover`` is called before the first pass after one that was interrupted, and before one where ``is_left`` says

@@ -69,7 +69,7 @@ class _Note:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _SavedAsIs:
     """A tensor that is saved as it is. What torch checks of one that no hook saw is checked here."""
 
     tensor: torch.Tensor
@@ -96,7 +96,7 @@ class _HandedOn:
         return self.restore(self.packed)
 
 
-_Packed = _Note | _Kept | _HandedOn
+_Packed = _Note | _SavedAsIs | _HandedOn
 
 
 class SavedWeights:
@@ -161,7 +161,7 @@ class SavedWeights:
             return _Note(lent.save(), tensor.data_ptr() - lent.begin, tensor.shape, tensor.stride(), tensor.dtype)
         around = self._around[-1] if self._around else None
         if around is None or isinstance(tensor, WaitingTensor):  # which holds no data
-            return _Kept(tensor.detach(), tensor._version)
+            return _SavedAsIs(tensor.detach(), tensor._version)
         return _HandedOn(around[1], around[0](tensor))
 
     def _lent(self, tensor: torch.Tensor) -> _Lent | None:

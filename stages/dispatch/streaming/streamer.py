@@ -27,7 +27,7 @@ from stages.dispatch.streaming.guard import guard, is_guarded, unguard
 from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lockstep import Lockstep, Task
 from stages.dispatch.streaming.lookahead import Lookahead
-from stages.dispatch.streaming.passes import Passes
+from stages.dispatch.streaming.passes import ModelPasses
 from stages.dispatch.streaming.saved_weights import SavedWeights
 from stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
 from stages.dispatch.streaming.uncompiled import uncompiled
@@ -117,7 +117,7 @@ class Streamer:
             for unhook in move_inputs(self._model, entries, skip_keys=self._skip_keys):
                 self._stack.callback(unhook)
         parts = list(streamed_parts(self._model, plan, self._extents, devices=self._devices, stack=self._stack))
-        self._passes = Passes(
+        self._passes = ModelPasses(
             self._model,
             begin=self._begin,
             end=self._end,

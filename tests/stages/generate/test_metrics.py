@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stages.dispatch.transfer.carrier import Traffic
-from stages.generate.metrics import Cost, Span
+from stages.generate.metrics import Cost, TimedBatch
 from stages.plan.plan import Plan
 from stages.units import DeviceId
 
@@ -22,7 +22,7 @@ def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:
     found = Cost()
     last = Traffic(streamed_bytes=100 + streamed, storage_bytes=50 + storage, stall_seconds=9 + stalled)
     first = Traffic(streamed_bytes=100, storage_bytes=50, stall_seconds=9)
-    found.add(Span(10.0, [12.0, 13.0, 14.0, 15.0], 2, first, last, cpu=(7.0, 8.5)))
+    found.add(TimedBatch(10.0, [12.0, 13.0, 14.0, 15.0], 2, first, last, cpu=(7.0, 8.5)))
     return found
 
 
@@ -37,7 +37,7 @@ def test_what_streams_before_the_first_token_is_not_put_down_to_decoding() -> No
 
 def test_batches_are_summed() -> None:
     both = cost(streamed=60)
-    both.add(Span(20.0, [22.0, 28.0], 1, NOTHING, Traffic(streamed_bytes=120)))
+    both.add(TimedBatch(20.0, [22.0, 28.0], 1, NOTHING, Traffic(streamed_bytes=120)))
     assert (both.first_token_seconds, both.token_seconds) == ([2.0, 2.0], [1.0, 1.0, 1.0, 6.0])
     assert (both.prefill_seconds, both.steps, both.tokens, both.decode_seconds) == (4.0, 4, 7, 9.0)
     assert both.metrics(PLAN)["streamed_bytes_per_second"] == 20.0
@@ -79,7 +79,7 @@ def test_the_bound_is_what_forwards_waited_for(streamed: int, storage: int, stal
 
 def test_one_token_tells_nothing_of_decoding() -> None:
     found = Cost()
-    found.add(Span(10.0, [12.0], 1, NOTHING, NOTHING))
+    found.add(TimedBatch(10.0, [12.0], 1, NOTHING, NOTHING))
     metrics = found.metrics(PLAN)
     assert metrics.pop("prefill_seconds") == metrics.pop("time_to_first_token_seconds") == 2.0
     assert set(metrics.values()) == {None}
@@ -88,7 +88,7 @@ def test_one_token_tells_nothing_of_decoding() -> None:
 def test_the_rate_of_hits_is_of_decoding_alone_and_absent_where_no_expert_was_called() -> None:
     found = Cost()
     first, last = Traffic(expert_hits=50, expert_misses=50), Traffic(expert_hits=59, expert_misses=53)
-    found.add(Span(10.0, [12.0, 13.0], 1, first, last))
+    found.add(TimedBatch(10.0, [12.0, 13.0], 1, first, last))
     assert found.metrics(PLAN)["expert_hit_rate"] == 9 / 12
     assert "expert_hit_rate" not in cost(streamed=60).metrics(PLAN)
 
@@ -96,8 +96,8 @@ def test_the_rate_of_hits_is_of_decoding_alone_and_absent_where_no_expert_was_ca
 def test_of_batches_in_lockstep_decoding_begins_with_the_first_token_of_all_and_ends_with_the_last() -> None:
     found = Cost()
     found.add(
-        Span(10.0, [12.0, 13.0, 15.0], 1, Traffic(streamed_bytes=10), Traffic(streamed_bytes=70), cpu=(1.0, 3.0)),
-        Span(11.0, [14.0, 18.0], 2, Traffic(streamed_bytes=50), Traffic(streamed_bytes=100), cpu=(2.0, 5.0)),
+        TimedBatch(10.0, [12.0, 13.0, 15.0], 1, Traffic(streamed_bytes=10), Traffic(streamed_bytes=70), cpu=(1.0, 3.0)),
+        TimedBatch(11.0, [14.0, 18.0], 2, Traffic(streamed_bytes=50), Traffic(streamed_bytes=100), cpu=(2.0, 5.0)),
         passes=7,
     )
     metrics = found.metrics(PLAN)
