@@ -141,3 +141,18 @@ def test_a_pass_that_was_broken_off_leaves_experts_that_can_be_called(listed: Ca
     handle.remove()
     there.answer(40)
     there.answer(1)
+
+
+@pytest.mark.parametrize("computes", ["cpu", 0])
+def test_a_backward_brings_the_experts_again_that_were_called(computes, listed) -> None:
+    stage, found = listed(staging=STAGING["little"], computes=computes), {}
+
+    def gradient(model: torch.nn.Module) -> torch.Tensor:
+        handle = model.embed.register_forward_hook(lambda _m, _a, out: found.update(x=out.requires_grad_()))
+        model(torch.arange(8)).square().sum().backward()
+        handle.remove()
+        return found["x"].grad
+
+    for _ in range(2):
+        assert torch.equal(gradient(stage.model), gradient(stage.plain))
+    assert stage.streamer.traffic.overflow_bytes == 0
