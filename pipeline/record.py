@@ -121,6 +121,7 @@ class RunRecord:
             "outputs": [],
             "experts": {},
             "samples": [],
+            "steps": [],
             "device_map": None,
             "enforcement": None,
         }
@@ -181,8 +182,8 @@ class RunRecord:
     def merge(self, report: Report) -> None:
         """Add what a stage reports, over what it reported before.
 
-        A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts`` and ``samples``
-        are those of the last stage that has any.
+        A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts``, ``samples`` and
+        ``steps`` are those of the last stage that has any.
         """
         for section, devices in report.memory.items():
             _update(self._content["memory"].setdefault(section, {}), devices)
@@ -193,6 +194,8 @@ class RunRecord:
             self._content["experts"] = {layer: dict(use) for layer, use in report.experts.items()}
         if report.samples:
             self._content["samples"] = [dict(sample) for sample in report.samples]
+        if report.steps:
+            self._content["steps"] = [dict(step) for step in report.steps]
         self._write()
 
     def note_series(self, device: str, points: Sequence[tuple[float, int]]) -> None:

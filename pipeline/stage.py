@@ -69,10 +69,11 @@ class Artifact:
 class Report:
     """What a stage's artifact adds to the run record and to the summary on the screen.
 
-    ``summary`` is one short line. ``memory``, ``metrics``, ``outputs``, ``experts`` and ``samples`` go under those
-    names of ``run.json``; ``screen`` is shown after the summary table. ``experts`` is what those of each layer came to,
-    where a mixture's wait until they are wanted: layer → counts by name. ``samples`` has each time that the stage's
-    work was measured, with ``earlier`` where another run did it and ``counts`` where the metrics are made of it.
+    ``summary`` is one short line. ``memory``, ``metrics``, ``outputs``, ``experts``, ``samples`` and ``steps`` go under
+    those names of ``run.json``; ``screen`` is shown after the summary table. ``experts`` is what those of each layer
+    came to, where a mixture's wait until they are wanted: layer → counts by name. ``samples`` has each time that the
+    stage's work was measured, with ``earlier`` where another run did it and ``counts`` where the metrics are made of
+    it. ``steps`` are those of a training: loss, norm of the gradient, seconds and bytes held, in their order.
     """
 
     summary: str = ""
@@ -82,6 +83,7 @@ class Report:
     screen: str = ""
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     samples: tuple[Mapping[str, Any], ...] = ()
+    steps: tuple[Mapping[str, Any], ...] = ()
 
 
 class Context(Protocol):

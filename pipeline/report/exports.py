@@ -86,6 +86,7 @@ def _job(job: Job) -> dict[str, Any]:
         "memory": {section: dict(held) for section, held in run.memory.items()},
         "metrics": {**run.metrics, "bound": None, **run.words, "bound_seconds_per_token": bound_seconds(run)},
         "experts": {layer: dict(use) for layer, use in run.experts.items()},
+        "losses": list(run.losses),
         "samples": [asdict(sample) for sample in run.samples],
         "figures": run.provenance.told() if run.stages else None,
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],

@@ -16,6 +16,7 @@ from pipeline.report.plots.placement import placement_picture
 from pipeline.report.plots.samples import sample_picture
 from pipeline.report.plots.speed import speed_picture
 from pipeline.report.plots.stage_times import stage_picture
+from pipeline.report.plots.training import loss_picture
 from pipeline.report.quantities import listed
 from pipeline.report.summary import MOST_ROWS, Summary, headline, labels
 
@@ -50,6 +51,7 @@ def pictures(summary: Summary) -> Sequence[Picture]:
         placement_picture(summary.placements, names),
         memory_picture(jobs, names, most=MOST_ROWS),
         timeline_picture(jobs),
+        loss_picture(jobs),
         expert_picture(jobs, names, most=MOST_ROWS),
         stage_picture(jobs, names, most=MOST_ROWS),
     ]

@@ -81,8 +81,8 @@ class Run:
     ``metrics`` are those that are numbers, ``words`` the others.
     ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
     cgroup's limit that the process ran under, None where there was none. ``experts`` has the layers of a mixture whose
-    experts wait: layer → counts by name. ``samples`` are all that are known, ``cap_untested`` why no cap was tested
-    that was asked for.
+    experts wait: layer → counts by name. ``losses`` are those of a training, step by step. ``samples`` are all that are
+    known, ``cap_untested`` why no cap was tested that was asked for.
     """
 
     folder: Path
@@ -105,6 +105,7 @@ class Run:
     words: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, Mapping[str, Number | None]] = field(default_factory=dict)
     samples: tuple[RunSample, ...] = ()
+    losses: tuple[Number | None, ...] = ()
     cap_untested: str = ""
 
     @property
@@ -199,6 +200,7 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         words=words,
         experts=_uses(_mapping(content, "experts")),
         samples=tuple(map(_sample, _dicts(content, "samples"))),
+        losses=tuple(_number(step.get("loss")) for step in _dicts(content, "steps")),
         cap_untested=str(enforcement.get("how") or "") if enforcement.get("enforced") is False else "",
     )
 

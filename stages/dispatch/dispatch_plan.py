@@ -112,7 +112,7 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
             if part.listed_expert is None
             for name in part.streamed
         ),
-        staging_bytes=plan.staging_bytes,
+        staging_bytes=plan.staging_bytes if plan.serving else 0,  # what nobody uses would be news to every key
         reserves=_reserves(skeleton, plan),
         slots=plan.slots,
         host_peak_bytes=sum(plan.predicted[CPU].values()) if plan.ledgers and plan.predicted else None,

@@ -23,6 +23,8 @@ from stages.units import format_bytes
 FILE_NAME = "finetune.json"
 _NO_RECIPE = ("text_file", "save_every")
 """The options that change nothing of the weights."""
+_TOLD = ("loss", "gradient_norm", "seconds", "held_bytes")
+"""What the record has of each step."""
 _SHOWN = 20
 """How many steps are shown on the screen: the first and the last of them."""
 
@@ -89,6 +91,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
             metrics=data["metrics"],
             experts=data["experts"],
             outputs=tuple(_outputs(artifact, rows)),
+            steps=tuple({key: row[key] for key in _TOLD} for row in rows),
             screen="\n".join(_screen(rows, artifact.path(CHECKPOINT))),
         )
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 from stages.finetune.sequences import derive, pick
 from stages.plan.budgets import LIBRARY_BYTES, MARGIN
 from tests.benchmarks.caps import can_cap
-from tests.e2e.conftest import Finished, start, wait_for
+from tests.e2e.conftest import Finished, Replay, start, wait_for
 
 Run = Callable[..., Finished]
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
@@ -113,8 +113,8 @@ def test_tuned_weights_are_bitwise_those_of_a_plain_loop_and_load_again(
     assert loaded.tokens == [expected]
 
 
-def test_a_step_is_told_in_the_record_and_a_second_run_is_served(
-    checkpoint: Path, tmp_path: Path, offstage_here: Run
+def test_a_step_is_told_in_the_record_which_can_be_replayed_and_a_second_run_is_served(
+    checkpoint: Path, tmp_path: Path, offstage_here: Run, replay: Replay
 ) -> None:
     write_text(tmp_path)
     given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=3")
@@ -126,6 +126,9 @@ def test_a_step_is_told_in_the_record_and_a_second_run_is_served(
     other_pace = offstage_here(*given, "finetune.save_every=1")
     assert other_pace.cached["finetune"]
     assert other_pace.record["outputs"] == done.record["outputs"]
+    assert [step["loss"] for step in done.record["steps"]] == [row["loss"] for row in rows]
+    code, out, err = replay(min(tmp_path.glob("outputs/runs/*/*")))
+    assert code == 0, (out, err)
     assert not artifact(offstage_here(*given, "finetune.seed=1")).samefile(artifact(done))
 
 
@@ -155,6 +158,7 @@ OF_THE_MODEL = {
     "finetune.window=65": "finetune.window: 65 tokens are more than the model's context of 64",
     "model.class=LlamaModel": "model.class: LlamaModel has no labels of the token that comes next",
     "model.tokenizer=null": "finetune.text_file: the checkpoint has no tokenizer",
+    "finetune.lora={target_modules: [qproj]}": "finetune.lora: it has no place in LlamaForCausalLM",
 }
 
 

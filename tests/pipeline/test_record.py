@@ -76,6 +76,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "outputs": [],
         "experts": {},
         "samples": [],
+        "steps": [],
         "device_map": None,
         "enforcement": None,
     }

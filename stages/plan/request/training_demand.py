@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cache.fingerprint import fingerprint
+from pipeline.errors import OffstageError
 from pipeline.stage import MEASURED, Config
 from pipeline.typed_config import fits, read
 from stages.checkpoints.adapters import adapter_folder
 from stages.empty_init.step_peaks import TrainingPeaks
 from stages.machine.kept_figures import kept_or_measured
-from stages.plan.request.geometry import read_geometry
+from stages.plan.request.geometry import Geometry, geometry_of, read_geometry
 from stages.plan.request.training import FinetuneOptions
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window
     """Return the figure of one step, rehearsed on a copy of the model."""
     import torch
 
+    from stages.empty_init.fake_weights import REFUSALS
     from stages.empty_init.training_peaks import rehearse_step
     from stages.plan.request.learning import adapt, choose_learning
 
@@ -105,6 +107,24 @@ def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window
         ids = torch.ones((options.batch_size, window), dtype=torch.long)
         return model(input_ids=ids, labels=ids, use_cache=False)
 
-    step = rehearse_step(model, call, accumulates=options.gradient_accumulation > 1)
-    largest = max(weight.nbytes for weight in learning.values())
-    return {"peaks": asdict(step.peaks), "largest_bytes": largest}
+    sizes = [weight.nbytes for weight in learning.values()]
+    try:
+        peaks = rehearse_step(model, call, accumulates=options.gradient_accumulation > 1).peaks
+    except OffstageError:
+        raise
+    except REFUSALS:
+        geometry = geometry_of(model.config.to_dict())
+        peaks = bound_peaks(geometry, tokens=options.batch_size * window, gradient_bytes=sum(sizes))
+    return {"peaks": asdict(peaks), "largest_bytes": max(sizes)}
+
+
+def bound_peaks(geometry: Geometry, *, tokens: int, gradient_bytes: int) -> TrainingPeaks:
+    """Return the most that a step over so many ``tokens`` holds, for a model whose code can't be rehearsed.
+
+    All in float32: what a layer's modules take and give, and logits with what a loss makes of them. No offload of
+    activations is known to lower it.
+    """
+    layer = 20 * geometry.hidden + 4 * geometry.intermediate + 4 * geometry.cached
+    saved = 4 * tokens * (geometry.layers * layer + 5 * geometry.vocabulary)
+    every = saved + gradient_bytes
+    return TrainingPeaks(saved, gradient_bytes, ((saved, saved, saved),), ((every, saved, saved),))

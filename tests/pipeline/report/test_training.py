@@ -1,0 +1,25 @@
+"""What the report shows of a training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pipeline.report.command import run
+from tests.pipeline.report.sample_runs import write_run
+
+
+def test_the_losses_of_trainings_are_drawn_and_stand_in_the_json(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", steps=[{"loss": 4.5, "seconds": 1.0}, {"loss": 4.0, "seconds": 1.0}])
+    write_run(tmp_path / "1", steps=[{"loss": None}])
+    write_run(tmp_path / "2")
+    run([str(tmp_path)])
+    page, told = (tmp_path / "report.html").read_text(), json.loads((tmp_path / "report.json").read_text())
+    assert "Loss of each step" in page
+    assert [job["losses"] for job in told["jobs"]] == [[4.5, 4.0], [None], []]
+
+
+def test_without_a_training_there_is_no_such_plot(tmp_path: Path) -> None:
+    write_run(tmp_path / "0")
+    run([str(tmp_path)])
+    assert "Loss of each step" not in (tmp_path / "report.html").read_text()
