@@ -55,9 +55,11 @@ class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         from pipeline.hydra_task import Task
+        from pipeline.sweep_preparation import MachinePreparation
 
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._visible = os.environ.get(_VISIBLE)
+        self._preparation = MachinePreparation()
         if isinstance(task_function, Task):
             task_function.sweep = Path(config.hydra.sweep.dir).absolute()
         _check_every_job(hydra_context, config)
@@ -168,6 +170,11 @@ class LocalJobLauncher(_Launcher, originals.LocalLauncher):  # type: ignore[misc
     """Jobs on this machine. submitit's process of a job ends when the job has."""
 
     _poll_seconds = 0.05
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Have this machine measured while it is idle, then run the jobs, which all go by the same figures."""
+        self._preparation.prepare(self.hydra_context.config_loader, self.config, job_overrides)
+        return super().launch(job_overrides, initial_job_idx)
 
     def _restore_environment(self) -> None:
         """Let the job see the accelerators that the sweep sees: submitit hides all that ``gpus_per_node`` omits."""

@@ -127,6 +127,9 @@ class Stage(Protocol[Inputs]):
     One with an attribute ``measures`` that is true is measured as the keys ``measure`` of the config say, beyond what
     its artifact came with: see ``lacks_figures`` and ``measure``.
 
+    One with a method ``prepare_machine(config, cache)`` has it called before the first job of a sweep on this machine,
+    to measure then, while nothing runs, what the jobs will go by and to keep it in the cache.
+
     What a stage depends on is gathered once a run, as a value. The key is made from that value and the work is done
     from it, so that what lies under a key is what the key says, whatever the machine would answer by then.
     """

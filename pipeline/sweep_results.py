@@ -124,7 +124,7 @@ def _cells(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
 
 def _figures(record: Mapping[str, Any]) -> str:
     """Return whether the job measured its figures itself, how often, and whether others used the processor then."""
-    if record.get("status") != "completed" or not record.get("stages"):
+    if record.get("status") != "completed" or not record["memory"]["measured"]:
         return ""
     found = provenance(record["stages"], record.get("samples", ()))
     return found.told() + f", {found.busy} busy" * bool(found.busy)

@@ -40,7 +40,7 @@ def _row(job: Job, differences: Sequence[Spread]) -> dict[str, object]:
         row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
     row |= {f"metrics.{name}": value for name, value in {"bound": None, **run.words}.items()}
-    row["figures"] = run.provenance.told() if run.stages else ""
+    row["figures"] = run.provenance.told() if run.measured else ""
     row["bound_seconds_per_token"] = bound_seconds(run)
     for stage in run.stages:
         row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
@@ -88,7 +88,7 @@ def _job(job: Job) -> dict[str, Any]:
         "experts": {layer: dict(use) for layer, use in run.experts.items()},
         "losses": list(run.losses),
         "samples": [asdict(sample) for sample in run.samples],
-        "figures": run.provenance.told() if run.stages else None,
+        "figures": run.provenance.told() if run.measured else None,
         "stages": [{"name": stage.name, "seconds": stage.seconds, "cached": stage.cached} for stage in run.stages],
     }
 

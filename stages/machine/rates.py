@@ -34,15 +34,21 @@ class Rates:
 
 def read_rates(hardware: Mapping[str, Any]) -> Rates:
     """Return the rates that ``hardware.rates`` gives (``{storage: 3GB, link: 25GB}``), or nominal ones."""
-    return Rates(**{name: parse_size(size) for name, size in (hardware.get("rates") or {}).items()})
+    return Rates(**_read(hardware.get("rates") or {}))
 
 
-def local_rates(folder: Path, sample: Path | None, accelerators: Sequence[str] = ()) -> Rates:
+def _read(given: Mapping[str, Any]) -> dict[str, int]:
+    return {name: parse_size(size) for name, size in given.items()}
+
+
+def local_rates(
+    folder: Path, sample: Path | None, accelerators: Sequence[str] = (), *, pinned: Mapping[str, Any] | None = None
+) -> Rates:
     """Return this machine's rates, coarsely: those kept in ``folder``, or measured now and kept there.
 
     ``sample`` is a large file on the storage in question (a shard of the checkpoint); each file system has a rate
     of its own. ``accelerators`` are the names of those that are here; the first one's link and memory are measured.
-    What can't be measured keeps its nominal value.
+    What can't be measured keeps its nominal value; those that are ``pinned`` (``{storage: 3GB}``) aren't measured.
     """
     wanted: dict[str, tuple[str, Callable[[], int | None]]] = {"host": ("host", probes.copy_speed)}
     if sample is not None:
@@ -50,9 +56,11 @@ def local_rates(folder: Path, sample: Path | None, accelerators: Sequence[str] =
     if accelerators:
         wanted["link"] = f"link {accelerators[0]}", probes.link_speed
         wanted["device"] = f"device {accelerators[0]}", probes.device_speed
+    given = _read(pinned or {})
+    wanted = {name: probe for name, probe in wanted.items() if name not in given}
     kept = kept_or_measured(folder / FILE_NAME, dict(wanted.values()), is_sound=is_rate)
     found = {name: kept.get(key) for name, (key, _) in wanted.items()}
-    return Rates(**{name: coarse_rate(speed) for name, speed in found.items() if speed})
+    return Rates(**{**{name: coarse_rate(speed) for name, speed in found.items() if speed}, **given})
 
 
 def is_rate(figure: object) -> bool:

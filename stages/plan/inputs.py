@@ -199,13 +199,17 @@ def _demand(
 
 
 def machine_rates(config: Config, machine: Hardware, cache: Path) -> Rates:
-    """Return the rates that the config gives, or this machine's, measured on the checkpoint's largest file."""
+    """Return the rates that the config gives, the others as they are measured on the checkpoint's largest file.
+
+    Those of a machine that is described and isn't this one are nominal where they aren't given.
+    """
     described = config.get("hardware") or {}
-    if described.get("rates") or described.get("devices") is not None:
+    if described.get("devices") is not None:
         return read_rates(described)
     files = weight_files(checkpoint_folder(config["model"]))
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
-    return local_rates(cache / MEASURED, sample, [accelerator.name for accelerator in machine.accelerators])
+    names = [accelerator.name for accelerator in machine.accelerators]
+    return local_rates(cache / MEASURED, sample, names, pinned=described.get("rates") or {})
 
 
 def host_kernels(config: Config, cache: Path) -> Kernels:

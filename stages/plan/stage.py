@@ -69,6 +69,10 @@ class PlanStage(Stage[PlanInputs]):
         except ConfigError as error:
             yield Fault.of(error)
 
+    def prepare_machine(self, config: Config, cache: Path) -> None:
+        """Have the rates that plans go by measured and kept, unless they are or the config gives them."""
+        machine_rates(config, hardware(config), cache)
+
     def gather(self, context: Context) -> PlanInputs:
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
         config, stored = context.config, context.artifact("empty_init")

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,15 @@ def test_an_experiment_is_a_whole_sweep(experiment: tuple[Path, Finished]) -> No
     assert done.code == 0, done.err
     assert {record["config"]["dtype"] for record in done.records} == {"float32", "bfloat16", "float16"}
     assert "3 of 3 jobs completed" in done.out
+
+
+def test_all_jobs_plan_by_the_rates_that_were_measured_before_the_first(experiment: tuple[Path, Finished]) -> None:
+    folder, done = experiment
+    plans = [stage for record in done.records for stage in record["stages"] if stage["name"] == "plan"]
+    assert len({json.dumps(plan["inputs"]["rates"]) for plan in plans}) == 1
+    kept = folder / "outputs/cache/hardware/rates.json"
+    begun = min(datetime.fromisoformat(record["started"]).timestamp() for record in done.records)
+    assert kept.stat().st_mtime < begun
 
 
 def test_every_job_has_a_process_of_its_own_that_is_gone_afterwards(experiment: tuple[Path, Finished]) -> None:

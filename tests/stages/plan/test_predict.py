@@ -180,6 +180,15 @@ def test_rates_are_kept_as_measured_and_used_coarsely(tmp_path: Path) -> None:
     assert found.device == Rates().device, "no such accelerator is here: the nominal one stands"
 
 
+def test_a_rate_that_is_pinned_is_taken_as_it_is_and_the_others_are_measured(tmp_path: Path) -> None:
+    write_sealed(tmp_path / "rates.json", {"host": 10_000_000_000})
+    found = local_rates(tmp_path, None, pinned={"storage": "3.333GB"})
+    assert (found.storage, found.host) == (3_333_000_000, coarse_rate(10_000_000_000))
+    nothing = tmp_path / "nothing"
+    assert local_rates(nothing, None, pinned={"host": "5GB"}).host == 5 * 10**9
+    assert not nothing.exists(), "nothing had to be measured"
+
+
 def test_a_plan_says_with_which_rates_it_was_made() -> None:
     config = {"max_memory": {"cpu": "100"}, "device_map": "optimal", "device_map_overrides": {}, "generate": {}}
     assert make_plan(outline({"w": 10}), config, rates=Rates(host=7)).rates["host"] == 7
