@@ -14,10 +14,11 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from pipeline.config import resolve
+from pipeline.config import check, resolve
 from pipeline.errors import OffstageError
 from pipeline.hydra_errors import COMPOSING_ERRORS
-from pipeline.runner import check_config
+from pipeline.installed_stages import installed_stages
+from pipeline.runner import load_stages
 
 _WHERE = ("experiment", "model", "hardware", "stages", "outputs")
 """The keys that say which checkpoint and machine a job is about."""
@@ -56,6 +57,11 @@ def _prepare(loader: Any, config: DictConfig, jobs: Sequence[Sequence[str]]) -> 
             with open_dict(composed):
                 del composed["hydra"]  # a job's own config has no such node, and half of it means nothing before a job
             resolved = resolve(composed)
-            for stage in check_config(resolved):
+            if list(check(resolved, list(installed_stages()))):
+                continue
+            stages = load_stages(resolved)
+            if any(list(stage.check(resolved)) for stage in stages):
+                continue
+            for stage in stages:
                 if hasattr(stage, "prepare_machine"):
                     stage.prepare_machine(resolved, Path(resolved["outputs"]) / "cache")
