@@ -19,6 +19,7 @@ from pipeline.errors import OffstageError
 from pipeline.hydra_errors import COMPOSING_ERRORS
 from pipeline.installed_stages import installed_stages
 from pipeline.runner import load_stages
+from pipeline.stage import Config
 
 _WHERE = ("experiment", "model", "hardware", "stages", "outputs")
 """The keys that say which checkpoint and machine a job is about."""
@@ -56,12 +57,16 @@ def _prepare(loader: Any, config: DictConfig, jobs: Sequence[Sequence[str]]) -> 
             composed = loader.load_sweep_config(config, list(overrides))
             with open_dict(composed):
                 del composed["hydra"]  # a job's own config has no such node, and half of it means nothing before a job
-            resolved = resolve(composed)
-            if list(check(resolved, list(installed_stages()))):
-                continue
-            stages = load_stages(resolved)
-            if any(list(stage.check(resolved)) for stage in stages):
-                continue
-            for stage in stages:
-                if hasattr(stage, "prepare_machine"):
-                    stage.prepare_machine(resolved, Path(resolved["outputs"]) / "cache")
+            _prepare_for(resolve(composed))
+
+
+def _prepare_for(config: Config) -> None:
+    """Have the stages of a job measure what they need; of a faulty one nothing is measured."""
+    if list(check(config, list(installed_stages()))):
+        return
+    stages = load_stages(config)
+    if any(fault for stage in stages for fault in stage.check(config)):
+        return
+    for stage in stages:
+        if hasattr(stage, "prepare_machine"):
+            stage.prepare_machine(config, Path(config["outputs"]) / "cache")
