@@ -27,9 +27,10 @@ def test_the_log_of_a_run_is_its_file_unless_another_is_chosen(offstage_here: Ru
     assert " INFO offstage: completed" in run_folder(tmp_path).joinpath("run.log").read_text()
 
 
-@pytest.mark.parametrize(("chosen", "shown"), [("stdout", True), ("disabled", False)])
-@pytest.mark.parametrize("apart", [False, True], ids=["in this process", "in one of its own"])
-def test_each_logging_of_hydra_can_be_chosen(
+@pytest.mark.parametrize(
+    ("chosen", "shown", "apart"), [("stdout", True, False), ("disabled", False, False), ("stdout", True, True)]
+)
+def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
     chosen: str, shown: bool, apart: bool, offstage_here: Run, tmp_path: Path
 ) -> None:
     own = ["enforce_memory=true"] if apart else []
