@@ -12,8 +12,8 @@ else on to the pair around it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,13 +42,13 @@ class _Lent:
     save: Callable[[], Bring]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
     """A call under way: whose it is, whether a pair was pushed for it, and what is lent to it."""
 
     owner: object
     pushed: bool
-    lent: list[_Lent] = field(default_factory=list)
+    lent: Sequence[_Lent] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +113,22 @@ class SavedWeights:
 
     def enter(self, owner: object) -> bool:
         """Begin a call of ``owner``; return whether what is lent to it may be saved."""
-        saves = torch.is_grad_enabled() and _disabled() is None
-        around: Pair | None = _innermost(True) if saves else None
-        pushes = saves and (around is None or around[0] != self._pack)
+        if not torch.is_grad_enabled() or _disabled() is not None:
+            self._calls.append(_Call(owner, pushed=False))
+            return False
+        around: Pair | None = _innermost(True)
+        pushes = around is None or around[0] != self._pack
         if pushes:
             _push(self._pack, _unpack)
             self._around.append(around)
         self._calls.append(_Call(owner, pushes))
-        return saves
+        return True
 
     def leave(self, owner: object) -> None:
         """End the call of ``owner`` that began last."""
-        place = max(place for place, call in enumerate(self._calls) if call.owner is owner)
+        place = len(self._calls) - 1
+        while self._calls[place].owner is not owner:
+            place -= 1
         if self._calls.pop(place).pushed:
             _pop()
             self._around.pop()
@@ -135,7 +139,8 @@ class SavedWeights:
         ``save`` is called where it is saved, and returns what brings it.
         """
         begin, alive = tensor.data_ptr(), weakref.ref(tensor.untyped_storage())
-        self._calls[-1].lent.append(_Lent(begin, begin + tensor.nbytes, alive, save))
+        call = self._calls[-1]
+        call.lent = [*call.lent, _Lent(begin, begin + tensor.nbytes, alive, save)]
 
     def recover(self) -> None:
         """Take back what calls left that an interrupt ended.
