@@ -241,6 +241,6 @@ class FetchFromDisk:
 
 def _whole_pages(room: torch.Tensor) -> memoryview:
     """Return the memory from where ``room`` begins to the end of its storage, which is of whole pages."""
-    storage = room.untyped_storage()
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage, room.storage_offset(), (storage.nbytes(),), (1,))
+    storage, begin = room.untyped_storage(), room.storage_offset()
+    whole = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (storage.nbytes() - begin,), (1,))
     return whole.numpy().data

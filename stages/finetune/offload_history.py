@@ -66,7 +66,7 @@ class TagHistory:
         return known[1]
 
     def trim(self) -> None:
-        """Give back memory and files that the last pass didn't use."""
+        """Give back memory and files that the last passes didn't use."""
         for swap in self.swaps:
             swap.trim()
 

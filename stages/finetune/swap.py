@@ -16,6 +16,8 @@ from stages.dispatch.transfer.trace import Trace
 
 Lent = TypeVar("Lent")
 _LEAST_BYTES = 2**20
+_IDLE_PASSES = 8
+"""After how many passes memory that isn't used is given back: to register it again takes longer than a pass."""
 
 
 def span(trace: Trace | None, way: str, category: str, size: int) -> AbstractContextManager[None]:
@@ -54,7 +56,7 @@ class Swap(Protocol):
         """Return ``size`` bytes of the device, flat; a ``BudgetError`` where it is full."""
 
     def trim(self) -> None:
-        """Give back what nothing was put into since the last time."""
+        """Give back what hasn't been used for a while; called at the end of each pass."""
 
 
 class GrowingArena(Generic[Lent]):
@@ -65,7 +67,7 @@ class GrowingArena(Generic[Lent]):
 
     def __init__(self) -> None:
         self._arenas: list[Arena[Lent]] = []
-        self._used: set[int] = set()
+        self._idle: list[int] = []  # of each, for how many passes nothing was in it
 
     @property
     def size(self) -> int:
@@ -74,12 +76,8 @@ class GrowingArena(Generic[Lent]):
 
     def take(self, size: int) -> Lent | None:
         """Return a region of ``size`` bytes or a little more, null if there is none free: then ``grow`` helps."""
-        for number, arena in enumerate(self._arenas):
-            region = arena.take(size)
-            if region is not None:
-                self._used.add(number)
-                return region
-        return None
+        taken = (region for arena in self._arenas if (region := arena.take(size)) is not None)
+        return next(taken, None)
 
     def wanted(self, size: int) -> int:
         """Return how large a memory should be that is added since ``size`` bytes found no room."""
@@ -88,8 +86,10 @@ class GrowingArena(Generic[Lent]):
     def grow(self, memory: Memory[Lent]) -> None:
         """Lend from ``memory`` too."""
         self._arenas.append(Arena(memory))
+        self._idle.append(0)
 
     def trim(self) -> None:
-        """Let go of memories that nothing lies in and nothing was taken from since the last time."""
-        kept = [arena for number, arena in enumerate(self._arenas) if number in self._used or arena.used]
-        self._arenas, self._used = kept, set()
+        """Let go of memories that nothing lay in at the ends of several passes, of which this is one."""
+        idle = [0 if arena.used else before + 1 for arena, before in zip(self._arenas, self._idle, strict=True)]
+        kept = [(arena, count) for arena, count in zip(self._arenas, idle, strict=True) if count < _IDLE_PASSES]
+        self._arenas, self._idle = [arena for arena, _ in kept], [count for _, count in kept]

@@ -1,6 +1,6 @@
 """The devices behind the device ids: the host, accelerators that are here, and accelerators that are simulated.
 
-A simulated accelerator is a ledger of the weights held on it. Moving a tensor there is a real copy, in host memory,
+A simulated accelerator is a ledger of the tensors held on it. Moving a tensor there is a real copy, in host memory,
 that the ledger counts; a copy that would go over raises, as a full device would. What lies there computes on the cpu.
 """
 
@@ -135,7 +135,7 @@ class Devices:
 
     @property
     def peaks(self) -> dict[DeviceId, int]:
-        """The peak of each simulated accelerator, in bytes of weights, resident and streamed."""
+        """The peak of each simulated accelerator, in bytes of what was put there or counted."""
         return {device: ledger.peak for device, ledger in self._ledgers.items()}
 
 

@@ -200,6 +200,18 @@ def test_what_was_changed_in_place_is_an_error_or_gives_the_bits_of_before(offlo
         loss.backward()
 
 
+def test_memory_that_is_saved_again_after_it_was_written_to_goes_again(offload: Make) -> None:
+    for _ in range(2):
+        values = torch.rand(5000, requires_grad=True)
+        with offload(1.0):
+            hidden = values * 2
+            before = hidden.square().sum()
+            hidden.detach().add_(1)
+            loss = before + hidden.square().sum()
+        loss.backward()
+        assert torch.equal(values.grad, 2 * (2 * (values.detach() * 2) + 2 * (values.detach() * 2 + 1)))
+
+
 def test_strides_slices_empty_and_odd_tensors_come_back_as_they_were(offload: Make) -> None:
     big = torch.rand(64, 3, 50, 10)
     odd = [

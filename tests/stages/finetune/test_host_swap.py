@@ -75,9 +75,11 @@ def test_what_is_fetched_before_it_has_left_waits_for_that_by_itself(
     device: tuple[LateDevice, LateDevice, HostSwap],
 ) -> None:
     out, back, swap = device
-    source, room = torch.zeros(SIZE, dtype=torch.uint8), swap.room(SIZE)
-    out.write(source, 7)
-    fetch = swap.put(source, None).fetch(room)
+    sources, room = [torch.zeros(SIZE, dtype=torch.uint8) for _ in range(8)], swap.room(SIZE)
+    for source in sources:
+        out.write(source, 7)
+    away = [swap.put(source, None) for source in sources]  # the last leaves behind all others
+    fetch = away[-1].fetch(room)
     fetch.finish()
     out.launch(room, torch.full_like(room, 7))
     assert wrong(out, back) == []

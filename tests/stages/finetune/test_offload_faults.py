@@ -99,6 +99,19 @@ def test_after_an_exception_nothing_is_left_and_the_next_iteration_is_right(offl
         assert same(gradients(model), expected(INPUTS))
 
 
+def test_memory_and_files_that_are_no_longer_used_are_given_back_after_a_while(offload: Make) -> None:
+    model = net()
+    reserved = []
+    for ratio in [1.0] * 3 + [0.0] * 10:
+        with offload(ratio, "idle") as context:
+            loss = model(INPUTS.clone()).square().sum()
+        loss.backward()
+        reserved.append([swap._arena.size for swap in context._history.swaps])
+    assert reserved[0][0] > 0
+    assert reserved[:10] == [reserved[0]] * 10
+    assert reserved[-1] == [0]
+
+
 def test_what_is_remembered_goes_with_the_model(offload: Make) -> None:
     model = net()
     with offload(0.5, "gone") as context:
