@@ -9,9 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stages.inference.cost import Metrics
+if TYPE_CHECKING:  # what forwards cost comes with torch, which a run that is served from the cache does without
+    from stages.inference.cost import Metrics
 
 PERCENTILES = (50, 90, 99)
 _MOST_TIMES = 1000
