@@ -6,7 +6,9 @@ that the ledger counts; a copy that would go over raises, as a full device would
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -29,16 +31,23 @@ class Ledger:
 
     def __init__(self, device: DeviceId, capacity: int) -> None:
         self.device, self.capacity, self.peak = device, capacity, 0
-        self._bytes: dict[int, int] = {}  # address → bytes
+        self._numbers = itertools.count()
+        self._counted: dict[int, int] = {}  # address → the number of what is counted there
         self._held = 0
-        self._freed: deque[int] = deque()  # storages may die in any thread, and in the middle of any statement
+        # (address, number, bytes) of storages that died: in any thread, and in the middle of any statement
+        self._freed: deque[tuple[int, int, int]] = deque()
+        self._lock = threading.RLock()
 
     @property
     def held(self) -> int:
         """The bytes held now."""
-        while self._freed:
-            self._held -= self._bytes.pop(self._freed.popleft())
-        return self._held
+        with self._lock:
+            while self._freed:
+                address, number, count = self._freed.popleft()
+                self._held -= count
+                if self._counted.get(address) == number:  # else something new lies there by now
+                    del self._counted[address]
+            return self._held
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor`` that lies on the device; a ``BudgetError`` where there is no room for it."""
@@ -54,7 +63,7 @@ class Ledger:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies on the device."""
-        return self.held > 0 and tensor.untyped_storage().data_ptr() in self._bytes
+        return self.held > 0 and tensor.untyped_storage().data_ptr() in self._counted
 
     def allocate(self, size: int) -> Bytes:
         """Return ``size`` bytes of the device's memory; a ``BudgetError`` where there is no room for them."""
@@ -82,10 +91,11 @@ class Ledger:
         """Count ``count`` bytes at ``address`` for as long as ``owner`` lives."""
         if not count:
             return
-        self._bytes[address] = count
-        self._held += count
-        self.peak = max(self.peak, self._held)
-        weakref.finalize(owner, self._freed.append, address).atexit = False
+        with self._lock:
+            number = self._counted[address] = next(self._numbers)
+            self._held += count
+            self.peak = max(self.peak, self.held)
+        weakref.finalize(owner, self._freed.append, (address, number, count)).atexit = False
 
 
 class Devices:

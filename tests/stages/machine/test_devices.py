@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -81,6 +84,25 @@ def test_memory_that_is_allocated_counts_until_its_last_view_is_gone() -> None:
         ledger.allocate(3)
     del view
     assert (ledger.held, ledger.peak) == (0, 8)
+
+
+def test_threads_that_take_and_give_back_at_once_leave_nothing_counted() -> None:
+    ledger = Devices({0: 2**30}).ledger(0)
+    assert ledger is not None
+
+    def work() -> None:
+        kept: deque[object] = deque(maxlen=3)
+        for size in range(1, 800):
+            kept += [ledger.allocate(size), torch.ones(size)]
+            ledger.hold(torch.ones(size))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ledger.held == 0
+    assert not ledger.holds(torch.ones(5))
 
 
 def test_a_full_accelerator_is_a_budget_error_and_names_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
