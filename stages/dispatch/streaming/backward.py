@@ -16,9 +16,10 @@ from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.saved_weights import Bring
 from stages.dispatch.streaming.streamed_part import StreamedPart
 from stages.machine.devices import Devices
+from stages.units import DeviceId
 
-_Saved = dict[Lookahead[Any], list[int]]
-"""The parts that a graph has saved tensors of, by what brings them, in the order in which they were saved."""
+_Saved = dict[DeviceId, list[int]]
+"""The parts that a graph has saved tensors of, by where they compute, in the order in which they were saved."""
 
 
 class BackwardOrder:
@@ -26,6 +27,7 @@ class BackwardOrder:
 
     def __init__(self, stored: Mapping[str, torch.Tensor], devices: Devices) -> None:
         self._stored, self._devices = stored, devices
+        self._lookaheads: dict[DeviceId, Lookahead[Any]] = {}
         self._saving: _Saved | None = None
         self._asking: _Saved | None = None
 
@@ -37,11 +39,16 @@ class BackwardOrder:
         """Say that it has ended; what a module saves now, called again by a checkpoint, is in no order."""
         self._saving = None
 
+    def forget(self) -> None:
+        """Let go of what brings parts: graphs that are still there need none of its memory."""
+        self._lookaheads.clear()
+
     def save(self, part: StreamedPart, place: int) -> Bring:
         """Note that the tensor of ``part`` at ``place`` was saved; return what brings it."""
         saving = self._saving
         if saving is not None and part.lookahead is not None:
-            order = saving.setdefault(part.lookahead, [])
+            self._lookaheads[part.computes] = part.lookahead
+            order = saving.setdefault(part.computes, [])
             if order[-1:] != [part.number]:
                 order.append(part.number)
         return partial(self._bring, part, place, saving)
@@ -53,6 +60,6 @@ class BackwardOrder:
             return data.detach().to(self._devices.torch_device(part.computes))
         if saved is not None and saved is not self._asking:
             self._asking = saved
-            for lookahead, order in saved.items():
-                lookahead.turn(order)
+            for device, order in saved.items():
+                self._lookaheads[device].turn(order)
         return part.lookahead.lend(part.number)[place]

@@ -133,6 +133,7 @@ class Streamer:
         ):
             self._stack.callback(lookahead.close)
             self._lookaheads.append(lookahead)
+        self._stack.callback(self._backward.forget)
         for part in brought:
             self._stack.callback(setattr, part, "lookahead", None)
         self.routed = attach_experts(

@@ -1,5 +1,7 @@
 """Training through streamed weights: gradients are those of the model in memory, and no weight is kept for them."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
@@ -166,7 +168,11 @@ def test_gradients_of_gradients_are_the_same(stage: Stage) -> None:
 def test_a_backward_after_the_hooks_are_gone_reads_what_it_needs(layout: str, stage: Stage) -> None:
     placed, x = stage(layout), X.clone().requires_grad_()
     y = placed.model(x).square().sum()
+    carriers = [weakref.ref(lookahead._carrier) for lookahead in placed.streamer._lookaheads]
     placed.streamer.remove()
+    gc.collect()
+    assert carriers
+    assert not any(carrier() for carrier in carriers), "the graph holds no staging memory"
     y.backward()
     assert x.grad is not None
     assert torch.equal(x.grad, gradient(net()))
