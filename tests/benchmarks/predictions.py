@@ -6,8 +6,8 @@
 
 A request is SEQUENCESxLENGTH of its prompts, of which only the first is that long. Prints one line a run: what the plan
 predicted, what the process held (anonymous memory), the same of the bytes streamed for a token, and how far apart the
-two are in each. ``--capped`` runs each again, in the same folder, under a hard cap at the predicted peak and 5% more,
-and says whether it lives.
+two are in each. ``--capped`` runs each first one again, in the same folder, under a hard cap at the predicted peak and
+5% more, and says whether it lives.
 
 What a mixture streams is an expectation: give it ``--tokens`` enough. Each of its requests is made twice. The line
 ``first`` has what is expected of a mixture that never ran, which is uniform routing. The line ``after`` is of other
@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--greedy", action="store_true", help="decode greedily, not by sampling")
-    parser.add_argument("--capped", action="store_true", help="run each again under its predicted peak and 5%%")
+    parser.add_argument(
+        "--capped", action="store_true", help="run each first one again under its predicted peak and 5%%"
+    )
     parser.add_argument("--option", action="append", default=[], help="an override, e.g. storage.io=direct")
     given = parser.parse_args()
     checkpoint = _checkpoint(given.model, given.folder)
@@ -111,7 +113,7 @@ def measure(setup: Setup, budget: str, request: str) -> Iterator[tuple[str, list
         pairs = figures(record)
         errors = [_error(*pair) for pair in pairs]
         sizes = " ".join(f"{format_bytes(count):>10}" for pair in pairs for count in pair)
-        fate = f"  {setup.fate(asked, pairs[0][0])}" if setup.capped else ""
+        fate = f"  {setup.fate(asked, pairs[0][0])}" if setup.capped and when == "first" else ""
         apart = " ".join(f"{error:+.1%}" for error in errors)
         say(f"{budget:>8} {request:>8} {when}  predicted, measured; streamed: {sizes}  {apart}{fate}")
         yield when, errors
