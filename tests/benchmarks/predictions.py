@@ -86,9 +86,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--greedy", action="store_true", help="decode greedily, not by sampling")
-    parser.add_argument(
-        "--capped", action="store_true", help="each first one again under its peak and 5%%"
-    )
+    parser.add_argument("--capped", action="store_true", help="each first one again under its peak and 5%%")
     parser.add_argument("--option", action="append", default=[], help="an override, e.g. storage.io=direct")
     given = parser.parse_args()
     checkpoint = _checkpoint(given.model, given.folder)
