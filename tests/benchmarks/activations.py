@@ -7,10 +7,11 @@
 
 Forward and backward of a ResNet-50, without an optimizer, at the ratios 0, 0.1, 0.5 and 1, on each place that is asked
 for (``tests/benchmarks/activation_sides.py`` says what they are and how each tells its peak). A side is a process of
-its own; in each round all take their turn, another one first. The table has medians over the rounds; in the same run
-the limit is measured: the disk's raw writes and reads, copies in the host's memory, pinned copies over the link.
-``at the limit`` is how long the moved bytes take at those rates alone. Sides whose gradients differ are named; on CUDA
-some kernels add in another order each time, so that the plain step's may differ from themselves.
+its own; in each round all take their turn, another one first. A simulated accelerator's times say nothing: it has one
+round. The table has medians over the rounds; in the same run the limit is measured: the disk's raw writes and reads,
+copies in the host's memory, pinned copies over the link. ``at the limit`` is how long the moved bytes take at those
+rates alone. Sides whose gradients differ are named; on CUDA some kernels add in another order each time, so that the
+plain step's may differ from themselves.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def measure(place: str, arguments: argparse.Namespace) -> PlaceResult:
     """Run the rounds at ``place``."""
     limit = LIMITS[place](arguments.folder)
     found: dict[str, list[SideRun]] = {side: [] for side in arguments.sides}
-    for number in range(arguments.rounds):
+    for number in range(1 if place == "simulated" else arguments.rounds):
         for side in in_turn(arguments.sides, number):
             found[side].append(run_side(place, side, arguments))
             run = found[side][-1]
