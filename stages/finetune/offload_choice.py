@@ -55,7 +55,8 @@ class ShareChoice:
         """The largest size that isn't worth a copy."""
         if self._last is None:
             return PIECE
-        return int(self._last.small * self.expected / self._last.sums[-1])
+        smaller = min(1.0, self.expected / self._last.sums[-1])  # at its beginning a pass may be taken for any size
+        return int(self._last.small * smaller)
 
     @property
     def expected(self) -> float:

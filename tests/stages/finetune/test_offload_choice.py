@@ -61,3 +61,10 @@ def test_of_a_ratio_of_one_and_of_zero_all_go_and_none() -> None:
 
 def test_a_tensor_larger_than_what_is_due_is_split() -> None:
     assert choose(0.25, [100_000, 100_000], [100_000, 100_000])[1] == [50_000 // PIECE * PIECE, 0]
+
+
+def test_a_pass_that_lacks_the_first_small_tensor_of_the_last_one_sends_its_first_large_one() -> None:
+    last = SavedSizes.of([64, *[10**6] * 100, *[5000] * 100])
+    assert last.small == 5000
+    choice = ShareChoice(1.0, last)
+    assert [choice.choose(10**6) for _ in range(100)] == [10**6] * 100
