@@ -157,7 +157,6 @@ OF_THE_MODEL = {
     "finetune.window=65": "finetune.window: 65 tokens are more than the model's context of 64",
     "model.class=LlamaModel": "model.class: LlamaModel has no labels of the token that comes next",
     "model.tokenizer=null": "finetune.text_file: the checkpoint has no tokenizer",
-    "finetune.lora={target_modules: [qproj]}": "finetune.lora: it has no place in LlamaForCausalLM",
 }
 
 
@@ -173,6 +172,14 @@ def test_bad_input_is_said_before_any_weight_is_read(
         assert words in done.err
     assert "Traceback" not in done.err
     assert not tmp_path.joinpath("outputs/cache/shard_load").exists()
+
+
+def test_an_adapter_that_has_no_place_is_said(checkpoint: Path, tmp_path: Path, offstage_here: Run) -> None:
+    pytest.importorskip("peft", reason="the extra adapter isn't installed")
+    write_text(tmp_path)
+    done = offstage_here(*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.lora={target_modules: [qproj]}")
+    assert done.code == 2
+    assert "finetune.lora: it has no place in LlamaForCausalLM" in done.err
 
 
 def killed_with_a_state(folder: Path, *options: str) -> None:

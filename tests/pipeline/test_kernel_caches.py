@@ -31,7 +31,7 @@ print(held() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system what is held")
 def test_products_of_ever_other_shapes_dont_make_the_process_grow() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 10e6, "0.66 MB for each of 120 shapes where oneDNN compiles them"
+    assert int(done.stdout) < 30e6, "0.66 MB for each of 120 shapes where oneDNN compiles them"
 
 
 def test_what_the_environment_says_counts() -> None:

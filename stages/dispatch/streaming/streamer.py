@@ -38,12 +38,14 @@ from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.shard_load.disk_weights import DiskWeights
 
-_streamers: weakref.WeakKeyDictionary[nn.Module, Streamer] = weakref.WeakKeyDictionary()
+_streamers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Streamer]] = weakref.WeakKeyDictionary()
+"""Each lives with the hooks of its model, and holds it: held here, neither would ever go."""
 
 
 def streamer_of(model: nn.Module) -> Streamer:
     """Return the streamer of a dispatched ``model``; a ``ValueError`` for one that isn't."""
-    streamer = _streamers.get(model)
+    found = _streamers.get(model)
+    streamer = found() if found is not None else None
     if streamer is None or not streamer.is_attached:
         raise ValueError(f"this {type(model).__name__} isn't dispatched; load it with offstage.load")
     return streamer
@@ -85,7 +87,7 @@ class Streamer:
             self._hook(plan, host)
             self._empty |= {id(tensor) for _, tensor in without_data(model)}
             undo.pop_all()
-        _streamers[model] = self
+        _streamers[model] = weakref.ref(self)
 
     @property
     def is_attached(self) -> bool:

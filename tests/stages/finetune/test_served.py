@@ -31,6 +31,7 @@ def test_one_adapter_is_trained_at_a_time_and_a_module_says_nothing_of_its_loss(
     LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     options = FinetuneOptions(lora=LoraOptions())
     both = check_served(options, {"kind": "pretrained", "path": str(tmp_path), "adapter": "adapter"})
-    assert ["model.adapter is given too" in fault.message for fault in both] == [True]
+    said = [fault.message for fault in both if "peft isn't installed" not in fault.message]
+    assert ["model.adapter is given too" in message for message in said] == [True]
     (fault,) = check_served(options, {"kind": "module"})
     assert fault.key == "model.kind"
