@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def held_by_a_real_forward(model: nn.Module, sequences: int, length: int) -> int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "OPT", "BLOOM", "GPT-2", "Qwen2", "Mixtral"])
 def test_a_real_forward_holds_what_was_weighed(name: str, dtype: torch.dtype) -> None:
-    config = CONFIGS[name]
+    config = deepcopy(CONFIGS[name])  # which is given the dtype
     real = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     moments = weigh(on_meta(config).to(dtype).requires_grad_(False), real._no_split_modules)
     for shape in SHAPES:
