@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from stages.dispatch.streaming.referenced_tensor import changed
 from stages.finetune.swap import Away, Fetch, Swap
 
 SPAN_ALIGNMENT = 512
@@ -141,26 +142,3 @@ class SavedTensor:
         storage, begin = self._span.owner.bring(self._span, self._place)
         offset = (self._offset - begin) // self._dtype.itemsize
         return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, offset, self._shape, self._stride)
-
-
-class ReferencedTensor:
-    """What autograd holds in place of a tensor that is none of ours to move: itself, cut off from the graph."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), tensor._version
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor."""
-        if self._tensor._version != self._version:
-            raise changed(self._version, self._tensor._version)
-        return self._tensor
-
-
-def changed(saved: int, version: int) -> RuntimeError:
-    """Return the error of a tensor that was written to after it was saved, as autograd's own checks raise it."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: it is at"
-        f" version {version}, and was saved at version {saved}; write to a clone, or after the backward pass"
-    )

@@ -16,7 +16,7 @@ from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.repeats import kept_samples, lacking, take_samples, told, with_figures
 from stages.generate.timed_samples import TimedSample
 from stages.generate.transcript import transcript
-from stages.inference.inputs import batch_size, gather_model
+from stages.inference.inputs import chosen_number, gather_model
 from stages.inputs.libraries import media_libraries
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.lockstep import KEY as LOCKSTEP
@@ -90,8 +90,8 @@ class GenerateStage(Stage[GenerateInputs]):
         """Return the model's identity and placement, the prompts and every option."""
         given = read(GenerateConfig, context.config)
         prompts = read_prompts(given.generate)
-        options = {**given.generate, "batch_size": batch_size(given.generate, context)}
-        options[LOCKSTEP] = batch_size(options, context, key=LOCKSTEP) or 1
+        options = {**given.generate, "batch_size": chosen_number("batch_size", given.generate, context)}
+        options[LOCKSTEP] = chosen_number(LOCKSTEP, options, context) or 1
         if options[LOCKSTEP] == 1:
             del options[LOCKSTEP]
         return GenerateInputs(

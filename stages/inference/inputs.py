@@ -50,11 +50,8 @@ def gather_model(context: Context) -> dict[str, Any]:
     }
 
 
-def batch_size(node: Mapping[str, Any], context: Context, *, key: str = "batch_size") -> int | None:
-    """Return the ``batch_size`` that a stage's ``node`` of the config gives, or where that is auto, the plan.
-
-    ``key`` may name another number that is the plan's to choose.
-    """
+def chosen_number(key: str, node: Mapping[str, Any], context: Context) -> int | None:
+    """Return the number that a stage's ``node`` of the config gives for ``key``, or where that is auto, the plan."""
     given = node.get(key)
     size: int | None = context.artifact("plan").json(PLAN)[key] if given == AUTO else given
     return size

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
-from stages.inference.inputs import batch_size, gather_model
+from stages.inference.inputs import chosen_number, gather_model
 from stages.plan.request.geometry import read_geometry
 from stages.plan.request.texts import ScoreOptions, check_texts, read_scored_texts
 from stages.score.inputs import SCORES, ScoreInputs
@@ -73,7 +73,7 @@ class ScoreStage(Stage[ScoreInputs]):
             names=list(texts),
             window=window,
             stride=stride,
-            batch_size=1 if options.exact else batch_size(node, context) or 1,
+            batch_size=1 if options.exact else chosen_number("batch_size", node, context) or 1,
             **gather_model(context),
         )
 

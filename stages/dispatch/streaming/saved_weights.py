@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stages.dispatch.streaming.referenced_tensor import ReferencedTensor
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 Bring = Callable[[], torch.Tensor]
@@ -69,23 +70,6 @@ class _Note:
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedAsIs:
-    """A tensor that is saved as it is. What torch checks of one that no hook saw is checked here."""
-
-    tensor: torch.Tensor
-    version: int
-
-    def unpack(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation, a {self.tensor.dtype} of shape "
-                f"{tuple(self.tensor.shape)}, has been modified by an inplace operation: it is at version "
-                f"{self.tensor._version}, and version {self.version} was saved"
-            )
-        return self.tensor
-
-
-@dataclass(frozen=True, slots=True)
 class _HandedOn:
     """What the pair around ours made of a tensor."""
 
@@ -96,7 +80,7 @@ class _HandedOn:
         return self.restore(self.packed)
 
 
-_Packed = _Note | _SavedAsIs | _HandedOn
+_Packed = _Note | ReferencedTensor | _HandedOn
 
 
 class SavedWeights:
@@ -166,7 +150,7 @@ class SavedWeights:
             return _Note(lent.save(), tensor.data_ptr() - lent.begin, tensor.shape, tensor.stride(), tensor.dtype)
         around = self._around[-1] if self._around else None
         if around is None or isinstance(tensor, WaitingTensor):  # which holds no data
-            return _SavedAsIs(tensor.detach(), tensor._version)
+            return ReferencedTensor(tensor)
         return _HandedOn(around[1], around[0](tensor))
 
     def _lent(self, tensor: torch.Tensor) -> _Lent | None:

@@ -21,15 +21,21 @@ _SEQUENCES_A_PASS = {True: 16, False: 128}
 
 Nominal: operations a second over bytes a second, of bfloat16. Beyond, a larger batch saves no time.
 """
-_ALIKE = 1.05
+ALIKE = 1.05
+"""Predicted times that are no further apart are alike."""
 
 
 def batch_sizes(count: int) -> list[int]:
-    """Return the sizes that are tried for ``count`` prompts, the largest first: two to each doubling, and all at once.
+    """Return the sizes that are tried for ``count`` prompts, the largest first."""
+    return sizes_to_try(min(count, LARGEST))
+
+
+def sizes_to_try(most: int) -> list[int]:
+    """Return numbers up to ``most``, the largest first: two to each doubling, and ``most`` itself, at least 1.
 
     Few, so that memory that is a little freer than a minute ago doesn't make another plan.
     """
-    most = max(1, min(count, LARGEST))
+    most = max(1, most)
     steps = {size for power in range(most.bit_length()) for size in (2**power, 3 * 2**power // 2)}
     return sorted({most, *(size for size in steps if size <= most)}, reverse=True)
 
@@ -50,7 +56,7 @@ def soonest(plans: Mapping[int, Plan], *, count: int, copies: int, weights: int)
         )
 
     least = min(map(seconds, plans))
-    alike = [size for size in plans if seconds(size) <= least * _ALIKE]
+    alike = [size for size in plans if seconds(size) <= least * ALIKE]
     return plans[min(alike, key=lambda size: (plans[size].forecast["streamed_bytes_per_token"], -size))]
 
 

@@ -12,22 +12,19 @@ from typing import Any
 from pipeline.errors import Fault
 from stages.plan.plan import Plan
 from stages.plan.request.assistant import KEY as ASSISTANT
-from stages.plan.request.batch_size import AUTO
+from stages.plan.request.batch_size import ALIKE, AUTO, sizes_to_try
 
 KEY = "lockstep"
 
 LARGEST = 64
 """No more batches go together: beyond, computing takes longer than any storage."""
 
-_ALIKE = 1.05
 _STATIC = ("static", "offloaded_static")
 
 
 def lockstep_sizes(count: int) -> list[int]:
-    """Return the numbers that are tried for ``count`` batches, the largest first: two to each doubling."""
-    most = max(1, min(count, LARGEST))
-    steps = {size for power in range(most.bit_length()) for size in (2**power, 3 * 2**power // 2)}
-    return sorted({most, *(size for size in steps if size <= most)}, reverse=True)
+    """Return the numbers that are tried for ``count`` batches, the largest first."""
+    return sizes_to_try(min(count, LARGEST))
 
 
 def is_in_lockstep(generate: Mapping[str, Any]) -> bool:
@@ -65,4 +62,4 @@ def soonest_in_lockstep(plans: Mapping[int, Plan]) -> Plan:
     """
     seconds = {size: float(plan.forecast["seconds_per_token"]) for size, plan in plans.items()}
     least = min(seconds.values())
-    return plans[min(size for size, taken in seconds.items() if taken <= least * _ALIKE)]
+    return plans[min(size for size, taken in seconds.items() if taken <= least * ALIKE)]
