@@ -204,6 +204,11 @@ def bar_place(size: Size) -> tuple[float, float]:
     return (0.24, 0.38) if size.narrow else (0.0, 0.62)
 
 
+def told_first(shown: int, count: int) -> str:
+    """Return the sentence of a picture that has the first ``shown`` of ``count`` jobs, empty where it has all."""
+    return f" The first {shown} of {count:,} jobs." if count > shown else ""
+
+
 def shorten(text: str, most: int) -> str:
     """Return ``text``, cut where it is longer than ``most`` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from stages.units import parse_size
-from tests.benchmarks.checkpoints import SHAPES, make
-from tests.benchmarks.offload import BUDGETS, CAPS, USUAL_BUDGETS, USUAL_CAP, keep, run_round, say
+from tests.benchmarks.offload import BUDGETS, USUAL_BUDGETS, rounds_parser, run_rounds, say
 from tests.benchmarks.sides import Setting, Side, accelerate_side, offstage_side
 
 LENGTH = 8
@@ -35,38 +32,20 @@ Rounds = Sequence[Mapping[str, Any]]
 
 def main() -> None:
     """Run the rounds and print one line a side and a table."""
-    arguments = _arguments()
-    checkpoint = make(arguments.size, arguments.folder / arguments.size)
-    work = arguments.folder / "work"
-    work.mkdir(exist_ok=True)
-    cap = parse_size(arguments.cap or CAPS.get(arguments.size, USUAL_CAP))
-    setting = Setting(checkpoint, work, cap, arguments.tokens, arguments.timeout)
-    sides = prepare(setting, arguments)
-    rounds: list[dict[str, Any]] = []
-    try:
-        for number in range(arguments.rounds):
-            rounds.append(run_round(sides, checkpoint, number))
-            keep(arguments.folder / f"results-lockstep-{arguments.size}.json", arguments, rounds)
-        for line in table(rounds):
-            say(line)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        if arguments.remove:
-            shutil.rmtree(checkpoint)
+    run_rounds(_arguments(), prepare=prepare, summarise=show, results="results-lockstep")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SHAPES)
-    parser.add_argument("--cap", help="the hard memory cap; 6GiB for 7b, else 2GiB")
+    parser = rounds_parser(str(__doc__), tokens=8)
     parser.add_argument("--sizes", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32], help="how many prompts together")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--budget", help="accelerate's host budget; the middle one of the offload benchmark's")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds that a side may take")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
-    parser.add_argument("--remove", action="store_true", help="remove the checkpoint afterwards")
     return parser.parse_args()
+
+
+def show(rounds: Rounds) -> None:
+    """Print the table."""
+    for line in table(rounds):
+        say(line)
 
 
 def prepare(setting: Setting, arguments: argparse.Namespace) -> Mapping[str, Callable[[], Side]]:

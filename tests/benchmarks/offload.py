@@ -46,7 +46,17 @@ Sides = Mapping[str, Callable[[], Side]]
 
 def main() -> None:
     """Run the rounds and print one line a side and a summary."""
-    arguments = _arguments()
+    run_rounds(_arguments(), prepare=prepare, summarise=summarise, results="results")
+
+
+def run_rounds(
+    arguments: argparse.Namespace,
+    *,
+    prepare: Callable[[Setting, argparse.Namespace], Sides],
+    summarise: Callable[[list[dict[str, Any]]], None],
+    results: str,
+) -> None:
+    """Run the rounds of the sides that ``prepare`` returns, keep them in the file ``results``, and ``summarise``."""
     checkpoint = make(arguments.size, arguments.folder / arguments.size)
     work = arguments.folder / "work"
     work.mkdir(exist_ok=True)
@@ -57,7 +67,7 @@ def main() -> None:
         rounds: list[dict[str, Any]] = []
         for number in range(arguments.rounds):
             rounds.append(run_round(sides, checkpoint, number))
-            keep(arguments.folder / f"results-{arguments.size}.json", arguments, rounds)
+            keep(arguments.folder / f"{results}-{arguments.size}.json", arguments, rounds)
         summarise(rounds)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -66,19 +76,25 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SHAPES)
-    parser.add_argument("--cap", help="the hard memory cap; 6GiB for 7b, else 2GiB")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=12)
+    parser = rounds_parser(str(__doc__), tokens=12)
     parser.add_argument("--budgets", nargs="*", help="accelerate's host budgets; for 7b 3GB 4GB 5GB")
     parser.add_argument("--airllm", metavar="PYTHON", help="the interpreter of an environment with AirLLM")
     parser.add_argument("--doors", action="store_true", help="the functions of the Python API, ours and accelerate's")
+    parser.add_argument("--option", action="append", default=[], help="an override for offstage")
+    return parser.parse_args()
+
+
+def rounds_parser(told: str, *, tokens: int) -> argparse.ArgumentParser:
+    """Return a parser of what ``run_rounds`` goes by, for a benchmark that is ``told`` so."""
+    parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("--cap", help="the hard memory cap; 6GiB for 7b, else 2GiB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=tokens)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that a side may take")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
-    parser.add_argument("--option", action="append", default=[], help="an override for offstage")
     parser.add_argument("--remove", action="store_true", help="remove the checkpoint afterwards")
-    return parser.parse_args()
+    return parser
 
 
 def prepare(setting: Setting, arguments: argparse.Namespace) -> Sides:

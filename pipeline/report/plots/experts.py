@@ -8,7 +8,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.report.figures import COLOURS, Key, Picture, Size, bar_place, dress, name_rows, picture, row_height
+from pipeline.report.figures import (
+    COLOURS,
+    Key,
+    Picture,
+    Size,
+    bar_place,
+    dress,
+    name_rows,
+    picture,
+    row_height,
+    told_first,
+)
 from pipeline.report.records import Number
 from pipeline.report.run_folders import Job
 
@@ -25,7 +36,7 @@ def expert_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int)
     layers = list(rows[0].run.experts)
     caption = "One cell a layer with experts that wait, filled by how often one was found in a slot in the whole run:"
     caption += f" from {layers[0]} to {layers[-1]}."
-    caption += f" The first {most} of {len(mixtures):,} jobs." if len(mixtures) > most else ""
+    caption += told_first(len(rows), len(mixtures))
     return picture(
         "experts",
         lambda figure, size: _paint(figure, size, rows, labels),

@@ -21,6 +21,7 @@ from pipeline.report.figures import (
     name_rows,
     picture,
     row_height,
+    told_first,
 )
 from pipeline.report.placements import device_title
 from pipeline.report.run_folders import Job
@@ -39,7 +40,7 @@ def memory_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int)
     caption = (
         "The budget counts weights alone; peaks count all that the process holds, on the cpu Python and torch too."
     )
-    caption += f" The first {most} of {len(measured):,} jobs." if len(measured) > most else ""
+    caption += told_first(len(rows), len(measured))
     return picture(
         "memory",
         lambda figure, size: _paint(figure, size, rows, columns, labels),
@@ -95,7 +96,7 @@ def timeline_picture(jobs: Sequence[Job]) -> Picture | None:
     shown, columns = timed[: len(SERIES) - 1], devices(timed, lambda run: dict.fromkeys(run.series))[:MOST_DEVICES]
     if not shown or not columns:
         return None
-    more = f" The first {len(shown)} of {len(timed):,} jobs." if len(timed) > len(shown) else ""
+    more = told_first(len(shown), len(timed))
     return picture(
         "timeline",
         lambda figure, size: _paint_time(figure, size, shown, columns),

@@ -19,6 +19,7 @@ from pipeline.report.figures import (
     name_rows,
     picture,
     row_height,
+    told_first,
 )
 from pipeline.report.noise import Noise
 from pipeline.report.records import Number, RunSample
@@ -38,7 +39,7 @@ def sample_picture(jobs: Sequence[Job], labels: Mapping[str, str], within: Noise
         return None
     caption = "The box has the middle half of a job's samples, its line the median; the whiskers reach to the least and"
     caption += f" the largest, and every sample has a mark. {within.told()}"
-    caption += f" The first {most} of {len(several):,} jobs." if len(several) > most else ""
+    caption += told_first(len(rows), len(several))
     return picture(
         "samples",
         lambda figure, size: _paint(figure, size, rows, labels),

@@ -17,6 +17,7 @@ from pipeline.report.figures import (
     name_rows,
     picture,
     row_height,
+    told_first,
 )
 from pipeline.report.quantities import Scale, scale_for
 from pipeline.report.records import StageTime
@@ -36,7 +37,7 @@ def stage_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int) 
         return None
     scale = scale_for([stage.seconds for job in rows for stage in job.run.stages], "seconds")
     caption = f"In {scale.unit}, all bars on one scale. What comes from the cache may still have to be loaded."
-    caption += f" The first {most} of {len(begun):,} jobs." if len(begun) > most else ""
+    caption += told_first(len(rows), len(begun))
     return picture(
         "stages",
         lambda figure, size: _paint(figure, size, rows, labels, scale),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.report.figures import COLOURS, SERIES, Key, Picture, Size, dress, picture
+from pipeline.report.figures import COLOURS, SERIES, Key, Picture, Size, dress, picture, told_first
 from pipeline.report.run_folders import Job
 
 
@@ -17,7 +17,7 @@ def loss_picture(jobs: Sequence[Job]) -> Picture | None:
     shown = trained[: len(SERIES) - 1]
     if not shown:
         return None
-    more = f" The first {len(shown)} of {len(trained):,} jobs." if len(trained) > len(shown) else ""
+    more = told_first(len(shown), len(trained))
     return picture(
         "losses",
         lambda figure, size: _paint(figure, size, shown),
