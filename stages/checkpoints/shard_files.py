@@ -145,7 +145,9 @@ def read_into(descriptor: int, target: memoryview, *, offset: int, path: Path) -
         except OSError as error:
             raise StorageError(f"{path}: reading at byte {offset + done} failed: {error.strerror}") from error
         if not count:
-            raise CheckpointError(f"{path}: ends at byte {offset + done}, inside a tensor; get the file again")
+            # Whoever reads knows the file's size from when it was opened: a shorter one was cut since.
+            where = f"it ends at byte {offset + done}, inside what was read"
+            raise CheckpointError(f"{path}: the file changed while it was being served ({where}); get the file again")
         done += count
 
 
