@@ -66,7 +66,8 @@ class PlanInputs:
 
     ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
     least the last; where ``lockstep`` says so, for each number of batches in lockstep. ``count`` prompts or windows,
-    each of ``copies`` rows that compute at once, are then to be answered, in the ``rooms`` that devices have.
+    each of ``copies`` rows that compute at once, are then to be answered, in the ``rooms`` of those devices that may
+    have too little for one of the sizes: what is free elsewhere changes nothing, and so is no part of the key.
     ``learns`` says which weights are changed by the run, and ``offload_ratio`` which share of a training's activations
     waits elsewhere. ``simulated`` has the accelerators that the config lists; those that are here stand in ``machine``,
     since their free memory is in the budgets already.
@@ -124,25 +125,31 @@ def gather_inputs(
     requests, apart = read_requests(config), [media_request(config.get("generate") or {}, media)] if media else []
     chosen, largest = None not in requests, next(iter(requests.values()))
     works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
+    demands = {
+        size: _demand(
+            outline,
+            given,
+            machine,
+            works[size],
+            Routing(request.pass_tokens, {} if chosen else hit_rates or {}) if outline.experts else None,
+            request.members,
+        )
+        for size, request in requests.items()
+    }
+    free = rooms(machine, leaves=bool(given.max_memory)) if chosen else {}
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
         overrides=options.read_overrides(given.device_map_overrides),
-        demands={
-            size: _demand(
-                outline,
-                given,
-                machine,
-                works[size],
-                Routing(request.pass_tokens, {} if chosen else hit_rates or {}) if outline.experts else None,
-                request.members,
-            )
-            for size, request in requests.items()
-        },
+        demands=demands,
         lockstep=chosen and (config.get(asking(config)) or {}).get(LOCKSTEP) == AUTO,
         count=read_request(config).sequences // largest.copies if chosen else 0,
         copies=largest.copies * largest.positions if chosen else 0,
-        rooms=rooms(machine, leaves=bool(given.max_memory)) if chosen else {},
+        rooms={
+            device: room
+            for device, room in free.items()
+            if any(_most_held(outline, demand.allowance, demand.work, device) > room for demand in demands.values())
+        },
         learns=what_learns(config),
         offload_ratio=ratio,
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
@@ -238,8 +245,13 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
 
 def _tight(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> int | None:
     """Return the memory that is free where it may be too little, else null: then it changes nothing of the plan."""
-    most = allowance.budgets.get(CPU)
-    weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
-    needed = weights + max(outline.sizes.values(), default=0) + needs.bytes + PROCESS_BYTES
     free = machine.host.available_bytes
-    return None if needed <= free else coarse(free)
+    return None if _most_held(outline, allowance, needs, CPU) <= free else coarse(free)
+
+
+def _most_held(outline: Outline, allowance: Allowance, needs: Work, device: DeviceId) -> int:
+    """Return bytes that no plan of such a request comes to on ``device``, whatever it places there."""
+    most = allowance.budgets.get(device)
+    weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
+    process = PROCESS_BYTES if device == CPU else 0
+    return weights + max(outline.sizes.values(), default=0) + needs.bytes + process

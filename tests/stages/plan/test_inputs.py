@@ -1,0 +1,35 @@
+"""What a plan depends on: free memory is a part of its key only where it can change the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.stage import keyed
+from stages.machine.hardware import Hardware
+from stages.machine.host_memory import PROCESS_BYTES, Host
+from stages.machine.kernels import NOMINAL
+from stages.machine.rates import read_rates
+from stages.plan.inputs import PlanInputs, gather_inputs
+from tests.stages.plan.skeletons import stack
+from tests.stages.plan.test_stage import config
+
+GB = 10**9
+
+
+def gathered(free: int) -> PlanInputs:
+    """Return the inputs of a plan whose batch size is open, on a machine with so many bytes ``free``."""
+    machine = Hardware(accelerators=(), host=Host(total_bytes=64 * GB, available_bytes=free))
+    asked = {"prompts": [[1, 2, 3]] * 4, "batch_size": "auto", "max_new_tokens": 4}
+    given = config(generate=asked, stages=["generate"])
+    return gather_inputs(stack(3), given, machine=machine, rates=read_rates({}), kernels=NOMINAL)
+
+
+def test_an_open_batch_size_has_the_same_key_however_much_more_than_enough_is_free() -> None:
+    assert not gathered(20 * GB).rooms
+    assert keyed(gathered(20 * GB)) == keyed(gathered(14 * GB))
+
+
+@pytest.mark.parametrize("free", [PROCESS_BYTES // 2, PROCESS_BYTES])
+def test_where_memory_may_be_too_little_for_one_of_the_sizes_it_is_a_part_of_the_key(free: int) -> None:
+    assert gathered(free).rooms
+    assert keyed(gathered(free)) != keyed(gathered(20 * GB))
