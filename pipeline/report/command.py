@@ -60,9 +60,9 @@ def _report(paths: Sequence[Path], *, output: Path | None) -> None:
     from pipeline.report.summary import summarise
     from pipeline.report.terminal import show_summary
 
-    summary = summarise(find(paths))
-    title = ", ".join(str(path) for path in paths)
     folder = _folder(paths[0], output)
+    summary = summarise(find(paths, page_folder=folder))
+    title = ", ".join(str(path) for path in paths)
     written = {"html": report_page(summary, title=title), "csv": as_csv(summary), "json": as_json(summary)}
     _write(folder, {f"report.{kind}": text for kind, text in written.items()})
     screen = Screen()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from pipeline.report.checkpoint_groups import CheckpointGroup
 from pipeline.report.comparison import RunComparison
 from pipeline.report.differences import Spread
 from pipeline.report.noise import LEVEL
@@ -17,7 +18,7 @@ from pipeline.report.run_folders import Job
 from pipeline.report.speed import bound_seconds
 from pipeline.report.summary import Summary
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def as_csv(summary: Summary) -> str:
@@ -63,16 +64,24 @@ def as_json(summary: Summary) -> str:
         "failures": [{"job": job.name, "reason": job.run.failure} for job in summary.failures],
         "config_differences": _spreads(summary.differences),
         "environment": _spreads(summary.environments),
-        "seconds_per_token_by_budget": [asdict(series) for series in summary.series],
         "noise": {**asdict(summary.noise), "within": summary.noise.within, "level": LEVEL},
-        "pareto_front": [asdict(point) for point in summary.front.best],
-        "placements": [asdict(plan) for plan in summary.placements.plans],
-        "answers": [
-            {"jobs": list(names), "outputs": [asdict(answer) for answer in job.run.answers]}
-            for job, names in summary.answers
-        ],
+        "checkpoints": [_group(group) for group in summary.groups],
     }
     return json.dumps(content, indent=1) + "\n"
+
+
+def _group(group: CheckpointGroup) -> dict[str, Any]:
+    return {
+        "checkpoint": group.title,
+        "jobs": [job.name for job in group.jobs],
+        "seconds_per_token_by_budget": [asdict(series) for series in group.series],
+        "pareto_front": [asdict(point) for point in group.front.best],
+        "placements": [asdict(plan) for plan in group.placements.plans],
+        "answers": [
+            {"jobs": list(names), "outputs": [asdict(answer) for answer in job.run.answers]}
+            for job, names in group.answers
+        ],
+    }
 
 
 def _job(job: Job) -> dict[str, Any]:

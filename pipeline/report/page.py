@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
 from pipeline.report.comparison import RunComparison
 from pipeline.report.figures import Picture
 from pipeline.report.plots.experts import expert_picture
@@ -18,10 +21,21 @@ from pipeline.report.plots.speed import speed_picture
 from pipeline.report.plots.stage_times import stage_picture
 from pipeline.report.plots.training import loss_picture
 from pipeline.report.quantities import listed
-from pipeline.report.summary import MOST_ROWS, Summary, headline, labels
+from pipeline.report.summary import Fact, Summary, group_facts, headline
 
 MOST_ANSWERS = 6
+MOST_SECTIONS = 8
+"""So many checkpoints have a section of their own, with pictures; the table has the jobs of all."""
 _MOST_CHARACTERS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSection:
+    """What the page shows of one checkpoint: the facts of its jobs, and their pictures."""
+
+    group: CheckpointGroup
+    facts: Sequence[Fact]
+    pictures: Sequence[Picture]
 
 
 def report_page(summary: Summary, *, title: str) -> str:
@@ -31,7 +45,7 @@ def report_page(summary: Summary, *, title: str) -> str:
         title=title,
         summary=summary,
         facts=headline(summary),
-        pictures=pictures(summary),
+        sections=_sections(summary.groups),
         most_answers=MOST_ANSWERS,
     )
 
@@ -41,14 +55,14 @@ def comparison_page(comparison: RunComparison) -> str:
     return _render("compare.html.jinja", title="Two runs compared", comparison=comparison)
 
 
-def pictures(summary: Summary) -> Sequence[Picture]:
-    """Return the plots that the records have numbers for, in the order of the page."""
-    jobs, names = summary.jobs, labels(summary.jobs, summary.differences)
+def pictures(group: CheckpointGroup) -> Sequence[Picture]:
+    """Return the plots that the records of one checkpoint have numbers for, in the order of the page."""
+    jobs, names = group.jobs, group.labels
     drawn = [
-        speed_picture(summary.series),
-        sample_picture(jobs, names, summary.noise, most=MOST_ROWS),
-        pareto_picture(summary.front),
-        placement_picture(summary.placements, names),
+        speed_picture(group.series),
+        sample_picture(jobs, names, group.noise, most=MOST_ROWS),
+        pareto_picture(group.front),
+        placement_picture(group.placements, names),
         memory_picture(jobs, names, most=MOST_ROWS),
         timeline_picture(jobs),
         loss_picture(jobs),
@@ -56,6 +70,25 @@ def pictures(summary: Summary) -> Sequence[Picture]:
         stage_picture(jobs, names, most=MOST_ROWS),
     ]
     return [picture for picture in drawn if picture]
+
+
+def _sections(groups: Sequence[CheckpointGroup]) -> list[CheckpointSection]:
+    """Return the sections of the first checkpoints that have anything to show; ids are of one alone on the page."""
+    sections: list[CheckpointSection] = []
+    for group in groups:
+        drawn, number = pictures(group), len(sections) + 1
+        if len(sections) < MOST_SECTIONS and (drawn or group.answers):
+            drawn = [_numbered(one, number) for one in drawn] if number > 1 else drawn
+            sections.append(CheckpointSection(group, group_facts(group), drawn))
+    return sections
+
+
+def _numbered(picture: Picture, number: int) -> Picture:
+    """Return ``picture`` with ``number`` in its id and in all ids of its drawings."""
+    name = f"{picture.name}-{number}"
+    ids = re.compile(rf'(\bid="|aria-labelledby="|href="#|url\(#){re.escape(picture.name)}-')
+    wide, narrow = (ids.sub(rf"\g<1>{name}-", drawing) for drawing in (picture.wide, picture.narrow))
+    return replace(picture, name=name, wide=wide, narrow=narrow)
 
 
 def _render(template: str, **content: object) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from pipeline.errors import StorageError
 from pipeline.record import RECORD
@@ -18,10 +19,14 @@ _HYDRA = ".hydra"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run and the short name, ``#3``, that it goes by in the report."""
+    """A run and the short name, ``#3``, that it goes by in the report.
+
+    ``link`` is the URL of its folder as the page has it, relative to where that lies; empty where there is no page.
+    """
 
     name: str
     run: Run
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,10 @@ class Found:
     problems: tuple[Problem, ...]
 
 
-def find(paths: Sequence[Path]) -> Found:
+def find(paths: Sequence[Path], *, page_folder: Path | None = None) -> Found:
     """Return the jobs below ``paths``: run folders, sweeps, or whole trees of them; each run counts once.
+
+    The page that links to them will lie in ``page_folder``.
 
     Raises:
         StorageError: a path isn't there, or nothing below any of them is a run.
@@ -63,7 +70,9 @@ def find(paths: Sequence[Path]) -> Found:
             problems.append(Problem(place, str(error)))
     if not runs and not problems:
         raise StorageError(f"{', '.join(map(str, paths))}: no {RECORD} there; give the folder of a run or of a sweep")
-    return Found(_numbered(runs), tuple(problems))
+    names = _names(runs)
+    links = [_link(run.folder, page_folder) if page_folder else "" for run in runs]
+    return Found(tuple(map(Job, names, runs, links)), tuple(problems))
 
 
 def find_one(path: Path) -> Run:
@@ -109,10 +118,13 @@ def _natural(path: Path) -> list[tuple[tuple[int, int, str], ...]]:
     ]
 
 
-def _numbered(runs: Sequence[Run]) -> tuple[Job, ...]:
+def _names(runs: Sequence[Run]) -> list[str]:
     """Name the jobs of one sweep as Hydra numbered them, any others in the order that they are listed in."""
     names = [run.folder.name for run in runs]
     one_sweep = len({run.folder.parent for run in runs}) == 1 and all(name.isdecimal() for name in names)
-    return tuple(
-        Job(f"#{name if one_sweep else index}", run) for index, (name, run) in enumerate(zip(names, runs, strict=True))
-    )
+    return [f"#{name if one_sweep else index}" for index, name in enumerate(names)]
+
+
+def _link(folder: Path, page_folder: Path) -> str:
+    """Return the relative URL from a page in ``page_folder`` to ``folder``; bytes that are no text are escaped too."""
+    return quote(os.fsencode(os.path.relpath(folder, page_folder.resolve()))) + "/"

@@ -36,7 +36,8 @@ class Point:
     """One job in a plot; ``x`` in bytes, ``y`` in seconds a token or tokens a second.
 
     ``least`` and ``largest`` are those of the samples that ``y`` is the median of, where there are several. What was
-    measured by an earlier run is ``cached``; ``busy`` says whether others used the processor meanwhile.
+    measured by an earlier run is ``cached``; ``busy`` says whether others used the processor meanwhile. ``link`` is the
+    URL of the job's folder.
     """
 
     job: str
@@ -46,6 +47,7 @@ class Point:
     largest: Number | None = None
     cached: bool = False
     busy: bool = False
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,8 @@ def _with_spread(job: Job, point: Point) -> Point:
 
 def _points(jobs: Sequence[Job], value: Callable[[Run], Number | None]) -> tuple[Point, ...]:
     """Return the jobs that have a budget and a ``value``, by budget."""
-    found = [(job.name, total(job.run.budget), value(job.run)) for job in jobs]
-    points = [Point(name, x, y) for name, x, y in found if x is not None and y is not None and y >= 0]
+    found = [(job, total(job.run.budget), value(job.run)) for job in jobs]
+    points = [Point(job.name, x, y, link=job.link) for job, x, y in found if x is not None and y is not None and y >= 0]
     return tuple(sorted(points, key=lambda point: point.x))
 
 
@@ -151,7 +153,7 @@ def pareto(jobs: Sequence[Job]) -> Front:
     """
     found = [(job, total(known(job.run.measured)), job.run.metric(RATE)) for job in jobs]
     points = [
-        Point(job.name, x, y, cached=job.run.provenance.is_cached)
+        Point(job.name, x, y, cached=job.run.provenance.is_cached, link=job.link)
         for job, x, y in found
         if x is not None and y is not None
     ]

@@ -76,8 +76,10 @@ def test_the_curves_are_the_records(sweep: Path, report: dict[str, Any]) -> None
             expected["bound"].add((budget, figures["bound_seconds_per_token"]))
         elif bandwidth and streamed:
             expected["bound"].add((budget, streamed / bandwidth))
+    (checkpoint,) = report["checkpoints"]
     for name, points in expected.items():
-        drawn = {(point["x"], point["y"]) for series in report["seconds_per_token_by_budget"] for point in series[name]}
+        series = checkpoint["seconds_per_token_by_budget"]
+        drawn = {(point["x"], point["y"]) for each in series for point in each[name]}
         assert drawn == points, name
     assert expected["measured"]
 
@@ -94,7 +96,8 @@ def test_the_front_is_what_no_other_job_beats(sweep: Path, report: dict[str, Any
         for job, (memory, rate) in points.items()
         if any(m <= memory and r >= rate and (m, r) != (memory, rate) for m, r in points.values())
     }
-    assert {point["job"] for point in report["pareto_front"]} == points.keys() - beaten
+    (checkpoint,) = report["checkpoints"]
+    assert {point["job"] for point in checkpoint["pareto_front"]} == points.keys() - beaten
 
 
 def test_every_job_that_did_not_complete_stands_there_with_its_reason(sweep: Path, report: dict[str, Any]) -> None:

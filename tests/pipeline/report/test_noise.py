@@ -86,7 +86,7 @@ def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(t
     assert "taken while others used the processor" in page
     assert "5, 1 earlier, 2 busy" in page
     assert "others used the processor meanwhile" in page
-    (series,) = told["seconds_per_token_by_budget"]
+    (series,) = told["checkpoints"][0]["seconds_per_token_by_budget"]
     assert [(point["least"], point["y"], point["largest"]) for point in series["measured"]] == [
         (0.50, 0.52, 0.54),
         (0.60, 0.62, 0.64),
@@ -102,7 +102,10 @@ def test_what_an_earlier_run_measured_is_hollow_and_said(tmp_path: Path) -> None
     run([str(folder)])
     page, told = (tmp_path / "report.html").read_text(), json.loads((tmp_path / "report.json").read_text())
     assert page.count("hollow: measured by an earlier run") == 2, "in the plots of speed"
-    assert [point["cached"] for point in told["seconds_per_token_by_budget"][0]["measured"]] == [False, True]
+    assert [point["cached"] for point in told["checkpoints"][0]["seconds_per_token_by_budget"][0]["measured"]] == [
+        False,
+        True,
+    ]
     assert [job["figures"] for job in told["jobs"]] == ["measured", "measured earlier"]
     assert "completed, cached" in page
 
