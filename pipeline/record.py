@@ -40,6 +40,7 @@ METRICS = (
     "stall_seconds",
     "peak_host_bytes",
     "peak_host_rss_bytes",
+    "base_host_bytes",
 )
 """What every record has a value for, null where it isn't known. A stage may report others beside them.
 
@@ -49,6 +50,8 @@ first token, and so is ``stall_share``, the part of that time in which forwards 
 ``bound_seconds_per_token`` is the least that a token could have taken: what was moved for it, at the rates that were
 measured of this machine. ``time_to_first_token_seconds`` is a batch's mean, from its prompts to the first token;
 ``storage_read_bytes`` and ``stall_seconds``, the time that forwards waited for weights, are of the whole run.
+``base_host_bytes`` are what the process held on the host before the first weight was there: Python, torch,
+transformers, the skeleton. It is a part of every peak that was measured with it.
 
 Where the work was measured several times, each is the median of the samples that count, which the section ``samples``
 has one by one: with who had the processor meanwhile (``busy`` where others took a tenth of it or more), how loaded the

@@ -31,6 +31,8 @@ COLOURS = {token: f"#0a{index:02x}f5" for index, token in enumerate(_TOKENS)}
 _PER_INCH = 72
 _BARE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _RATIO_OF_LOG = 30
+LOGARITHMIC = "logarithmic"
+"""What the label of such an axis says in place of a unit, which each of its numbers has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +148,17 @@ def dress(axes: Axes, *, x_label: str = "", y_label: str = "") -> None:
 
 
 def measure(axes: Axes, which: str, values: Sequence[float], kind: Kind, *, size: Size) -> str:
-    """Scale one axis for ``values``: linear from zero, or logarithmic where they span too much. Return its unit."""
+    """Scale one axis for ``values``: linear from zero, or logarithmic where they span too much.
+
+    Return what its label must say of it: the unit of its numbers, or that it is logarithmic.
+    """
     axis, positive = getattr(axes, f"{which}axis"), [value for value in values if value > 0]
     if positive and max(positive) / min(positive) > _RATIO_OF_LOG:
         getattr(axes, f"set_{which}scale")("log")
         axis.set_major_locator(LogLocator(subs=_steps(max(positive) / min(positive)), numticks=12))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(_with_units(kind))
-        return ""
+        return LOGARITHMIC
     return measure_linear(axes, which, values, kind, size=size)
 
 
@@ -177,7 +182,7 @@ def _with_units(kind: Kind) -> Formatter:
 
 
 def in_unit(text: str, unit: str) -> str:
-    """Return the label ``text`` with its unit."""
+    """Return the label ``text`` with its unit, or whatever else ``measure`` returns of an axis."""
     return f"{text}, {unit}" if unit else text
 
 

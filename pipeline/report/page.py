@@ -13,7 +13,8 @@ from pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
 from pipeline.report.comparison import RunComparison
 from pipeline.report.figures import Picture
 from pipeline.report.plots.experts import expert_picture
-from pipeline.report.plots.memory import memory_picture, timeline_picture
+from pipeline.report.plots.memory import memory_picture
+from pipeline.report.plots.memory_timeline import timeline_picture
 from pipeline.report.plots.pareto import pareto_picture
 from pipeline.report.plots.placement import placement_picture
 from pipeline.report.plots.samples import sample_picture
@@ -59,12 +60,12 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
     """Return the plots that the records of one checkpoint have numbers for, in the order of the page."""
     jobs, names = group.jobs, group.labels
     drawn = [
-        speed_picture(group.series),
+        speed_picture(group.series, jobs),
         sample_picture(jobs, names, group.noise, most=MOST_ROWS),
         pareto_picture(group.front),
         placement_picture(group.placements, names),
         memory_picture(jobs, names, most=MOST_ROWS),
-        timeline_picture(jobs),
+        timeline_picture(jobs, names),
         loss_picture(jobs),
         expert_picture(jobs, names, most=MOST_ROWS),
         stage_picture(jobs, names, most=MOST_ROWS),

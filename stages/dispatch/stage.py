@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Dispatched:
     """A model that can be called wherever its weights lie, its hooks and main device, what loading it cost, and all
-    the devices.
+    the devices. ``base_bytes`` are what the process held on the host before any weight, null where nothing tells.
     """
 
     model: nn.Module
@@ -33,6 +33,7 @@ class Dispatched:
     load_seconds: float
     read_bytes: int
     devices: Devices
+    base_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,9 @@ class DispatchStage(Stage[DispatchInputs]):
             eviction=inputs.eviction,
         )
         main = placed.devices.torch_device(plan.main_device)
-        return Dispatched(placed.model, streamer, main, placed.load_seconds, placed.read_bytes, placed.devices)
+        return Dispatched(
+            placed.model, streamer, main, placed.load_seconds, placed.read_bytes, placed.devices, placed.base_bytes
+        )
 
     def report(self, artifact: Artifact) -> Report:
         """Say what computes where, how much is streamed a pass, and what the host takes that stands in for others."""

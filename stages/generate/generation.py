@@ -111,7 +111,11 @@ class Session:
             measured=began.isoformat(timespec="milliseconds"),
             passes_before=passes,
             is_whole=is_whole,
-            metrics={"load_seconds": self.dispatched.load_seconds, **decoding.cost.metrics(self.plan)},
+            metrics={
+                "load_seconds": self.dispatched.load_seconds,
+                "base_host_bytes": self.dispatched.base_bytes,
+                **decoding.cost.metrics(self.plan),
+            },
             first_token_seconds=decoding.cost.first_token_seconds,
             token_seconds=decoding.cost.token_seconds,
             processor=use.told(),

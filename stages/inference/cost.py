@@ -56,7 +56,8 @@ class ForwardCost:
 def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:
     """Return a stage's ``own`` metrics amid those of the whole run: of loading, of all that streamed, of its experts.
 
-    Of the rate of hits a stage may know better: that of decoding alone.
+    Of the rate of hits a stage may know better: that of decoding alone. What the process held before any weight is
+    among them, since the peaks that are measured have it too.
     """
     traffic = dispatched.streamer.traffic
     return {
@@ -65,6 +66,7 @@ def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:
         **own,
         "storage_read_bytes": dispatched.read_bytes + traffic.storage_bytes,
         "stall_seconds": traffic.stall_seconds,
+        "base_host_bytes": dispatched.base_bytes,
     }
 
 

@@ -39,6 +39,7 @@ class PlacedWeights:
     Tensors that lie on disk are meta tensors in ``model`` and entries of ``offloaded``, tied names included, which
     reads them in the skeleton's dtype on the cpu. ``devices`` are those that the weights lie on, ``host`` the block of
     those on the host, if they lie in one; ``read_bytes`` were read from the checkpoint in ``load_seconds``.
+    ``base_bytes`` are what the process held on the host before the first weight was there, null where nothing tells.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class PlacedWeights:
     read_bytes: int
     devices: Devices
     host: HostBlock | None = None
+    base_bytes: int | None = None
 
 
 def fill_store(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.atomic_files import write_text
 from pipeline.errors import CheckpointError, Fault
+from pipeline.memory_monitor import held_bytes
 from pipeline.stage import Artifact, Config, Context, Report, Stage, model_name
 from pipeline.typed_config import read
 from stages.checkpoints.adapters import weights_identity
@@ -131,13 +132,14 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         from stages.shard_load.placed_weights import joined
 
         loads, devices = _prepare(inputs, context), Devices(inputs.ledgers)
+        base_bytes = held_bytes()
         if inputs.plan.main_device != CPU:  # what lies on the host is streamed from there
             loads[0] = replace(loads[0], host=loads[0].host_block())
         for load in loads if inputs.verify == "full" else ():
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
         stored = [_fill_store(inputs, context, load) for load in loads]
         placed = [_place(inputs, context, load, files, devices) for load, files in zip(loads, stored, strict=True)]
-        return joined(placed)
+        return replace(joined(placed), base_bytes=base_bytes)
 
     def report(self, artifact: Artifact) -> Report:
         """Say how many files there are, and how much is served from them and from the store."""

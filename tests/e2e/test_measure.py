@@ -75,6 +75,9 @@ def test_samples_that_are_lacking_are_taken_and_none_twice(measured: Run) -> Non
     assert first.tokens == again.tokens == more.tokens
     seconds = sorted(sample["metrics"]["decode_seconds_per_token"] for sample in samples(first))
     assert first.record["metrics"]["decode_seconds_per_token"] == seconds[1]
+    base = first.record["metrics"]["base_host_bytes"]
+    assert 0 < base <= first.record["memory"]["measured"]["cpu"]
+    assert again.record["metrics"]["base_host_bytes"] == base, "as old as the peak that it is a part of"
     assert "measured, median of 3" in first.out
     assert "measured earlier, median of 3" in again.out
     assert "measured, median of 4, 3 earlier" in more.out

@@ -59,6 +59,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "stall_seconds",
         "peak_host_bytes",
         "peak_host_rss_bytes",
+        "base_host_bytes",
     ]
     found = read(folder)
     assert datetime.fromisoformat(found.pop("started")).tzinfo is not None

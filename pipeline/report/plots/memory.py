@@ -1,4 +1,4 @@
-"""Memory against the budget: by job and device, and over time where the records hold a series."""
+"""Peaks of memory against the budget, by job and device; what the process holds without any weight told apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from pipeline.report.figures import (
     COLOURS,
-    SERIES,
     Key,
     Picture,
     Size,
@@ -24,11 +23,24 @@ from pipeline.report.figures import (
     told_first,
 )
 from pipeline.report.placements import device_title
+from pipeline.report.records import Number, Run
 from pipeline.report.run_folders import Job
 from pipeline.report.speed import known
 from pipeline.report.table import devices
 
 MOST_DEVICES = 4
+HOST = "cpu"
+EARLIER = "outlined: measured by an earlier run"
+BASE = "the process without weights: Python, torch, transformers"
+
+
+def base_bytes(run: Run, device: str) -> Number:
+    """Return what the process held on ``device`` before any weight: nothing but on the host, or where it isn't known.
+
+    It is never more than the peak that was measured with it.
+    """
+    base = run.metric("base_host_bytes") if device == HOST else None
+    return min(base or 0, known(run.measured).get(device, 0))
 
 
 def memory_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int) -> Picture | None:
@@ -37,22 +49,31 @@ def memory_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int)
     rows, columns = measured[:most], devices(measured, lambda run: run.measured)[:MOST_DEVICES]
     if not rows or not columns:
         return None
-    caption = (
-        "The budget counts weights alone; peaks count all that the process holds, on the cpu Python and torch too."
-    )
-    caption += told_first(len(rows), len(measured))
     return picture(
         "memory",
         lambda figure, size: _paint(figure, size, rows, columns, labels),
         title="Memory against the budget",
-        caption=caption,
-        keys=[
-            *(Key(device_colour(device), "fill", f"measured peak, {device_title(device)}") for device in columns),
-            Key("ink", "mark-D", "predicted peak"),
-            Key("ink", "tick", "budget of weights"),
-        ],
+        caption=_caption(rows) + told_first(len(rows), len(measured)),
+        keys=_keys(rows, columns),
         height=lambda size: (90 + row_height(size) * len(rows)) * (len(columns) if size.narrow else 1),
     )
+
+
+def _caption(rows: Sequence[Job]) -> str:
+    bases = [base_bytes(job.run, HOST) for job in rows]
+    told = "Bars are measured, lines across them are not. The budget counts weights alone; peaks count all that the "
+    told += "process holds"
+    if not any(bases):
+        return told + ", on the cpu Python and torch too."
+    rest = "" if all(bases) else ", where the record has that part"
+    return told + f". What it held before any weight is a part of its own{rest}, and the budget begins at its end."
+
+
+def _keys(rows: Sequence[Job], columns: Sequence[str]) -> list[Key]:
+    keys = [Key(device_colour(device), "fill", f"measured peak, {device_title(device)}") for device in columns]
+    keys += [Key("grid", "fill", BASE)] * any(base_bytes(job.run, HOST) for job in rows)
+    keys += [Key("muted", "outline", EARLIER)] * any(job.run.provenance.is_cached for job in rows)
+    return [*keys, Key("ink", "dotted-tick", "predicted peak"), Key("ink", "tick", "budget of weights")]
 
 
 def _paint(figure: Figure, size: Size, rows: Sequence[Job], columns: Sequence[str], labels: Mapping[str, str]) -> None:
@@ -68,57 +89,38 @@ def _paint(figure: Figure, size: Size, rows: Sequence[Job], columns: Sequence[st
 def _panel(axes: Axes, rows: Sequence[Job], device: str, *, size: Size) -> None:
     offset, height = bar_place(size)
     runs = [job.run for job in rows]
-    every = [known(held).get(device, 0) for run in runs for held in (run.budget, run.predicted, run.measured)]
+    every = [held for run in runs for held in (*_limits(run, device), known(run.measured).get(device)) if held]
     unit = measure_linear(axes, "x", every, "bytes", size=size)
     dress(axes, x_label=in_unit(device_title(device), unit))
     for row, run in enumerate(runs):
-        axes.barh(
-            row + offset, known(run.measured).get(device, 0), height, color=COLOURS[device_colour(device)], linewidth=0
-        )
-        _mark(axes, known(run.predicted).get(device), row + offset, "D", 6)
-        _mark(axes, known(run.budget).get(device), row + offset, "|", 15)
+        base, peak = base_bytes(run, device), known(run.measured).get(device, 0)
+        middle, hollow = row + offset, run.provenance.is_cached
+        _bar(axes, (0, base), middle, height, colour=COLOURS["grid"], hollow=hollow)
+        _bar(axes, (base, peak), middle, height, colour=COLOURS[device_colour(device)], hollow=hollow)
+        predicted, budget = _limits(run, device)
+        _line(axes, predicted, (middle, height), style=(0, (1, 1)))
+        _line(axes, budget, (middle, height), style="-")
 
 
-def _mark(axes: Axes, value: float | None, row: float, marker: str, size: float) -> None:
-    """Draw a mark with a rim in the page's colour, so that it shows on a bar in either scheme."""
+def _limits(run: Run, device: str) -> tuple[Number | None, Number | None]:
+    """Return the predicted peak, and where the budget of weights ends that begins beside the process itself."""
+    budget = known(run.budget).get(device)
+    return known(run.predicted).get(device), None if budget is None else base_bytes(run, device) + budget
+
+
+def _bar(axes: Axes, ends: tuple[Number, Number], middle: float, height: float, *, colour: str, hollow: bool) -> None:
+    """Draw a bar between ``ends``, an outline alone where an earlier run measured it."""
+    begin, end = ends
+    if end > begin:
+        face, edge = (COLOURS["page"], 1.6) if hollow else (colour, 0)
+        axes.barh(middle, end - begin, height, left=begin, facecolor=face, edgecolor=colour, linewidth=edge)
+
+
+def _line(axes: Axes, value: Number | None, place: tuple[float, float], *, style: object) -> None:
+    """Draw a line across a bar with a rim in the page's colour, so that it shows on the bar in either scheme."""
     if value is None:
         return
-    for colour, length, width in (("page", size + 3, 4.5), ("ink", size, 1.6)):
-        axes.plot(
-            [value], [row], marker, color=COLOURS[colour], markerfacecolor=COLOURS["page"], markersize=length,
-            markeredgewidth=width, clip_on=False,
-        )  # fmt: skip
-
-
-def timeline_picture(jobs: Sequence[Job]) -> Picture | None:
-    """Return memory over time, None where no record holds a series."""
-    timed = [job for job in jobs if any(job.run.series.values())]
-    shown, columns = timed[: len(SERIES) - 1], devices(timed, lambda run: dict.fromkeys(run.series))[:MOST_DEVICES]
-    if not shown or not columns:
-        return None
-    more = told_first(len(shown), len(timed))
-    return picture(
-        "timeline",
-        lambda figure, size: _paint_time(figure, size, shown, columns),
-        title="Memory over time",
-        caption=f"What each device held while the job ran; a dotted line is the budget of weights.{more}",
-        keys=[Key(SERIES[index], "line", job.name) for index, job in enumerate(shown)],
-        height=lambda size: (220 if size.narrow else 260) * len(columns),
-    )
-
-
-def _paint_time(figure: Figure, size: Size, jobs: Sequence[Job], columns: Sequence[str]) -> None:
-    panels = figure.subplots(len(columns), 1, squeeze=False).ravel()
-    for axes, device in zip(panels, columns, strict=True):
-        curves = [job.run.series.get(device, ()) for job in jobs]
-        budgets = [known(job.run.budget).get(device) for job in jobs]
-        held = [count for curve in curves for _, count in curve] + [count for count in budgets if count is not None]
-        seconds = [second for curve in curves for second, _ in curve]
-        time_unit = measure_linear(axes, "x", seconds, "seconds", size=size)
-        unit = measure_linear(axes, "y", held, "bytes", size=size)
-        dress(axes, x_label=in_unit("time", time_unit), y_label=in_unit(device_title(device), unit))
-        for index, (curve, budget) in enumerate(zip(curves, budgets, strict=True)):
-            colour = COLOURS[SERIES[index]]
-            axes.plot([second for second, _ in curve], [count for _, count in curve], color=colour, linewidth=1.5)
-            if budget is not None:
-                axes.axhline(budget, color=colour, linewidth=1.2, linestyle=":")
+    middle, height = place
+    ends = [middle - height * 0.68, middle + height * 0.68]
+    for colour, width, dashes in (("page", 4.5, "-"), ("ink", 1.8, style)):
+        axes.plot([value] * 2, ends, color=COLOURS[colour], linewidth=width, linestyle=dashes, clip_on=False)

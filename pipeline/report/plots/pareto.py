@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.report.figures import COLOURS, Key, Picture, Size, dress, in_unit, measure, picture
-from pipeline.report.plots.speed import EARLIER
+from pipeline.report.plots.speed import EARLIER, marks
 from pipeline.report.speed import Front, Point
 
 MOST_NAMES = 12
@@ -36,25 +36,15 @@ def pareto_picture(front: Front) -> Picture | None:
 def _paint(figure: Figure, size: Size, front: Front) -> None:
     axes = figure.subplots()
     unit = _memory_axis(axes, [point.x for point in front.points], size)
-    measure(axes, "y", [point.y for point in front.points], "rate", size=size)
-    dress(axes, x_label=in_unit("measured peak", unit), y_label="tokens a second")
+    scale = measure(axes, "y", [point.y for point in front.points], "rate", size=size)
+    dress(axes, x_label=in_unit("measured peak", unit), y_label=in_unit("tokens a second", scale))
     best = {(point.x, point.y) for point in front.best}
     beaten = [point for point in front.points if (point.x, point.y) not in best]
-    _dots(axes, beaten, "rest", size=5)
+    marks(axes, beaten, "o", colour=COLOURS["rest"], size=5)
     x, y = [point.x for point in front.best], [point.y for point in front.best]
     axes.step(x, y, where="post", color=COLOURS["s0"], linewidth=1.4)
-    _dots(axes, front.best, "s0", size=9)
+    marks(axes, front.best, "o", colour=COLOURS["s0"], size=9)
     _name(axes, front.best)
-
-
-def _dots(axes: Axes, points: Sequence[Point], colour: str, *, size: float) -> None:
-    """Draw a dot a job, hollow where its figures are an earlier run's."""
-    for cached in (False, True):
-        shown = [point for point in points if point.cached is cached]
-        axes.plot(
-            [point.x for point in shown], [point.y for point in shown], "o", color=COLOURS[colour], markersize=size,
-            markerfacecolor=COLOURS["page" if cached else colour], markeredgewidth=1.6, clip_on=False,
-        )  # fmt: skip
 
 
 def _memory_axis(axes: Axes, values: Sequence[float], size: Size) -> str:

@@ -8,40 +8,64 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.report.figures import COLOURS, SERIES, Key, Picture, Size, dress, in_unit, measure, picture
-from pipeline.report.speed import OTHERS, Point, Series
+from pipeline.report.run_folders import Job
+from pipeline.report.speed import OTHERS, PREDICTED_BOUND, SECONDS, Point, Series, bound_seconds
 
 _CROWD = 90
 """Past this many points, marks and lines are small."""
-MARKERS = ("o", "s", "^", "D", "v", "P", "x")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = {"measured": "-", "predicted": "--", "bound": ":"}
 EARLIER = "hollow: measured by an earlier run, and served from the cache"
-MOST_BUSY = 24
-"""So many jobs that were disturbed are named in the plot; the table has them all."""
+BUSY, CACHED_READS, STORAGE = "busy", "cached reads", "storage"
+_NEAR_END = 0.75
+"""Beyond this part of the axis words stand to the left of their mark."""
+MOST_WORDS = 24
+"""So many marks have words beside them that say what was odd; the table has all jobs."""
 _MEANINGS = {
     "predicted": ("dashed", "predicted by the plan"),
-    "bound": ("dotted", "bound: bytes moved ÷ their bandwidth"),
+    "bound": ("dotted", "bound: bytes moved ÷ their bandwidth; below it nothing can be, but what was in a cache"),
 }
+_CLEARLY = 0.95
+"""A job beats its bound with less than this share of the seconds: rates aren't known to the percent."""
 
 _LACKING = {"predicted": "the prediction", "bound": "the storage's bandwidth, for the bound"}
 
 
-def speed_picture(series: Sequence[Series]) -> Picture | None:
-    """Return the plot of ``series``, None where no job has both a budget and a speed."""
+def speed_picture(series: Sequence[Series], jobs: Sequence[Job]) -> Picture | None:
+    """Return the plot of the ``series`` of ``jobs``, None where no job has both a budget and a speed."""
     if not series:
         return None
+    cached_reads = faster_than_storage(jobs)
     absent = [name for name in _MEANINGS if not any(getattr(entry, name) for entry in series)]
     lacking = " and ".join(_LACKING[name] for name in absent)
     caption = "Each mark is a job. The budget is that of all devices but the disk, in bytes of weights."
     caption += measured_caption([point for entry in series for point in entry.measured])
+    if cached_reads:
+        caption += (
+            f" “{CACHED_READS}” stands where a token took less time than the storage needs for its bytes: they came"
+            " from the system's page cache, or from a cache of the disk or of the host of this machine."
+        )
     if absent:
         caption += f" Not drawn, since the records don't hold it: {lacking}."
     return picture(
         "speed",
-        lambda figure, size: _paint(figure, size, series),
+        lambda figure, size: _paint(figure, size, series, cached_reads),
         title="Budget against seconds a token",
         caption=caption,
         keys=_keys(series, absent),
         height=lambda size: 300 if size.narrow else 400,
+    )
+
+
+def faster_than_storage(jobs: Sequence[Job]) -> frozenset[str]:
+    """Return the names of the jobs whose tokens were clearly faster than their bytes can come from storage."""
+    return frozenset(
+        job.name
+        for job in jobs
+        if (seconds := job.run.metric(SECONDS)) is not None
+        and (bound := bound_seconds(job.run)) is not None
+        and job.run.words.get(PREDICTED_BOUND, STORAGE) == STORAGE
+        and seconds < _CLEARLY * bound
     )
 
 
@@ -69,7 +93,7 @@ def _colour(index: int, entry: Series) -> str:
     return "rest" if entry.name == OTHERS else SERIES[index]
 
 
-def _paint(figure: Figure, size: Size, series: Sequence[Series]) -> None:
+def _paint(figure: Figure, size: Size, series: Sequence[Series], cached_reads: frozenset[str]) -> None:
     """Draw every series. Earlier ones have wider lines and rings, so that equal points of two series both show."""
     axes = figure.subplots()
     points = [point for entry in series for name in _LINES for point in getattr(entry, name)]
@@ -85,15 +109,36 @@ def _paint(figure: Figure, size: Size, series: Sequence[Series]) -> None:
     for index, entry in enumerate(series):
         colour, width = COLOURS[_colour(index, entry)], 1.0 if crowded else max(1.4, 3.4 - index)
         depth = 1 if entry.name == OTHERS else 2
-        for name, style in _LINES.items():
-            _line(axes, getattr(entry, name), style, colour=colour, width=width, depth=depth)
+        if entry.name != OTHERS:  # what isn't one setting, or one checkpoint even, has no line through it
+            for name, style in _LINES.items():
+                _line(axes, getattr(entry, name), style, colour=colour, width=width, depth=depth)
         ring = 5.0 if crowded else max(4, (11 if size.narrow else 13) - 4 * index)
         _marks(axes, entry.measured, MARKERS[index], colour=colour, ring=ring, depth=depth)
+    bounds = [(entry.bound, COLOURS[_colour(index, entry)]) for index, entry in enumerate(series)]
+    _shade(axes, [bound for entry, bound in zip(series, bounds, strict=True) if entry.name != OTHERS])
+    _words(axes, [point for entry in series for point in entry.measured], cached_reads)
 
 
 def _line(axes: Axes, points: Sequence[Point], style: str, *, colour: str, width: float, depth: float) -> None:
+    """Draw a line through ``points``; a single one that isn't measured, and has no mark, is a line of its own."""
     x, y = [point.x for point in points], [point.y for point in points]
+    if len(points) == 1 and style != _LINES["measured"]:
+        axes.plot(
+            [x[0]], y, marker="_", color=colour, markersize=26, markeredgewidth=width, zorder=depth,
+            fillstyle="none",
+        )  # fmt: skip
+        return
     axes.plot(x, y, style, color=colour, linewidth=width, zorder=depth)
+
+
+def _shade(axes: Axes, bounds: Sequence[tuple[Sequence[Point], str]]) -> None:
+    """Shade what lies below each bound, down to the lower end of the axis, which stays where it is."""
+    low, high = axes.get_ylim()
+    for bound, colour in bounds:
+        if len(bound) > 1:
+            x, y = [point.x for point in bound], [point.y for point in bound]
+            axes.fill_between(x, low, y, color=colour, alpha=0.07, linewidth=0, zorder=0.5)
+    axes.set_ylim(low, high)
 
 
 def _marks(axes: Axes, points: Sequence[Point], marker: str, *, colour: str, ring: float, depth: float) -> None:
@@ -104,12 +149,27 @@ def _marks(axes: Axes, points: Sequence[Point], marker: str, *, colour: str, rin
                 [point.x], [point.y], yerr=[[point.y - point.least], [point.largest - point.y]], fmt="none",
                 ecolor=colour, elinewidth=1.4, capsize=ring / 2, capthick=1.4, zorder=depth,
             )  # fmt: skip
-    for cached in (False, True):
-        shown = [point for point in points if point.cached is cached]
-        axes.plot(
-            [point.x for point in shown], [point.y for point in shown], marker, color=colour, markersize=ring,
-            markerfacecolor=COLOURS["page"] if cached else colour, markeredgewidth=2 if ring > 5 else 1.3,
-            clip_on=False, zorder=depth + 0.5,
+    marks(axes, points, marker, colour=colour, size=ring, edge=2 if ring > 5 else 1.3, depth=depth + 0.5)
+
+
+def marks(
+    axes: Axes, points: Sequence[Point], marker: str, *, colour: str, size: float, edge: float = 1.6, depth: float = 2.5
+) -> None:
+    """Draw a ``marker`` of ``size`` a job, hollow where its figures are an earlier run's."""
+    faces = [COLOURS["page"] if point.cached else colour for point in points]
+    axes.scatter(
+        [point.x for point in points], [point.y for point in points], size**2, marker=marker, facecolors=faces,
+        edgecolors=colour, linewidths=edge, clip_on=False, zorder=depth,
+    )  # fmt: skip
+
+
+def _words(axes: Axes, points: Sequence[Point], cached_reads: frozenset[str]) -> None:
+    """Say beside a mark what was odd about its job."""
+    odd = [(point, [BUSY] * point.busy + [CACHED_READS] * (point.job in cached_reads)) for point in points]
+    for point, words in [(point, words) for point, words in odd if words][:MOST_WORDS]:
+        text, along = ", ".join(words), axes.transData.transform((point.x, point.y))
+        at_end = axes.transAxes.inverted().transform(along)[0] > _NEAR_END
+        axes.annotate(
+            text, (point.x, point.y), (-8, 4) if at_end else (8, 2), textcoords="offset points",
+            ha="right" if at_end else "left", color=COLOURS["muted"],
         )  # fmt: skip
-    for point in [point for point in points if point.busy][:MOST_BUSY]:
-        axes.annotate("busy", (point.x, point.y), (8, 2), textcoords="offset points", color=COLOURS["muted"])

@@ -45,6 +45,7 @@ def write_run(
     experts: Mapping[str, Mapping[str, int]] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
     steps: Sequence[Mapping[str, Any]] = (),
+    series: Sequence[tuple[float, int]] = (),
 ) -> Path:
     """Write the record of a completed run, and return its folder."""
     asked = config(budget=f"{budget // 10**6}MB", policy=policy, prompt=prompt)
@@ -67,6 +68,8 @@ def write_run(
     outputs = ({"prompt": prompt, "text": text, "token_ids": tokens or [1, 2, 3, 4]},)
     told = {"memory": memory, "metrics": figures, "outputs": outputs, "experts": experts or {}}
     record.merge(Report("", **told, samples=tuple(samples), steps=tuple(steps)))
+    if series:
+        record.note_series("cpu", series)
     record.finish("completed")
     return folder
 
