@@ -1,7 +1,9 @@
 """Which modules of a model are a mixture's experts, of which a token uses a few.
 
-They are those that transformers' interface for experts serves: modules whose weights have one row an expert, and whose
-forward is told, for each token, the experts that it was routed to and their weights.
+They have weights of one row an expert. Most are those that transformers' interface for experts serves, whose forward is
+told, for each token, the experts that it was routed to and their weights. Some models' own code computes them: it is
+told the same (Step 3.7), or multiplies every expert by a row for each token, which is zero where the token isn't routed
+to the expert (Llama 4).
 """
 
 from __future__ import annotations
@@ -14,18 +16,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.empty_init.skeleton import ExpertsSpec
+from stages.empty_init.skeleton import ExpertsSpec, parent
 
 _MARKS = ("num_experts", "has_gate", "is_transposed", "config")
 """What transformers' decorator and the classes that it is for leave on each of these modules."""
 _INDEX_PLACE = 1
 """The place among the arguments of an experts module of what its tokens are routed to, (tokens, choices)."""
+_INDEX_NAME = "top_k_index"
+"""The name that transformers' models give to that argument."""
 _PER_TOKEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "top_k_experts", "moe_k")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether ``module`` computes a mixture's experts by transformers' interface."""
-    return all(hasattr(module, mark) for mark in _MARKS) and hasattr(type(module).forward, "__wrapped__")
+    """Return whether ``module`` computes a mixture's experts, by transformers' interface or by code of its own."""
+    by_interface = all(hasattr(module, mark) for mark in _MARKS) and hasattr(type(module).forward, "__wrapped__")
+    return by_interface or (_holds_stacks_alone(module) and (_is_told(module) or _multiplies_all(module)))
+
+
+def _holds_stacks_alone(module: nn.Module) -> bool:
+    """Return whether the weights of ``module`` are stacks of matrices, one for each of its experts."""
+    weights = dict(module.named_parameters())
+    return bool(weights) and all(
+        "." not in name and weight.dim() == 3 and weight.shape[0] == getattr(module, "num_experts", None)
+        for name, weight in weights.items()
+    )
+
+
+def _is_told(module: nn.Module) -> bool:
+    return _INDEX_NAME in _arguments(module)
+
+
+def _multiplies_all(module: nn.Module) -> bool:
+    """Return whether the forward of ``module`` is given rows for all experts, and multiplies them by batches."""
+    code = getattr(type(module).forward, "__code__", None)
+    return len(_arguments(module)) == 1 and "bmm" in getattr(code, "co_names", ())
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
 
 
 def describe_experts(
@@ -43,7 +71,19 @@ def describe_experts(
         direct = {f"{name}.{key}": tensor for key, tensor in module._parameters.items() if tensor is not None}
         tensors = tuple(key for key, tensor in direct.items() if tensor.dim() > 1 and tensor.shape[0] == count)
         if count > 1 and tensors and not set(tensors) & set(unsuited):
-            yield ExpertsSpec(name, count, routed.get(name) or configured_width(module.config, count), tensors)
+            config = next(_configs(model, name), None)
+            yield ExpertsSpec(name, count, routed.get(name) or configured_width(config, count), tensors)
+
+
+def _configs(model: nn.Module, name: str) -> Iterator[object]:
+    """Yield the configs of the module ``name`` of ``model`` and of those around it, the nearest first."""
+    while True:
+        config = getattr(model.get_submodule(name), "config", None)
+        if config is not None:
+            yield config
+        if not name:
+            return
+        name = parent(name)
 
 
 def configured_width(config: object, count: int) -> int:
@@ -69,17 +109,20 @@ def watch_routing(model: nn.Module, routed: dict[str, int]) -> Iterator[None]:
 
 def _noting(name: str, routed: dict[str, int]) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        routed[name] = max(routed.get(name, 0), int(routing(module, args, kwargs).shape[-1]))
+        index = routing(module, args, kwargs)
+        if index is not None:
+            routed[name] = max(routed.get(name, 0), int(index.shape[-1]))
 
     return note
 
 
-def routing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the experts of each token, (tokens, choices), of the arguments of a call of an experts module."""
-    if len(args) > _INDEX_PLACE:
-        index = args[_INDEX_PLACE]
-    else:
-        names = list(inspect.signature(module.forward).parameters)
-        index = kwargs[names[_INDEX_PLACE]]
-    found: torch.Tensor = index
+def routing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the experts of each token, (tokens, choices), of the arguments of a call of an experts module.
+
+    Null where the module isn't told: its tokens are routed to the experts whose rows aren't zero.
+    """
+    names = _arguments(module)
+    if len(names) == 1:
+        return None
+    found: torch.Tensor = args[_INDEX_PLACE] if len(args) > _INDEX_PLACE else kwargs[names[_INDEX_PLACE]]
     return found

@@ -1,10 +1,11 @@
 """A stack of experts that waits, and computes as if it were there: what an operator asks of it is brought then.
 
 The model's own code runs as it is, whichever of its implementations that is, and what it does to activations it does
-to all of them at once. Only three things it does to the weights: it multiplies each expert by its tokens (a grouped
-product), it takes the experts of all tokens out of the stack (indices), or one by one. A grouped product is taken of
-each expert apart anyhow, so it doesn't matter which others are there, nor where: no bit is another. What else is done
-to a stack reads all of it, as with any tensor that waits.
+to all of them at once. Only four things it does to the weights: it multiplies each expert by its tokens (a grouped
+product) or by a row for every token, zero where it isn't routed there (a batched product), it takes the experts of all
+tokens out of the stack (indices), or one by one. Both kinds of product are taken of each expert apart anyhow, so it
+doesn't matter which others are there, nor where: no bit is another. What else is done to a stack reads all of it, as
+with any tensor that waits.
 """
 
 from __future__ import annotations
@@ -112,6 +113,35 @@ def _multiply_groups(
     return product
 
 
+def _multiply_batches(
+    stack: ExpertStack, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """Return the batched product (experts, tokens, columns); experts whose rows are all zero aren't brought for it."""
+    if len(args) != 2 or args[1] is not stack or kwargs or args[0].shape[0] != stack.shape[0]:
+        return None
+    left: torch.Tensor = args[0]
+    hit: list[int] = left.detach().flatten(1).any(1).nonzero().flatten().tolist()
+    stack.use.experts.route(hit)
+    product = left.new_zeros((*left.shape[:2], stack.shape[-1]))
+    if hit and torch.is_grad_enabled() and left.requires_grad:
+        copied = stack.use.oriented(_lent(stack, partial(_copied, stack, hit)))
+        rows = [_multiply_one(func, left[expert], matrix) for expert, matrix in zip(hit, copied, strict=True)]
+        return product.index_copy(0, torch.tensor(hit, device=left.device), torch.stack(rows))
+    for experts, slots, places in stack.use.experts.batches(stack.use.attribute, hit):
+        for expert, place in zip(experts, places, strict=True):
+            product[expert] = _multiply_one(func, left[expert], stack.use.oriented(slots)[place])
+    return product
+
+
+def _multiply_one(func: Any, left: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return ``left`` times ``matrix`` by the batched product ``func``, to the bits that it has among many.
+
+    For a batch of one alone other kernels run, which sum in another order (float32 on the cpu): so there are two.
+    """
+    found: torch.Tensor = func(left.expand(2, *left.shape), matrix.expand(2, *matrix.shape))[0]
+    return found
+
+
 def _lent(stack: ExpertStack, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return what ``copy`` makes of experts of ``stack``; what a backward pass needs of it is made again then."""
     copied = copy()
@@ -164,5 +194,6 @@ def _taken(stack: ExpertStack, wanted: Sequence[int], device: torch.device) -> t
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "transpose": _swap,
     "__getitem__": _take,
+    "bmm": _multiply_batches,
     **dict.fromkeys(_GROUPED, _multiply_groups),
 }

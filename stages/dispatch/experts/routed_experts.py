@@ -1,7 +1,8 @@
 """The experts of one module during a call: those that its tokens are routed to are brought, the others never.
 
-Which they are is known as the call begins, from the indices that the router gave. What can be in slots at once is asked
-for then; what can't, a long prompt's nearly all, comes tensor by tensor in batches as slots allow, each row once.
+Which they are is known as the call begins, from the indices that the router gave, or from the first product. What can
+be in slots at once is asked for then; what can't, a long prompt's nearly all, comes tensor by tensor in batches as
+slots allow, each row once.
 """
 
 from __future__ import annotations
@@ -28,19 +29,27 @@ class RoutedExperts:
         self.place = place
         self._pool, self._number, self._attributes, self._saved = pool, number, attributes, saved
         self._kept: set[Expert] = set()
-        self.under_way = False
+        self.under_way = self._is_routed = False
 
     def expect(self, users: int) -> None:
         """Nothing: which experts calls in lockstep will use isn't known; those of one stay in slots for the next."""
 
-    def begin(self, index: torch.Tensor) -> None:
-        """Say that a call begins whose tokens are routed to the experts ``index``, and ask for these.
+    def begin(self, index: torch.Tensor | None) -> None:
+        """Say that a call begins whose tokens are routed to the experts ``index``; null where that isn't known yet."""
+        self.under_way, self._is_routed = True, False
+        self._saved.enter(self)
+        if index is not None:
+            self.route(set(index.detach().reshape(-1).tolist()))
+
+    def route(self, experts: Collection[int]) -> None:
+        """Ask for ``experts``, which the tokens of the call under way are routed to, if nobody did before.
 
         What is there already is used first, and what all fits stays until the call ends.
         """
-        self.under_way = True
-        self._saved.enter(self)
-        hit = [(self._number, expert) for expert in sorted(set(index.detach().reshape(-1).tolist()))]
+        if self._is_routed:
+            return
+        self._is_routed = True
+        hit = [(self._number, expert) for expert in sorted(experts)]
         there = [expert for expert in hit if self._pool.has(expert)]
         missing = sorted(set(hit).difference(there))
         self._pool.count(self._number, hits=there, misses=len(missing))

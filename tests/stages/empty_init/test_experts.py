@@ -10,11 +10,14 @@ from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     GraniteMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    Step3p7TextConfig,
+    Step3p7TextModel,
 )
 
 from stages.empty_init import init_empty_weights
@@ -52,6 +55,20 @@ def test_experts_are_known_with_their_weights_and_how_many_a_token_uses(name: st
     for spec in skeleton.experts:
         held = {f"{spec.module}.{key}" for key, _ in model.get_submodule(spec.module).named_parameters(recurse=False)}
         assert (spec.count, spec.per_token, set(spec.tensors)) == (6, 3, held)
+
+
+def test_experts_that_a_models_own_code_computes_are_known_too() -> None:
+    step = Step3p7TextConfig(
+        **SIZES, n_routed_experts=6, moe_intermediate_size=16, share_expert_dim=16, head_dim=8,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    )  # fmt: skip
+    llama = Llama4TextConfig(
+        **SIZES | {"num_experts_per_tok": 1}, num_local_experts=6, head_dim=8, intermediate_size_mlp=24
+    )
+    with init_empty_weights():
+        models = [Step3p7TextModel(step), AutoModelForCausalLM.from_config(llama)]
+    found = [{(spec.count, spec.per_token) for spec in describe(model).experts} for model in models]
+    assert found == [{(6, 3)}, {(6, 1)}]
 
 
 def test_they_stand_in_the_file(tmp_path) -> None:

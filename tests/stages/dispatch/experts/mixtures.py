@@ -11,6 +11,7 @@ from transformers import (
     DeepseekV3Config,
     GptOssConfig,
     GraniteMoeConfig,
+    Llama4TextConfig,
     MixtralConfig,
     OlmoeConfig,
     PretrainedConfig,
@@ -44,14 +45,22 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     ),
     "gpt-oss": GptOssConfig(**SIZES, num_local_experts=8, head_dim=16),
     "Granite-MoE": GraniteMoeConfig(**SIZES, num_local_experts=8),
+    "Llama 4": Llama4TextConfig(
+        **{**SIZES, "num_local_experts": 8, "num_experts_per_tok": 1}, head_dim=16, intermediate_size_mlp=64
+    ),
 }  # fmt: skip
+
+
+OWN_CODE = {"Llama 4"}
+"""These compute their experts by code of their own, and know no other implementation."""
 
 
 def mixture(name: str, dtype: torch.dtype = torch.bfloat16, *, experts: str = "grouped_mm") -> nn.Module:
     """Return the mixture ``name`` with its experts in memory, computed by transformers' implementation ``experts``."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval()
-    model.set_experts_implementation(experts)
+    if name not in OWN_CODE:
+        model.set_experts_implementation(experts)
     return model
 
 

@@ -2,13 +2,16 @@
 
 import copy
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from stages.dispatch.experts.expert_stack import _multiply_one
 from stages.dispatch.streaming.state_on_host import state_on_host
+from stages.empty_init.experts import is_experts
 from tests.stages.dispatch.experts.mixtures import CONFIGS, mixture, waiting_experts
 
 TOKENS = torch.arange(2, 82).reshape(2, 40)
@@ -39,8 +42,12 @@ def test_the_bits_are_those_of_the_model_in_memory(name: str) -> None:
     assert equal(answers(model), expected)
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
-@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "DeepSeek-V3"])
+IMPLEMENTATIONS = ["grouped_mm", "batched_mm", "eager"]
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"), [*product(["Mixtral", "gpt-oss", "DeepSeek-V3"], IMPLEMENTATIONS), ("Llama 4", "its own")]
+)
 def test_each_implementation_of_transformers_is_itself(name: str, experts: str) -> None:
     model = mixture(name, torch.float32, experts=experts)
     expected = answers(model)
@@ -74,6 +81,30 @@ def test_only_what_tokens_are_routed_to_is_brought_and_what_is_kept_not_again() 
         assert all(use.evictions == 0 for use in routed.uses.values())
 
 
+def test_rows_of_zeros_say_which_experts_a_token_is_not_routed_to() -> None:
+    model = mixture("Llama 4")
+    experts = experts_of(model)
+    row = sum(parameter[0].nbytes for parameter in experts[0].parameters())
+    with waiting_experts(model, 1000) as (_, traffic), torch.inference_mode():
+        model(TOKENS[:1, :1])
+        assert (traffic.expert_hits, traffic.expert_misses) == (0, len(experts))
+        assert traffic.streamed_bytes == len(experts) * row
+        model(TOKENS[:1, :1])
+        assert (traffic.expert_hits, traffic.streamed_bytes) == (len(experts), len(experts) * row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_multiplied_by_batches_have_the_bits_of_the_whole_stack(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    for count, tokens, rows, columns in product((2, 3, 16), (1, 5, 33), (24, 512), (64, 200)):
+        stack = torch.randn(count, rows, columns, generator=random).to(dtype)
+        left = torch.zeros(count, tokens, rows, dtype=dtype)
+        left[:2, 0] = torch.randn(2, rows, generator=random).to(dtype)
+        whole = torch.bmm(left, stack)
+        for expert in (0, 1):
+            assert torch.equal(_multiply_one(torch.bmm, left[expert], stack[expert]), whole[expert])
+
+
 def test_a_long_prompt_brings_each_expert_once_however_few_slots_there_are() -> None:
     model = mixture("Mixtral")
     whole = sum(p.nbytes for layer in model.model.layers for p in layer.mlp.experts.parameters())
@@ -82,11 +113,11 @@ def test_a_long_prompt_brings_each_expert_once_however_few_slots_there_are() -> 
         assert traffic.streamed_bytes <= whole
 
 
-@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
-def test_what_a_backward_pass_needs_is_brought_again_and_no_expert_is_kept_for_it(experts: str) -> None:
-    model = mixture("Qwen3-MoE", torch.float32, experts=experts)
+@pytest.mark.parametrize(("name", "experts"), [*product(["Qwen3-MoE"], IMPLEMENTATIONS), ("Llama 4", "its own")])
+def test_what_a_backward_pass_needs_is_brought_again_and_no_expert_is_kept_for_it(name: str, experts: str) -> None:
+    model = mixture(name, torch.float32, experts=experts)
     embedded = model.get_input_embeddings()(TOKENS[:1, :3]).detach()
-    one = model.model.layers[0].mlp.experts
+    one = experts_of(model)[0]
     weights = {tuple(sorted(stack.shape[1:])) for stack in (one.down_proj, one.gate_up_proj)}
     dense = {parameter.data_ptr() for name, parameter in model.named_parameters() if ".experts." not in name}
     kept: set[tuple[int, ...]] = set()
@@ -126,7 +157,11 @@ def test_a_backward_after_the_slots_are_gone_reads_what_it_needs() -> None:
 
 
 def expert_bytes(model: nn.Module) -> int:
-    return sum(parameter[0].nbytes for parameter in model.model.layers[0].mlp.experts.parameters())
+    return sum(parameter[0].nbytes for parameter in experts_of(model)[0].parameters())
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if is_experts(module)]
 
 
 def test_other_code_that_uses_a_stack_reads_all_of_it() -> None:
