@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, MaxNLocator,
 from matplotlib.transforms import blended_transform_factory
 
 from pipeline.report.quantities import Kind, scale_for
+from pipeline.report.run_folders import Job
 
 SERIES = ("s0", "s1", "s2", "s3", "s4", "s5", "rest")
 _ACCELERATORS = ("d0", "d1", "d2", "d3")
@@ -28,6 +29,8 @@ _TOKENS = ("ink", "muted", "grid", "page", "band", "bar", *SERIES, *_ACCELERATOR
 COLOURS = {token: f"#0a{index:02x}f5" for index, token in enumerate(_TOKENS)}
 """Token → the placeholder that stands for ``var(--token)``."""
 
+EARLIER = "outlined: measured by an earlier run"
+"""What the legend says of a bar without a filling."""
 _PER_INCH = 72
 _BARE = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _RATIO_OF_LOG = 30
@@ -104,7 +107,10 @@ def _svg(name: str, paint: Paint, size: Size, height: float) -> str:
 
 
 def _adapt(svg: str, name: str) -> str:
-    """Return the ``svg`` element alone, its colours as variables, its ids its own, its size the page's."""
+    """Return the ``svg`` element alone, its colours as variables, its ids its own, its size the page's.
+
+    Links go where matplotlib was told, in the page's own window; who goes by keys has the table for them.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
@@ -115,6 +121,7 @@ def _adapt(svg: str, name: str) -> str:
         svg,
         count=1,
     )
+    svg = re.sub(r'<a xlink:href="([^"]*)" target="_blank">', r'<a href="\1" tabindex="-1">', svg)
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
     for token, placeholder in COLOURS.items():
         svg = svg.replace(placeholder, f"var(--{token})")
@@ -186,17 +193,35 @@ def in_unit(text: str, unit: str) -> str:
     return f"{text}, {unit}" if unit else text
 
 
-def name_rows(axes: Axes, names: Sequence[str], *, size: Size) -> None:
+@dataclass(frozen=True, slots=True)
+class RowName:
+    """What the row of a job is called, and the URL of the job's folder; empty where there is none."""
+
+    text: str
+    link: str = ""
+
+
+def row_names(jobs: Sequence[Job], labels: Mapping[str, str]) -> list[RowName]:
+    """Return the names of the rows of ``jobs``."""
+    return [RowName(labels[job.name], job.link) for job in jobs]
+
+
+def name_rows(axes: Axes, names: Sequence[RowName], *, size: Size) -> None:
     """Name the rows of ``axes`` from top to bottom; on a phone the names stand above their rows."""
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     if not size.narrow:
-        axes.set_yticks(range(len(names)), [shorten(name, 40) for name in names], color=COLOURS["ink"])
+        axes.set_yticks(range(len(names)), [shorten(name.text, 40) for name in names], color=COLOURS["ink"])
+        for tick, name in zip(axes.yaxis.get_major_ticks(), names, strict=True):
+            tick.label1.set_url(name.link or None)
         return
     axes.set_yticks([])
     level = blended_transform_factory(axes.transAxes, axes.transData)
     for row, name in enumerate(names):
-        axes.text(0, row - 0.2, shorten(name, 52), transform=level, color=COLOURS["ink"], va="center")
+        axes.text(
+            0, row - 0.2, shorten(name.text, 52), transform=level, color=COLOURS["ink"], va="center",
+            url=name.link or None,
+        )  # fmt: skip
 
 
 def row_height(size: Size) -> float:

@@ -63,10 +63,10 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
         speed_picture(group.series, jobs),
         sample_picture(jobs, names, group.noise, most=MOST_ROWS),
         pareto_picture(group.front),
-        placement_picture(group.placements, names),
+        placement_picture(group.placements, jobs, names),
         memory_picture(jobs, names, most=MOST_ROWS),
         timeline_picture(jobs, names),
-        loss_picture(jobs),
+        loss_picture(jobs, names),
         expert_picture(jobs, names, most=MOST_ROWS),
         stage_picture(jobs, names, most=MOST_ROWS),
     ]

@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pipeline.report.figures import (
     COLOURS,
+    EARLIER,
     Key,
     Picture,
     Size,
@@ -18,6 +19,7 @@ from pipeline.report.figures import (
     name_rows,
     picture,
     row_height,
+    row_names,
     told_first,
 )
 from pipeline.report.records import Number
@@ -42,7 +44,11 @@ def expert_picture(jobs: Sequence[Job], labels: Mapping[str, str], *, most: int)
         lambda figure, size: _paint(figure, size, rows, labels),
         title="Experts found in slots",
         caption=caption,
-        keys=[Key("bar", "fill", "found in a slot"), Key("band", "fill", "brought")],
+        keys=[
+            Key("bar", "fill", "found in a slot"),
+            Key("band", "fill", "brought"),
+            *[Key("bar", "outline", EARLIER)] * any(job.run.provenance.is_cached for job in rows),
+        ],
         height=lambda size: 70 + row_height(size) * len(rows),
     )
 
@@ -58,18 +64,23 @@ def hit_share(use: Mapping[str, Number | None]) -> float | None:
 def _paint(figure: Figure, size: Size, rows: Sequence[Job], labels: Mapping[str, str]) -> None:
     axes = figure.subplots()
     dress(axes, x_label="layer with experts")
-    name_rows(axes, [labels[job.name] for job in rows], size=size)
+    name_rows(axes, row_names(rows, labels), size=size)
     axes.set_xlim(0, max(len(job.run.experts) for job in rows))
     axes.xaxis.set_major_locator(MaxNLocator(5 if size.narrow else 10, integer=True))
     axes.grid(visible=False)
     for row, job in enumerate(rows):
-        _cells(axes, row, [hit_share(use) for use in job.run.experts.values()], size=size)
+        shares = [hit_share(use) for use in job.run.experts.values()]
+        _cells(axes, row, shares, size=size, hollow=job.run.provenance.is_cached)
 
 
-def _cells(axes: Axes, row: int, shares: Sequence[float | None], *, size: Size) -> None:
-    """Draw the cells of a row from their lower edge up; a layer that wasn't called has none."""
+def _cells(axes: Axes, row: int, shares: Sequence[float | None], *, size: Size, hollow: bool) -> None:
+    """Draw the cells of a row from their lower edge up, ``hollow`` ones as outlines; a layer without calls has none."""
     offset, height = bar_place(size)
     known = [(place + 0.5, share) for place, share in enumerate(shares) if share is not None]
     middles, low = [middle for middle, _ in known], row + offset + height / 2
     axes.bar(middles, [-height] * len(known), _FILL, low, color=COLOURS["band"], linewidth=0)
-    axes.bar(middles, [-height * share for _, share in known], _FILL, low, color=COLOURS["bar"], linewidth=0)
+    face, edge = ("band", 1.6) if hollow else ("bar", 0)
+    axes.bar(
+        middles, [-height * share for _, share in known], _FILL, low, facecolor=COLOURS[face],
+        edgecolor=COLOURS["bar"], linewidth=edge,
+    )  # fmt: skip

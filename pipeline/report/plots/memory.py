@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from pipeline.report.figures import (
     COLOURS,
+    EARLIER,
     Key,
     Picture,
     Size,
@@ -20,6 +21,7 @@ from pipeline.report.figures import (
     name_rows,
     picture,
     row_height,
+    row_names,
     told_first,
 )
 from pipeline.report.placements import device_title
@@ -30,7 +32,6 @@ from pipeline.report.table import devices
 
 MOST_DEVICES = 4
 HOST = "cpu"
-EARLIER = "outlined: measured by an earlier run"
 BASE = "the process without weights: Python, torch, transformers"
 
 
@@ -81,7 +82,7 @@ def _paint(figure: Figure, size: Size, rows: Sequence[Job], columns: Sequence[st
     panels = figure.subplots(*shape, squeeze=False).ravel()
     for place, (axes, device) in enumerate(zip(panels, columns, strict=True)):
         _panel(axes, rows, device, size=size)
-        name_rows(axes, [labels[job.name] for job in rows], size=size)
+        name_rows(axes, row_names(rows, labels), size=size)
         if place and not size.narrow:
             axes.set_yticks([])
 
@@ -92,11 +93,11 @@ def _panel(axes: Axes, rows: Sequence[Job], device: str, *, size: Size) -> None:
     every = [held for run in runs for held in (*_limits(run, device), known(run.measured).get(device)) if held]
     unit = measure_linear(axes, "x", every, "bytes", size=size)
     dress(axes, x_label=in_unit(device_title(device), unit))
-    for row, run in enumerate(runs):
+    for row, (run, job) in enumerate(zip(runs, rows, strict=True)):
         base, peak = base_bytes(run, device), known(run.measured).get(device, 0)
         middle, hollow = row + offset, run.provenance.is_cached
-        _bar(axes, (0, base), middle, height, colour=COLOURS["grid"], hollow=hollow)
-        _bar(axes, (base, peak), middle, height, colour=COLOURS[device_colour(device)], hollow=hollow)
+        _bar(axes, (0, base), (middle, height), colour=COLOURS["grid"], hollow=hollow, link=job.link)
+        _bar(axes, (base, peak), (middle, height), colour=COLOURS[device_colour(device)], hollow=hollow, link=job.link)
         predicted, budget = _limits(run, device)
         _line(axes, predicted, (middle, height), style=(0, (1, 1)))
         _line(axes, budget, (middle, height), style="-")
@@ -108,12 +109,16 @@ def _limits(run: Run, device: str) -> tuple[Number | None, Number | None]:
     return known(run.predicted).get(device), None if budget is None else base_bytes(run, device) + budget
 
 
-def _bar(axes: Axes, ends: tuple[Number, Number], middle: float, height: float, *, colour: str, hollow: bool) -> None:
-    """Draw a bar between ``ends``, an outline alone where an earlier run measured it."""
-    begin, end = ends
+def _bar(
+    axes: Axes, ends: tuple[Number, Number], place: tuple[float, float], *, colour: str, hollow: bool, link: str
+) -> None:
+    """Draw a bar between ``ends`` at ``place``, its middle and height; an outline where an earlier run measured it."""
+    (begin, end), (middle, height) = ends, place
     if end > begin:
         face, edge = (COLOURS["page"], 1.6) if hollow else (colour, 0)
-        axes.barh(middle, end - begin, height, left=begin, facecolor=face, edgecolor=colour, linewidth=edge)
+        axes.barh(
+            middle, end - begin, height, left=begin, facecolor=face, edgecolor=colour, linewidth=edge, url=link or None
+        )
 
 
 def _line(axes: Axes, value: Number | None, place: tuple[float, float], *, style: object) -> None:

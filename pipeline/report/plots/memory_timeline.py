@@ -68,9 +68,10 @@ def _paint(figure: Figure, size: Size, jobs: Sequence[Job], columns: Sequence[st
         unit = measure_linear(axes, "y", held, "bytes", size=size)
         dress(axes, x_label=in_unit("time", time_unit), y_label=in_unit(device_title(device), unit))
         _band(axes, [base_bytes(job.run, device) for job in jobs])
-        for index, (curve, limit) in enumerate(zip(curves, limits, strict=True)):
-            colour = COLOURS[SERIES[index]]
-            axes.plot([second for second, _ in curve], [count for _, count in curve], color=colour, linewidth=1.5)
+        for index, (job, curve, limit) in enumerate(zip(jobs, curves, limits, strict=True)):
+            colour, url = COLOURS[SERIES[index]], job.link or None
+            seconds, held = [second for second, _ in curve], [count for _, count in curve]
+            axes.plot(seconds, held, color=colour, linewidth=1.5, url=url)
             if limit is not None:
                 axes.axhline(limit, color=colour, linewidth=1.2, linestyle=":")
 

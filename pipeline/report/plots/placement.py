@@ -13,6 +13,7 @@ from pipeline.report.figures import (
     COLOURS,
     Key,
     Picture,
+    RowName,
     Size,
     bar_place,
     device_colour,
@@ -24,20 +25,23 @@ from pipeline.report.figures import (
 )
 from pipeline.report.placements import PlacedLayer, Placements, RunPlacement, device_title, in_tier_order
 from pipeline.report.quantities import listed
+from pipeline.report.run_folders import Job
 
 MOST_CELLS = 4000
 """Past this many cells, neighbours on one device are drawn as one."""
 
 
-def placement_picture(placements: Placements, labels: Mapping[str, str]) -> Picture | None:
-    """Return the map, None where every plan was pruned from the cache or there never was one."""
+def placement_picture(placements: Placements, jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:
+    """Return the map of ``jobs``, None where every plan was pruned from the cache or there never was one."""
     plans = placements.plans
     if not plans:
         return None
+    links = {job.name: job.link for job in jobs}
+    names = [RowName(_row_name(plan, labels), links[plan.jobs[0]]) for plan in plans]
     devices = in_tier_order(device for plan in plans for layer in plan.layers for device in layer.devices)
     return picture(
         "placement",
-        lambda figure, size: _paint(figure, size, plans, labels),
+        lambda figure, size: _paint(figure, size, plans, names),
         title="Where each layer lies",
         caption=_caption(placements),
         keys=[Key(device_colour(device), "fill", device_title(device)) for device in devices],
@@ -56,10 +60,10 @@ def _caption(placements: Placements) -> str:
     return " ".join(parts)
 
 
-def _paint(figure: Figure, size: Size, plans: Sequence[RunPlacement], labels: Mapping[str, str]) -> None:
+def _paint(figure: Figure, size: Size, plans: Sequence[RunPlacement], names: Sequence[RowName]) -> None:
     axes = figure.subplots()
     dress(axes, x_label="layer")
-    name_rows(axes, [_row_name(plan, labels) for plan in plans], size=size)
+    name_rows(axes, names, size=size)
     longest = max(len(plan.layers) for plan in plans)
     axes.set_xlim(0, longest)
     axes.xaxis.set_major_locator(MaxNLocator(5 if size.narrow else 10, integer=True))

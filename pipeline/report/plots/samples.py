@@ -19,6 +19,7 @@ from pipeline.report.figures import (
     name_rows,
     picture,
     row_height,
+    row_names,
     told_first,
 )
 from pipeline.report.noise import Noise
@@ -64,26 +65,31 @@ def _paint(figure: Figure, size: Size, rows: Sequence[Job], labels: Mapping[str,
         every = [seconds for job in rows for sample in job.run.counting if (seconds := value(sample)) is not None]
         unit = measure(axes, "x", every, "seconds", size=size)
         dress(axes, x_label=in_unit(title, unit))
-        name_rows(axes, [labels[job.name] for job in rows], size=size)
+        name_rows(axes, row_names(rows, labels), size=size)
         if place and not size.narrow:
             axes.set_yticks([])
         for row, job in enumerate(rows):
             known = [(seconds, one) for one in job.run.counting if (seconds := value(one)) is not None]
-            _box(axes, row, known, size=size)
+            _box(axes, row, known, job=job, size=size)
 
 
-def _box(axes: Axes, row: int, samples: Sequence[tuple[Number, RunSample]], *, size: Size) -> None:
+def _box(axes: Axes, row: int, samples: Sequence[tuple[Number, RunSample]], *, job: Job, size: Size) -> None:
+    """Draw the box of ``samples`` of ``job``, an outline where all are an earlier run's, and a mark each."""
     offset, height = bar_place(size)
+    url = job.link or None
     if samples:
-        ink = COLOURS["ink"]
+        ink, (face, edge) = COLOURS["ink"], ("page", 1.6) if job.run.provenance.is_cached else ("bar", 0)
+        box = {"facecolor": COLOURS[face], "edgecolor": COLOURS["bar"], "linewidth": edge, "url": url}
         axes.boxplot(
             [seconds for seconds, _ in samples], positions=[row + offset], widths=height, orientation="horizontal",
-            whis=(0, 100), showfliers=False, manage_ticks=False, patch_artist=True,
-            boxprops={"facecolor": COLOURS["bar"], "linewidth": 0}, medianprops={"color": ink, "linewidth": 2},
-            whiskerprops={"color": ink}, capprops={"color": ink},
+            whis=(0, 100), showfliers=False, manage_ticks=False, patch_artist=True, boxprops=box,
+            medianprops={"color": ink, "linewidth": 2}, whiskerprops={"color": ink}, capprops={"color": ink},
         )  # fmt: skip
     for seconds, sample in samples:
         colour = COLOURS["s1" if sample.busy else "s0"]
-        face = "none" if sample.earlier else colour
+        inside = "none" if sample.earlier else colour
         mark = "x" if sample.busy else "o"
-        axes.plot([seconds], [row + offset], mark, color=colour, markerfacecolor=face, markersize=4.5, clip_on=False)
+        axes.plot(
+            [seconds], [row + offset], mark, color=colour, markerfacecolor=inside, markersize=4.5, clip_on=False,
+            url=url,
+        )  # fmt: skip

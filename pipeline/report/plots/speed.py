@@ -155,11 +155,11 @@ def _marks(axes: Axes, points: Sequence[Point], marker: str, *, colour: str, rin
 def marks(
     axes: Axes, points: Sequence[Point], marker: str, *, colour: str, size: float, edge: float = 1.6, depth: float = 2.5
 ) -> None:
-    """Draw a ``marker`` of ``size`` a job, hollow where its figures are an earlier run's."""
+    """Draw a ``marker`` of ``size`` a job that links to it, hollow where its figures are an earlier run's."""
     faces = [COLOURS["page"] if point.cached else colour for point in points]
     axes.scatter(
         [point.x for point in points], [point.y for point in points], size**2, marker=marker, facecolors=faces,
-        edgecolors=colour, linewidths=edge, clip_on=False, zorder=depth,
+        edgecolors=colour, linewidths=edge, clip_on=False, zorder=depth, urls=[point.link or None for point in points],
     )  # fmt: skip
 
 

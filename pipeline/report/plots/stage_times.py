@@ -17,6 +17,7 @@ from pipeline.report.figures import (
     name_rows,
     picture,
     row_height,
+    row_names,
     told_first,
 )
 from pipeline.report.quantities import Scale, scale_for
@@ -53,7 +54,7 @@ def _paint(figure: Figure, size: Size, rows: Sequence[Job], labels: Mapping[str,
     dress(axes)
     names = list(dict.fromkeys(stage.name for job in rows for stage in job.run.stages))
     longest = max((stage.seconds or 0 for job in rows for stage in job.run.stages), default=0) or 1
-    name_rows(axes, [labels[job.name] for job in rows], size=size)
+    name_rows(axes, row_names(rows, labels), size=size)
     axes.set_xlim(0, len(names))
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -11,7 +11,7 @@ from pipeline.report.figures import COLOURS, SERIES, Key, Picture, Size, dress, 
 from pipeline.report.run_folders import Job
 
 
-def loss_picture(jobs: Sequence[Job]) -> Picture | None:
+def loss_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:
     """Return the losses of the jobs that trained, None where none did."""
     trained = [job for job in jobs if any(loss is not None for loss in job.run.losses)]
     shown = trained[: len(SERIES) - 1]
@@ -23,7 +23,10 @@ def loss_picture(jobs: Sequence[Job]) -> Picture | None:
         lambda figure, size: _paint(figure, size, shown),
         title="Loss of each step",
         caption=f"The mean over the tokens of a step, in nats.{more}",
-        keys=[Key(SERIES[index], "line", job.name) for index, job in enumerate(shown)],
+        keys=[
+            *(Key(SERIES[index], "line", labels[job.name]) for index, job in enumerate(shown)),
+            *[Key("muted", "dashed", "an earlier run's")] * any(job.run.provenance.is_cached for job in shown),
+        ],
         height=lambda size: 220 if size.narrow else 260,
     )
 
@@ -35,5 +38,9 @@ def _paint(figure: Figure, size: Size, jobs: Sequence[Job]) -> None:
     for index, job in enumerate(jobs):
         known = [(step, loss) for step, loss in enumerate(job.run.losses, 1) if loss is not None]
         steps, losses = zip(*known, strict=True)
-        marker = "o" if len(known) == 1 else ""  # a line through one point is none
-        axes.plot(steps, losses, marker, linestyle="-", color=COLOURS[SERIES[index]], linewidth=1.5)
+        marker = "o" if len(known) == 1 else None  # a line through one point is none
+        style = "--" if job.run.provenance.is_cached else "-"
+        axes.plot(
+            steps, losses, marker=marker, linestyle=style, color=COLOURS[SERIES[index]], linewidth=1.5,
+            url=job.link or None,
+        )  # fmt: skip

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.figures import Picture
-from pipeline.report.plots.memory import BASE, EARLIER, base_bytes, memory_picture
+from pipeline.report.figures import EARLIER, Picture
+from pipeline.report.plots.memory import BASE, base_bytes, memory_picture
 from pipeline.report.run_folders import Job, find
 from tests.pipeline.report.sample_runs import write_run
 
