@@ -79,8 +79,13 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
 
 def _close(task: Task) -> None:
     """Show how every job of a sweep ended, whatever ended the sweep."""
+    from rich.markup import escape
+
     from pipeline.sweep_results import show_sweep
     from pipeline.terminal import Screen
 
     if task.sweep is not None and task.outcomes:
-        show_sweep(Screen(soft_wrap=True), task.sweep, task.outcomes)
+        screen = Screen(soft_wrap=True)
+        show_sweep(screen, task.sweep, task.outcomes)
+        if task.conclusion:
+            screen.print(escape(task.conclusion))

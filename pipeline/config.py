@@ -24,6 +24,7 @@ from pipeline.errors import ConfigError, Fault, closest
 from pipeline.hydra_arguments import refuse_launcher
 from pipeline.installed_stages import stage_configs
 from pipeline.measure import MeasureConfig, check_measure
+from pipeline.objective import ObjectiveConfig, check_objective
 from pipeline.standard_input import SIGN, read_lines
 from pipeline.typed_config import (
     KEYS,
@@ -50,6 +51,7 @@ class RunConfig:
     outputs: str = field(default="outputs", metadata={PATHS: {"": absolute}})
     enforce_memory: bool = False
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     tracker: Mapping[str, Any] = field(default_factory=dict, metadata={PATHS: {"folder": absolute}})
 
 
@@ -67,13 +69,19 @@ def register() -> None:
     """Make the schema and the resolvers known to Hydra; calling it again changes nothing."""
     node = OmegaConf.structured(_schema())
     for kind in config_classes():  # a dotted override may add a key to a mapping: max_memory.1=3GB, generate.top_k=2
-        for entry, value in defaults(kind).items():
-            if value == {}:
-                OmegaConf.set_struct(node[entry], False)
+        _open_mappings(node, defaults(kind))
     ConfigStore.instance().store("schema", node)
     OmegaConf.register_new_resolver("offstage.pid", os.getpid, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("offstage.batch", _batch, replace=True)
     OmegaConf.register_new_resolver("offstage.embedded", _embedded, replace=True)
+
+
+def _open_mappings(node: DictConfig, plain: Mapping[str, Any]) -> None:
+    for entry, value in plain.items():
+        if value == {}:
+            OmegaConf.set_struct(node[entry], False)
+        elif isinstance(value, dict):
+            _open_mappings(node[entry], value)
 
 
 def choose_stages(argument: str) -> str:
@@ -184,6 +192,8 @@ def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fa
         yield Fault("outputs", "'' is no path of a folder")
     if not any(fault.key.startswith("measure") for fault in wrong):
         yield from check_measure(config)
+    if not any(fault.key.startswith("objective") for fault in wrong):
+        yield from check_objective(config)
     if not any(fault.key in ("stages", "stop_after") for fault in wrong):
         yield from _check_stages(config, known_stages)
     if not any(fault.key == "tracker" for fault in wrong):

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 _OWN_LAUNCHERS = "hydra_plugins.offstage_launchers"
-_IN_TURN = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 def refuse_rerun(arguments: Sequence[str]) -> None:
@@ -40,7 +39,7 @@ def refuse_launcher(target: str) -> None:
     Others (joblib's, ray's) start jobs in processes of their own that don't know this command, and forget what each
     came to: a sweep would end well whatever became of its jobs.
     """
-    if target.rpartition(".")[0] != _OWN_LAUNCHERS and target != _IN_TURN:
+    if target.rpartition(".")[0] != _OWN_LAUNCHERS:
         raise ConfigError(
             f"hydra/launcher: {target!r} forgets what the jobs of a sweep came to; give local, submitit_local or"
             " submitit_slurm, or basic, which runs them in turn"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from contextlib import chdir
@@ -17,9 +18,11 @@ from pipeline.atomic_files import mendable
 from pipeline.command_exit import last_resort
 from pipeline.config import refuse_sharing, resolve
 from pipeline.environment import environment
+from pipeline.hydra_arguments import refuse_launcher
 from pipeline.hydra_errors import guarded_composing
 from pipeline.job import perform
 from pipeline.job_process import supervise
+from pipeline.objective import objective_of
 from pipeline.record import RunRecord, never_left_running
 from pipeline.trackers import track
 
@@ -37,18 +40,28 @@ class Outcome:
 class Task:
     """What Hydra calls with each composed config. A sweep sends copies of it to other processes.
 
-    ``sweep`` is the sweep's folder, null for a single run; ``outcomes`` those of the jobs so far.
+    ``sweep`` is the sweep's folder, null for a single run; ``outcomes`` those of the jobs so far; ``conclusion`` what a
+    search came to, in words.
     """
 
     started: float
     show_all: bool = False
     sweep: Path | None = None
     outcomes: list[Outcome] = field(default_factory=list)
+    conclusion: str = ""
+    _number: float | None = None
 
-    def __call__(self, config: DictConfig) -> int:
-        """Run one job and return its exit code; what a user can mend is printed, not raised."""
+    def __call__(self, config: DictConfig) -> float | None:
+        """Run one job and return the number that its config names as its objective, null where it names none.
+
+        That is what a sweeper goes by that searches: nan says that the job came to none, or not within its limits.
+        What a user can mend is printed, not raised; how the job ended is the last of ``outcomes``.
+        """
         hydra = HydraConfig.get()
         apart = hydra.mode == RunMode.MULTIRUN
+        if apart:
+            refuse_launcher(hydra.launcher._target_)
+        self._number = math.nan
         started = time.perf_counter() if apart else self.started
         code = last_resort(
             lambda: guarded_composing(lambda: self._run(config, started, apart=apart), show_all=self.show_all),
@@ -57,12 +70,16 @@ class Task:
         self.outcomes.append(Outcome(int(hydra.job.num) if apart else 0, hydra.overrides.task, code))
         if apart:
             self.sweep = Path(hydra.runtime.cwd, hydra.sweep.dir)
-        return code
+        return self._number
 
     def _run(self, config: DictConfig, started: float, *, apart: bool) -> int:
         record = start_record(config)
         with never_left_running(record):
-            return self._carry_out(record, started, apart=apart)
+            code = self._carry_out(record, started, apart=apart)
+        if code == 0:
+            found = objective_of(RunRecord.load(record.path).data)
+            self._number = None if found is None else found.value if found.is_within else math.nan
+        return code
 
     def _carry_out(self, record: RunRecord, started: float, *, apart: bool) -> int:
         try:

@@ -9,6 +9,7 @@ ended after an hour. Here a lost job is one outcome among others, and the sweep 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -17,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher, BasicLauncherConf
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -35,17 +37,28 @@ from pipeline.errors import ConfigError
 from pipeline.hydra_arguments import refuse_empty_sweeps
 from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
 
+if TYPE_CHECKING:
+    from pipeline.sweep_preparation import MachinePreparation
+
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENDING_SECONDS = 15.0
 """How long jobs have to end after they were told to."""
 
 
 def register_launchers() -> None:
-    """Have ``submitit_local`` and ``submitit_slurm`` name these launchers; calling it again changes nothing."""
+    """Have ``submitit_local``, ``submitit_slurm`` and ``basic`` name these launchers; again it changes nothing.
+
+    Hydra's own sweeper goes by the launcher that is chosen: jobs run one at a time on this machine.
+    """
     Plugins.instance()  # looking for plugins is what stores the originals' configs: from here on, these stand
     for name, config in (("Local", LocalQueueConf), ("Slurm", SlurmQueueConf)):
         node = config(_target_=f"hydra_plugins.offstage_launchers.{name}Launcher")
         ConfigStore.instance().store(group="hydra/launcher", name=f"submitit_{name.lower()}", node=node)
+    in_turn = BasicLauncherConf(_target_="hydra_plugins.offstage_launchers.InTurnLauncher")
+    ConfigStore.instance().store(group="hydra/launcher", name="basic", node=in_turn)
+    at_a_time: Any = "${offstage.batch:${hydra.launcher._target_}}"
+    every_job = BasicSweeperConf(max_batch_size=at_a_time)
+    ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=every_job, provider="offstage")
 
 
 class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
@@ -54,23 +67,19 @@ class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
     _poll_seconds = 1.0
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from pipeline.hydra_task import Task
-        from pipeline.sweep_preparation import MachinePreparation
-
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._visible = os.environ.get(_VISIBLE)
-        self._preparation = MachinePreparation()
-        if isinstance(task_function, Task):
-            task_function.sweep = Path(config.hydra.sweep.dir).absolute()
-        _check_every_job(hydra_context, config)
+        self._preparation = _set_up_sweep(hydra_context, task_function, config)
 
-    def __call__(self, *arguments: Any) -> JobReturn:
-        """Run one job; called in the job's own process."""
+    def __call__(self, *arguments: Any) -> tuple[JobReturn, int | None]:
+        """Run one job and return what it came to and its exit code; called in the job's own process."""
+        from pipeline.hydra_task import Task
+
         register()
         self._restore_environment()
         logging.getLogger("submitit").setLevel(logging.WARNING)  # it calls a job that failed completed
         result: JobReturn = super().__call__(*arguments)
-        return result
+        return result, self.task_function.outcomes[-1].code if isinstance(self.task_function, Task) else None
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs and return what each came to; one that was lost has failed like any other."""
@@ -131,12 +140,11 @@ class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
 
         code: int | None = None
         overrides = next(spec[0] for spec in specs if spec[2] == number)
-        result = JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=None)
+        result = JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=math.nan)
         errors = (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError)
         if not self._is_lost(job):
             with suppress(*errors):
-                result = job.results()[0]
-                code = result.return_value if isinstance(result.return_value, int) else None
+                result, code = job.results()[0]
         if isinstance(self.task_function, Task):
             outcome = Outcome(number, overrides, code)
             self.task_function.outcomes.append(outcome)
@@ -209,6 +217,33 @@ class SlurmJobLauncher(_Launcher, originals.SlurmLauncher):  # type: ignore[misc
     def _absent_since(self) -> dict[str, float]:
         absent: dict[str, float] = self.__dict__.setdefault("_absent", {})
         return absent
+
+
+class InTurnLauncher(BasicLauncher):
+    """Hydra's own launcher, whose jobs run in turn: each has a process that this one waits for (``job_process``)."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take what is common to all jobs. Raises all that is wrong with them."""
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self._preparation = _set_up_sweep(hydra_context, task_function, config)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Have this machine measured while it is idle, then run the jobs, which all go by the same figures."""
+        assert self.hydra_context is not None
+        assert self.config is not None
+        self._preparation.prepare(self.hydra_context.config_loader, self.config, job_overrides)
+        return super().launch(job_overrides, initial_job_idx)
+
+
+def _set_up_sweep(hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> MachinePreparation:
+    """Have ``task_function`` know the sweep's folder, and every job checked; return what measures the machine."""
+    from pipeline.hydra_task import Task
+    from pipeline.sweep_preparation import MachinePreparation
+
+    if isinstance(task_function, Task):
+        task_function.sweep = Path(config.hydra.sweep.dir).absolute()
+    _check_every_job(hydra_context, config)
+    return MachinePreparation()
 
 
 def _check_every_job(hydra_context: HydraContext, config: DictConfig) -> None:

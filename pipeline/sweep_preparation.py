@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from pipeline.config import check, resolve
+from pipeline.config import check, refuse_sharing, resolve
 from pipeline.errors import OffstageError
 from pipeline.hydra_errors import COMPOSING_ERRORS
 from pipeline.installed_stages import installed_stages
@@ -54,10 +54,16 @@ class MachinePreparation:
 def _prepare(loader: Any, config: DictConfig, jobs: Sequence[Sequence[str]]) -> None:
     for overrides in jobs:
         with suppress(OffstageError, OSError, *COMPOSING_ERRORS):
-            composed = loader.load_sweep_config(config, list(overrides))
-            with open_dict(composed):
-                del composed["hydra"]  # a job's own config has no such node, and half of it means nothing before a job
-            _prepare_for(resolve(composed))
+            _prepare_for(compose_job(loader, config, overrides))
+
+
+def compose_job(loader: Any, config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the resolved config of the job with these overrides; ``loader`` composes them over ``config``."""
+    composed = loader.load_sweep_config(config, list(overrides))
+    refuse_sharing(composed)
+    with open_dict(composed):
+        del composed["hydra"]  # a job's own config has no such node, and half of it means nothing before a job
+    return resolve(composed)
 
 
 def _prepare_for(config: Config) -> None:

@@ -46,6 +46,7 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
         (["--experimental-rerun", "config.pickle"], "offstage-replay RUN runs a record again"),
         (["--experimental-rerun=config.pickle", "stop_after=plan"], "offstage-replay RUN runs a record again"),
         (["-m", "max_memory.cpu=glob(*)"], "this is none; list the values: max_memory.cpu=A,B"),
+        (["-m", "max_memory.cpu=glob(*)", "hydra/launcher=basic"], "this is none; list the values: max_memory.cpu=A,B"),
         (["-m", "generate=glob(x*)"], "generate: 'glob(x*)' matches no file of that group; there are greedy, sample"),
         (["-m", "seed=range(5,1)", "device_map=auto,optimal"], "seed: 'range(5,1)' has no value"),
         (["hydra.job_logging.handlers.console.class=nowhere"], "hydra.job_logging: Unable to configure handler"),

@@ -38,16 +38,17 @@ def printed(program: str, *arguments: str) -> object:
 
 def test_hydra_finds_them_among_its_plugins() -> None:
     found, _ = printed(SCAN)
-    assert {f"hydra_plugins.offstage_launchers.{kind}Launcher" for kind in ("Local", "Slurm")} <= set(found)
+    assert {f"hydra_plugins.offstage_launchers.{kind}Launcher" for kind in ("Local", "Slurm", "InTurn")} <= set(found)
 
 
 def test_looking_for_plugins_imports_nothing_that_only_a_sweep_or_a_run_needs() -> None:
     _, modules = printed(SCAN)
-    assert {"torch", "transformers", "submitit", "rich", "pipeline.runner", "stages"} & set(modules) == set()
+    assert {"torch", "transformers", "submitit", "optuna", "rich", "pipeline.runner", "stages"} & set(modules) == set()
 
 
 @pytest.mark.parametrize(
-    ("chosen", "launcher"), [("local", "Local"), ("submitit_local", "Local"), ("submitit_slurm", "Slurm")]
+    ("chosen", "launcher"),
+    [("local", "Local"), ("submitit_local", "Local"), ("submitit_slurm", "Slurm"), ("basic", "InTurn")],
 )
 def test_the_names_that_users_know_choose_them(chosen: str, launcher: str) -> None:
     assert printed(SCAN + CHOSEN, chosen) == f"hydra_plugins.offstage_launchers.{launcher}Launcher"

@@ -13,3 +13,7 @@ class LocalLauncher(launchers.LocalJobLauncher):
 
 class SlurmLauncher(launchers.SlurmJobLauncher):
     """Jobs of a cluster, under the name that ``hydra.launcher`` gives."""
+
+
+class InTurnLauncher(launchers.InTurnLauncher):
+    """Jobs one after another, as Hydra's ``basic`` has them, under the name that ``hydra.launcher`` gives."""

@@ -1,0 +1,150 @@
+"""What a search goes by: one number of a run's record, and the limits within which it counts.
+
+A sweep that searches decides on its next jobs by the number that each came to. The keys ``objective`` say which of the
+record's numbers that is, so that it can be any: a metric, what a device was allowed or held, and so can its limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError, Fault, closest
+from pipeline.typed_config import read
+
+if TYPE_CHECKING:
+    from pipeline.report.quantities import Kind
+
+MEMORY = ("budget", "predicted", "measured")
+"""The parts of a record's memory that a number can be named of."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveConfig:
+    """``figure`` names the number, a metric or ``memory.budget.cpu`` and its like; null: a run comes to none.
+
+    ``at_most`` and ``at_least`` map such names to what they may be.
+    """
+
+    figure: str | None = None
+    at_most: Mapping[str, float] = field(default_factory=dict)
+    at_least: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a run's ``value`` of the figure ``name`` may be: ``bound`` at most, or at least."""
+
+    name: str
+    is_most: bool
+    bound: float
+    value: float
+
+    @property
+    def excess(self) -> float:
+        """By how much the value is past the bound, as a share of that: 0 or less where it is kept."""
+        return (self.value - self.bound) / abs(self.bound) * (1 if self.is_most else -1)
+
+    def __str__(self) -> str:
+        words = "at most" if self.is_most else "at least"
+        return f"{self.name} {_told(self.name, self.value)} ({words} {_told(self.name, self.bound)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a run came to: the ``value`` of the figure ``name``, and its limits."""
+
+    name: str
+    value: float
+    limits: tuple[Limit, ...] = ()
+
+    @property
+    def is_within(self) -> bool:
+        """Whether every limit is kept."""
+        return all(limit.excess <= 0 for limit in self.limits)
+
+    def __str__(self) -> str:
+        return ", ".join([f"{self.name} {_told(self.name, self.value)}", *map(str, self.limits)])
+
+
+def _told(name: str, value: float) -> str:
+    """Return ``value`` in the unit that the name of its figure says."""
+    from pipeline.report.quantities import tell
+
+    per_second = name.endswith("per_second")
+    kind: Kind = "seconds" if "seconds" in name else "number"
+    kind = "bytes" if not per_second and ("bytes" in name or name.startswith("memory.")) else kind
+    return tell(value, kind)
+
+
+def read_objective(config: Mapping[str, Any]) -> ObjectiveConfig:
+    """Return the keys ``objective`` of ``config``; a record from before there were any names no number."""
+    return read(ObjectiveConfig, config.get("objective") or {})
+
+
+def check_objective(config: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield what is wrong with the keys ``objective``, which are of their types, as far as no record is needed."""
+    given = read_objective(config)
+    if given.figure is not None:
+        yield from _misnamed("objective.figure", given.figure)
+    for key, limits in (("objective.at_most", given.at_most), ("objective.at_least", given.at_least)):
+        if limits and given.figure is None:
+            yield Fault(key, "limits, and no number to keep them: name one, objective.figure=decode_seconds_per_token")
+        for name, limit in limits.items():
+            yield from _misnamed(key, str(name))
+            if isinstance(limit, bool) or not isinstance(limit, int | float) or not math.isfinite(limit) or limit == 0:
+                yield Fault(f"{key}.{name}", f"{limit!r} is no limit; give a number that isn't 0")
+
+
+def _misnamed(key: str, name: str) -> Iterable[Fault]:
+    section, *rest = name.split(".")
+    if not rest and name:
+        return  # a metric: stages have their own, and the record shows which
+    if section != "memory" or len(rest) != 2 or rest[0] not in MEMORY or not rest[1]:
+        yield Fault(
+            key,
+            f"{name!r} names no number of a record; give a metric (decode_seconds_per_token) or "
+            f"memory.PART.DEVICE, with a part of {', '.join(MEMORY)}",
+        )
+
+
+def objective_of(record: Mapping[str, Any]) -> Objective | None:
+    """Return what the run of ``record`` came to; null where its config names no number.
+
+    Raises:
+        ConfigError: the record has no number of a name that the config gives.
+    """
+    given = read_objective(record["config"])
+    if given.figure is None:
+        return None
+    sides = (("objective.at_most", given.at_most), ("objective.at_least", given.at_least))
+    limits = [
+        Limit(name, limits is given.at_most, bound, _number(record, key, name))
+        for key, limits in sides
+        for name, bound in limits.items()
+    ]
+    return Objective(given.figure, _number(record, "objective.figure", given.figure), tuple(limits))
+
+
+def _number(record: Mapping[str, Any], key: str, name: str) -> float:
+    """Return the number of that name; a ``ConfigError`` about ``key`` where there is none."""
+    known = _numbers(record)
+    if name not in known:
+        raise ConfigError(
+            f"{key}: this run's record has no number {name!r}{closest(name, known)}; "
+            "the metrics and the memory in its run.json are what can be named"
+        )
+    return known[name]
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return every number of the record that can be named."""
+    parts = [("", record["metrics"]), *((f"memory.{part}.", record["memory"].get(part) or {}) for part in MEMORY)]
+    return {
+        f"{before}{name}": float(value)
+        for before, values in parts
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

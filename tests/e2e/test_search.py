@@ -1,0 +1,70 @@
+"""A sweep that searches: what is proposed follows from what the jobs before came to."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from tests.e2e.conftest import Finished
+
+pytest.importorskip("optuna")
+Run = Callable[..., Finished]
+SEARCH = ("-m", "hydra/sweeper=optuna", "hydra/launcher=basic", "stop_after=plan", "device_map=sequential")
+LEAST = ("objective.figure=memory.budget.cpu", "objective.at_most.predicted_streamed_bytes_per_token=3500000")
+
+
+def results(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("outputs/multirun/*/*/optimization_results.yaml")
+    found = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def test_the_least_budget_within_a_limit_is_found_and_said(offstage_here: Run, tmp_path: Path) -> None:
+    """One of the budgets is too small for any plan: a job that fails ends no search."""
+    done = offstage_here(*SEARCH, *LEAST, "hydra.sweeper.n_trials=5", "max_memory.cpu=range(1000,7001000,1000000)")
+    budgets = {record["memory"]["budget"].get("cpu"): record for record in done.records if record["stages"]}
+    kept = [
+        budget
+        for budget, record in budgets.items()
+        if budget and record["metrics"].get("predicted_streamed_bytes_per_token", math.inf) <= 3.5e6
+    ]
+    found = results(tmp_path)
+    assert found["best_value"] == min(kept) == 6001000
+    assert found["best_params"] == {"max_memory.cpu": "6001000"}
+    assert found["jobs"] == len(done.records) <= found["trials"] == 5, "what is proposed again is no job again"
+    assert [record["status"] for record in done.records].count("failed") == 1
+    assert f"is job {found['best_job']}: memory.budget.cpu 6.00 MB" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["seed=1,2"], "objective.figure: a search needs the number to go by"),
+        (["seed=1,2", "objective.figure=generate.speed"], "objective.figure: 'generate.speed' names no number"),
+        (["seed=1,2", *LEAST, "dtype=float99"], "dtype: 'float99'"),
+        (["seed=1,2", *LEAST, "hydra/launcher=joblib"], "hydra/launcher: 'a.plugin.JoblibLauncher' forgets"),
+        (["seed=1,2", *LEAST, "hydra.sweeper.direction=down"], "hydra.sweeper.direction: 'down' is none of"),
+        (["seed=1,2", *LEAST, "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials: 0 is no number of jobs"),
+        (["seed=1", *LEAST], "hydra.sweeper: a search over nothing"),
+    ],
+)
+def test_a_search_that_can_come_to_nothing_is_refused_in_one_line(
+    arguments: list[str], words: str, offstage_here: Run
+) -> None:
+    ConfigStore.instance().store("joblib", {"_target_": "a.plugin.JoblibLauncher"}, group="hydra/launcher")
+    done = offstage_here(*SEARCH, *arguments)
+    assert (done.code, done.out, done.records) == (2, "", [])
+    assert done.err.startswith(f"offstage: {words}")
+    assert done.err.count("\n") == 1
+
+
+def test_a_number_that_no_job_comes_to_ends_the_search_at_the_first(offstage_here: Run) -> None:
+    done = offstage_here(*SEARCH, "seed=1,2,3", "objective.figure=perplexity")
+    assert done.code == 2
+    assert [record["status"] for record in done.records] == ["completed"]
+    assert "objective.figure: this run's record has no number 'perplexity'" in done.err

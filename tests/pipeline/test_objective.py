@@ -1,0 +1,78 @@
+"""The number that a run comes to: which of its record's, and within which limits."""
+
+from typing import Any
+
+import pytest
+
+from pipeline.errors import ConfigError
+from pipeline.objective import Objective, check_objective, objective_of
+
+
+def record(**objective: Any) -> dict[str, Any]:
+    metrics = {"decode_seconds_per_token": 0.4, "bound": "storage", "perplexity": None, "streamed_bytes_per_token": 8}
+    return {
+        "config": {"objective": objective},
+        "metrics": metrics,
+        "memory": {"budget": {"cpu": 2_000_000_000, "disk": None}, "measured": {"cpu": 3_000_000_000}},
+    }
+
+
+def found(**objective: Any) -> Objective:
+    said = objective_of(record(**objective))
+    assert said is not None
+    return said
+
+
+def test_a_number_is_a_metric_or_what_a_device_was_allowed_or_held() -> None:
+    assert found(figure="decode_seconds_per_token").value == 0.4
+    assert found(figure="memory.budget.cpu").value == 2e9
+    assert found(figure="memory.measured.cpu").value == 3e9
+    assert objective_of(record()) is None
+    assert objective_of({**record(), "config": {}}) is None, "a record from before there were any"
+
+
+@pytest.mark.parametrize(
+    ("side", "bound", "excess"), [("at_most", 0.5, -0.2), ("at_most", 0.2, 1.0), ("at_least", 0.5, 0.2)]
+)
+def test_a_limit_is_kept_or_passed_by_a_share_of_itself(side: str, bound: float, excess: float) -> None:
+    said = found(figure="memory.budget.cpu", **{side: {"decode_seconds_per_token": bound}})
+    assert said.limits[0].excess == pytest.approx(excess)
+    assert said.is_within is (excess <= 0)
+
+
+def test_it_is_told_with_its_units_and_its_limits() -> None:
+    said = found(figure="memory.budget.cpu", at_most={"decode_seconds_per_token": 0.5})
+    assert str(said) == "memory.budget.cpu 2.00 GB, decode_seconds_per_token 400.0 ms (at most 500.0 ms)"
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        ({"figure": "decode_seconds_per_tokn"}, r"objective.figure: .*did you mean 'decode_seconds_per_token'"),
+        ({"figure": "bound"}, "has no number 'bound'"),
+        ({"figure": "perplexity"}, "has no number 'perplexity'"),
+        ({"figure": "memory.budget.disk"}, "has no number 'memory.budget.disk'"),
+        ({"figure": "memory.budget.cpu", "at_most": {"loss": 1}}, "objective.at_most: .*'loss'"),
+    ],
+)
+def test_a_number_that_the_record_lacks_is_said_with_the_closest_that_it_has(
+    objective: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        objective_of(record(**objective))
+
+
+@pytest.mark.parametrize(
+    ("objective", "key"),
+    [
+        ({"figure": "generate.seconds"}, "objective.figure"),
+        ({"figure": "memory.held.cpu"}, "objective.figure"),
+        ({"figure": ""}, "objective.figure"),
+        ({"at_most": {"load_seconds": 1}}, "objective.at_most"),
+        ({"figure": "load_seconds", "at_least": {"load_seconds": "fast"}}, "objective.at_least.load_seconds"),
+        ({"figure": "load_seconds", "at_most": {"load_seconds": 0}}, "objective.at_most.load_seconds"),
+        ({"figure": "load_seconds", "at_most": {"memory.cpu": 1}}, "objective.at_most"),
+    ],
+)
+def test_what_no_record_can_have_is_refused_before_there_is_one(objective: dict[str, Any], key: str) -> None:
+    assert [fault.key for fault in check_objective({"objective": objective})] == [key]
