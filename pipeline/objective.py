@@ -9,13 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.errors import ConfigError, Fault, closest
 from pipeline.typed_config import read
-
-if TYPE_CHECKING:
-    from pipeline.report.quantities import Kind
 
 MEMORY = ("budget", "predicted", "measured")
 """The parts of a record's memory that a number can be named of."""
@@ -47,10 +44,6 @@ class Limit:
         """By how much the value is past the bound, as a share of that: 0 or less where it is kept."""
         return (self.value - self.bound) / abs(self.bound) * (1 if self.is_most else -1)
 
-    def __str__(self) -> str:
-        words = "at most" if self.is_most else "at least"
-        return f"{self.name} {_told(self.name, self.value)} ({words} {_told(self.name, self.bound)})"
-
 
 @dataclass(frozen=True, slots=True)
 class Objective:
@@ -64,19 +57,6 @@ class Objective:
     def is_within(self) -> bool:
         """Whether every limit is kept."""
         return all(limit.excess <= 0 for limit in self.limits)
-
-    def __str__(self) -> str:
-        return ", ".join([f"{self.name} {_told(self.name, self.value)}", *map(str, self.limits)])
-
-
-def _told(name: str, value: float) -> str:
-    """Return ``value`` in the unit that the name of its figure says."""
-    from pipeline.report.quantities import tell
-
-    per_second = name.endswith("per_second")
-    kind: Kind = "seconds" if "seconds" in name else "number"
-    kind = "bytes" if not per_second and ("bytes" in name or name.startswith("memory.")) else kind
-    return tell(value, kind)
 
 
 def read_objective(config: Mapping[str, Any]) -> ObjectiveConfig:

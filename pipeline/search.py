@@ -7,6 +7,7 @@ at the first job that fails. Hydra finds this one by itself (``pipeline/plugins`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from pipeline.atomic_files import replace_file
 from pipeline.errors import ConfigError
 from pipeline.hydra_arguments import refuse_launcher
 
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from pipeline.objective import Objective
     from pipeline.search_space import Proposal, SearchSpace
 
-RESULTS = "optimization_results.yaml"
-"""The file in a sweep's folder that says what its search came to, under the name that hydra-optuna-sweeper gives it."""
 Direction = Literal["minimize", "maximize"]
 _ENDED = "ended well"
 """The constraint that a failed job doesn't keep."""
@@ -161,6 +161,7 @@ class OptunaSearch(Sweeper):
     def _conclude(self, folder: Path, searched: Sequence[str]) -> None:
         """Keep which job is best, and have it said when all is over."""
         from pipeline.hydra_task import Task
+        from pipeline.report.searches import RESULTS
 
         best = best_of(list(self._tried.values()), self.direction)
         found: dict[str, Any] = {"name": "optuna", "direction": self.direction}
@@ -172,7 +173,7 @@ class OptunaSearch(Sweeper):
                 "best_value": best.objective.value,
                 "best_job": best.number,
             }
-        OmegaConf.save(OmegaConf.create(found), folder / RESULTS)
+        replace_file(folder / RESULTS, json.dumps(found, indent=2) + "\n")
         if isinstance(self.task_function, Task):
             self.task_function.conclusion = _told(best, jobs=len(self._tried), trials=self.n_trials)
 
@@ -185,7 +186,9 @@ def best_of(tried: Sequence[Tried], direction: Direction) -> Tried | None:
 
 
 def _told(best: Tried | None, *, jobs: int, trials: int) -> str:
+    from pipeline.report.searches import tell_objective
+
     made = f"{jobs} job{'s' * (jobs != 1)} of {trials} trial{'s' * (trials != 1)}"
-    if best is None:
+    if best is None or best.objective is None:
         return f"search: none of {made} completed within the objective's limits"
-    return f"search: the best of {made} is job {best.number}: {best.objective}"
+    return f"search: the best of {made} is job {best.number}: {tell_objective(best.objective)}"

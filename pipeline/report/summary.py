@@ -10,6 +10,7 @@ from pipeline.report.differences import Spread, config_differences, environments
 from pipeline.report.noise import Noise
 from pipeline.report.quantities import listed, tell
 from pipeline.report.run_folders import Found, Job, Problem
+from pipeline.report.searches import search_facts
 from pipeline.report.speed import RATE, SECONDS
 from pipeline.report.table import Column, job_table
 
@@ -60,7 +61,7 @@ def headline(summary: Summary) -> list[Fact]:
     disturbed = [job.name for job in summary.jobs if job.run.provenance.busy]
     if disturbed:
         facts.append(("busy", f"{len(disturbed):,}", f"{listed(disturbed)}: others used the processor meanwhile"))
-    return facts
+    return [*facts, *search_facts(summary.jobs)]
 
 
 def group_facts(group: CheckpointGroup) -> list[Fact]:

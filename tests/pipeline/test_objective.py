@@ -40,11 +40,6 @@ def test_a_limit_is_kept_or_passed_by_a_share_of_itself(side: str, bound: float,
     assert said.is_within is (excess <= 0)
 
 
-def test_it_is_told_with_its_units_and_its_limits() -> None:
-    said = found(figure="memory.budget.cpu", at_most={"decode_seconds_per_token": 0.5})
-    assert str(said) == "memory.budget.cpu 2.00 GB, decode_seconds_per_token 400.0 ms (at most 500.0 ms)"
-
-
 @pytest.mark.parametrize(
     ("objective", "words"),
     [

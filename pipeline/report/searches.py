@@ -1,0 +1,56 @@
+"""What the searches came to whose jobs a report shows: the best job of each, its number and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pipeline.errors import ConfigError
+from pipeline.objective import Objective, objective_of
+from pipeline.regular_files import read_object
+from pipeline.report.quantities import Kind, tell
+from pipeline.report.records import Run
+from pipeline.report.run_folders import Job
+
+RESULTS = "optimization_results.yaml"
+"""The file in a sweep's folder that says what its search came to, by the name that hydra-optuna-sweeper gives it. It holds
+JSON, which is YAML too."""
+
+
+def search_facts(jobs: Sequence[Job]) -> Iterator[tuple[str, str, str]]:
+    """Yield what each search among ``jobs`` came to: a name, the best number, and of which job within which limits."""
+    for folder in dict.fromkeys(job.run.folder.parent for job in jobs):
+        found = read_object(folder / RESULTS)
+        if not found:
+            continue
+        made = f"{found.get('jobs')} jobs of {found.get('trials')} trials"
+        best = next((job for job in jobs if job.run.folder == folder / str(found.get("best_job"))), None)
+        objective = _objective(best.run) if best is not None else None
+        if best is None or objective is None:
+            yield ("search", "no answer", f"none of {made} completed within the objective's limits")
+        else:
+            why = f"{best.name}, best of {made}: {tell_objective(objective)}"
+            yield ("search", told(objective.name, objective.value), why)
+
+
+def tell_objective(objective: Objective) -> str:
+    """Return in words what a run came to, and its limits."""
+    words = [f"{objective.name} {told(objective.name, objective.value)}"]
+    for limit in objective.limits:
+        side = "at most" if limit.is_most else "at least"
+        words.append(f"{limit.name} {told(limit.name, limit.value)} ({side} {told(limit.name, limit.bound)})")
+    return ", ".join(words)
+
+
+def told(name: str, value: float) -> str:
+    """Return ``value`` in the unit that ``name``, of a figure, says."""
+    kind: Kind = "seconds" if "seconds" in name else "number"
+    counts = ("bytes" in name or name.startswith("memory.")) and not name.endswith("per_second")
+    return tell(value, "bytes" if counts else kind)
+
+
+def _objective(run: Run) -> Objective | None:
+    memory = {"budget": run.budget, "predicted": run.predicted, "measured": run.measured}
+    try:
+        return objective_of({"config": run.config, "metrics": run.metrics, "memory": memory})
+    except (ConfigError, TypeError):
+        return None
