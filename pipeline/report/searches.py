@@ -12,8 +12,8 @@ from pipeline.report.records import Run
 from pipeline.report.run_folders import Job
 
 RESULTS = "optimization_results.yaml"
-"""The file in a sweep's folder that says what its search came to, by the name that hydra-optuna-sweeper gives it. It holds
-JSON, which is YAML too."""
+"""The file in a sweep's folder that says what its search came to, by the name that hydra-optuna-sweeper gives it. It
+holds JSON, which is YAML too."""
 
 
 def search_facts(jobs: Sequence[Job]) -> Iterator[tuple[str, str, str]]:
