@@ -124,3 +124,33 @@ def test_what_lockstep_costs_is_told_beside_batches(tmp_path: Path) -> None:
     assert two.split()[2:4] == ["0.200", "5.00"]
     assert batch.split() == ["accelerate", "2", "2.000", "0.50", "-", "-", "-", "-", "1", "of", "2"]
     assert killed.split()[2:] == ["no", "figure:", "exit", "-9:", "nothing", "said"]
+
+
+def test_what_was_kept_of_lockstep_is_told_and_drawn_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lockstep = importlib.import_module("tests.benchmarks.lockstep")
+    sides = {}
+    for size in (1, 2, 4, 8, 16):
+        answers = [[7, place] for place in range(size)]
+        ours = {"seconds": max(0.4 / size, 0.1), "predicted": max(0.44 / size, 0.1), "answers": answers}
+        sides[f"offstage {size}"] = ours | {"streamed": 1e9 / size, "peak": 1e9, "predicted_peak": 1e9}
+        sides[f"accelerate {size}"] = {"seconds": 1.2, "answers": [*answers[:-1], [0]]}
+    sides["accelerate 16"] = {"seconds": None, "failed": "exit -9: nothing said"}
+    kept, picture = tmp_path / "kept.json", tmp_path / "lockstep.png"
+    kept.write_text(json.dumps({"rounds": [{"sides": sides}, {"sides": sides}]}))
+    monkeypatch.setattr("sys.argv", ["lockstep", "1.1b", "--json", str(kept), "--plot", str(picture)])
+    lockstep.main()
+    told = capsys.readouterr().out
+    assert "from 4.4 together on as predicted, from 4.0 as measured" in told
+    assert "accelerate 8" in told
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_more_bring_nothing_is_found_where_there_is_such_a_place() -> None:
+    bend = importlib.import_module("tests.benchmarks.lockstep").bend
+    assert bend({size: max(0.9 / size, 0.15) for size in (1, 2, 4, 8, 16, 32)}) == pytest.approx(6)
+    assert bend({size: 0.9 / size for size in (1, 2, 4)}) is None
+    assert bend(dict.fromkeys((1, 2, 4), 0.5)) is None
+    assert bend({1: 0.5}) is None
+    assert bend({}) is None
