@@ -9,16 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.warm_server import ForkedCommand, WarmServer
+
 COMMAND = [sys.executable, "-c", "from pipeline.commands import offstage; offstage()"]
 
-
+Process = subprocess.Popen[str] | ForkedCommand
 Replay = Callable[..., tuple[int, str, str]]
 
 
@@ -51,8 +53,13 @@ def records_in(folder: Path) -> dict[Path, dict[str, Any]]:
     return {path: json.loads(path.read_text()) for path in paths}
 
 
+_SET_BY_RUNS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR")
+"""Environment variables that runs inside this process leave in it."""
+
+
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"}
+    """Return the environment for a command: this process's, with the changes of the test, and ``extra``."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", *_SET_BY_RUNS)}
     return {**clean, "HF_HUB_OFFLINE": "1", **(extra or {})}
 
 
@@ -62,8 +69,36 @@ def heed_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start the command in ``folder`` and return its process."""
+_servers: list[WarmServer] = []
+"""None or one, which has this process's environment as it was before any test changed it."""
+_ENVIRONMENT = environment()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ends_server() -> Iterator[None]:
+    yield
+    while _servers:
+        _servers.pop().close()
+
+
+def warm_server(variables: Mapping[str, str]) -> WarmServer | None:
+    """Return the server that can fork a command with the environment ``variables``, null where none can."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    if not _servers:
+        _servers.append(WarmServer(_ENVIRONMENT))
+    return _servers[0] if _servers[0].serves(variables) else None
+
+
+def start(folder: Path, *arguments: str) -> Process:
+    """Start the command in ``folder``, in a fork of the warm server where that is the same, and return its process."""
+    variables = environment()
+    server = warm_server(variables)
+    return start_anew(folder, *arguments) if server is None else server.start(folder, arguments, variables)
+
+
+def start_anew(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start the command in a process of its own: for tests of what a fork shares with its server."""
     return subprocess.Popen(
         [*COMMAND, *arguments],
         cwd=folder,
@@ -75,7 +110,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(happened: Callable[[], object], process: subprocess.Popen[Any], *, seconds: float = 250) -> None:
+def wait_for(happened: Callable[[], object], process: Process, *, seconds: float = 250) -> None:
     """Wait until something of ``process`` has ``happened``; it must not have ended before."""
     deadline = time.monotonic() + seconds
     while not happened():
@@ -84,7 +119,7 @@ def wait_for(happened: Callable[[], object], process: subprocess.Popen[Any], *, 
         time.sleep(0.01)
 
 
-def finish(process: subprocess.Popen[str], folder: Path, before: Mapping[Path, Any]) -> Finished:
+def finish(process: Process, folder: Path, before: Mapping[Path, Any]) -> Finished:
     """Wait for ``process`` and return what came of it; ``before`` holds the records that were there already."""
     out, err = process.communicate(timeout=300)
     new = [record for path, record in records_in(folder).items() if path not in before]
@@ -127,12 +162,16 @@ def fresh_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-def offstage(fresh_folder: Path) -> Callable[..., Finished]:
-    """Return a function that runs the command in this test's folder, to its end."""
+def offstage(fresh_folder: Path, request: pytest.FixtureRequest) -> Callable[..., Finished]:
+    """Return a function that runs the command in this test's folder, to its end.
+
+    It is a fork of the warm server, unless the test is marked as one ``of_the_process``.
+    """
+    begin = start if request.node.get_closest_marker("of_the_process") is None else start_anew
 
     def run(*arguments: str) -> Finished:
         before = records_in(fresh_folder)
-        return finish(start(fresh_folder, *arguments), fresh_folder, before)
+        return finish(begin(fresh_folder, *arguments), fresh_folder, before)
 
     return run
 

@@ -10,13 +10,24 @@ import signal
 import struct
 import subprocess
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.e2e.conftest import COMMAND, environment, heed_signals
+from tests.e2e.conftest import COMMAND, Process, environment, heed_signals, warm_server
 
 COLUMNS = 150
 _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\r\n\x1b]+")
+
+
+def _start(folder: Path, arguments: Sequence[str], terminal: int) -> Process:
+    variables = {**environment(), "TERM": "xterm"}
+    server = warm_server(variables)
+    if server is not None:
+        return server.start(folder, arguments, variables, terminal)
+    return subprocess.Popen(
+        [*COMMAND, *arguments], cwd=folder, env=variables, start_new_session=True, text=True,
+        stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=heed_signals,
+    )  # fmt: skip
 
 
 class Terminal:
@@ -25,10 +36,7 @@ class Terminal:
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments], cwd=folder, env={**environment(), "TERM": "xterm"}, start_new_session=True,
-            stdin=slave, stdout=slave, stderr=slave, preexec_fn=heed_signals,
-        )  # fmt: skip
+        self.process = _start(folder, arguments, slave)
         os.close(slave)
         self._bytes = b""
 

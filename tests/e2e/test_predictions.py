@@ -25,6 +25,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 MIXTURE = MixtralConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
                         num_key_value_heads=2, vocab_size=512, num_local_experts=8)  # fmt: skip
+OF_THE_PROCESS = pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 
 
 def bytes_as_predicted(done: Finished) -> tuple[int, int]:
@@ -37,6 +38,7 @@ def bytes_as_predicted(done: Finished) -> tuple[int, int]:
 
 
 @pytest.mark.from_nothing
+@OF_THE_PROCESS
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     name: str, tmp_path: Path, offstage: Callable[..., Finished]
@@ -53,6 +55,7 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
 
 
 @pytest.mark.from_nothing
+@OF_THE_PROCESS
 @pytest.mark.parametrize("name", ["llava", "whisper"])
 def test_what_encoders_of_images_and_audio_hold_is_predicted(
     name: str, tmp_path: Path, offstage: Callable[..., Finished]
@@ -75,6 +78,7 @@ def test_what_encoders_of_images_and_audio_hold_is_predicted(
 
 
 @pytest.mark.from_nothing
+@OF_THE_PROCESS
 def test_the_peak_of_a_mixture_and_what_a_token_streams_are_predicted_within_a_tenth(
     tmp_path: Path, offstage: Callable[..., Finished]
 ) -> None:

@@ -269,6 +269,7 @@ def test_a_replay_scores_again_and_tells_a_likelihood_that_differs(
 
 
 @pytest.mark.from_nothing
+@pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_peak_of_a_windows_logits_is_as_predicted(dtype: torch.dtype, offstage: Run, tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES, vocab_size=50257, num_key_value_heads=2)

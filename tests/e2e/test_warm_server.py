@@ -1,0 +1,53 @@
+"""The server of forks: a fork is to a test what a process is, and is made only where nothing tells them apart."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Finished, environment, finish, records_in, start, start_anew, wait_for, warm_server
+from tests.e2e.warm_server import ForkedCommand
+
+ENDLESS = ("generate.max_new_tokens=100000", "generate.min_new_tokens=100000")
+
+
+@pytest.fixture(autouse=True)
+def _forks() -> None:
+    if warm_server(environment()) is None:
+        pytest.skip("may not fork: imports start threads here, or there are no pidfds")
+
+
+@pytest.mark.from_nothing
+@pytest.mark.parametrize("arguments", [("--cfg", "job"), ("seed=-1",)])
+def test_a_fork_prints_and_ends_as_a_process_does(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    forked, process = (finish(begin(tmp_path, *arguments), tmp_path, {}) for begin in (start, start_anew))
+    assert (forked.code, forked.out, forked.err) == (process.code, process.out, process.err)
+    assert forked.out + forked.err
+
+
+def test_a_fork_heeds_signals_and_tells_which_one_killed_it(fresh_folder: Path) -> None:
+    ended = {}
+    for number in (signal.SIGINT, signal.SIGKILL):
+        before = records_in(fresh_folder)
+        with start(fresh_folder, *ENDLESS) as process:
+            assert isinstance(process, ForkedCommand)
+            wait_for(lambda known=before: records_in(fresh_folder).keys() > known.keys(), process)
+            process.send_signal(number)
+            ended[number] = process.wait(120)
+    assert ended == {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+
+
+def test_what_runs_inside_this_process_leave_in_its_environment_is_no_reason_for_a_process(
+    offstage_here: Callable[..., Finished],
+) -> None:
+    assert offstage_here("generate.max_new_tokens=1").code == 0
+    assert warm_server(environment()) is not None
+
+
+@pytest.mark.parametrize("name", ["HF_HOME", "OMP_NUM_THREADS", "PYTHONIOENCODING", "LC_ALL"])
+def test_what_an_import_could_read_is_a_reason_for_a_process(name: str) -> None:
+    assert warm_server(environment({name: "other"})) is None
+    assert warm_server(environment({"TERM": "other", "PYTEST_CURRENT_TEST": "other"})) is not None

@@ -1,0 +1,213 @@
+"""Commands without the seconds of their imports: a server imports once what they import, and forks each from itself.
+
+A fork is the command from its first line on: it has the folder, environment, arguments, streams and signals that it
+would be started with, and ends as an interpreter ends. What a process is before that line, it shares with the server:
+the hash seed, what the environment says to an interpreter and to imports, memory. Where a test is about these, it
+starts a process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TextIO
+
+ROOT = Path(__file__).parents[2]
+_IMPORTED = (
+    "pipeline.app", "pipeline.launchers", "pipeline.job", "pipeline.runner", "pipeline.sweep_results",
+    "hydra._internal.hydra", "hydra._internal.core_plugins.importlib_resources_config_source", "rich._emoji_codes",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama", "stages.plan.stage", "stages.shard_load.stage", "stages.dispatch.stage",
+    "stages.dispatch.streaming.streamer", "stages.generate.stage", "stages.generate.generation",
+)  # fmt: skip
+"""What the slowest of a run's imports belong to; a fork imports the others as a process does."""
+_REQUEST_BYTES = 1 << 20
+_READY = b"ready"
+
+
+class ForkedCommand:
+    """A command that runs in a fork: to who started it, what these tests use of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, ending: TextIO, stdout: TextIO | None, stderr: TextIO | None) -> None:
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self.returncode: int | None = None
+        self._ending = ending
+
+    def __enter__(self) -> ForkedCommand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        self._close()
+
+    def poll(self) -> int | None:
+        """Return its exit code, negative for a signal, null while it runs."""
+        return self._end(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit code; raises ``subprocess.TimeoutExpired``."""
+        code = self._end(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for its end and return what it wrote to both streams since they were last read."""
+        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+        with ThreadPoolExecutor(max(1, len(streams))) as readers:
+            reading = [readers.submit(stream.read) for stream in streams]
+            self.wait(timeout)
+            told = [each.result() for each in reading]
+        self._close()
+        return (told[0], told[1]) if len(told) == 2 else ("", "")
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal; its end is no fault."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def _end(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._ending], [], [], timeout)[0]:
+            self.returncode = int(self._ending.readline())
+            self._ending.close()
+        return self.returncode
+
+    def _close(self) -> None:
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+
+
+class WarmServer:
+    """The server's side that tests see. It forks only what it may: see ``serves``."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = _of_imports(environment)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        find = f"import sys; sys.path.insert(1, {str(ROOT)!r})"
+        program = f"{find}; from tests.e2e.warm_server import serve; del sys.path[1]; serve({theirs.fileno()})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            cwd="/", env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )  # fmt: skip
+        theirs.close()
+        self._forks = self._control.recv(_REQUEST_BYTES) == _READY
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Return whether a command with ``environment`` may be a fork: imports must have seen the same."""
+        return self._forks and _of_imports(environment) == self._environment
+
+    def start(
+        self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str], terminal: int | None = None
+    ) -> ForkedCommand:
+        """Start the command in ``folder``; on a ``terminal``, in a session of its own, else with pipes to read."""
+        ending, ended = os.pipe()
+        request = {"folder": str(folder), "arguments": arguments, "environment": dict(environment)}
+        if terminal is None:
+            (out, to_out), (err, to_err), nothing = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDONLY)
+            given, read = [nothing, to_out, to_err], [os.fdopen(out), os.fdopen(err)]
+        else:
+            given, read = [os.dup(terminal) for _ in range(3)], [None, None]
+        message = json.dumps({**request, "leads": terminal is not None}).encode("utf-8", "surrogateescape")
+        socket.send_fds(self._control, [message], [*given, ended])
+        for descriptor in (*given, ended):
+            os.close(descriptor)
+        answers = os.fdopen(ending, buffering=1)
+        return ForkedCommand(int(answers.readline()), answers, *read)
+
+    def close(self) -> None:
+        """End the server."""
+        self._control.close()
+        self._process.wait(timeout=60)
+
+
+def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what of an environment an import could read; what pytest writes there is other in every test."""
+    return {name: value for name, value in environment.items() if name != "TERM" and not name.startswith("PYTEST_")}
+
+
+def serve(control: int) -> None:
+    """Fork what is asked for over the socket ``control``, until its other end is closed. Returns in the forks too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests
+    given = dict(os.environ)
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    made = {name: value for name, value in os.environ.items() if given.get(name) != value}
+    gc.collect()
+    gc.freeze()  # a fork's collections then leave the pages alone that it shares with the server
+    requests = socket.socket(fileno=control)
+    alone = len(list(Path("/proc/self/task").iterdir())) == 1  # a fork has no other thread, and what one holds is lost
+    requests.send(_READY if alone else b"threads")
+    running: dict[int, tuple[int, int]] = {}
+    while True:
+        for ready in select.select([requests, *running], [], [])[0]:
+            if ready is not requests:
+                _tell_end(ready, *running.pop(ready))
+                continue
+            message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+            if not message:
+                return
+            *streams, answers = descriptors
+            pid = os.fork()
+            if not pid:
+                requests.close()
+                for descriptor, (_, other) in running.items():
+                    os.close(descriptor)
+                    os.close(other)
+                _run(json.loads(message.decode("utf-8", "surrogateescape")), streams, answers, made)
+                return
+            for stream in streams:
+                os.close(stream)
+            running[os.pidfd_open(pid)] = pid, answers
+
+
+def _tell_end(descriptor: int, pid: int, answers: int) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(descriptor)
+    os.write(answers, f"{code}\n".encode())
+    os.close(answers)
+
+
+def _run(request: dict[str, Any], streams: Sequence[int], answers: int, made: Mapping[str, str]) -> None:
+    """Be the command, from where its interpreter would begin with its program."""
+    if request["leads"]:
+        os.setsid()
+    os.chdir(request["folder"])
+    for standard, opened in enumerate(streams):
+        os.dup2(opened, standard)
+        os.close(opened)
+    _open_streams()
+    os.environ.clear()
+    os.environ.update({**request["environment"], **made})
+    sys.argv = ["-c", *request["arguments"]]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.write(answers, f"{os.getpid()}\n".encode())
+    os.close(answers)
+    from pipeline.commands import offstage
+
+    offstage()
+
+
+def _open_streams() -> None:
+    """Have the streams that an interpreter makes for these descriptors: the server's were made for others."""
+    for name, mode, buffering in (("stdin", "r", -1), ("stdout", "w", -1), ("stderr", "w", 1)):
+        old = getattr(sys, name)
+        new = open(old.fileno(), mode, buffering, encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
