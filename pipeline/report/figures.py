@@ -17,7 +17,15 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import Formatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FixedFormatter,
+    FixedLocator,
+    Formatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
 from matplotlib.transforms import blended_transform_factory
 
 from pipeline.report.quantities import Kind, scale_for
@@ -177,6 +185,20 @@ def measure_linear(axes: Axes, which: str, values: Sequence[float], kind: Kind, 
     axis.set_major_locator(MaxNLocator(4 if size.narrow or which == "y" else 7, steps=[1, 2, 2.5, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value / scale.size:,.6g}"))
     return scale.unit
+
+
+def measure_counts(axes: Axes, counts: Sequence[float]) -> str:
+    """Scale the x axis for ``counts``, of which each has a tick, and the double always lies as far away.
+
+    Return what its label must say of it.
+    """
+    places = sorted(set(counts))
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(places[0] / 1.15, places[-1] * 1.15)
+    axes.xaxis.set_major_locator(FixedLocator(places))
+    axes.xaxis.set_major_formatter(FixedFormatter([f"{place:,g}" for place in places]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    return LOGARITHMIC
 
 
 def _steps(ratio: float) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
 from pipeline.report.comparison import RunComparison
 from pipeline.report.figures import Picture
 from pipeline.report.plots.experts import expert_picture
+from pipeline.report.plots.lockstep import lockstep_picture
 from pipeline.report.plots.memory import memory_picture
 from pipeline.report.plots.memory_timeline import timeline_picture
 from pipeline.report.plots.pareto import pareto_picture
@@ -61,6 +62,7 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
     jobs, names = group.jobs, group.labels
     drawn = [
         speed_picture(group.series, jobs),
+        lockstep_picture(jobs),
         sample_picture(jobs, names, group.noise, most=MOST_ROWS),
         pareto_picture(group.front),
         placement_picture(group.placements, jobs, names),

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from pipeline.report.figures import COLOURS, WIDE, dress, measure_linear
+from pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_counts, measure_linear
 from tests.benchmarks.linear_plot import picture
 
 if TYPE_CHECKING:
@@ -33,16 +32,11 @@ def draw(found: Sequence[GroupResult], path: Path) -> None:
 
 def _scale(axes: Axes, found: Sequence[GroupResult]) -> None:
     """Scale the axes: from one group to the next twice as many prompts are the same way."""
-    sizes = sorted({group.size for group in found})
     rates = [1 / min(group.seconds) for group in found]
     rates += [1 / group.predicted for group in found if group.predicted]
     measure_linear(axes, "y", rates, "rate", size=WIDE)
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.15)
-    axes.xaxis.set_major_locator(FixedLocator(sizes))
-    axes.xaxis.set_major_formatter(FixedFormatter([str(size) for size in sizes]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    dress(axes, x_label="prompts together, logarithmic", y_label="tokens a second, of all prompts")
+    scale = measure_counts(axes, [group.size for group in found])
+    dress(axes, x_label=in_unit("prompts together", scale), y_label="tokens a second, of all prompts")
 
 
 def _paint_tool(axes: Axes, groups: Sequence[GroupResult], name: str, *, colour: str) -> None:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.report.figures import COLOURS, Key, Picture, Size, dress, in_unit, measure, picture
-from pipeline.report.plots.speed import EARLIER, marks
+from pipeline.report.plots.series import HOLLOW, marks
 from pipeline.report.speed import Front, Point
 
 MOST_NAMES = 12
@@ -26,7 +26,7 @@ def pareto_picture(front: Front) -> Picture | None:
         "process itself too. No job beats one on the front in both.",
         keys=[
             Key("s0", "full-o", "on the front"),
-            *[Key("muted", "mark-o", EARLIER)] * any(point.cached for point in front.points),
+            *[Key("muted", "mark-o", HOLLOW)] * any(point.cached for point in front.points),
             Key("rest", "full-o", "beaten by another job"),
         ],
         height=lambda size: 300 if size.narrow else 400,

@@ -46,9 +46,11 @@ def write_run(
     samples: Sequence[Mapping[str, Any]] = (),
     steps: Sequence[Mapping[str, Any]] = (),
     series: Sequence[tuple[float, int]] = (),
+    generate: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the record of a completed run, and return its folder."""
     asked = config(budget=f"{budget // 10**6}MB", policy=policy, prompt=prompt)
+    asked["generate"] |= generate or {}
     record = RunRecord.start(folder, overrides=[f"device_map={policy}"], config=asked, environment=ENVIRONMENT)
     for index, name in enumerate(STAGES):
         artifact = plan_artifact(folder.parent, budget) if name == "plan" else folder

@@ -8,7 +8,8 @@ import pytest
 
 from pipeline.report.differences import config_differences
 from pipeline.report.figures import Picture
-from pipeline.report.plots.speed import CACHED_READS, speed_picture
+from pipeline.report.plots.series import CACHED_READS
+from pipeline.report.plots.speed import speed_picture
 from pipeline.report.run_folders import find
 from pipeline.report.speed import MOST_SERIES, speed_series
 from tests.pipeline.report.sample_runs import write_run
