@@ -20,8 +20,8 @@ from stages.dispatch.experts.routed_experts import RoutedExperts
 from stages.dispatch.experts.row_carrier import RowSource
 from stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes
 from stages.dispatch.streaming.bindings import Binding, make_binding, source_of
-from stages.dispatch.streaming.lockstep import ALONE, Turns
 from stages.dispatch.streaming.saved_weights import SavedWeights
+from stages.dispatch.streaming.turns import ALONE, Turns
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.host_link import HostLink
@@ -57,13 +57,16 @@ class _Mixed:
 
 @dataclass(slots=True)
 class RoutedModel:
-    """All experts of a model that wait: the pools of slots, and what each layer's came to, by module."""
+    """All experts of a model that wait: the pools of slots, and what each layer's came to, by module; the layers."""
 
     uses: dict[str, ExpertUse] = field(default_factory=dict)
     pools: list[ExpertPool] = field(default_factory=list)
+    layers: list[RoutedExperts] = field(default_factory=list)
 
     def begin_pass(self) -> None:
         """Say that a forward of the model begins."""
+        for layer in self.layers:
+            layer.forget()
         for pool in self.pools:
             pool.begin_pass()
 
@@ -119,9 +122,10 @@ def attach_experts(
         routed.pools.append(pool)
         for each in members:
             routed.uses[each.spec.module] = pool.uses[each.number]
-            experts = RoutedExperts(pool, each.number, each.attributes, saved, place=each.place)
+            experts = RoutedExperts(pool, each.number, each.attributes, saved, turns=turns, place=(each.place,))
+            routed.layers.append(experts)
             _have_wait(each, experts, stored=stored, device=devices.torch_device(computes), stack=stack)
-            for handle in _hook(model.get_submodule(each.spec.module), experts, turns):
+            for handle in _hook(model.get_submodule(each.spec.module), experts):
                 stack.callback(handle)
     return routed
 
@@ -182,11 +186,10 @@ def _have_wait(
         stack.callback(binding.restore)
 
 
-def _hook(module: nn.Module, experts: RoutedExperts, turns: Callable[[], Turns]) -> Iterator[Callable[[], None]]:
+def _hook(module: nn.Module, experts: RoutedExperts) -> Iterator[Callable[[], None]]:
     """Have ``experts`` know when ``module`` is called, and with what."""
 
     def begin(called: nn.Module, args: Any, kwargs: Any) -> None:
-        turns().wait_for(experts)
         experts.begin(routing(called, args, kwargs))
 
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:

@@ -3,68 +3,120 @@
 Which they are is known as the call begins, from the indices that the router gave, or from the first product. What can
 be in slots at once is asked for then; what can't, a long prompt's nearly all, comes tensor by tensor in batches as
 slots allow, each row once.
+
+Calls in lockstep wait here until all have been routed, and the experts of all are brought once. Where slots are too few
+for these, as many stay as leave some slots free; there each other one is brought, and used by all that want it, before
+the next one; see ``ExpertTurns``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
 from stages.dispatch.experts.eviction import Expert
+from stages.dispatch.experts.expert_turns import ExpertTurns
 from stages.dispatch.experts.pool import ExpertPool
 from stages.dispatch.streaming.saved_weights import Bring, SavedWeights
+from stages.dispatch.streaming.turns import ALONE, Place, Turns, current_call
+
+_PASSED_ON = 4
+"""Slots that experts pass through which can't all stay: one computes while the others are on their way."""
 
 
 class RoutedExperts:
     """The experts of the layer ``number`` of ``pool``; ``attributes`` are the module's stacked tensors.
 
-    What a backward pass needs of them ``saved`` has brought again. ``place`` is when the layer comes in a pass.
+    What a backward pass needs of them ``saved`` has brought again. ``turns`` says who may use them now, and ``place``
+    is when the layer comes in a pass.
     """
 
     def __init__(
-        self, pool: ExpertPool, number: int, attributes: Sequence[str], saved: SavedWeights, *, place: int = 0
+        self,
+        pool: ExpertPool,
+        number: int,
+        attributes: Sequence[str],
+        saved: SavedWeights,
+        *,
+        turns: Callable[[], Turns] = lambda: ALONE,
+        place: Place = (0,),
     ) -> None:
         self.place = place
         self._pool, self._number, self._attributes, self._saved = pool, number, attributes, saved
+        self._turns = turns
+        self._calls: dict[object, bool] = {}  # those under way, and whether it is known what they are routed to
+        self._routed: set[Expert] = set()  # what calls are routed to that wait for others to come as far
         self._kept: set[Expert] = set()
-        self.under_way = self._is_routed = False
+        self._in_turn = ExpertTurns(pool, turns, place)
 
     def expect(self, users: int) -> None:
-        """Nothing: which experts calls in lockstep will use isn't known; those of one stay in slots for the next."""
+        """Nothing: how many of them calls in lockstep use is known as these begin."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the caller is in a call of the module."""
+        return current_call() in self._calls
 
     def begin(self, index: torch.Tensor | None) -> None:
         """Say that a call begins whose tokens are routed to the experts ``index``; null where that isn't known yet."""
-        self.under_way, self._is_routed = True, False
+        if self.under_way:  # an interrupt has ended it
+            self.forget()
         self._saved.enter(self)
+        self._calls[current_call()] = False
         if index is not None:
             self.route(set(index.detach().reshape(-1).tolist()))
 
     def route(self, experts: Collection[int]) -> None:
         """Ask for ``experts``, which the tokens of the call under way are routed to, if nobody did before.
 
-        What is there already is used first, and what all fits stays until the call ends.
+        What is there already is used first, and what all fits stays until the call ends, and those in lockstep with it.
         """
-        if self._is_routed:
+        if self._calls[current_call()]:
             return
-        self._is_routed = True
-        hit = [(self._number, expert) for expert in sorted(experts)]
-        there = [expert for expert in hit if self._pool.has(expert)]
-        missing = sorted(set(hit).difference(there))
+        self._calls[current_call()] = True
+        self._routed.update((self._number, expert) for expert in experts)
+        self._turns().wait_for(self)
+        if self._routed:
+            self._bring_together()
+
+    def _bring_together(self) -> None:
+        """Ask for the experts of all calls that have come here, as far as they fit."""
+        hit = self._routed.difference(self._in_turn.order)
+        self._routed.clear()
+        there = sorted(expert for expert in hit if self._pool.has(expert))
+        missing = sorted(hit.difference(there))
         self._pool.count(self._number, hits=there, misses=len(missing))
-        self._kept = set(hit) if len(hit) <= self._pool.room(self._number) else set()
-        for attribute in self._attributes if self._kept else ():
+        self._in_turn.add([*there, *missing])
+        self._kept = set(self._staying())
+        for attribute in self._attributes:
             for expert in missing:
-                self._pool.ask(expert, (attribute,), self._kept)
+                if expert in self._kept:
+                    self._pool.ask(expert, (attribute,), self._kept)
+
+    def _staying(self) -> list[Expert]:
+        """Return the experts that stay in slots until all calls that are under way have ended."""
+        order, room = [*self._in_turn.order], self._pool.room(self._number)
+        if len(order) <= room:
+            return order
+        return order[: room - max(1, min(_PASSED_ON, room // 2))] if len(self._calls) > 1 else []
 
     def end(self) -> None:
-        """Say that the call has ended; what was asked for and never used is given up."""
+        """Say that the call has ended; after the last, what was asked for and never used is given up."""
         if self.under_way:
-            self.under_way = False
+            del self._calls[current_call()]
             self._saved.leave(self)
-            self._kept = set()
-            self._pool.give_up(self._number)
+            if not self._calls:
+                self.forget()
+                self._pool.give_up(self._number)
+
+    def forget(self) -> None:
+        """Have no call be under way, as after an interrupt."""
+        self._calls.clear()
+        self._routed.clear()
+        self._kept = set()
+        self._in_turn.clear()
 
     @property
     def are_gone(self) -> bool:
@@ -82,6 +134,14 @@ class RoutedExperts:
         computes, others are on their way, as far as there are slots.
         """
         keys = [(self._number, expert) for expert in experts]
+        in_turn = [key for key in keys if self._takes_turns(key)]
+        yield from self._as_they_come(attribute, [key for key in keys if key not in in_turn])
+        for key in self._in_turn.sweep(attribute, in_turn, kept=self._kept):
+            yield self._batch(attribute, [key])
+
+    def _as_they_come(
+        self, attribute: str, keys: Sequence[Expert]
+    ) -> Iterator[tuple[list[int], torch.Tensor, list[int]]]:
         there = [key for key in keys if self._pool.is_there(key, attribute)]
         missing = [key for key in keys if not self._pool.is_there(key, attribute)]
         waiting, asked = deque(missing), deque[Expert]()
@@ -98,8 +158,15 @@ class RoutedExperts:
 
     def row(self, attribute: str, expert: int) -> torch.Tensor:
         """Return the tensor ``attribute`` of ``expert``; it stays until another one is asked for."""
-        ((_, stack, (place,)),) = self.batches(attribute, [expert])
+        key = (self._number, expert)
+        if self._takes_turns(key):
+            self._in_turn.reach(attribute, key, kept=self._kept)
+        ((_, stack, (place,)),) = self._as_they_come(attribute, [key])
         return stack[place]
+
+    def _takes_turns(self, key: Expert) -> bool:
+        """Return whether an expert is one that calls in lockstep use in turn, since slots are too few for all."""
+        return len(self._calls) > 1 and key not in self._kept
 
     def _batch(self, attribute: str, keys: Sequence[Expert]) -> tuple[list[int], torch.Tensor, list[int]]:
         stacks, places = self._pool.stack(keys)

@@ -72,7 +72,7 @@ def open_lookaheads(
         lookahead: Lookahead[Any] = Lookahead(carrier, order, experts=experts, traffic=traffic, trace=trace)
         for part in mine:
             part.lookahead, part.number = lookahead, numbers[part.name]
-            part.place = places.get(part.name, 0)
+            part.place = (places.get(part.name, 0),)
         yield lookahead
 
 

@@ -7,14 +7,18 @@ acquired then stays so. The next pass finds that the one before it never ended.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from stages.dispatch.streaming.lockstep import ALONE, Lockstep, Task, Turns
+from stages.dispatch.streaming.lockstep import Lockstep, Task
+from stages.dispatch.streaming.lockstep_threads import ThreadLockstep
+from stages.dispatch.streaming.turns import ALONE, Turns
 from stages.dispatch.streaming.uncompiled import uncompiled
 
 
@@ -38,6 +42,7 @@ class ModelPasses:
         self._recover, self._is_left = recover, is_left
         self._under_way = self._ended_well = False
         self.turns: Turns = ALONE
+        self._changing = threading.Condition()  # held while ``turns`` changes
 
     def hook(self) -> Iterator[Callable[[], None]]:
         """Hook the model; yield what unhooks it."""
@@ -51,18 +56,53 @@ class ModelPasses:
 
         The first error of one is raised once all have ended; the model is then as before.
         """
-        if self.turns is not ALONE:
-            raise RuntimeError("calls of this model in lockstep are under way already: end them first")
-        group = self.turns = Lockstep(size)
+        with self._changing:
+            self._refuse_second()
+            group = self.turns = Lockstep(size)
         try:
             with torch.no_grad():
                 group.run(tasks)
         finally:
+            self._disband(failed=False)
+        return group
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Have the passes of the calling thread go together with those of all others that are in here too.
+
+        The first error of one is raised, and ends all; the model is then as before.
+        """
+        with self._changing:
+            self._changing.wait_for(lambda: not (isinstance(self.turns, ThreadLockstep) and self.turns.has_failed))
+            if not isinstance(self.turns, ThreadLockstep):
+                self._refuse_second()
+            group = self.turns = self.turns if isinstance(self.turns, ThreadLockstep) else ThreadLockstep()
+            member = group.join()
+        error: BaseException | None = None
+        try:
+            with torch.no_grad():
+                group.wait(member)
+                yield
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            with self._changing:
+                if group.leave(member, error):
+                    self._disband(failed=group.has_failed)
+
+    def _refuse_second(self) -> None:
+        if self.turns is not ALONE:
+            raise RuntimeError("calls of this model in lockstep are under way already: end them first")
+
+    def _disband(self, *, failed: bool) -> None:
+        """Have calls go by themselves again, and take back what those that ended early had."""
+        with self._changing:
             self.turns = ALONE
-            if self._under_way or self._is_left():
+            if failed or self._under_way or self._is_left():
                 self._under_way = False
                 self._recover()
-        return group
+            self._changing.notify_all()
 
     def _before(self, _module: nn.Module, _args: Any) -> None:
         if not self.turns.begin_pass():

@@ -16,6 +16,7 @@ from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.streaming.bindings import Binding, make_binding
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.mapped_weights import MappedWeights
+from stages.dispatch.streaming.turns import Place
 from stages.machine.devices import Devices
 from stages.plan.serving import Serving
 from stages.units import CPU, DeviceId
@@ -39,7 +40,7 @@ class StreamedPart:
     streamed_bytes: int = 0
     lookahead: Lookahead[Any] | None = None
     number: int = 0
-    place: int = 0
+    place: Place = (0,)
     users: int = 0
     expected: int = 0
     is_bound: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -100,6 +100,10 @@ class Streamer:
         See ``lockstep``. The first error of a task is raised once all have ended.
         """
         return self._passes.go_together(tasks, size=size)
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Return the context of a thread whose calls of the model go with those of others; see ``in_lockstep``."""
+        return self._passes.joined()
 
     def remove(self) -> None:
         """Take all hooks off the model, when what is under way is done.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,34 +10,10 @@ from typing import Any
 import offstage
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    LlamaConfig,
-    MambaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    Qwen3MoeConfig,
-    T5Config,
-)
 
-from stages.dispatch.loaded_model import LoadedModel, load
 from stages.dispatch.streaming.streamer import streamer_of
+from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS, WORDS, Asked, calls, check, drawn, opened, saved
 
-WORDS = 96
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-CONFIGS: Mapping[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**SIZES, vocab_size=WORDS, num_key_value_heads=2),
-    "mixtral": MixtralConfig(**SIZES, vocab_size=WORDS, num_key_value_heads=2, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SIZES, vocab_size=WORDS, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
-    ),
-    "mamba": MambaConfig(hidden_size=32, num_hidden_layers=3, vocab_size=WORDS, state_size=8),
-    "t5": T5Config(
-        d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8, vocab_size=WORDS, decoder_start_token_id=0
-    ),
-}  # fmt: skip
-ON_DISK = {"device_map": "disk", "storage": {"io": "direct"}}
 ACCELERATORS = {
     "device_map": {"model.embed_tokens": 0, "model.rotary_emb": 0,
                    "model.layers.0": "disk", "model.layers.1": 1, "model.layers.2": "cpu",
@@ -45,53 +21,20 @@ ACCELERATORS = {
     "max_memory": {0: "1MB", 1: "1MB", "cpu": "1GB"}, "storage": {"io": "direct"},
     "hardware": {"devices": [{"name": "a", "memory": "1MB"}, {"name": "b", "memory": "1MB"}]},
 }  # fmt: skip
-Call = Callable[[], torch.Tensor]
+SETTINGS = int(os.environ.get("OFFSTAGE_GRID", "0"))
 
 
-def saved(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Write a checkpoint of random weights, large enough that its tokens differ; return the model."""
-    torch.manual_seed(7)
-    auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
-    model = auto.from_config(CONFIGS[name], dtype=dtype).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    model.save_pretrained(folder)
-    return model
-
-
-def prompts(count: int) -> list[tuple[torch.Tensor, int]]:
+def prompts(count: int) -> Asked:
     """Return token ids of different lengths, and how many new tokens follow each."""
     lengths = [1 + 7 * number % 23 for number in range(count)]
     return [(torch.randint(3, WORDS, (1, length)), 1 + 5 * place % 9) for place, length in enumerate(lengths)]
 
 
-def calls(model: Any, asked: list[tuple[torch.Tensor, int]], **options: Any) -> list[Call]:
-    options = {"do_sample": False, **options}
-    return [partial(model.generate, ids, max_new_tokens=new, **options) for ids, new in asked]
-
-
-def opened(folder: Path, **options: Any) -> LoadedModel:
-    return load(folder / "checkpoint", cache=folder / "cache", **{**ON_DISK, **options})
-
-
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_has_the_tokens_that_it_has_alone_and_a_pass_is_brought_once(name: str, tmp_path: Path) -> None:
-    plain, asked = saved(tmp_path / "checkpoint", name), prompts(7)
-    wanted = [call() for call in calls(plain, asked)]
-    with opened(tmp_path) as loaded:
-        for call in calls(loaded.model, asked):
-            call()
-        tokens = [new for _, new in asked]
-        a_pass = loaded.traffic.streamed_bytes / sum(tokens)
-        for size in (2, 3, 7):
-            before = loaded.traffic.streamed_bytes
-            answers = offstage.lockstep(loaded.model, calls(loaded.model, asked), size=size)
-            assert all(map(torch.equal, answers, wanted)), size
-            together = loaded.traffic.streamed_bytes - before
-            # Encoders run as each joins, and experts are those of all: what a pass shares is still most of it.
-            assert together <= a_pass * max(sum(tokens) / size, *tokens) * (1.3 if name == "llama" else 1.8), size
-        assert loaded.traffic.overflow_bytes == 0
+def test_each_has_the_tokens_that_it_has_alone_and_a_pass_brings_a_weight_once(name: str, tmp_path: Path) -> None:
+    """``OFFSTAGE_GRID=40`` draws so many settings for each model, of up to 32 prompts together: minutes."""
+    for number in range(SETTINGS or 1):
+        check(drawn(name, number, largest=32 if SETTINGS else 5), tmp_path / str(number))
 
 
 def test_passes_are_as_many_as_the_longest_way_through_the_group(tmp_path: Path) -> None:

@@ -1,0 +1,85 @@
+"""Calls in lockstep that want more experts of one module than there are slots use them one after another.
+
+Each expert is brought once for all calls that want it: these use it in turn before the next one's turn comes. A call
+that goes through all of its experts, one tensor of each after another, is a sweep; the first sweeps of all calls go
+together, then the second ones. A call that goes from expert to expert, all tensors of each, waits for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+
+from stages.dispatch.experts.eviction import Expert
+from stages.dispatch.experts.pool import ExpertPool
+from stages.dispatch.streaming.turns import Place, Turns, current_call
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """When a tensor of an expert comes, inside the call of its module."""
+
+    place: Place
+
+    def expect(self, users: int) -> None:
+        """Nothing: its slot is given up when another one needs it."""
+
+
+class ExpertTurns:
+    """The order of experts that calls of one module have in common, at ``place`` in a pass, and their turns by it."""
+
+    def __init__(self, pool: ExpertPool, turns: Callable[[], Turns], place: Place) -> None:
+        self.order: dict[Expert, int] = {}
+        self._pool, self._turns, self._place = pool, turns, place
+        self._known: dict[Place, _Turn] = {}
+        self._sweeps: dict[object, int] = {}  # how many each call has begun
+        self._ahead: Place = ()  # what was asked for last
+
+    def add(self, experts: Sequence[Expert]) -> None:
+        """Have ``experts``, which are none of those that there are, come after these."""
+        for expert in experts:
+            self.order[expert] = len(self.order)
+
+    def clear(self) -> None:
+        """Have no experts."""
+        self.order.clear()
+        self._known.clear()
+        self._sweeps.clear()
+        self._ahead = ()
+
+    def sweep(self, attribute: str, experts: Sequence[Expert], *, kept: Set[Expert]) -> Iterator[Expert]:
+        """Yield each of ``experts`` as its turn comes, whose tensor ``attribute`` is there until the next one's.
+
+        Those in ``kept`` stay in their slots meanwhile.
+        """
+        number = self._sweeps.get(current_call(), 0)
+        self._sweeps[current_call()] = number + 1
+        for expert in sorted(experts, key=self.order.__getitem__):
+            place = self.order[expert]
+            self._wait_for((number, place))
+            self._pool.ask(expert, (attribute,), kept)
+            self._ask_ahead(attribute, (number, place), kept)
+            self._pool.wait([expert], attribute)
+            yield expert
+
+    def reach(self, attribute: str, expert: Expert, *, kept: Set[Expert]) -> None:
+        """Return when it is the turn of ``expert``; its tensor ``attribute`` is on its way then."""
+        self._wait_for((0, self.order[expert]))
+        self._pool.ask(expert, (attribute,), kept)
+
+    def _wait_for(self, inside: Place) -> None:
+        place = (*self._place, *inside)
+        self._turns().wait_for(self._known.setdefault(place, _Turn(place)))
+
+    def _ask_ahead(self, attribute: str, now: Place, kept: Set[Expert]) -> None:
+        """Ask for what comes after ``now`` in the same sweep, as far as slots hold nothing that comes before it."""
+        experts, (sweep, place) = list(self.order), now
+        begun = self._ahead if self._ahead > now else now
+        if begun[0] != sweep:
+            return
+        asked = begun[1] + 1
+        busy = {*kept, *experts[place:asked]}
+        while asked < len(experts) and self._pool.ask(experts[asked], (attribute,), busy):
+            busy.add(experts[asked])
+            asked += 1
+        self._ahead = (sweep, asked - 1)

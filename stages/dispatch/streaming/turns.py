@@ -1,0 +1,141 @@
+"""Whose turn it is, where several calls of one model go through it together.
+
+Each call is an ordinary one, of its own shape and with its own cache, and computes exactly what it computes alone: what
+is shared is the weights and not the arithmetic, whose last bits would depend on the batch. One call runs at a time. At
+each shared part it stops, and the turn goes on; once all have come as far, the part is brought, used by each in turn,
+and let go. Calls join and leave where passes begin.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import greenlet
+import torch
+
+Place = tuple[int, ...]
+"""The number of a module in the order of a pass; then, of what comes inside its call, numbers in the order of that."""
+
+
+class Shared(Protocol):
+    """What members wait for to use it one after another; ``place`` is when it comes in a pass."""
+
+    @property
+    def place(self) -> Place:
+        """Where it stands in the order of a pass."""
+
+    def expect(self, users: int) -> None:
+        """Hear that so many more will use it, before it may be let go."""
+
+
+class Turns:
+    """Who may go on: without lockstep, whoever asks. The hooks of a model ask it at each pass and each shared part."""
+
+    def begin_pass(self) -> bool:
+        """Say that a pass of the model is to begin; return whether it is for the caller to begin it."""
+        return True
+
+    def end_pass(self) -> bool:
+        """Say that the caller's pass has ended well; return whether it is for the caller to end it."""
+        return True
+
+    def wait_for(self, shared: Shared) -> None:
+        """Return when it is the caller's turn to use ``shared``."""
+
+
+ALONE = Turns()
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One call under way: the state of its random numbers, and what it waits for (null: the next pass)."""
+
+    random: torch.Tensor
+    wants: Shared | None = None
+    in_pass: bool = False
+    depth: int = 0
+
+
+class Group(Turns):
+    """Members that go together; ``passes`` counts the passes that they shared, ``started`` how many members there were.
+
+    How a member stops and goes on is for those who derive from it to say, in ``_park``.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+        self._current: Member | None = None
+        self._going: deque[Member] = deque()
+        self._leads = False
+        self.passes = self.started = 0
+
+    def begin_pass(self) -> bool:
+        """Wait until all members are ready for a pass; the first to go on begins it for all."""
+        member = self._mine()
+        member.depth += 1
+        if member.depth > 1:  # a model that calls itself
+            return False
+        self._park(member, None)
+        member.in_pass = True
+        leads, self._leads = self._leads, False
+        return leads
+
+    def end_pass(self) -> bool:
+        """Note that the caller's pass has ended; the last to say so ends it for all."""
+        member = self._mine()
+        member.depth -= 1
+        if member.depth:
+            return False
+        member.in_pass = False
+        return not any(other.in_pass for other in self._members)
+
+    def wait_for(self, shared: Shared) -> None:
+        """Wait until all members who are further behind have come as far."""
+        self._park(self._mine(), shared)
+
+    def _park(self, member: Member, wants: Shared | None) -> None:
+        """Give the turn of ``member``, the caller, back until it is its own again."""
+        raise NotImplementedError
+
+    def _is_mine(self, member: Member) -> bool:
+        """Return whether the caller is ``member``."""
+        raise NotImplementedError
+
+    def _mine(self) -> Member:
+        if self._current is None or not self._is_mine(self._current):
+            raise RuntimeError("the model was called from outside while calls in lockstep are under way")
+        return self._current
+
+    def _next(self) -> Member | None:
+        """Return who goes on now that none does; null where there is no member."""
+        if not self._going:
+            self._choose()
+        return self._going.popleft() if self._going else None
+
+    def _choose(self) -> None:
+        """Have those go on who are the furthest behind, or all where all are ready for a pass."""
+        inside = [member.wants for member in self._members if member.wants is not None]
+        if inside:
+            shared = min(inside, key=lambda wants: wants.place)
+            self._going.extend(member for member in self._members if member.wants is shared)
+            shared.expect(len(self._going))
+        elif self._members:
+            self.passes += 1
+            self._leads = True
+            self._going.extend(self._members)
+
+
+def check_gradients(*, changed: bool = False) -> None:
+    """Refuse a call that records gradients, or ``changed`` what holds for the others too."""
+    if torch.is_grad_enabled() or changed:
+        raise RuntimeError(
+            "a call in lockstep turned gradients or inference_mode on, which would hold for the others: enter "
+            "torch.inference_mode() around all of them"
+        )
+
+
+def current_call() -> Any:
+    """Return what tells calls in lockstep apart: the same for all that one of them does."""
+    return greenlet.getcurrent()
