@@ -164,5 +164,5 @@ def check(setting: Setting, folder: Path) -> None:
         passes = group.passes + (len(asked) if setting.name == "t5" else 0)
         assert loaded.traffic.streamed_bytes <= passes * whole, setting
         assert loaded.traffic.overflow_bytes == 0, setting
-        print("LEDGER", streamer_of(loaded.model)._devices.peaks(), whole, setting.place)
+        print("LEDGER", streamer_of(loaded.model)._devices.peaks, whole, setting.place)
         assert group.passes <= sum(new for _, new in asked), setting
