@@ -54,8 +54,8 @@ class ExpertTurns:
         """
         number = self._sweeps.get(current_call(), 0)
         self._sweeps[current_call()] = number + 1
-        for expert in sorted(experts, key=self.order.__getitem__):
-            place = self.order[expert]
+        for expert in sorted(experts, key=self._when):
+            place = self._when(expert)
             self._wait_for((number, place))
             self._pool.ask(expert, (attribute,), kept)
             self._ask_ahead(attribute, (number, place), kept)
@@ -64,8 +64,12 @@ class ExpertTurns:
 
     def reach(self, attribute: str, expert: Expert, *, kept: Set[Expert]) -> None:
         """Return when it is the turn of ``expert``; its tensor ``attribute`` is on its way then."""
-        self._wait_for((0, self.order[expert]))
+        self._wait_for((0, self._when(expert)))
         self._pool.ask(expert, (attribute,), kept)
+
+    def _when(self, expert: Expert) -> int:
+        """Return when ``expert`` comes: one that nobody was routed to, and that is asked for all the same, last."""
+        return self.order.get(expert, len(self.order))
 
     def _wait_for(self, inside: Place) -> None:
         place = (*self._place, *inside)

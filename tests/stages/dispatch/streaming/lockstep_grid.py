@@ -143,26 +143,39 @@ def alone(model: Any, setting: Setting) -> list[torch.Tensor]:
     return wanted
 
 
-def check(setting: Setting, folder: Path) -> None:
-    """Fail where prompts in lockstep get other tokens than alone, or a pass brings a weight more than once."""
-    plain = saved(folder / "checkpoint", setting.name, setting.dtype)
-    wanted, asked = alone(plain, setting), setting.asked()
-    whole = sum(parameter.nbytes for parameter in plain.parameters())
-    with opened(folder, **options_of(setting, folder, whole)) as loaded:
-        answers: dict[int, torch.Tensor] = {}
+@dataclass(frozen=True)
+class Prepared:
+    """A setting whose checkpoint is saved: the answers of each prompt alone, the bytes of all weights, how it loads."""
+
+    setting: Setting
+    folder: Path
+    wanted: list[torch.Tensor]
+    whole: int
+    options: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Fail where prompts in lockstep get other tokens than alone, or a pass brings a weight more than once."""
+        setting, asked, answers = self.setting, self.setting.asked(), dict[int, torch.Tensor]()
 
         def answer(number: int, call: Call) -> None:
             answers[number] = call()
 
-        tasks = enumerate(calls(loaded.model, asked, **MODES[setting.mode]))
-        torch.manual_seed(3)
-        group = streamer_of(loaded.model).go_together(
-            [partial(answer, number, call) for number, call in tasks], size=setting.size
-        )
-        assert all(torch.equal(answers[place], each) for place, each in enumerate(wanted)), setting
-        # An encoder runs as its prompt joins, outside of all passes.
-        passes = group.passes + (len(asked) if setting.name == "t5" else 0)
-        assert loaded.traffic.streamed_bytes <= passes * whole, setting
-        assert loaded.traffic.overflow_bytes == 0, setting
-        print("LEDGER", streamer_of(loaded.model)._devices.peaks, whole, setting.place)
-        assert group.passes <= sum(new for _, new in asked), setting
+        with opened(self.folder, **self.options) as loaded:
+            tasks = enumerate(calls(loaded.model, asked, **MODES[setting.mode]))
+            torch.manual_seed(3)
+            group = streamer_of(loaded.model).go_together(
+                [partial(answer, number, call) for number, call in tasks], size=setting.size
+            )
+            assert all(torch.equal(answers[place], each) for place, each in enumerate(self.wanted)), setting
+            # An encoder runs as its prompt joins, outside of all passes.
+            passes = group.passes + (len(asked) if setting.name == "t5" else 0)
+            assert loaded.traffic.streamed_bytes <= passes * self.whole, setting
+            assert loaded.traffic.overflow_bytes == 0, setting
+            assert group.passes <= sum(new for _, new in asked), setting
+
+
+def prepare(setting: Setting, folder: Path) -> Prepared:
+    """Save the checkpoint of ``setting``, and have each of its prompts answered alone."""
+    plain = saved(folder / "checkpoint", setting.name, setting.dtype)
+    whole = sum(parameter.nbytes for parameter in plain.parameters())
+    return Prepared(setting, folder, alone(plain, setting), whole, options_of(setting, folder, whole))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stages.dispatch.streaming.streamer import streamer_of
-from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS, WORDS, Asked, calls, check, drawn, opened, saved
+from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS, WORDS, Asked, calls, drawn, opened, prepare, saved
 
 ACCELERATORS = {
     "device_map": {"model.embed_tokens": 0, "model.rotary_emb": 0,
@@ -34,7 +34,7 @@ def prompts(count: int) -> Asked:
 def test_each_has_the_tokens_that_it_has_alone_and_a_pass_brings_a_weight_once(name: str, tmp_path: Path) -> None:
     """``OFFSTAGE_GRID=40`` draws so many settings for each model, of up to 32 prompts together: minutes."""
     for number in range(SETTINGS or 1):
-        check(drawn(name, number, largest=32 if SETTINGS else 5), tmp_path / str(number))
+        prepare(drawn(name, number, largest=32 if SETTINGS else 5), tmp_path / str(number)).check()
 
 
 def test_passes_are_as_many_as_the_longest_way_through_the_group(tmp_path: Path) -> None:
