@@ -8,6 +8,7 @@ and let go. Calls join and leave where passes begin.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ class Member:
     depth: int = 0
 
 
-class Group(Turns):
+class Group(Turns, ABC):
     """Members that go together; ``passes`` counts the passes that they shared, ``started`` how many members there were.
 
     How a member stops and goes on is for those who derive from it to say, in ``_park``.
@@ -95,13 +96,13 @@ class Group(Turns):
         """Wait until all members who are further behind have come as far."""
         self._park(self._mine(), shared)
 
+    @abstractmethod
     def _park(self, member: Member, wants: Shared | None) -> None:
         """Give the turn of ``member``, the caller, back until it is its own again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_mine(self, member: Member) -> bool:
         """Return whether the caller is ``member``."""
-        raise NotImplementedError
 
     def _mine(self) -> Member:
         if self._current is None or not self._is_mine(self._current):
