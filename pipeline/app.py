@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pipeline.command_exit import FULL_ERROR, exit_with, heed_signals, last_resort, shows_all
 
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from pipeline.hydra_task import Task
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
+def main(arguments: Sequence[str] | None = None, *, trusted: Collection[str] | None = None) -> NoReturn:
+    """Run the command with ``arguments`` (default: the process's own), then exit with its code.
+
+    Where they are from a record, ``trusted`` has the words for the code that a sweep's jobs may name.
+    """
     started = time.perf_counter()
     sys.argv[1:] = prepare_arguments(sys.argv[1:] if arguments is None else arguments)
     show_all = shows_all()
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
     try:
-        composed = partial(_compose_and_run, started, show_all=show_all)
+        composed = partial(_compose_and_run, started, show_all=show_all, trusted=trusted)
         exit_with("offstage", lambda: last_resort(composed, show_all=show_all))
     finally:
         if not show_all:
@@ -46,7 +49,7 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     return [*given, "model=pretrained"] if names_path and not chooses else given
 
 
-def _compose_and_run(started: float, *, show_all: bool) -> int:
+def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str] | None) -> int:
     """Let Hydra compose the config and run each job; return the exit code: the first job's that failed, else 0."""
     import hydra
 
@@ -59,7 +62,7 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
     from pipeline.sweep_results import exit_code
 
     heed_signals()
-    task = Task(started, show_all)
+    task = Task(started, show_all, tuple(sys.argv[1:]), trusted)
     register_launchers()
 
     def compose() -> int:
@@ -78,14 +81,17 @@ def _compose_and_run(started: float, *, show_all: bool) -> int:
 
 
 def _close(task: Task) -> None:
-    """Show how every job of a sweep ended, whatever ended the sweep."""
+    """Show what came of every job of a sweep, whatever ended the sweep, and let others go on with it."""
     from rich.markup import escape
 
     from pipeline.sweep_results import show_sweep
     from pipeline.terminal import Screen
 
-    if task.sweep is not None and task.outcomes:
+    if task.sweep is None:
+        return
+    if task.sweep.jobs:
         screen = Screen(soft_wrap=True)
-        show_sweep(screen, task.sweep, task.outcomes)
+        show_sweep(screen, task.sweep.folder, task.sweep.record, [outcome.number for outcome in task.outcomes])
         if task.conclusion:
             screen.print(escape(task.conclusion))
+    task.sweep.close()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 INTERRUPTED = 130
 UNFORESEEN = 70
@@ -133,7 +133,7 @@ def run_command(name: str, work: Callable[[], int]) -> None:
     exit_with(name, lambda: last_resort(lambda: guarded(work, name=name), name=name))
 
 
-def exit_with(name: str, work: Callable[[], int]) -> None:
+def exit_with(name: str, work: Callable[[], int]) -> NoReturn:
     """Exit with the code that ``work`` returns, 130 where it was interrupted; an unread output is no fault."""
     import logging
 

@@ -42,7 +42,7 @@ def refuse_launcher(target: str) -> None:
     if target.rpartition(".")[0] != _OWN_LAUNCHERS:
         raise ConfigError(
             f"hydra/launcher: {target!r} forgets what the jobs of a sweep came to; give local, submitit_local or"
-            " submitit_slurm, or basic, which runs them in turn"
+            " submitit_slurm"
         )
 
 

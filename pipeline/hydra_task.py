@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +21,11 @@ from pipeline.environment import environment
 from pipeline.hydra_arguments import refuse_launcher
 from pipeline.hydra_errors import guarded_composing
 from pipeline.job import perform
+from pipeline.job_folder import JobFolder
 from pipeline.job_process import supervise
 from pipeline.objective import objective_of
 from pipeline.record import RunRecord, never_left_running
+from pipeline.sweep import Sweep
 from pipeline.trackers import track
 
 
@@ -40,16 +42,22 @@ class Outcome:
 class Task:
     """What Hydra calls with each composed config. A sweep sends copies of it to other processes.
 
-    ``sweep`` is the sweep's folder, null for a single run; ``outcomes`` those of the jobs so far; ``conclusion`` what a
-    search came to, in words.
+    ``command`` are the arguments that it was given; ``trusted`` the words for the code that these may name, null where
+    their author gave them: any; ``sweep`` is null for a single run, and for a job's copy, which only runs that;
+    ``outcomes`` are those of the jobs so far; ``conclusion`` what a search came to, in words.
     """
 
     started: float
     show_all: bool = False
-    sweep: Path | None = None
+    command: Sequence[str] = ()
+    trusted: Collection[str] | None = None
+    sweep: Sweep | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     conclusion: str = ""
     _number: float | None = None
+
+    def __reduce__(self) -> tuple[type[Task], tuple[float, bool]]:
+        return Task, (self.started, self.show_all)
 
     def __call__(self, config: DictConfig) -> float | None:
         """Run one job and return the number that its config names as its objective, null where it names none.
@@ -68,25 +76,35 @@ class Task:
             show_all=self.show_all,
         )
         self.outcomes.append(Outcome(int(hydra.job.num) if apart else 0, hydra.overrides.task, code))
-        if apart:
-            self.sweep = Path(hydra.runtime.cwd, hydra.sweep.dir)
         return self._number
 
     def _run(self, config: DictConfig, started: float, *, apart: bool) -> int:
-        record = start_record(config)
-        with never_left_running(record):
-            code = self._carry_out(record, started, apart=apart)
+        hydra = HydraConfig.get()
+        lies = Path(hydra.runtime.output_dir)
+        if not apart:
+            code = self._record_run(config, started)
+        else:
+            with JobFolder(lies) as folder:
+                done = folder.has_completed([str(override) for override in hydra.overrides.task])
+                code = 0 if done else self._record_run(config, started, folder)
         if code == 0:
-            found = objective_of(RunRecord.load(record.path).data)
+            found = objective_of(RunRecord.load(lies).data)
             self._number = None if found is None else found.value if found.is_within else math.nan
         return code
 
-    def _carry_out(self, record: RunRecord, started: float, *, apart: bool) -> int:
+    def _record_run(self, config: DictConfig, started: float, folder: JobFolder | None = None) -> int:
+        record = start_record(config)
+        with never_left_running(record):
+            return self._carry_out(record, started, folder)
+
+    def _carry_out(self, record: RunRecord, started: float, folder: JobFolder | None) -> int:
         try:
             capped = record.config["enforce_memory"] is True
-            if apart or capped:
-                return supervise(record, capped=capped, options=["--logging", job_logging()], show_all=self.show_all)
-            return perform(record, started=started)
+            if folder is None and not capped:
+                return perform(record, started=started)
+            options = ["--logging", job_logging()]
+            lock = folder.lock if folder is not None else None
+            return supervise(record, capped=capped, options=options, show_all=self.show_all, lock=lock)
         finally:
             track(record.config, record.path)
 

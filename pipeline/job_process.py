@@ -26,11 +26,15 @@ _ENTRY = "from pipeline.commands import job; job()"
 _log = logging.getLogger("offstage")
 
 
-def supervise(record: RunRecord, *, capped: bool = False, options: Sequence[str] = (), show_all: bool = False) -> int:
+def supervise(
+    record: RunRecord, *, capped: bool = False, options: Sequence[str] = (), show_all: bool = False,
+    lock: int | None = None,
+) -> int:  # fmt: skip
     """Run the job of ``record`` in a fresh process and return its exit code; ``record`` isn't current afterwards.
 
     ``capped`` puts it under a memory cap where this process may; ``options`` go to the job's command line;
-    ``show_all`` has it show tracebacks.
+    ``show_all`` has it show tracebacks; the descriptor ``lock`` stays open in it, so that what it locks is locked until
+    both have ended.
 
     Raises:
         KilledError: a signal ended it that it could not heed; the record says so.
@@ -43,7 +47,9 @@ def supervise(record: RunRecord, *, capped: bool = False, options: Sequence[str]
         command = group.entering([*command, "--group", str(group.folder), "--version", str(group.version)])
     try:
         # In a group of its own: a terminal's Ctrl-C is passed on from here, once.
-        process = subprocess.Popen(command, process_group=0, env=_environment(show_all=show_all))
+        process = subprocess.Popen(
+            command, process_group=0, env=_environment(show_all=show_all), pass_fds=() if lock is None else (lock,)
+        )
         with _passing_signals_to(process) as passed:
             code = process.wait()
         return _settle(record.path, code, passed, group)

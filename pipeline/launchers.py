@@ -15,15 +15,15 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher, BasicLauncherConf
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper, BasicSweeperConf
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
@@ -32,13 +32,9 @@ from hydra_plugins.hydra_submitit_launcher import submitit_launcher as originals
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQueueConf, SlurmQueueConf
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.config import refuse_sharing, register
-from pipeline.errors import ConfigError
-from pipeline.hydra_arguments import refuse_empty_sweeps
-from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
-
-if TYPE_CHECKING:
-    from pipeline.sweep_preparation import MachinePreparation
+from pipeline.command_exit import heed_signals
+from pipeline.config import register
+from pipeline.sweep_launcher import SweepLauncher
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENDING_SECONDS = 15.0
@@ -61,7 +57,7 @@ def register_launchers() -> None:
     ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=every_job, provider="offstage")
 
 
-class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
+class _Launcher(SweepLauncher, originals.BaseSubmititLauncher):  # type: ignore[misc]
     """What both have in common: submitting, waiting, and telling what came of each job."""
 
     _poll_seconds = 1.0
@@ -69,41 +65,41 @@ class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._visible = os.environ.get(_VISIBLE)
-        self._preparation = _set_up_sweep(hydra_context, task_function, config)
+        self._begin_sweep(hydra_context, task_function, config)
+        if self._sweep is not None and self._sweep.resumed:
+            self.params["submitit_folder"] = _unused(Path(self.params["submitit_folder"]))
 
     def __call__(self, *arguments: Any) -> tuple[JobReturn, int | None]:
         """Run one job and return what it came to and its exit code; called in the job's own process."""
         from pipeline.hydra_task import Task
 
+        heed_signals()  # submitit passes over one that comes before the job's own process is there
         register()
         self._restore_environment()
         logging.getLogger("submitit").setLevel(logging.WARNING)  # it calls a job that failed completed
         result: JobReturn = super().__call__(*arguments)
         return result, self.task_function.outcomes[-1].code if isinstance(self.task_function, Task) else None
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run the jobs and return what each came to; one that was lost has failed like any other."""
-        assert self.config is not None
-        Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
-        numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
+    def _run(self, numbered: Mapping[int, Sequence[str]]) -> dict[int, JobReturn]:
         state = Singleton.get_state()
         specs = [
             (list(overrides), "hydra.sweep.dir", number, f"job_id_for_{number}", state)
-            for number, overrides in zip(numbers, job_overrides, strict=True)
+            for number, overrides in numbered.items()
         ]
         with _no_interrupts():
             jobs = self._executor().map_array(self, *zip(*specs, strict=True))
-        numbered = dict(zip(jobs, numbers, strict=True))
+        self._began(numbered)
+        numbers = dict(zip(jobs, numbered, strict=True))
         returns: dict[int, JobReturn] = {}
         try:
             for job in self._as_they_end(jobs):
-                returns[numbered[job]] = self._collect(job, numbered[job], specs)
+                returns[numbers[job]] = self._collect(job, numbers[job], specs)
         except KeyboardInterrupt:
-            self._end([job for job in jobs if numbered[job] not in returns])
+            self._end([job for job in jobs if numbers[job] not in returns])
             raise
         with suppress(OSError):
             Path(self.params["submitit_folder"]).rmdir()  # submitit makes a folder of that name, %j and all
-        return [returns[number] for number in numbers]
+        return returns
 
     def _executor(self) -> Any:
         """Return submitit's executor, with the parameters that ``hydra.launcher`` gives."""
@@ -130,13 +126,14 @@ class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
             waiting = [job for job in waiting if job not in ended]
             if waiting:
                 time.sleep(self._poll_seconds)
+                if self._progress is not None:
+                    self._progress.refresh()
 
     def _collect(self, job: Any, number: int, specs: Sequence[Any]) -> JobReturn:
         """Return the result of a job that has ended, and note its outcome."""
         import submitit
 
         from pipeline.hydra_task import Outcome, Task
-        from pipeline.sweep_results import show_progress
 
         code: int | None = None
         overrides = next(spec[0] for spec in specs if spec[2] == number)
@@ -146,9 +143,8 @@ class _Launcher(originals.BaseSubmititLauncher):  # type: ignore[misc]
             with suppress(*errors):
                 result, code = job.results()[0]
         if isinstance(self.task_function, Task):
-            outcome = Outcome(number, overrides, code)
-            self.task_function.outcomes.append(outcome)
-            show_progress(self.task_function.sweep, outcome)
+            self.task_function.outcomes.append(Outcome(number, overrides, code))
+        self._ended(number)
         return result
 
     def _end(self, jobs: Sequence[Any]) -> None:
@@ -179,10 +175,14 @@ class LocalJobLauncher(_Launcher, originals.LocalLauncher):  # type: ignore[misc
 
     _poll_seconds = 0.05
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Have this machine measured while it is idle, then run the jobs, which all go by the same figures."""
-        self._preparation.prepare(self.hydra_context.config_loader, self.config, job_overrides)
-        return super().launch(job_overrides, initial_job_idx)
+    def __call__(self, *arguments: Any) -> tuple[JobReturn, int | None]:
+        """Run one job; a terminal's Ctrl-C doesn't reach it, now that it heeds signals: the sweep tells it."""
+        os.setpgid(0, 0)
+        return super().__call__(*arguments)
+
+    def _run(self, numbered: Mapping[int, Sequence[str]]) -> dict[int, JobReturn]:
+        self._prepare_machine(numbered)
+        return super()._run(numbered)
 
     def _restore_environment(self) -> None:
         """Let the job see the accelerators that the sweep sees: submitit hides all that ``gpus_per_node`` omits."""
@@ -219,51 +219,33 @@ class SlurmJobLauncher(_Launcher, originals.SlurmLauncher):  # type: ignore[misc
         return absent
 
 
-class InTurnLauncher(BasicLauncher):
+class InTurnLauncher(SweepLauncher, BasicLauncher):
     """Hydra's own launcher, whose jobs run in turn: each has a process that this one waits for (``job_process``)."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take what is common to all jobs. Raises all that is wrong with them."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        self._preparation = _set_up_sweep(hydra_context, task_function, config)
+        self._begin_sweep(hydra_context, task_function, config)
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Have this machine measured while it is idle, then run the jobs, which all go by the same figures."""
-        assert self.hydra_context is not None
-        assert self.config is not None
-        self._preparation.prepare(self.hydra_context.config_loader, self.config, job_overrides)
-        return super().launch(job_overrides, initial_job_idx)
-
-
-def _set_up_sweep(hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> MachinePreparation:
-    """Have ``task_function`` know the sweep's folder, and every job checked; return what measures the machine."""
-    from pipeline.hydra_task import Task
-    from pipeline.sweep_preparation import MachinePreparation
-
-    if isinstance(task_function, Task):
-        task_function.sweep = Path(config.hydra.sweep.dir).absolute()
-    _check_every_job(hydra_context, config)
-    return MachinePreparation()
+    def _run(self, numbered: Mapping[int, Sequence[str]]) -> dict[int, JobReturn]:
+        self._prepare_machine(numbered)
+        returns: dict[int, JobReturn] = {}
+        for number, overrides in numbered.items():
+            self._began({number: overrides})
+            (returns[number],) = BasicLauncher.launch(self, [overrides], number)
+            self._ended(number)
+        return returns
 
 
-def _check_every_job(hydra_context: HydraContext, config: DictConfig) -> None:
-    """Compose every job's config, and raise all that is wrong with them, before the first job begins."""
-    if config.hydra.sweeper._target_ != f"{BasicSweeper.__module__}.{BasicSweeper.__name__}":
-        return  # another sweeper decides on a job by what the jobs before it came to
-    loader = hydra_context.config_loader
-    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    overrides = OverridesParser.create(config_loader=loader).parse_overrides([*params, *config.hydra.overrides.task])
-    refuse_empty_sweeps(overrides, loader)
-    faults: dict[str, None] = {}
-    for job in BasicSweeper.split_arguments(overrides, None)[0]:
-        try:
-            refuse_sharing(loader.load_sweep_config(config, job))
-        except COMPOSING_ERRORS as error:
-            faults[one_line(error)] = None
-        except ConfigError as error:
-            faults[str(error)] = None
-    if faults:
-        raise ConfigError("\n".join(faults))
+def _unused(submitit_folder: Path) -> str:
+    """Return a folder like ``submitit_folder``, whose last part submitit fills in, in which nothing lies.
+
+    A job is known by the number of its process there, which another job may have had before; and what lies there as a
+    result is a pickle.
+    """
+    above = submitit_folder.parent
+    free = next(name for number in count(1) if not (name := above / f"resumed-{number}").exists())
+    return str(free / submitit_folder.name)
 
 
 def _is_queued(job_id: str) -> bool:

@@ -114,7 +114,7 @@ class OptunaSearch(Sweeper):
             assert self.launcher is not None
             self.launcher.launch(new, initial_job_idx=begun)
         for number, proposal in enumerate(new, begun):
-            self._tried[proposal] = Tried(number, proposal, self._came_to(folder, number, proposal))
+            self._tried[proposal] = Tried(number, proposal, self._came_to(folder, number))
         for trial, proposal in zip(trials, proposals, strict=True):
             self._tell(study, trial, self._tried[proposal].objective)
 
@@ -133,12 +133,15 @@ class OptunaSearch(Sweeper):
             )
         check_config(config)
 
-    def _came_to(self, folder: Path, number: int, proposal: Proposal) -> Objective | None:
-        from pipeline.hydra_task import Outcome
+    def _came_to(self, folder: Path, number: int) -> Objective | None:
+        from pipeline.hydra_task import Task
         from pipeline.objective import objective_of
         from pipeline.sweep_results import settled
 
-        record = settled(folder, Outcome(number, proposal, None))
+        assert isinstance(self.task_function, Task)
+        assert self.task_function.sweep is not None
+        job = self.task_function.sweep.job(number)
+        record = settled(folder, job) if job is not None else {}
         return objective_of(record) if record.get("status") == "completed" else None
 
     def _tell(self, study: Study, trial: Trial, objective: Objective | None) -> None:

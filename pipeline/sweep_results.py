@@ -1,10 +1,11 @@
-"""A sweep's screen: a line as each job ends, and a closing table with every job and its reason."""
+"""The closing table of a sweep: every job, what came of it and where it lies, those too that never began."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from rich.table import Table
 from pipeline.errors import KilledError, StorageError
 from pipeline.hydra_task import Outcome
 from pipeline.provenance import provenance
-from pipeline.record import RECORD, RunRecord
+from pipeline.sweep_record import SweepJob, SweepRecord, find_record, own_overrides
+from pipeline.sweep_trust import resume_command
 from pipeline.terminal import shorten
 
 LOST = "its process was lost before it could say why; see .submitit in the sweep's folder"
@@ -24,7 +26,7 @@ _FIGURES = {"s/token": "decode_seconds_per_token", "perplexity": "perplexity"}
 """What is shown of each job, where any has it: the metric by its title."""
 _MOMENT, _PATIENCE = 0.05, 10.0
 """Seconds between looks at a record that isn't closed, and how long a job is given to close it."""
-_COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow"}
+_COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow", "not begun": "dim"}
 
 
 def exit_code(outcomes: Sequence[Outcome]) -> int:
@@ -33,74 +35,62 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
     return next((code for code in codes if code), 0)
 
 
-def show_progress(sweep: Path | None, outcome: Outcome) -> None:
-    """Print one line about a job that has just ended."""
-    if sweep is None:
-        return
-    found = settled(sweep, outcome)
-    reason = f": {_reason(found)}" if found.get("error") else ""
-    line = f"job {outcome.number}  {' '.join(outcome.overrides)}  {found.get('status', 'lost')}{reason}"
-    sys.stdout.write(line.splitlines()[0] + "\n")
-    sys.stdout.flush()
+def settled(folder: Path, job: SweepJob) -> Mapping[str, Any]:
+    """Return the record of a job of the sweep in ``folder`` that has ended, empty if it has none.
 
-
-def settled(sweep: Path, outcome: Outcome) -> Mapping[str, Any]:
-    """Return the record of the job, empty if it has none. One that was lost on the way is marked so."""
-    path = _find(sweep, outcome)
-    if path is None:
-        return {}
-    record = _with_last_words(path)
-    if record.data["status"] == "running":
-        record.finish("failed", error=KilledError(LOST))
-    return record.data
-
-
-def _with_last_words(path: Path) -> RunRecord:
-    """Return the record; a job whose waiting process was killed is itself still ending, and says how in a moment."""
+    A job whose waiting process was killed is itself still ending, and says how in a moment; one that was lost on the
+    way is marked so.
+    """
     until = time.monotonic() + _PATIENCE
-    while (record := RunRecord.load(path)).data["status"] == "running" and time.monotonic() < until:
+    while (record := find_record(folder, job)) is not None and record.data["status"] == "running":
+        if time.monotonic() > until:
+            with suppress(StorageError):  # a disk that is full: the table has it all the same
+                record.finish("failed", error=KilledError(LOST))
+            break
         time.sleep(_MOMENT)
-    return record
+    return record.data if record is not None else {}
 
 
-def _find(sweep: Path, outcome: Outcome) -> Path | None:
-    """Return where the job's record lies: in the folder of its number, or wherever ``hydra.sweep.subdir`` says."""
-    usual = sweep / str(outcome.number) / RECORD
-    if usual.is_file():
-        return usual
-    for path in sorted(sweep.glob(f"**/{RECORD}")):
-        if _overrides(path) == list(outcome.overrides):
-            return path
-    return None
+def show_sweep(console: Console, folder: Path, sweep: SweepRecord, ended: Collection[int]) -> None:
+    """Print the closing table of the sweep in ``folder``; of each job's overrides those that not all have.
 
-
-def _overrides(path: Path) -> list[str] | None:
-    try:
-        return list(RunRecord.load(path).data["overrides"])
-    except StorageError:
-        return None
-
-
-def show_sweep(console: Console, sweep: Path, outcomes: Sequence[Outcome]) -> None:
-    """Print the closing table; of each job's overrides those that not all have."""
+    Of the jobs whose numbers have ``ended`` one without a record was lost; another hasn't begun.
+    """
+    records = {job.number: _record(folder, job, has_ended=job.number in ended) for job in sweep.jobs}
+    figures = {title: name for title, name in _FIGURES.items() if any(_metric(one, name) for one in records.values())}
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("job", justify="right", no_wrap=True)
     table.add_column("overrides", overflow="fold")
     table.add_column("status", no_wrap=True)
-    records = {outcome.number: settled(sweep, outcome) for outcome in outcomes}
-    figures = {title: name for title, name in _FIGURES.items() if any(_metric(one, name) for one in records.values())}
     for title in (*figures, "host peak"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("figures", overflow="fold")
-    table.add_column("reason", overflow="fold")
-    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes)) if len(outcomes) > 1 else set()
-    for outcome in sorted(outcomes, key=lambda outcome: outcome.number):
-        own = [override for override in outcome.overrides if override not in common]
-        cells = _cells(records[outcome.number], list(figures.values()))
-        table.add_row(str(outcome.number), escape(" ".join(own)), *cells)
+    for title in ("figures", "reason", "folder"):
+        table.add_column(title, overflow="fold")
+    own = own_overrides(sweep.jobs)
+    for job in sorted(sweep.jobs, key=lambda job: job.number):
+        cells = _cells(records[job.number], list(figures.values()))
+        lies = escape(shorten(folder / job.folder)) if job.folder is not None else ""
+        table.add_row(str(job.number), escape(own[job.number]), *cells, lies)
     console.print(table)
-    well = sum(outcome.code == 0 for outcome in outcomes)
-    console.print(f"\n{well} of {len(outcomes)} jobs completed, {shorten(sweep)}")
+    count = Counter(str(record["status"]) for record in records.values())
+    console.print(f"\n{told(count)}, {escape(shorten(folder))}")
+    if count["completed"] < len(records) and (
+        sweep.foreseen or count["interrupted"]
+    ):  # a search takes failures as told
+        console.print(escape(f"to run what isn't completed: {resume_command(Path(shorten(folder)), sweep)}"))
+
+
+def told(count: Mapping[str, int]) -> str:
+    """Return how many jobs have which status, in words: ``2 of 12 completed, 1 interrupted, 9 not begun``."""
+    others = [f"{number} {status}" for status, number in count.items() if number and status != "completed"]
+    return ", ".join([f"{count.get('completed', 0)} of {sum(count.values())} completed", *others])
+
+
+def _record(folder: Path, job: SweepJob, *, has_ended: bool) -> Mapping[str, Any]:
+    if has_ended:
+        return settled(folder, job) or {"status": "lost", "error": {"message": LOST}}
+    record = find_record(folder, job)
+    return record.data if record is not None else {"status": "not begun"}
 
 
 def _metric(record: Mapping[str, Any], name: str) -> float | None:
@@ -110,15 +100,15 @@ def _metric(record: Mapping[str, Any], name: str) -> float | None:
 
 def _cells(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
     """Return a job's status, the metrics that ``figures`` names, host peak, where they come from, and reason."""
-    status = record.get("status", "lost")
+    status = str(record["status"])
     peak = record.get("memory", {}).get("measured", {}).get("cpu")
     values = [_metric(record, name) for name in figures]
     return [
-        f"[{_COLOURS.get(status, 'red')}]{status}[/]",
+        f"[{_COLOURS.get(status, 'red')}]{escape(status)}[/]",
         *(f"{value:.4f}" if value else "" for value in values),
         decimal(peak) if peak else "",
         _figures(record),
-        escape(_reason(record)) if record else LOST,
+        escape(reason(record)),
     ]
 
 
@@ -130,7 +120,7 @@ def _figures(record: Mapping[str, Any]) -> str:
     return found.told() + f", {found.busy} busy" * bool(found.busy)
 
 
-def _reason(record: Mapping[str, Any]) -> str:
+def reason(record: Mapping[str, Any]) -> str:
     """Return why the run didn't complete, in one line; if it did, why no cap was tested that was asked for, if so."""
     error, enforcement = record.get("error"), record.get("enforcement") or {}
     if not error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from shutil import get_terminal_size
 
 from rich.console import Console
 
@@ -27,9 +28,14 @@ class Screen(Console):
 
 
 def announce(stage: str) -> None:
-    """Say on a terminal which stage is at work, on a line that whatever comes next writes over: a bar, a warning."""
+    """Say on a terminal which stage is at work."""
+    show_line(stage and f"{stage} …")
+
+
+def show_line(text: str) -> None:
+    """Show ``text`` on a terminal, on a line that whatever comes next writes over: a bar, a warning."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[2K{stage and stage + ' …'}\r")
+        sys.stderr.write(f"\r\x1b[2K{text[: get_terminal_size().columns - 1]}\r")
         sys.stderr.flush()
 
 

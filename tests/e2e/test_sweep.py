@@ -65,7 +65,7 @@ def test_killed_interrupted_and_refused_jobs_leave_the_others_alone(tmp_path: Pa
     assert "generate.max_new_tokens" in records[3]["error"]["message"]
     table = done.out[done.out.index("job  overrides") :]
     assert "killed by SIGKILL" in table
-    assert "1 of 5 jobs completed" in table
+    assert "1 of 5 completed, 2 failed, 2 interrupted" in table
     assert "Traceback" not in done.err + done.out
 
 
@@ -80,7 +80,7 @@ def test_an_experiment_is_a_whole_sweep(experiment: tuple[Path, Finished]) -> No
     _, done = experiment
     assert done.code == 0, done.err
     assert {record["config"]["dtype"] for record in done.records} == {"float32", "bfloat16", "float16"}
-    assert "3 of 3 jobs completed" in done.out
+    assert "3 of 3 completed" in done.out
 
 
 def test_all_jobs_plan_by_the_rates_that_were_measured_before_the_first(experiment: tuple[Path, Finished]) -> None:

@@ -25,5 +25,5 @@ def test_three_jobs_through_sbatch_leave_their_results_in_the_same_place(
     }  # fmt: skip
     assert all(path.match("outputs/multirun/*/*/*/run.json") for path in records_in(tmp_path))
     assert found["0"]["outputs"] == found["2"]["outputs"]
-    assert "2 of 3 jobs completed" in done.stdout
+    assert "2 of 3 completed, 1 failed" in done.stdout
     assert len(list(tmp_path.glob("outputs/cache/empty_init/*/manifest.json"))) == 1

@@ -1,16 +1,17 @@
-"""The closing table of a sweep says where each figure comes from."""
+"""The closing table of a sweep says where each figure comes from, and has every job, those too that never began."""
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.hydra_task import Outcome
 from pipeline.record import RunRecord
 from pipeline.sweep_results import show_sweep
 from tests.pipeline.report.sample_runs import sample, write_failure, write_run
+from tests.pipeline.sample_sweeps import sweep_of
 
 
 def test_figures_that_were_measured_earlier_or_while_others_computed_are_said_to_be_so(tmp_path: Path) -> None:
@@ -19,10 +20,27 @@ def test_figures_that_were_measured_earlier_or_while_others_computed_are_said_to
     write_failure(tmp_path / "2")
     RunRecord.load(tmp_path / "1").note_enforcement(bytes_allowed=None, how="nothing was loaded")
     console = Console(file=io.StringIO(), width=200)
-    show_sweep(console, tmp_path, [Outcome(number, [f"seed={number}"], number // 2) for number in range(3)])
+    given = (("device_map=sequential",), ("device_map=sequential",), ())
+    jobs = [replace(job, overrides=overrides) for job, overrides in zip(sweep_of(3).jobs, given, strict=True)]
+    show_sweep(console, tmp_path, replace(sweep_of(3), jobs=tuple(jobs)), ended=range(3))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert "figures" in lines[0]
     assert "measured, median of 2, 1 busy" in lines[1]
     assert "measured earlier" in lines[2]
     assert "no memory cap was tested: nothing was loaded" in lines[2]
     assert "measured" not in lines[3]
+
+
+def test_every_job_is_there_with_its_folder_and_the_command_that_resumes(tmp_path: Path) -> None:
+    record = RunRecord.start(tmp_path / "0", overrides=["seed=0"], config={}, environment={})
+    record.finish("completed")
+    record = RunRecord.start(tmp_path / "1", overrides=["seed=1"], config={}, environment={})
+    record.finish("interrupted", error=KeyboardInterrupt())
+    console = Console(file=io.StringIO(), width=400)
+    show_sweep(console, tmp_path, sweep_of(12, code=("greedy.Greedy",)), ended=[0, 5])
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    words = ["completed", "interrupted", *["not begun"] * 3, "lost", *["not begun"] * 6]
+    assert all(word in line for word, line in zip(words, lines[1:13], strict=True))
+    assert all(line.rstrip().endswith(f"{tmp_path}/{number}") for number, line in enumerate(lines[1:13]))
+    assert lines[-2] == f"1 of 12 completed, 1 interrupted, 9 not begun, 1 lost, {tmp_path}"
+    assert lines[-1] == f"to run what isn't completed: offstage-sweep resume {tmp_path} --trust=greedy.Greedy"

@@ -1,0 +1,69 @@
+"""The folder of a sweep's job, in the hands of one process at a time.
+
+A job may find that it was begun before: by a sweep that was interrupted, by the queue of a cluster that began it again,
+by a sweep whose own process was killed and whose jobs went on. Whoever is still at it is waited for; what completed
+isn't run again; what didn't is set aside, and the job begins anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+
+from pipeline.atomic_files import mendable
+from pipeline.record import RECORD, RunRecord
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - no such locks on this system: then nobody is waited for
+    fcntl = None  # type: ignore[assignment]
+
+_LOCK = ".job.lock"
+
+
+class JobFolder:
+    """A job's ``folder``, held as a context manager until nobody works in it any more.
+
+    ``lock`` is the descriptor of the lock: a process that inherits it holds the folder too, so that a job whose waiting
+    process was killed keeps it to its own end. Null where no locks are to be had.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.lock: int | None = None
+
+    def __enter__(self) -> JobFolder:
+        with mendable(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if fcntl is not None:
+                self.lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                with suppress(OSError):  # a file system without locks: go on, as if nobody were there
+                    fcntl.flock(self.lock, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    def has_completed(self, overrides: Sequence[str]) -> bool:
+        """Return whether the run of these overrides lies here, completed. One that isn't is set aside.
+
+        The record of other overrides stays: two jobs never share a folder, and who starts its record there is told so.
+        """
+        path = self._folder / RECORD
+        if not path.exists():
+            return False
+        found = RunRecord.load(path)
+        if found.data["overrides"] != list(overrides):
+            return False
+        if found.data["status"] == "completed":
+            return True
+        free = next(name for number in count(1) if not (name := path.with_stem(f"{path.stem}-{number}")).exists())
+        with mendable(self._folder):
+            path.rename(free)
+        return False

@@ -1,0 +1,96 @@
+"""The jobs of a sweep, each composed before the first of them begins: what is wrong with any ends the sweep there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from pipeline.cache.fingerprint import fingerprint
+from pipeline.config import refuse_sharing
+from pipeline.errors import ConfigError
+from pipeline.foreign_record import named_code
+from pipeline.hydra_arguments import refuse_empty_sweeps
+from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
+from pipeline.sweep_record import SweepJob, SweepRecord
+
+
+def describe_sweep(loader: Any, config: DictConfig, command: Sequence[str]) -> SweepRecord:
+    """Return what the sweep of ``config`` is; ``loader`` is Hydra's, ``command`` the arguments that began it.
+
+    Another sweeper than Hydra's own decides on a job by what the jobs before it came to: there are none yet.
+
+    Raises:
+        ConfigError: all that is wrong with the jobs, before the first begins.
+    """
+    sweeper = str(config.hydra.sweeper._target_)
+    foreseen = sweeper == f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
+    return SweepRecord(
+        command=tuple(command),
+        cwd=str(Path.cwd()),
+        sweeper=sweeper,
+        foreseen=foreseen,
+        base=_without_hydra(config),
+        jobs=_every_job(loader, config) if foreseen else (),
+    )
+
+
+def describe_job(loader: Any, config: DictConfig, number: int, overrides: Sequence[str]) -> SweepJob:
+    """Return the job with ``overrides``, which Hydra adds to those of the sweep's ``config``.
+
+    Raises what is wrong with it: one of ``COMPOSING_ERRORS``, or a ``ConfigError``.
+    """
+    composed = loader.load_sweep_config(config, list(overrides))
+    refuse_sharing(composed)
+    with open_dict(composed):
+        composed.hydra.job.num = number
+    folder: str | None = None
+    with suppress(*COMPOSING_ERRORS, ValueError):  # it names what is only known once the job runs
+        folder = str(OmegaConf.select(composed, "hydra.sweep.subdir", throw_on_missing=True))
+    own = tuple(str(each) for each in composed.hydra.overrides.task)
+    plain = _without_hydra(composed)
+    code = tuple(dict.fromkeys(word for word, _ in named_code(plain)))
+    return SweepJob(number, own, folder, fingerprint(plain), code)
+
+
+def _every_job(loader: Any, config: DictConfig) -> tuple[SweepJob, ...]:
+    found: list[SweepJob] = []
+    faults: dict[str, None] = {}
+    for number, overrides in enumerate(_overrides(loader, config)):
+        try:
+            found.append(describe_job(loader, config, number, overrides))
+        except COMPOSING_ERRORS as error:
+            faults[one_line(error)] = None
+        except ConfigError as error:
+            faults[str(error)] = None
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return tuple(found)
+
+
+def _overrides(loader: Any, config: DictConfig) -> Iterator[list[str]]:
+    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    overrides = OverridesParser.create(config_loader=loader).parse_overrides([*params, *config.hydra.overrides.task])
+    refuse_empty_sweeps(overrides, loader)
+    yield from BasicSweeper.split_arguments(overrides, None)[0]
+
+
+def _without_hydra(config: DictConfig) -> dict[str, Any]:
+    """Return ``config`` as JSON can hold it, interpolations as they are written, without what is Hydra's own."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, Mapping)
+    return {str(key): _as_json(value) for key, value in plain.items() if key != "hydra"}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key.name if isinstance(key, Enum) else str(key): _as_json(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_json(inner) for inner in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

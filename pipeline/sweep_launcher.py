@@ -1,0 +1,97 @@
+"""What all launchers have in common: a sweep in its folder, of which they run what isn't done and say how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from pipeline.sweep import Sweep
+    from pipeline.sweep_preparation import MachinePreparation
+    from pipeline.sweep_progress import SweepProgress
+
+
+class SweepLauncher:
+    """Stands before one of Hydra's launchers, which runs jobs and knows nothing of the sweep around them.
+
+    Of a task that isn't this command's, in a program that chose one of these launchers, every job is run.
+    """
+
+    config: DictConfig | None
+    hydra_context: HydraContext | None
+    _sweep: Sweep | None = None
+    _progress: SweepProgress | None = None
+    _preparation: MachinePreparation | None = None
+    _trusted: Collection[str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a job's copy runs that alone
+        return {**vars(self), "_sweep": None, "_progress": None, "_preparation": None}
+
+    def _begin_sweep(self, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Open the sweep's folder for the task. Raises what is wrong with the jobs, or why they may not run there."""
+        from pipeline.hydra_task import Task
+        from pipeline.sweep import Sweep
+        from pipeline.sweep_jobs import describe_sweep
+        from pipeline.sweep_preparation import MachinePreparation
+        from pipeline.sweep_progress import SweepProgress
+        from pipeline.sweep_trust import refuse_untrusted
+
+        command = task_function.command if isinstance(task_function, Task) else ()
+        found = describe_sweep(hydra_context.config_loader, config, command)
+        self._preparation = MachinePreparation()
+        if not isinstance(task_function, Task):
+            return
+        folder, self._trusted = Path(config.hydra.sweep.dir).absolute(), task_function.trusted
+        refuse_untrusted(folder, found, self._trusted)
+        task_function.sweep = self._sweep = Sweep(folder, found)
+        self._progress = SweepProgress(self._sweep)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run the jobs that aren't done and return what each came to; one that was lost has failed like any other."""
+        numbered = dict(enumerate(job_overrides, initial_job_idx))
+        waiting = {number: own for number, own in numbered.items() if not self._is_done(number, own)}
+        ran = self._run(waiting) if waiting else {}
+        return [ran[number] if number in ran else _completed(own) for number, own in numbered.items()]
+
+    def _run(self, numbered: Mapping[int, Sequence[str]]) -> dict[int, JobReturn]:
+        """Run the jobs with these overrides and return what each came to, by its number."""
+        raise NotImplementedError
+
+    def _prepare_machine(self, numbered: Mapping[int, Sequence[str]]) -> None:
+        """Have this machine measured while it is idle: all jobs go by the same figures."""
+        assert self._preparation is not None
+        assert self.hydra_context is not None
+        assert self.config is not None
+        self._preparation.prepare(self.hydra_context.config_loader, self.config, [*numbered.values()])
+
+    def _is_done(self, number: int, overrides: Sequence[str]) -> bool:
+        from pipeline.sweep_jobs import describe_job
+        from pipeline.sweep_trust import refuse_untrusted
+
+        if self._sweep is None or self.hydra_context is None or self.config is None:
+            return False
+        if not self._sweep.record.foreseen:
+            job = describe_job(self.hydra_context.config_loader, self.config, number, overrides)
+            refuse_untrusted(self._sweep.folder, replace(self._sweep.record, jobs=(job,)), self._trusted)
+            self._sweep.expect(job)
+        return self._sweep.has_completed(number)
+
+    def _began(self, numbers: Mapping[int, object]) -> None:
+        if self._progress is not None:
+            self._progress.begin(numbers)
+
+    def _ended(self, number: int) -> None:
+        if self._progress is not None:
+            self._progress.end(number)
+
+
+def _completed(overrides: Sequence[str]) -> JobReturn:
+    """Return what stands for a job that was run before; what it came to, its record says."""
+    return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=None)

@@ -1,0 +1,113 @@
+"""How far a sweep is: a line as a job begins and ends, and on a terminal one that lives while it works."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from datetime import datetime
+from typing import Any
+
+from pipeline.sweep import Sweep
+from pipeline.sweep_record import find_record, own_overrides
+from pipeline.sweep_results import reason, settled, told
+from pipeline.terminal import shorten, show_line
+
+_REFRESH_SECONDS = 1.0
+
+
+class SweepProgress:
+    """Tells of the jobs of ``sweep``: which is at work, how many have ended, how long the others will take.
+
+    That is reckoned by how often a job has ended since the first began here, which counts whatever lies between two
+    jobs and how many work at a time; before one has, by the clocks of those that completed earlier.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        records = [find_record(sweep.folder, job) for job in sweep.jobs]
+        found = [record.data if record is not None else {"status": "not begun"} for record in records]
+        clocks = [clock for each in found if each["status"] == "completed" and (clock := seconds_of(each)) is not None]
+        self._earlier_seconds = sum(clocks) / len(clocks) if clocks else None
+        self._completed = sum(each["status"] == "completed" for each in found)
+        self._ended, self._began, self._last_end, self._shown = 0, 0.0, 0.0, 0.0
+        self._at_work: dict[int, float] = {}
+        if sweep.resumed:
+            _say(f"resumed: {told(Counter(str(each['status']) for each in found))}, {shorten(sweep.folder)}")
+
+    def begin(self, numbers: Collection[int]) -> None:
+        """Say that these jobs were begun, or queued."""
+        now = time.monotonic()
+        self._began = self._began or now
+        self._at_work |= dict.fromkeys(numbers, now)
+        if not sys.stderr.isatty():
+            _say(f"{self._working()}{self._left(now)}")
+        self.refresh()
+
+    def end(self, number: int) -> None:
+        """Say what became of a job that has just ended."""
+        self._at_work.pop(number, None)
+        self._ended += 1
+        self._last_end = time.monotonic()
+        job = next(job for job in self._sweep.jobs if job.number == number)
+        record = settled(self._sweep.folder, job) or {"status": "lost"}
+        seconds, why = seconds_of(record), reason(record)
+        clock = f" in {duration(seconds)}" if seconds is not None else ""
+        line = f"job {number}  {self._own(number)}  {record['status']}{clock}{f': {why}' if why else ''}"
+        _say(f"{line}; {self._count(self._completed + self._ended)} ended{self._left(self._last_end)}")
+
+    def refresh(self) -> None:
+        """Bring the line on a terminal up to date, once a second at most."""
+        now = time.monotonic()
+        if self._at_work and now - self._shown >= _REFRESH_SECONDS:
+            self._shown = now
+            since = duration(now - min(self._at_work.values()))
+            show_line(f"{self._working()}, for {since}{self._left(now)}")
+
+    def _working(self) -> str:
+        first, count = min(self._at_work), self._completed + self._ended
+        if len(self._at_work) > 1:
+            return f"{len(self._at_work)} jobs at work or queued, {self._count(count)} ended"
+        return f"job {first}  {self._own(first)}  is {self._count(count + 1)}"
+
+    def _own(self, number: int) -> str:
+        return own_overrides(self._sweep.jobs)[number]
+
+    def _count(self, number: int) -> str:
+        return f"{number} of {len(self._sweep.jobs)}" if self._sweep.record.foreseen else str(number)
+
+    def _left(self, now: float) -> str:
+        remaining = len(self._sweep.jobs) - self._completed - self._ended
+        if remaining <= 0 or not self._sweep.record.foreseen:
+            return ""
+        since = self._last_end or self._began
+        each = (self._last_end - self._began) / self._ended if self._ended else self._earlier_seconds
+        return f"; about {duration(max(remaining * each - (now - since), 0))} left" if each is not None else ""
+
+
+def seconds_of(record: Mapping[str, Any]) -> float | None:
+    """Return how long the run took by its record's clock, null where it has no end or no beginning."""
+    try:
+        ends = [datetime.fromisoformat(str(record[name])) for name in ("started", "finished")]
+        return (ends[1] - ends[0]).total_seconds()
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def duration(seconds: float) -> str:
+    """Return ``seconds`` in two units that fit: ``3.2 s``, ``45 s``, ``2 min 5 s``, ``3 h 20 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _say(line: str) -> None:
+    show_line("")
+    sys.stdout.write(line.splitlines()[0] + "\n")
+    sys.stdout.flush()

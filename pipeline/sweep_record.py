@@ -1,0 +1,181 @@
+"""What a sweep is: ``sweep.json`` in its folder, written before the first job begins.
+
+It has the command, and every job with its overrides and its folder. By it a sweep that was interrupted is shown whole,
+jobs that never began too; and whoever goes on with it has the same jobs, or is told the first that differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from pipeline.atomic_files import create_file, mendable, replace_file
+from pipeline.cache.outline import changes
+from pipeline.errors import ConfigError, StorageError
+from pipeline.record import RECORD, RunRecord
+from pipeline.regular_files import parse_json, read_regular
+from pipeline.typed_config import fits
+
+SWEEP = "sweep.json"
+_VERSION = 1
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepJob:
+    """One job of a sweep. ``folder`` is relative to the sweep's, null where only the job itself can say.
+
+    ``config`` is the fingerprint of its composed config: a file of an experiment may have changed since. ``code`` has
+    the words that trust the code which that config names.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    folder: str | None
+    config: str
+    code: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRecord:
+    """A sweep: the arguments of its command and the folder that ran in, the config below all jobs, the jobs.
+
+    ``sweeper`` names the class that decides on the jobs; only Hydra's own has all of them before the first
+    (``foreseen``).
+    """
+
+    command: tuple[str, ...]
+    cwd: str
+    sweeper: str
+    foreseen: bool
+    base: Mapping[str, Any]
+    jobs: tuple[SweepJob, ...]
+
+    @classmethod
+    def load(cls, folder: Path) -> SweepRecord:
+        """Return the record in ``folder``.
+
+        Raises:
+            StorageError: there is none, or it isn't one of this release's.
+        """
+        path = folder / SWEEP
+        with mendable(folder):
+            try:
+                text = read_regular(path)
+            except FileNotFoundError as error:
+                raise StorageError(f"{folder}: no {SWEEP} there; give the folder of a sweep") from error
+        try:
+            content = parse_json(text)
+            if not isinstance(content, dict) or content.pop("schema_version", None) != _VERSION:
+                raise ValueError(f"not of schema version {_VERSION}")
+            found = _built(cls, content)
+            return replace(found, jobs=tuple(_built(SweepJob, job) for job in content["jobs"]))
+        except ValueError as error:
+            raise StorageError(f"{path}: no record of a sweep ({error}); give the folder of another sweep") from error
+
+    def create(self, folder: Path) -> None:
+        """Write the record, whole, to ``folder``, where none must be."""
+        with mendable(folder):
+            create_file(folder / SWEEP, self._text())
+
+    def extended(self, folder: Path, job: SweepJob) -> SweepRecord:
+        """Return the record with one ``job`` more, written over the one in ``folder``."""
+        longer = replace(self, jobs=(*self.jobs, job))
+        with mendable(folder):
+            replace_file(folder / SWEEP, longer._text())
+        return longer
+
+    def refuse_other(self, folder: Path, other: SweepRecord) -> None:
+        """Raise a ``ConfigError`` with the first thing in which ``other`` isn't this sweep, that of ``folder``."""
+        difference = self._difference(other)
+        if difference:
+            raise _other_sweep(folder, difference)
+
+    def refuse_job(self, folder: Path, job: SweepJob) -> None:
+        """Raise a ``ConfigError`` where this sweep, that of ``folder``, has another job of the number of ``job``."""
+        difference = next((_difference(known, job) for known in self.jobs if known.number == job.number), "")
+        if difference:
+            raise _other_sweep(folder, difference)
+
+    def _difference(self, other: SweepRecord) -> str:
+        """Return the first thing in which two sweeps differ, empty where nothing does: what was typed comes first."""
+        pairs = list(zip(self.jobs, other.jobs, strict=False))
+        typed = (_differing_overrides(then, now) for then, now in pairs)
+        change = next(changes(self.base, other.base), None)
+        found = [
+            f"hydra.sweeper is {self.sweeper} there, {other.sweeper} here" if self.sweeper != other.sweeper else "",
+            f"{len(self.jobs)} jobs there, {len(other.jobs)} here" if self._has_others(other) else "",
+            next(filter(None, typed), ""),
+            f"{change.place} is {change.then!r} there, {change.now!r} here" if change is not None else "",
+            f"its command ran in {self.cwd}, this one runs in {other.cwd}" if self._ran_elsewhere(other) else "",
+            next(filter(None, (_difference(then, now) for then, now in pairs)), ""),
+        ]
+        return next(filter(None, found), "")
+
+    def _has_others(self, other: SweepRecord) -> bool:
+        return self.foreseen and len(self.jobs) != len(other.jobs)
+
+    def _ran_elsewhere(self, other: SweepRecord) -> bool:
+        """Whether relative paths mean others; of a sweep that was moved with its project they mean the same."""
+        return self.cwd != other.cwd and Path(self.cwd).is_dir()
+
+    def _text(self) -> str:
+        return json.dumps({"schema_version": _VERSION, **asdict(self)}, indent=1) + "\n"
+
+
+def _built(kind: type[_Kind], content: Mapping[str, Any]) -> _Kind:
+    """Return the ``kind`` that JSON's ``content`` has the fields of; raises a ``ValueError`` where it hasn't."""
+    hints = get_type_hints(kind)
+    wrong = [name for name, hint in hints.items() if name not in content or not fits(hint, content[name])]
+    if wrong or len(content) > len(hints):
+        raise ValueError(f"{wrong[0]} is missing or of another type" if wrong else "it has more than a sweep has")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
+
+
+def _other_sweep(folder: Path, difference: str) -> ConfigError:
+    return ConfigError(
+        f"hydra.sweep.dir: {folder} holds another sweep: {difference}; choose another folder, or go on with that one: "
+        f"offstage-sweep resume {folder}"
+    )
+
+
+def _difference(then: SweepJob, now: SweepJob) -> str:
+    """Return the first thing in which two jobs of one number differ, empty where nothing does."""
+    found = _differing_overrides(then, now)
+    if not found and then.config != now.config:
+        return f"job {then.number} has another config, from files that changed since"
+    if not found and then.folder != now.folder:
+        return f"job {then.number} lies in {then.folder} there, in {now.folder} here"
+    return found
+
+
+def _differing_overrides(then: SweepJob, now: SweepJob) -> str:
+    for old, new in zip_longest(then.overrides, now.overrides):
+        if old is None or new is None:
+            return f"job {then.number} has {new or old} {'there' if new is None else 'here'} alone"
+        if old != new:
+            return f"job {then.number} has {old} there, {new} here"
+    return ""
+
+
+def own_overrides(jobs: Sequence[SweepJob]) -> dict[int, str]:
+    """Return, by the job's number, those of its overrides that not all jobs have; of a single job all."""
+    common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    return {job.number: " ".join(each for each in job.overrides if each not in common) for job in jobs}
+
+
+def find_record(folder: Path, job: SweepJob) -> RunRecord | None:
+    """Return the run record of ``job`` in the sweep's ``folder``, null where there is none that can be read."""
+    paths = [folder / job.folder / RECORD] if job.folder is not None else sorted(folder.glob(f"**/{RECORD}"))
+    for path in paths:
+        try:
+            record = RunRecord.load(path)
+        except StorageError:
+            continue
+        if record.data.get("overrides") == list(job.overrides) and "status" in record.data:
+            return record
+    return None

@@ -1,0 +1,60 @@
+"""A sweep that was interrupted is finished in its folder, each job once; the long forms: tests.benchmarks.resume."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import enter, environment, records_in, start, wait_for
+
+SWEEP = [sys.executable, "-c", "from pipeline.commands import sweep; sweep()"]
+JOBS = ("-m", "seed=1,2,3", "stop_after=empty_init", "hydra.sweep.dir=outputs/a sweep")
+
+REFUSED = (
+    "hydra.sweep.dir: {} holds another sweep: job 2 has seed=3 there, seed=4 here; choose another folder, or go on "
+    "with that one: offstage-sweep resume {}\n"
+)
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {path.parent.name: record["status"] for path, record in records_in(folder).items()}
+
+
+def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(fresh_folder: Path, capfd: Any) -> None:
+    sweep, lies = start(fresh_folder, *JOBS), fresh_folder / "outputs/a sweep"
+    wait_for(lambda: (lies / "1/run.json").exists(), sweep)
+    first = lies.joinpath("0/run.json").read_bytes()
+    sweep.send_signal(signal.SIGINT)
+    out, _ = sweep.communicate(timeout=300)
+    assert sweep.returncode == 130
+    assert "1 of 3 completed, 1 interrupted, 1 not begun, outputs/a sweep" in out
+    assert "to run what isn't completed: offstage-sweep resume 'outputs/a sweep'" in out
+    assert "job 1  seed=2  is 2 of 3; about " in out
+    assert enter(fresh_folder, *JOBS, "seed=1,2,4") == 2
+    assert capfd.readouterr() == ("", f"offstage: {REFUSED.format(lies, lies)}")
+    assert enter(fresh_folder, *JOBS, "dtype=float32") == 2
+    assert "job 0 has dtype=float32 here alone" in capfd.readouterr().err
+    done = subprocess.run(
+        [*SWEEP, "resume", str(lies)], cwd="/", env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resumed: 1 of 3 completed, 1 interrupted, 1 not begun" in done.stdout
+    assert "3 of 3 completed, outputs/a sweep" in done.stdout
+    assert statuses(fresh_folder) == dict.fromkeys("012", "completed")
+    assert lies.joinpath("0/run.json").read_bytes() == first
+    assert sorted(path.relative_to(lies).as_posix() for path in lies.rglob("run-*.json")) == ["1/run-1.json"]
+
+
+@pytest.mark.parametrize("quote", ["it's", "back\\slash", "end\\", "a=b,c"])
+def test_any_folder_s_name_survives_hydra_s_grammar(quote: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from pipeline.sweep_command import _quoted
+
+    (override,) = OverridesParser.create().parse_overrides([f"hydra.sweep.dir={_quoted(Path('/x') / quote)}"])
+    assert override.value() == f"/x/{quote}"

@@ -1,0 +1,16 @@
+"""Sweeps as ``sweep.json`` has them, over seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.sweep_record import SweepJob, SweepRecord
+
+
+def sweep_of(count: int, *, code: tuple[str, ...] = (), foreseen: bool = True) -> SweepRecord:
+    """Return a sweep of so many jobs, which differ in their seed."""
+    jobs = tuple(SweepJob(number, (f"seed={number}",), str(number), f"{number}", code) for number in range(count))
+    words = ("-m", f"seed=range({count})")
+    return SweepRecord(
+        words, str(Path.cwd()), "a.Sweeper", foreseen, {"dtype": "auto", "model": {"path": "/ckpt"}}, jobs
+    )

@@ -1,0 +1,128 @@
+"""A sweep's record, and who may go on with it: the same sweep, and one process at a time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import ConfigError, StorageError
+from pipeline.record import RunRecord
+from pipeline.sweep import Sweep
+from pipeline.sweep_record import SWEEP, SweepRecord
+from tests.pipeline.sample_sweeps import sweep_of
+
+
+def finish_job(folder: Path, number: int, status: Any) -> None:
+    record = RunRecord.start(folder / str(number), overrides=[f"seed={number}"], config={}, environment={})
+    if status != "running":
+        record.finish(status)
+
+
+def test_a_sweep_is_written_whole_before_anything_of_it_runs(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path / "new", sweep_of(3))
+    assert not sweep.resumed
+    assert SweepRecord.load(tmp_path / "new") == sweep_of(3)
+
+
+def test_only_what_completed_is_done(tmp_path: Path) -> None:
+    Sweep(tmp_path, sweep_of(5)).close()
+    for number, status in enumerate(("completed", "failed", "interrupted", "running")):
+        finish_job(tmp_path, number, status)
+    resumed = Sweep(tmp_path, sweep_of(5))
+    assert resumed.resumed
+    assert [resumed.has_completed(number) for number in range(5)] == [True, False, False, False, False]
+
+
+def test_the_record_of_another_job_says_nothing_of_this_one(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, sweep_of(2))
+    finish_job(tmp_path, 1, "completed")
+    tmp_path.joinpath("1").rename(tmp_path / "0")
+    assert not sweep.has_completed(0)
+
+
+def test_of_several_that_go_on_with_one_sweep_one_does(tmp_path: Path) -> None:
+    first = Sweep(tmp_path, sweep_of(2))
+    with pytest.raises(StorageError, match="another process is at this sweep; wait for it to end"):
+        Sweep(tmp_path, sweep_of(2))
+    first.close()
+    assert Sweep(tmp_path, sweep_of(2)).resumed
+
+
+def other(count: int = 3, **changes: Any) -> SweepRecord:
+    return replace(sweep_of(count), **changes)
+
+
+def changed_job(**changes: Any) -> SweepRecord:
+    first, second, third = sweep_of(3).jobs
+    return other(jobs=(first, replace(second, **changes), third))
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        (other(4), "3 jobs there, 4 here"),
+        (changed_job(overrides=("seed=7",)), "job 1 has seed=1 there, seed=7 here"),
+        (changed_job(overrides=("seed=1", "dtype=auto")), "job 1 has dtype=auto here alone"),
+        (changed_job(overrides=()), "job 1 has seed=1 there alone"),
+        (other(base={"dtype": "auto", "model": {"path": "/else"}}), "model.path is '/ckpt' there, '/else' here"),
+        (other(cwd="/"), "this one runs in /"),
+        (changed_job(config="another"), "job 1 has another config, from files that changed since"),
+        (changed_job(folder="one"), "job 1 lies in 1 there, in one here"),
+        (other(sweeper="b.Sweeper"), "hydra.sweeper is a.Sweeper there, b.Sweeper here"),
+    ],
+)
+def test_another_sweep_is_refused_by_its_first_difference(here: SweepRecord, words: str, tmp_path: Path) -> None:
+    Sweep(tmp_path, sweep_of(3)).close()
+    with pytest.raises(ConfigError) as caught:
+        Sweep(tmp_path, here)
+    assert words in str(caught.value)
+    assert "choose another folder" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert SweepRecord.load(tmp_path) == sweep_of(3)
+
+
+def test_a_sweep_that_was_moved_is_the_same_sweep(tmp_path: Path) -> None:
+    Sweep(tmp_path, other(cwd="/nowhere any more")).close()
+    assert Sweep(tmp_path, sweep_of(3)).resumed
+
+
+def test_runs_that_no_sweep_tells_of_are_left_alone(tmp_path: Path) -> None:
+    finish_job(tmp_path, 1, "completed")
+    with pytest.raises(StorageError, match=r"1: a run lies here, and no sweep\.json .* choose another folder"):
+        Sweep(tmp_path, sweep_of(3))
+    assert [each.name for each in tmp_path.iterdir()] == ["1"]
+
+
+def test_jobs_that_follow_from_others_are_added_as_they_come(tmp_path: Path) -> None:
+    sweep = Sweep(tmp_path, replace(sweep_of(2), jobs=(), foreseen=False))
+    assert sweep.job(0) is None
+    sweep.expect(sweep_of(2).jobs[0])
+    assert SweepRecord.load(tmp_path).jobs == sweep_of(1).jobs
+    sweep.close()
+    resumed = Sweep(tmp_path, replace(sweep_of(2), jobs=(), foreseen=False))
+    resumed.expect(sweep_of(2).jobs[0])
+    with pytest.raises(ConfigError, match="job 0 has seed=0 there, seed=1 here"):
+        resumed.expect(replace(sweep_of(2).jobs[1], number=0))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda sweep: sweep | {"schema_version": 2}, "not of schema version 1"),
+        (lambda sweep: sweep | {"jobs": [{"number": 1}]}, "overrides is missing or of another type"),
+        (lambda sweep: sweep | {"command": "rm"}, "command is missing or of another type"),
+        (lambda sweep: sweep | {"more": 1}, "it has more than a sweep has"),
+        (lambda sweep: [], "not of schema version"),
+    ],
+)
+def test_a_damaged_record_is_one_line(damage: Any, words: str, tmp_path: Path) -> None:
+    Sweep(tmp_path, sweep_of(1)).close()
+    path = tmp_path / SWEEP
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    with pytest.raises(StorageError, match="give the folder of another sweep") as caught:
+        SweepRecord.load(tmp_path)
+    assert words in str(caught.value)

@@ -1,0 +1,80 @@
+"""How far a sweep is, in plain lines: which job, of how many, how long the others will take."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.record import RunRecord
+from pipeline.sweep import Sweep
+from pipeline.sweep_progress import SweepProgress, duration
+from tests.pipeline.sample_sweeps import sweep_of
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    seconds = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+def complete(folder: Path, number: int) -> None:
+    RunRecord.start(folder / str(number), overrides=[f"seed={number}"], config={}, environment={}).finish("completed")
+
+
+def test_each_line_has_the_job_the_count_and_the_time_left(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = SweepProgress(Sweep(tmp_path, sweep_of(4)))
+    progress.begin([0])
+    complete(tmp_path, 0)
+    clock[0] += 30
+    progress.end(0)
+    progress.begin([1])
+    clock[0] += 10
+    complete(tmp_path, 1)
+    progress.end(1)
+    assert capsys.readouterr().out.splitlines() == [
+        "job 0  seed=0  is 1 of 4",
+        "job 0  seed=0  completed in 0.0 s; 1 of 4 ended; about 1 min 30 s left",
+        "job 1  seed=1  is 2 of 4; about 1 min 30 s left",
+        "job 1  seed=1  completed in 0.0 s; 2 of 4 ended; about 40 s left",
+    ]
+
+
+def test_jobs_that_work_at_a_time_are_reckoned_by_how_often_one_ends(
+    tmp_path: Path, clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = SweepProgress(Sweep(tmp_path, sweep_of(6)))
+    progress.begin(range(6))
+    clock[0] += 20
+    for number in range(2):
+        complete(tmp_path, number)
+        progress.end(number)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "6 jobs at work or queued, 0 of 6 ended"
+    assert lines[2].endswith("2 of 6 ended; about 40 s left")
+
+
+def test_a_resumed_sweep_counts_what_is_done_and_a_lost_job_is_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Sweep(tmp_path, sweep_of(3)).close()
+    complete(tmp_path, 1)
+    progress = SweepProgress(Sweep(tmp_path, sweep_of(3)))
+    progress.begin([0])
+    progress.end(0)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"resumed: 1 of 3 completed, 2 not begun, {tmp_path}"
+    assert lines[1].startswith("job 0  seed=0  is 2 of 3; about ")
+    assert lines[2].startswith("job 0  seed=0  lost; 2 of 3 ended")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(3.21, "3.2 s"), (9.96, "10 s"), (59.7, "1 min 0 s"), (200, "3 min 20 s"), (7300, "2 h 1 min")],
+)
+def test_a_duration_has_the_units_that_fit(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
