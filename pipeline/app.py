@@ -86,6 +86,7 @@ def _close(task: Task) -> None:
 
     from pipeline.sweep_results import show_sweep
     from pipeline.terminal import Screen
+    from pipeline.tracking.trackers import end_sweep
 
     if task.sweep is None:
         return
@@ -94,4 +95,5 @@ def _close(task: Task) -> None:
         show_sweep(screen, task.sweep.folder, task.sweep.record, [outcome.number for outcome in task.outcomes])
         if task.conclusion:
             screen.print(escape(task.conclusion))
+    end_sweep(task.sweep.folder, jobs=len(task.sweep.jobs))
     task.sweep.close()

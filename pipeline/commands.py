@@ -26,3 +26,5 @@ report = partial(_enter, "offstage-report", "pipeline.report.command")
 sweep = partial(_enter, "offstage-sweep", "pipeline.sweep_command")
 job = partial(_enter, "offstage", "pipeline.job")
 """One job in this process, which another waits for."""
+tracker = partial(_enter, "offstage", "pipeline.tracking.store_process")
+"""One request to a tracker's store, in this process, which another waits for."""

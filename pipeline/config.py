@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
 from functools import partial
 from importlib import resources
-from importlib.util import find_spec
 from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf knows only these
 
 from hydra.core.config_store import ConfigStore
@@ -26,6 +25,7 @@ from pipeline.installed_stages import stage_configs
 from pipeline.measure import MeasureConfig, check_measure
 from pipeline.objective import ObjectiveConfig, check_objective
 from pipeline.standard_input import SIGN, read_lines
+from pipeline.tracking.options import TrackerConfig, check_tracker, located
 from pipeline.typed_config import (
     KEYS,
     PATHS,
@@ -38,7 +38,6 @@ from pipeline.typed_config import (
     unknown_keys,
 )
 
-TRACKERS = ("mlflow", "trackio")
 _STAGE_LIST = re.compile(r"stages=\[([\w\s,]*)\]")
 
 
@@ -52,7 +51,7 @@ class RunConfig:
     enforce_memory: bool = False
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    tracker: Mapping[str, Any] = field(default_factory=dict, metadata={PATHS: {"folder": absolute}})
+    tracker: TrackerConfig = field(default_factory=TrackerConfig, metadata={PATHS: {"folder": located}})
 
 
 def config_classes() -> list[type[Any]]:
@@ -196,8 +195,8 @@ def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fa
         yield from check_objective(config)
     if not any(fault.key in ("stages", "stop_after") for fault in wrong):
         yield from _check_stages(config, known_stages)
-    if not any(fault.key == "tracker" for fault in wrong):
-        yield from _check_tracker(config.get("tracker") or {})
+    if not any(fault.key.startswith("tracker") for fault in wrong):
+        yield from check_tracker(config)
 
 
 def made_sound(config: Mapping[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:
@@ -218,16 +217,6 @@ def _sound_group(name: str, given: Any, plain: Any, faulty: Collection[tuple[str
     if not isinstance(given, Mapping) or not isinstance(plain, Mapping):
         return plain
     return {**plain, **{key: value for key, value in given.items() if key in plain and (name, key) not in faulty}}
-
-
-def _check_tracker(tracker: Mapping[str, Any]) -> Iterable[Fault]:
-    kind = tracker.get("kind")
-    if kind is None:
-        return
-    if kind not in TRACKERS:
-        yield Fault("tracker.kind", f"{kind!r} is no tracker{closest(str(kind), TRACKERS)}; give tracker=none")
-    elif find_spec(kind) is None:
-        yield Fault("tracker", f"{kind} isn't installed; pip install 'offstage-pipeline[{kind}]', or tracker=none")
 
 
 def _check_stages(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:

@@ -26,7 +26,7 @@ from pipeline.job_process import supervise
 from pipeline.objective import objective_of
 from pipeline.record import RunRecord, never_left_running
 from pipeline.sweep import Sweep
-from pipeline.trackers import track
+from pipeline.tracking.trackers import require_tracker, track
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +94,27 @@ class Task:
 
     def _record_run(self, config: DictConfig, started: float, folder: JobFolder | None = None) -> int:
         record = start_record(config)
+        sweep = sweep_folder() if folder is not None else None
         with never_left_running(record):
-            return self._carry_out(record, started, folder)
+            require_tracker(record.config, sweep=sweep)
+            try:
+                return self._carry_out(record, started, folder)
+            finally:
+                track(record.config, record.path.parent, sweep=sweep)
 
     def _carry_out(self, record: RunRecord, started: float, folder: JobFolder | None) -> int:
-        try:
-            capped = record.config["enforce_memory"] is True
-            if folder is None and not capped:
-                return perform(record, started=started)
-            options = ["--logging", job_logging()]
-            lock = folder.lock if folder is not None else None
-            return supervise(record, capped=capped, options=options, show_all=self.show_all, lock=lock)
-        finally:
-            track(record.config, record.path)
+        capped = record.config["enforce_memory"] is True
+        if folder is None and not capped:
+            return perform(record, started=started)
+        options = ["--logging", job_logging()]
+        lock = folder.lock if folder is not None else None
+        return supervise(record, capped=capped, options=options, show_all=self.show_all, lock=lock)
+
+
+def sweep_folder() -> Path:
+    """Return the folder of the sweep that the job at work belongs to."""
+    hydra = HydraConfig.get()
+    return Path(hydra.runtime.cwd, hydra.sweep.dir)
 
 
 def job_logging() -> str:

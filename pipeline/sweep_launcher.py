@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeline.sweep import Sweep
     from pipeline.sweep_preparation import MachinePreparation
     from pipeline.sweep_progress import SweepProgress
+    from pipeline.tracking.trackers import SweepTracking
 
 
 class SweepLauncher:
@@ -28,11 +29,12 @@ class SweepLauncher:
     _sweep: Sweep | None = None
     _progress: SweepProgress | None = None
     _preparation: MachinePreparation | None = None
+    _tracking: SweepTracking | None = None
     _trusted: Collection[str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # a job's copy runs that alone
-        return {**vars(self), "_sweep": None, "_progress": None, "_preparation": None}
+        return {**vars(self), "_sweep": None, "_progress": None, "_preparation": None, "_tracking": None}
 
     def _begin_sweep(self, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Open the sweep's folder for the task. Raises what is wrong with the jobs, or why they may not run there."""
@@ -42,6 +44,7 @@ class SweepLauncher:
         from pipeline.sweep_preparation import MachinePreparation
         from pipeline.sweep_progress import SweepProgress
         from pipeline.sweep_trust import refuse_untrusted
+        from pipeline.tracking.trackers import SweepTracking
 
         command = task_function.command if isinstance(task_function, Task) else ()
         found = describe_sweep(hydra_context.config_loader, config, command)
@@ -51,18 +54,24 @@ class SweepLauncher:
         folder, self._trusted = Path(config.hydra.sweep.dir).absolute(), task_function.trusted
         refuse_untrusted(folder, found, self._trusted)
         task_function.sweep = self._sweep = Sweep(folder, found)
-        self._progress = SweepProgress(self._sweep)
+        self._progress, self._tracking = SweepProgress(self._sweep), SweepTracking(folder)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs that aren't done and return what each came to; one that was lost has failed like any other."""
         numbered = dict(enumerate(job_overrides, initial_job_idx))
         waiting = {number: own for number, own in numbered.items() if not self._is_done(number, own)}
+        self._track(waiting)
         ran = self._run(waiting) if waiting else {}
         return [ran[number] if number in ran else _completed(own) for number, own in numbered.items()]
 
     def _run(self, numbered: Mapping[int, Sequence[str]]) -> dict[int, JobReturn]:
         """Run the jobs with these overrides and return what each came to, by its number."""
         raise NotImplementedError
+
+    def _track(self, numbered: Mapping[int, Sequence[str]]) -> None:
+        """Have the trackers of the jobs know the sweep, before any work: one that can't be reached ends it here."""
+        if self._tracking is not None and self.hydra_context is not None and self.config is not None:
+            self._tracking.begin(self.hydra_context.config_loader, self.config, [*numbered.values()])
 
     def _prepare_machine(self, numbered: Mapping[int, Sequence[str]]) -> None:
         """Have this machine measured while it is idle: all jobs go by the same figures."""

@@ -1,0 +1,80 @@
+"""Trackers: that the real libraries keep a run in a store on this machine, and what a store's end costs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.record import RunRecord, StageRecord
+from pipeline.stage import Report
+from pipeline.tracking.run_ids import find_id, read_ids
+from pipeline.tracking.trackers import track, usable_tracker
+
+
+def finished(folder: Path, kind: str | None, **tracker: Any) -> RunRecord:
+    """Return the record of a run that ended well, its tracker's store beside it."""
+    given = {"kind": kind, "folder": str(folder / "store"), "experiment": "offstage", **tracker}
+    config = {"tracker": given, "seed": 3, "generate": {"prompts": ["a"]}}
+    record = RunRecord.start(folder / "today" / "1", overrides=[], config=config, environment={})
+    record.add_stage(StageRecord(name="plan", key="", cached=False, seconds=0.5, artifact=""))
+    record.merge(Report(metrics={"load_seconds": 1.25}, memory={"measured": {"cpu": 10}}))
+    record.finish("completed")
+    return record
+
+
+def tracked(record: RunRecord) -> None:
+    track(record.config, record.path.parent)
+
+
+@pytest.mark.parametrize("kind", [None, "not_a_tracker"])
+def test_no_tracker_is_no_work(kind: str | None, tmp_path: Path) -> None:
+    record = finished(tmp_path, kind)
+    tracked(record)
+    record.path.unlink()
+    tracked(record)
+    assert not tmp_path.joinpath("store").exists()
+
+
+def test_a_config_that_could_not_be_resolved_has_no_tracker() -> None:
+    assert usable_tracker({}) is None
+    assert usable_tracker({"tracker": {"kind": "mlflow", "experiment": 5}}) is None
+
+
+@pytest.mark.skipif(not any(map(find_spec, ("mlflow", "trackio"))), reason="needs a tracker's library")
+def test_a_store_that_fails_is_a_warning_that_says_what_was_not_tracked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = next(kind for kind in ("mlflow", "trackio") if find_spec(kind))
+    record = finished(tmp_path, kind)
+    record.path.unlink()
+    tracked(record)
+    (warning,) = caplog.messages
+    assert "not tracked: the run (" in warning
+    assert f"the run itself is in {record.path.parent}" in warning
+
+
+def test_mlflow_keeps_a_run_once_however_often_it_is_logged(tmp_path: Path) -> None:
+    mlflow: Any = pytest.importorskip("mlflow", reason="the extra mlflow isn't installed")
+    pytest.importorskip("sqlalchemy", reason="mlflow is here without what its databases need")
+    record = finished(tmp_path, "mlflow", notes="a note")
+    tracked(record)
+    tracked(record)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("offstage").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["seed"] == "3"
+    assert run.data.metrics["load_seconds"] == 1.25
+    assert run.data.tags["mlflow.note.content"] == "a note"
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["run.json"]
+    given = usable_tracker(record.config)
+    assert given is not None
+    assert find_id(record.path.parent, given, started=record.data["started"]) == read_ids(record.path.parent)[0]
+
+
+@pytest.mark.skipif(find_spec("trackio") is None, reason="the extra trackio isn't installed")
+def test_trackio_keeps_the_run(tmp_path: Path) -> None:
+    tracked(finished(tmp_path, "trackio"))
+    assert tmp_path.joinpath("store", "offstage.db").is_file()
