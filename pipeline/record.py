@@ -118,6 +118,7 @@ class RunRecord:
             "overrides": list(overrides),
             "config": config,
             "environment": environment,
+            "model": {},
             "stages": [],
             "memory": {"budget": {}, "predicted": {}, "measured": {}},
             "metrics": dict.fromkeys(METRICS),
@@ -185,8 +186,8 @@ class RunRecord:
     def merge(self, report: Report) -> None:
         """Add what a stage reports, over what it reported before.
 
-        A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts``, ``samples`` and
-        ``steps`` are those of the last stage that has any.
+        A None says that it doesn't know, and leaves a number that is there. ``outputs``, ``experts``, ``samples``,
+        ``steps`` and ``model`` are those of the last stage that has any.
         """
         for section, devices in report.memory.items():
             _update(self._content["memory"].setdefault(section, {}), devices)
@@ -199,6 +200,8 @@ class RunRecord:
             self._content["samples"] = [dict(sample) for sample in report.samples]
         if report.steps:
             self._content["steps"] = [dict(step) for step in report.steps]
+        if report.model:
+            self._content["model"] = dict(report.model)
         self._write()
 
     def note_series(self, device: str, points: Sequence[tuple[float, int]]) -> None:

@@ -73,7 +73,8 @@ class Report:
     those names of ``run.json``; ``screen`` is shown after the summary table. ``experts`` is what those of each layer
     came to, where a mixture's wait until they are wanted: layer → counts by name. ``samples`` has each time that the
     stage's work was measured, with ``earlier`` where another run did it and ``counts`` where the metrics are made of
-    it. ``steps`` are those of a training: loss, norm of the gradient, seconds and bytes held, in their order.
+    it. ``steps`` are those of a training: loss, norm of the gradient, seconds and bytes held, in their order. ``model``
+    says what was run: its ``class``, how many ``parameters`` by dtype, and its ``bytes``.
     """
 
     summary: str = ""
@@ -84,6 +85,7 @@ class Report:
     experts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     samples: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[Mapping[str, Any], ...] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Context(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from pipeline.plain_data import leaves
@@ -34,6 +35,12 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, str]:
 
 def as_text(value: Any) -> str:
     """Return ``value`` as one would write it in YAML: a string that looks like something else keeps its quotes."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else _scalar_text(value)
+
+
+@lru_cache(maxsize=2**14, typed=True)
+def _scalar_text(value: Any) -> str:
+    """Return one value as text. Thousands of records say the same words, and 1 isn't 1.0, nor true."""
     if not isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     try:

@@ -23,7 +23,12 @@ SCHEMA_VERSION = 2
 
 def as_csv(summary: Summary) -> str:
     """Return one row a job, bytes and seconds as the records have them; what isn't known is empty."""
-    rows = [_row(job, summary.differences) for job in summary.jobs]
+    settings: dict[str, dict[str, str]] = {job.name: {} for job in summary.jobs}
+    for entry in summary.differences:
+        for value, names in entry.values:
+            for name in names:
+                settings[name][f"config.{entry.key}"] = value
+    rows = [_row(job, settings[job.name]) for job in summary.jobs]
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=_names(rows), restval="", lineterminator="\n")
     writer.writeheader()
@@ -31,12 +36,11 @@ def as_csv(summary: Summary) -> str:
     return file.getvalue()
 
 
-def _row(job: Job, differences: Sequence[Spread]) -> dict[str, object]:
+def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
     run = job.run
     row: dict[str, object] = {"job": job.name, "folder": run.folder, "status": run.status}
     row |= {"error_stage": run.failed_stage, "error_type": run.error_type, "reason": run.reason}
-    for entry in differences:
-        row |= {f"config.{entry.key}": value for value, names in entry.values if job.name in names}
+    row |= settings
     for section, held in run.memory.items():
         row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
@@ -61,7 +65,8 @@ def as_json(summary: Summary) -> str:
         "schema_version": SCHEMA_VERSION,
         "jobs": [_job(job) for job in summary.jobs],
         "unreadable": [{"path": str(problem.path), "reason": problem.reason} for problem in summary.problems],
-        "failures": [{"job": job.name, "reason": job.run.failure} for job in summary.failures],
+        "conditions": _spreads(summary.conditions),
+        "failures": [{"job": job.name, "reason": job.run.failure} for job in summary.jobs if job.run.failure],
         "config_differences": _spreads(summary.differences),
         "environment": _spreads(summary.environments),
         "noise": {**asdict(summary.noise), "within": summary.noise.within, "level": LEVEL},

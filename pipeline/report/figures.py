@@ -28,7 +28,7 @@ from matplotlib.ticker import (
 )
 from matplotlib.transforms import blended_transform_factory
 
-from pipeline.report.quantities import Kind, scale_for
+from pipeline.report.quantities import Kind, scale_for, shorten
 from pipeline.report.run_folders import Job
 
 SERIES = ("s0", "s1", "s2", "s3", "s4", "s5", "rest")
@@ -259,8 +259,3 @@ def bar_place(size: Size) -> tuple[float, float]:
 def told_first(shown: int, count: int) -> str:
     """Return the sentence of a picture that has the first ``shown`` of ``count`` jobs, empty where it has all."""
     return f" The first {shown} of {count:,} jobs." if count > shown else ""
-
-
-def shorten(text: str, most: int) -> str:
-    """Return ``text``, cut where it is longer than ``most`` characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"

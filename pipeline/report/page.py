@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
 from pipeline.report.comparison import RunComparison
+from pipeline.report.conditions import told_differences
 from pipeline.report.figures import Picture
 from pipeline.report.plots.experts import expert_picture
 from pipeline.report.plots.lockstep import lockstep_picture
@@ -22,10 +27,15 @@ from pipeline.report.plots.samples import sample_picture
 from pipeline.report.plots.speed import speed_picture
 from pipeline.report.plots.stage_times import stage_picture
 from pipeline.report.plots.training import loss_picture
-from pipeline.report.quantities import listed
+from pipeline.report.quantities import MISSING, listed
+from pipeline.report.speed import drawn_front, drawn_series
 from pipeline.report.summary import Fact, Summary, group_facts, headline
 
 MOST_ANSWERS = 6
+MOST_FAILURES = 24
+"""So many different reasons why jobs aren't completed are told."""
+ROWS_A_PAGE = 100
+"""So many rows of the table are laid out at once: with thousands a browser takes seconds at each change."""
 MOST_SECTIONS = 8
 """So many checkpoints have a section of their own, with pictures; the table has the jobs of all."""
 _MOST_CHARACTERS = 600
@@ -47,9 +57,31 @@ def report_page(summary: Summary, *, title: str) -> str:
         title=title,
         summary=summary,
         facts=headline(summary),
+        differing=told_differences(summary.conditions),
         sections=_sections(summary.groups),
+        rows=_rows(summary),
         most_answers=MOST_ANSWERS,
+        most_failures=MOST_FAILURES,
+        script=Markup(files("pipeline.report").joinpath("templates", "table.js").read_text(encoding="utf-8")),
     )
+
+
+def _rows(summary: Summary) -> dict[str, Any]:
+    """Return all of the table's rows as the page's script has them, column by column, each cell no longer than shown.
+
+    ``reasons`` has, for each row of a job that isn't completed, the number of the entry that says why, 0 without one.
+    """
+    shown = enumerate(summary.failures[:MOST_FAILURES], 1)
+    reasons = {job.name: number for number, failure in shown for job in failure.jobs}
+    return {
+        "page": ROWS_A_PAGE,
+        "missing": MISSING,
+        "links": [job.link for job in summary.jobs],
+        "reasons": [reasons.get(job.name, 0) for job in summary.jobs],
+        "columns": [
+            {"title": column.title, "cells": column.cells, "values": column.values or None} for column in summary.table
+        ],
+    }
 
 
 def comparison_page(comparison: RunComparison) -> str:
@@ -61,10 +93,10 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
     """Return the plots that the records of one checkpoint have numbers for, in the order of the page."""
     jobs, names = group.jobs, group.labels
     drawn = [
-        speed_picture(group.series, jobs),
+        speed_picture(drawn_series(group.series), jobs),
         lockstep_picture(jobs),
         sample_picture(jobs, names, group.noise, most=MOST_ROWS),
-        pareto_picture(group.front),
+        pareto_picture(drawn_front(group.front)),
         placement_picture(group.placements, jobs, names),
         memory_picture(jobs, names, most=MOST_ROWS),
         timeline_picture(jobs, names),
@@ -95,7 +127,7 @@ def _numbered(picture: Picture, number: int) -> Picture:
 
 
 def _render(template: str, **content: object) -> str:
-    """Fill in ``template``. Everything is escaped but our own SVG, whose texts matplotlib has escaped."""
+    """Fill in ``template``. Everything is escaped but our own SVG, whose texts matplotlib has escaped, and script."""
     environment = Environment(
         loader=PackageLoader("pipeline.report"),
         autoescape=True,
@@ -104,8 +136,18 @@ def _render(template: str, **content: object) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"listed": listed, "svg": Markup, "cut": _cut}
+    environment.filters |= {"listed": listed, "svg": Markup, "cut": _cut, "breakable": _breakable, "sha256": _sha256}
     return environment.get_template(template).render(content)
+
+
+def _breakable(title: str) -> Markup:
+    """Return a heading that may go on in a new line after the dots and underscores of a key."""
+    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(title))))
+
+
+def _sha256(script: str) -> str:
+    """Return what the page's policy names the one script by that may run."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _cut(text: str) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipeline.report.records import Number
 
-Kind = Literal["bytes", "seconds", "rate", "share", "number"]
+Kind = Literal["bytes", "seconds", "rate", "share", "number", "count"]
 MISSING = "\N{EN DASH}"
 
 _UNITS: dict[str, tuple[tuple[float, str], ...]] = {
@@ -17,6 +17,7 @@ _UNITS: dict[str, tuple[tuple[float, str], ...]] = {
     "rate": ((1, ""),),
     "share": ((0.01, "%"),),
     "number": ((1, ""),),
+    "count": ((1, ""),),
 }
 
 
@@ -52,6 +53,8 @@ def scale_for(values: Iterable[Number | None], kind: Kind) -> Scale:
         size, unit = 1, "s" if kind == "seconds" else unit
     if kind == "number":  # runs are told apart by its last digits
         return Scale(size, unit, 4)
+    if kind == "count":
+        return Scale(size, unit, 0)
     if unit in ("B", "%"):
         return Scale(size, unit, 0 if unit == "B" else 1)
     return Scale(size, unit, 3 if unit == "s" and largest < 10 else 2 if largest / size < 100 else 1)
@@ -67,3 +70,8 @@ def listed(names: Sequence[str], *, most: int = 8) -> str:
     if len(names) <= most:
         return ", ".join(names)
     return f"{', '.join(names[: most - 2])}, … {len(names):,} in all"
+
+
+def shorten(text: str, most: int) -> str:
+    """Return ``text``, cut where it is longer than ``most`` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -47,16 +47,30 @@ class Answer:
     """What one prompt gave: ``token_ids`` are the new tokens only.
 
     An output that is no tokens is named by ``prompt``, and ``text`` has all else that the record has of it.
+    ``prompt_tokens`` is the length of the prompt, None where that isn't known.
     """
 
     prompt: str
     text: str
     token_ids: tuple[int, ...]
+    prompt_tokens: int | None = None
 
     @property
     def result(self) -> object:
         """What two runs are compared by: the tokens, or without any all that is told."""
         return self.token_ids or self.text
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """What a run loaded: the model's class, how many parameters it has by dtype, and its bytes in use.
+
+    All is empty where the record doesn't say, as older ones don't.
+    """
+
+    class_name: str = ""
+    parameters: Mapping[str, Number | None] = field(default_factory=dict)
+    bytes: Number | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +96,7 @@ class Run:
     ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
     cgroup's limit that the process ran under, None where there was none. ``experts`` has the layers of a mixture whose
     experts wait: layer → counts by name. ``losses`` are those of a training, step by step. ``samples`` are all that are
-    known, ``cap_untested`` why no cap was tested that was asked for.
+    known, ``cap_untested`` why no cap was tested that was asked for. ``started`` is the moment in ISO 8601.
     """
 
     folder: Path
@@ -107,6 +121,8 @@ class Run:
     samples: tuple[RunSample, ...] = ()
     losses: tuple[Number | None, ...] = ()
     cap_untested: str = ""
+    model: RunModel = RunModel()
+    started: str = ""
 
     @property
     def counting(self) -> tuple[RunSample, ...]:
@@ -202,7 +218,14 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         samples=tuple(map(_sample, _dicts(content, "samples"))),
         losses=tuple(_number(step.get("loss")) for step in _dicts(content, "steps")),
         cap_untested=str(enforcement.get("how") or "") if enforcement.get("enforced") is False else "",
+        model=_model(_mapping(content, "model")),
+        started=str(content.get("started") or ""),
     )
+
+
+def _model(entry: dict[str, Any]) -> RunModel:
+    parameters = _numbers(_mapping(entry, "parameters"))
+    return RunModel(str(entry.get("class") or ""), parameters, _number(entry.get("bytes")))
 
 
 def _uses(layers: Mapping[str, Any]) -> dict[str, dict[str, Number | None]]:
@@ -238,11 +261,13 @@ def _sample(entry: dict[str, Any]) -> RunSample:
 def _answer(entry: dict[str, Any]) -> Answer:
     prompt, ids = entry.get("prompt", entry.get("name", "")), _list(entry, "token_ids")
     told = {key: value for key, value in entry.items() if key not in ("prompt", "name")}
+    length = entry.get("prompt_tokens")
     text = entry.get("text") if "token_ids" in entry else ", ".join(f"{key} {_plain(one)}" for key, one in told.items())
     return Answer(
         prompt=_plain(prompt),
         text=str(text or ""),
         token_ids=tuple(token for token in ids if isinstance(token, int)),
+        prompt_tokens=length if isinstance(length, int) else None,
     )
 
 
@@ -293,11 +318,14 @@ def _section(content: Mapping[str, Any], key: str, kind: type[_Kind]) -> _Kind:
 
 
 def _clean(value: Any) -> Any:
-    """Return ``value`` with all text in it ``printable``."""
+    """Return ``value`` with all text in it ``printable``. Most of a record is numbers, and nothing else is as long."""
     if isinstance(value, str):
-        return printable(value)
+        return value if value.isascii() and value.isprintable() else printable(value)
     if isinstance(value, list):
-        return [_clean(entry) for entry in value]
+        return [_clean(entry) if isinstance(entry, str | list | dict) else entry for entry in value]
     if isinstance(value, dict):
-        return {_clean(key): _clean(entry) for key, entry in value.items()}
+        return {
+            _clean(key): _clean(entry) if isinstance(entry, str | list | dict) else entry
+            for key, entry in value.items()
+        }
     return value

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs, joined_noise
+from pipeline.report.conditions import conditions
 from pipeline.report.differences import Spread, config_differences, environments
 from pipeline.report.noise import Noise
 from pipeline.report.quantities import listed, tell
@@ -19,18 +21,28 @@ Fact = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """Why jobs aren't completed, in one line, with all ``jobs`` that it is true of."""
+
+    status: str
+    reason: str
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The numbers of a report.
 
-    ``failures`` are the jobs that aren't completed; ``groups`` has the jobs of each checkpoint and what is told of
-    them together; ``noise`` says which jobs can't be told apart.
+    ``conditions`` say what was measured; ``failures`` why jobs aren't completed; ``groups`` has the jobs of each
+    checkpoint and what is told of them together; ``noise`` says which jobs can't be told apart.
     """
 
     jobs: tuple[Job, ...]
     problems: tuple[Problem, ...]
     statuses: tuple[tuple[str, int], ...]
     table: tuple[Column, ...]
-    failures: tuple[Job, ...]
+    failures: tuple[Failure, ...]
+    conditions: tuple[Spread, ...]
     differences: tuple[Spread, ...]
     environments: tuple[Spread, ...]
     groups: tuple[CheckpointGroup, ...]
@@ -45,13 +57,28 @@ def summarise(found: Found) -> Summary:
         jobs=jobs,
         problems=found.problems,
         statuses=tuple(Counter(job.run.status for job in jobs).most_common()),
-        table=job_table(jobs, differences, within),
-        failures=tuple(job for job in jobs if job.run.failure),
+        table=job_table(jobs, differences, within, checkpoints=_checkpoints(groups)),
+        failures=_failures(jobs),
+        conditions=conditions(jobs),
         differences=differences,
         environments=environments(jobs),
         groups=groups,
         noise=within,
     )
+
+
+def _failures(jobs: Sequence[Job]) -> tuple[Failure, ...]:
+    """Return each different reason once, in the order of the first jobs."""
+    members: dict[tuple[str, str], list[Job]] = {}
+    for job in jobs:
+        if job.run.failure:
+            members.setdefault((job.run.status, job.run.failure), []).append(job)
+    return tuple(Failure(status, reason, tuple(failed)) for (status, reason), failed in members.items())
+
+
+def _checkpoints(groups: Sequence[CheckpointGroup]) -> dict[str, str] | None:
+    """Return the name of each job's checkpoint, None where all have the same."""
+    return {job.name: group.title for group in groups for job in group.jobs} if len(groups) > 1 else None
 
 
 def headline(summary: Summary) -> list[Fact]:

@@ -1,18 +1,22 @@
-"""The table of jobs: one column a fact, each in one unit, for the terminal and the page alike."""
+"""The table of jobs: one column a fact, each in one unit, for the terminal and the page alike.
+
+Why a job didn't complete isn't in it: that is told beside it, once for all jobs with the same reason.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeline.report.differences import ABSENT, Spread
 from pipeline.report.noise import Noise, told_samples
 from pipeline.report.placements import in_tier_order
-from pipeline.report.quantities import MISSING, Kind, listed, scale_for
+from pipeline.report.quantities import MISSING, Kind, listed, scale_for, shorten
 from pipeline.report.records import Bytes, Number, Run
 from pipeline.report.run_folders import Job
 from pipeline.report.speed import (
+    BOUND,
     DISK,
     FIRST_TOKEN,
     HIT_RATE,
@@ -29,32 +33,61 @@ from pipeline.report.speed import (
 )
 
 UNLIMITED = "unlimited"
+_UNLIMITED_BYTES = 2.0**63
+"""What a budget without a limit is sorted by: more than any that a record has."""
 BETWEEN_TOKENS = "time_between_tokens_seconds_p90"
 PERPLEXITY = "perplexity"
 BITS = "bits_per_byte"
 SCORED = "scored_tokens_per_second"
 STREAMED_FORWARD = "streamed_bytes_per_forward"
+PASSES = "passes"
+_LONGEST = 600
+"""So many characters of a cell are kept: a prompt may have thousands, and the table has it once for each job."""
+_OF_CHECKPOINT = ("model.kind", "model.path", "model._target_")
+MOST_CHOICES = 12
+"""Of a column with so many different words at most, one of them can be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its ``title``, the ``unit`` of its numbers (empty for text), and a cell for every job."""
+    """One column: its ``title``, the ``unit`` of its numbers (empty for text), and a cell for every job.
+
+    ``values`` are the numbers that the cells tell, by which jobs are sorted. Jobs can be picked by the words of a
+    column that ``sets_apart``.
+    """
 
     title: str
     unit: str
     cells: tuple[str, ...]
     numeric: bool = False
+    values: tuple[Number | None, ...] = ()
+    sets_apart: bool = False
+
+    @property
+    def choices(self) -> list[str]:
+        """The different cells, where jobs can be picked by one of them; else nothing."""
+        words = sorted(set(self.cells)) if self.sets_apart and not self.numeric else []
+        return words if 1 < len(words) <= MOST_CHOICES else []
 
 
-def job_table(jobs: Sequence[Job], differences: Sequence[Spread], within: Noise) -> tuple[Column, ...]:
+def job_table(
+    jobs: Sequence[Job], differences: Sequence[Spread], within: Noise, *, checkpoints: Mapping[str, str] | None = None
+) -> tuple[Column, ...]:
     """Return the columns of the table of jobs; one that has nothing to say about any job is left out.
 
-    ``within`` says which jobs can't be told apart.
+    ``within`` says which jobs can't be told apart; ``checkpoints`` has the name of each job's, where there are several.
     """
     budgets = _budgets(jobs)
     shown = {f"max_memory.{column.title.removeprefix('budget ')}" for column in budgets}
+    shown |= set(_OF_CHECKPOINT if checkpoints else ())
     columns = [
         Column("job", "", tuple(job.name for job in jobs)),
+        Column("status", "", tuple(_status(job.run) for job in jobs), sets_apart=True),
+        *(
+            [Column("checkpoint", "", tuple(map(checkpoints.__getitem__, _names(jobs))), sets_apart=True)]
+            if checkpoints
+            else []
+        ),
         *(_setting(jobs, entry) for entry in differences if entry.key not in shown),
         *budgets,
         _measured(jobs, "memory cap", "bytes", lambda run: run.cap_bytes),
@@ -74,17 +107,32 @@ def job_table(jobs: Sequence[Job], differences: Sequence[Spread], within: Noise)
         _measured(jobs, "streamed a token", "bytes", lambda run: run.metric(STREAMED)),
         *_predicted_bytes(jobs),
         _measured(jobs, "experts in slots", "share", lambda run: run.metric(HIT_RATE)),
+        _measured(jobs, "passes", "count", lambda run: run.metric(PASSES)),
+        _measured(jobs, "tokens a pass", "rate", _tokens_a_pass),
         _measured(jobs, "streamed a forward", "bytes", lambda run: run.metric(STREAMED_FORWARD)),
         _measured(jobs, "streaming", "bytes", lambda run: run.metric(STREAMING), per="/s"),
         _measured(jobs, "stalled a token", "seconds", lambda run: run.metric(STALLED)),
         _measured(jobs, "stalled", "share", lambda run: run.metric(STALL_SHARE)),
-        Column("bound by", "", tuple(job.run.bound or MISSING for job in jobs)),
-        Column("predicted bound", "", tuple(job.run.words.get(PREDICTED_BOUND, MISSING) for job in jobs)),
+        _words(jobs, "bound by", BOUND),
+        _words(jobs, "predicted bound", PREDICTED_BOUND),
         *_peaks(jobs),
-        Column("status", "", tuple(_status(job.run) for job in jobs)),
-        Column("reason", "", tuple(job.run.failure or MISSING for job in jobs)),
     ]
-    return tuple(column for column in columns if set(column.cells) - {MISSING})
+    told = [column for column in columns if set(column.cells) - {MISSING}]
+    return tuple(replace(column, cells=tuple(shorten(cell, _LONGEST) for cell in column.cells)) for column in told)
+
+
+def _names(jobs: Sequence[Job]) -> list[str]:
+    return [job.name for job in jobs]
+
+
+def _words(jobs: Sequence[Job], title: str, metric: str) -> Column:
+    return Column(title, "", tuple(job.run.words.get(metric) or MISSING for job in jobs), sets_apart=True)
+
+
+def _tokens_a_pass(run: Run) -> Number | None:
+    """Return how many tokens a pass of the model gave where forwards share passes, None elsewhere."""
+    passes = run.metric(PASSES)
+    return sum(len(answer.token_ids) for answer in run.answers) / passes if passes else None
 
 
 def _times(run: Run) -> list[Number]:
@@ -114,21 +162,33 @@ def _predicted_bytes(jobs: Sequence[Job]) -> list[Column]:
 
 def _setting(jobs: Sequence[Job], entry: Spread) -> Column:
     cells = {name: MISSING if value == ABSENT else value for value, names in entry.values for name in names}
-    return Column(entry.key, "", tuple(cells.get(job.name, MISSING) for job in jobs))
+    return Column(entry.key, "", tuple(cells.get(job.name, MISSING) for job in jobs), sets_apart=True)
 
 
 def _budgets(jobs: Sequence[Job]) -> list[Column]:
     """Return a column a device. A job that was refused has no budget in its record, so its config's word stands."""
     columns = []
     for device in devices(jobs, lambda run: run.budget):
-        scale = scale_for([job.run.budget.get(device) for job in jobs], "bytes")
-        cells = []
-        for job in jobs:
-            budget = job.run.budget.get(device, MISSING)
-            number = UNLIMITED if budget is None else _given(job.run, device)
-            cells.append(scale.number(budget) if isinstance(budget, int | float) else number)
-        columns.append(Column(f"budget {device}", scale.unit, tuple(cells), numeric=True))
+        values = [_budget(job.run, device) for job in jobs]
+        scale = scale_for([None if value == _UNLIMITED_BYTES else value for value in values], "bytes")
+        cells = [
+            _given(job.run, device)
+            if value is None
+            else UNLIMITED
+            if value == _UNLIMITED_BYTES
+            else scale.number(value)
+            for job, value in zip(jobs, values, strict=True)
+        ]
+        columns.append(Column(f"budget {device}", scale.unit, tuple(cells), numeric=True, values=tuple(values)))
     return columns
+
+
+def _budget(run: Run, device: str) -> Number | None:
+    """Return the bytes of weights that ``device`` may hold, ``_UNLIMITED_BYTES`` without a limit, None if unknown."""
+    if device not in run.budget:
+        return None
+    budget = run.budget[device]
+    return _UNLIMITED_BYTES if budget is None else budget
 
 
 def _given(run: Run, device: str) -> str:
@@ -151,7 +211,7 @@ def _measured(
     """Return a column of numbers: their ``unit`` is given, or the one that suits them, ``per`` something."""
     values = [value(job.run) for job in jobs]
     scale = scale_for(values, kind)
-    return Column(title, unit or scale.unit + per, tuple(map(scale.number, values)), numeric=True)
+    return Column(title, unit or scale.unit + per, tuple(map(scale.number, values)), numeric=True, values=tuple(values))
 
 
 def _status(run: Run) -> str:

@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from pipeline.report.comparison import RunComparison, Section
+from pipeline.report.quantities import listed, shorten
 from pipeline.report.summary import Summary
 from pipeline.report.table import Column
 
+MOST_ROWS = 60
+"""So many jobs are listed: more of them run off a screen."""
+_WIDEST = 28
+"""So many characters of a cell are shown."""
+_GAP = 2
 _COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow", "running": "yellow"}
 
 
 def show_summary(screen: Console, summary: Summary) -> None:
     """Print the table of jobs, then the reasons of those that failed and the files that can't be read."""
-    columns = [column for column in summary.table if column.title != "reason"]
-    if columns:
-        screen.print(_table(columns))
+    blocks = list(_blocks([_shortened(column) for column in summary.table], room=screen.width))
+    for columns in blocks:
+        screen.print(_table(columns), end="\n" if columns is blocks[-1] else "\n\n")
+    if len(summary.jobs) > MOST_ROWS:
+        screen.print(f"\nThe first {MOST_ROWS} of {len(summary.jobs):,} jobs; the page has them all.")
     if summary.noise.pairs:
         screen.print(f"\n{escape(summary.noise.told())}")
-    for job in summary.failures:
-        screen.print(f"\n{escape(job.name)} {escape(job.run.status)}: {escape(job.run.failure)}")
-    for problem in summary.problems:
+    for failure in summary.failures[:MOST_ROWS]:
+        names = listed([job.name for job in failure.jobs])
+        screen.print(f"\n{escape(names)} {escape(failure.status)}: {escape(failure.reason)}")
+    for problem in summary.problems[:MOST_ROWS]:
         screen.print(f"\n{escape(str(problem.path))}: {escape(problem.reason)}")
+
+
+def _shortened(column: Column) -> Column:
+    """Return ``column`` as far as a terminal shows it: its first cells, each in one line."""
+    return replace(column, cells=tuple(shorten(cell, _WIDEST) for cell in column.cells[:MOST_ROWS]))
+
+
+def _blocks(columns: Sequence[Column], *, room: int) -> Iterator[list[Column]]:
+    """Yield ``columns`` in blocks that ``room`` characters hold side by side, each with the job's name before it."""
+    block: list[Column] = []
+    for column in columns:
+        if len(block) > 1 and sum(map(_width, [*block, column])) - _GAP > room:
+            yield block
+            block = block[:1]
+        block.append(column)
+    if block:
+        yield block
+
+
+def _width(column: Column) -> int:
+    return max(map(cell_len, (column.title, column.unit, *column.cells))) + _GAP
 
 
 def _table(columns: Sequence[Column]) -> Table:

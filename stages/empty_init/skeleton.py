@@ -176,6 +176,15 @@ class Skeleton:
         """The bytes of all parameters and buffers, tied ones counted once."""
         return sum(tensor.bytes for tensor in self.unique)
 
+    @property
+    def parameters(self) -> dict[str, int]:
+        """How many parameters there are, tied ones counted once: dtype → count."""
+        counts: dict[str, int] = {}
+        for tensor in self.unique:
+            if tensor.kind == "parameter":
+                counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
+        return counts
+
     def save(self, folder: Path) -> None:
         """Write ``skeleton.json`` into ``folder``."""
         write_text(folder / FILE_NAME, json.dumps(asdict(self), indent=1) + "\n")

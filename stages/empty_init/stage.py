@@ -131,11 +131,14 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             return build_model(inputs.node, inputs.dtype)
 
     def report(self, artifact: Artifact) -> Report:
-        """Say how large the model is, and whether its order is that of a rehearsal."""
+        """Say what the model is and how large, and whether its order is that of a rehearsal."""
         skeleton = from_json(artifact.json(FILE_NAME))
         order = "rehearsed" if skeleton.unrehearsed is None else "order of registration"
         size = format_bytes(skeleton.bytes)
-        return Report(f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}, {order}")
+        return Report(
+            f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}, {order}",
+            model={"class": skeleton.model_class, "parameters": skeleton.parameters, "bytes": skeleton.bytes},
+        )
 
 
 def _bounds(model: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -127,14 +127,15 @@ class Decoding:
         copies = max(1, len(answers) // len(batch))
         return [
             {
-                "index": batch[place // copies].index,
+                "index": asked.index,
                 "batch": number,
                 "rows": len(answers),
-                "prompt": self._inputs.prompts[batch[place // copies].index].told,
-                "text": self._text(batch[place // copies], answer["token_ids"]),
+                "prompt": self._inputs.prompts[asked.index].told,
+                **({} if asked.with_media else {"prompt_tokens": len(asked.ids)}),
+                "text": self._text(asked, answer["token_ids"]),
                 **answer,
             }
-            for place, answer in enumerate(answers)
+            for asked, answer in ((batch[place // copies], answer) for place, answer in enumerate(answers))
         ]
 
     def _text(self, asked: Asked, row: Sequence[int]) -> str | None:

@@ -35,7 +35,7 @@ from stages.plan import plan as plans
 from stages.plan.hit_rates import note_decoding
 from stages.units import DISK
 
-_TOLD = ("prompt", "text", "token_ids", "logprobs", "batch")
+_TOLD = ("prompt", "prompt_tokens", "text", "token_ids", "logprobs", "batch")
 """What the record has of each sequence."""
 
 
@@ -43,6 +43,7 @@ _TOLD = ("prompt", "text", "token_ids", "logprobs", "batch")
 class Generation:
     """``outputs``: one ``{prompt, text, token_ids, batch}`` a sequence; ``measured``: device → peak bytes.
 
+    Sequences have ``prompt_tokens``, how many their prompt has, unless there are media in it.
     Sequences have ``logprobs`` where these are asked for; those with one number of a ``batch`` were decoded together.
     ``is_chat`` says whether prompts that are text were what a user says in a chat; ``experts`` what a layer's came to;
     ``sample`` how the time went.

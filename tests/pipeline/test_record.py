@@ -71,6 +71,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "overrides": ["seed=1"],
         "config": {"seed": 1},
         "environment": {"python": "3"},
+        "model": {},
         "stages": [],
         "memory": {"budget": {}, "predicted": {}, "measured": {}},
         "metrics": dict.fromkeys(metrics),

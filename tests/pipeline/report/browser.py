@@ -15,6 +15,20 @@ from typing import Any, BinaryIO
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 60
+CONTRAST = """(() => {
+  const WORDS = 'p, h1, h2, td, th, li, code, a, dt, dd, label, input, select, th button, button:enabled, .which';
+  const light = text => {
+    const parts = text.match(/[\\d.]+/g).slice(0, 3).map(part => part / 255);
+    const [r, g, b] = parts.map(part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const page = light(getComputedStyle(document.body).backgroundColor);
+  const ratio = colour => { const l = light(colour); return (Math.max(l, page) + 0.05) / (Math.min(l, page) + 0.05); };
+  const words = [...document.querySelectorAll(WORDS)].map(part => getComputedStyle(part).color);
+  const drawn = [...document.querySelectorAll('#speed svg text')].map(part => getComputedStyle(part).fill);
+  return {page, worst: Math.min(...[...words, ...drawn].map(ratio))};
+})()"""
+"""Gives how light the page is, and the worst contrast to it of any of its words."""
 
 
 def installed() -> str | None:
@@ -49,6 +63,13 @@ class Browser:
         answer = self._ask("Runtime.evaluate", **asked)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def press(self, key: str, text: str = "") -> None:
+        """Press and let go of ``key``, as the keyboard names it; ``text`` is what it writes."""
+        code = {"Enter": 13, "Tab": 9}.get(key, 0)
+        for kind in ("keyDown", "keyUp"):
+            more = {"text": text} if text and kind == "keyDown" else {}
+            self._ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
 
     def screenshot(self, path: Path) -> None:
         """Write the whole page, as long as it is, to ``path``."""

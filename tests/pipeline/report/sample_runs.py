@@ -13,6 +13,7 @@ from pipeline.stage import Report
 
 STAGES = ("empty_init", "plan", "shard_load", "dispatch", "generate")
 ENVIRONMENT = {"offstage": "0.1.0", "torch": "2.13.0", "memory_bytes": 8 * 10**9, "accelerators": []}
+MODEL = {"class": "LlamaForCausalLM", "parameters": {"bfloat16": 1_100_000_000}, "bytes": 2_200_000_000}
 LAYERS = [f"model.layers.{index}" for index in range(6)]
 
 
@@ -67,9 +68,9 @@ def write_run(
         "predicted": {"cpu": peak + 5 * 10**6, "disk": 7},
         "measured": {"cpu": peak},
     }
-    outputs = ({"prompt": prompt, "text": text, "token_ids": tokens or [1, 2, 3, 4]},)
+    outputs = ({"prompt": prompt, "prompt_tokens": 1, "text": text, "token_ids": tokens or [1, 2, 3, 4]},)
     told = {"memory": memory, "metrics": figures, "outputs": outputs, "experts": experts or {}}
-    record.merge(Report("", **told, samples=tuple(samples), steps=tuple(steps)))
+    record.merge(Report("", **told, samples=tuple(samples), steps=tuple(steps), model=MODEL))
     if series:
         record.note_series("cpu", series)
     record.finish("completed")

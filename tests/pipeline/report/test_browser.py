@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.report.command import run
-from tests.pipeline.report.browser import Browser, browser, installed
+from tests.pipeline.report.browser import CONTRAST, Browser, browser, installed
 from tests.pipeline.report.sample_runs import write_sweep
 
 FOUND = installed()
@@ -32,18 +32,6 @@ SHOWN = """[...document.querySelectorAll('figure')].map(figure => {
     unresolved: shown.map(svg => svg.outerHTML.match(/#0a[0-9a-f]{2}f5/g)).filter(Boolean).length,
   };
 })"""
-CONTRAST = """(() => {
-  const light = text => {
-    const parts = text.match(/[\\d.]+/g).slice(0, 3).map(part => part / 255);
-    const [r, g, b] = parts.map(part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const page = light(getComputedStyle(document.body).backgroundColor);
-  const ratio = colour => { const l = light(colour); return (Math.max(l, page) + 0.05) / (Math.min(l, page) + 0.05); };
-  const words = [...document.querySelectorAll('p, h1, h2, td, th, li, code')].map(part => getComputedStyle(part).color);
-  const drawn = [...document.querySelectorAll('#speed svg text')].map(part => getComputedStyle(part).fill);
-  return {page, worst: Math.min(...[...words, ...drawn].map(ratio))};
-})()"""
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +60,8 @@ def test_the_table_holds_the_numbers_of_the_csv(view: tuple[Browser, int, str], 
     headings, *rows = view[0].evaluate(ROWS)
     titles = [" ".join(heading.split()) for heading in headings]
     assert titles == [
-        "job", "device_map", "budget cpu GB", "time a token s", "predicted ms", "bound s", "speed tokens/s",
-        "streamed a token GB", "peak cpu GB", "status", "reason",
+        "job", "status", "device_map", "budget cpu GB", "time a token s", "predicted ms", "bound s", "speed tokens/s",
+        "streamed a token GB", "peak cpu GB",
     ]  # fmt: skip
     with page.with_name("report.csv").open(newline="") as file:
         known = list(csv.DictReader(file))
@@ -85,7 +73,7 @@ def test_the_table_holds_the_numbers_of_the_csv(view: tuple[Browser, int, str], 
             assert float(cells["time a token s"]) == round(float(job["metrics.decode_seconds_per_token"]), 3)
             assert float(cells["streamed a token GB"]) == round(int(job["metrics.streamed_bytes_per_token"]) / 1e9, 2)
             assert float(cells["peak cpu GB"]) == round(int(job["measured_bytes.cpu"]) / 1e9, 2)
-    assert rows[6][-2:] == ["failed", "plan: max_memory: too small"]
+    assert rows[6][1] == "failed"
 
 
 def test_every_plot_is_drawn_and_can_be_read(view: tuple[Browser, int, str]) -> None:

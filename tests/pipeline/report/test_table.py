@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
+from pipeline.report.command import run
 from pipeline.report.comparison import ChangedValue, compare
 from pipeline.report.noise import noise
 from pipeline.report.quantities import MISSING
 from pipeline.report.records import read_run
 from pipeline.report.run_folders import find
 from pipeline.report.table import job_table
-from tests.pipeline.report.sample_runs import write_run
+from tests.pipeline.report.sample_runs import write_failure, write_run
 
 FIGURES: Mapping[str, float | str] = {
     "streamed_bytes_per_second": 1.9e9, "stall_seconds_per_token": 1.25, "bound": "storage", "stall_share": 0.314,
@@ -81,3 +85,35 @@ def test_the_table_has_perplexities_to_the_digits_that_tell_jobs_apart(tmp_path:
 def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Path) -> None:
     write_run(tmp_path / "0")
     assert not {"streaming, GB/s", "stalled a token, s", "bound by"} & set(table(tmp_path))
+
+
+def test_jobs_that_share_passes_have_how_many_tokens_one_gave(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", metrics={"passes": 2}, tokens=[1, 2, 3, 4, 5])
+    write_run(tmp_path / "1")
+    found = table(tmp_path)
+    assert (found["passes"], found["tokens a pass"]) == (("2", MISSING), ("2.50", MISSING))
+
+
+def test_a_budget_sorts_by_its_bytes_and_without_a_limit_last(tmp_path: Path) -> None:
+    for number, budget in enumerate((3 * 10**9, 10**9)):
+        write_run(tmp_path / str(number), budget=budget)
+    record = json.loads((tmp_path / "1" / "run.json").read_text())
+    record["memory"]["budget"]["cpu"] = None
+    (tmp_path / "1" / "run.json").write_text(json.dumps(record))
+    jobs = find([tmp_path]).jobs
+    column = next(column for column in job_table(jobs, (), noise(jobs)) if column.title == "budget cpu")
+    assert column.cells == ("3.00", "unlimited")
+    assert column.values[0] == 3 * 10**9
+    assert column.values[1] is not None
+    assert column.values[1] > 10**18
+
+
+def test_why_jobs_failed_is_told_once_for_each_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(3):
+        write_failure(tmp_path / str(number), message="max_memory: too small")
+    write_failure(tmp_path / "3", message="another reason")
+    run([str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('<li id="failure-') == 2
+    assert page.count("plan: max_memory: too small") == page.count("plan: another reason") == 1
+    assert "#0, #1, #2 failed: plan: max_memory: too small" in capsys.readouterr().out

@@ -1,0 +1,158 @@
+"""The table of jobs in a real browser: it sorts, filters and turns its pages there, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.report.command import run
+from tests.pipeline.report.browser import CONTRAST, Browser, browser, installed
+from tests.pipeline.report.sample_runs import write_failure, write_many
+
+FOUND = installed()
+pytestmark = pytest.mark.skipif(FOUND is None, reason="no chromium here: apt-get install chromium")
+
+MANY, REFUSED = 118, 12
+REASON = "max_memory.cpu: too small, " + "and told at length, " * 20
+VIEWS = [(width, scheme) for width in (390, 1440) for scheme in ("light", "dark")]
+JOBS = "[...document.querySelectorAll('#jobs tbody tr')].map(row => row.cells[0].innerText)"
+SORTED = (
+    "[...document.querySelectorAll('#jobs thead th')].map(heading => heading.ariaSort).filter(way => way != 'none')"
+)
+SHOWN = "document.getElementById('shown').textContent"
+PARTS = ".controls > *, .pages > :not([hidden]), #conditions div, .failures li"
+LAID_OUT = f"""[...document.querySelectorAll('{PARTS}')].map(part => {{
+  const box = part.getBoundingClientRect();
+  return {{text: part.innerText, left: box.left, right: box.right, height: box.height}};
+}})"""
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, Path]]:
+    """A browser, and the page of runs of two checkpoints, some refused for one reason."""
+    assert FOUND
+    sweep = write_many(tmp_path_factory.mktemp("many"), MANY)
+    for number in range(MANY, MANY + REFUSED):
+        write_failure(sweep / str(number), message=REASON)
+    for path in sweep.glob("*1/run.json"):
+        record = json.loads(path.read_text())
+        record["config"]["model"]["path"] = "/another/checkpoint"
+        path.write_text(json.dumps(record))
+    run([str(sweep)])
+    with browser(FOUND) as chromium:
+        yield chromium, sweep / "report.html"
+
+
+@pytest.fixture
+def table(opened: tuple[Browser, Path]) -> Browser:
+    chromium, page = opened
+    chromium.open(page, width=1440, scheme="light")
+    return chromium
+
+
+def click(chromium: Browser, title: str) -> None:
+    chromium.evaluate(
+        "[...document.querySelectorAll('#jobs thead button')]"
+        f".find(each => each.innerText.startsWith({json.dumps(title)})).click()"
+    )
+
+
+def give(chromium: Browser, selector: str, value: str, event: str) -> str:
+    """Give a control of the page a value, and return what the page says of the rows then."""
+    return str(
+        chromium.evaluate(
+            f"(() => {{ const part = document.querySelector({json.dumps(selector)}); part.value = {json.dumps(value)};"
+            f" part.dispatchEvent(new Event('{event}')); return {SHOWN}; }})()"
+        )
+    )
+
+
+def test_a_heading_sorts_by_number_and_what_says_nothing_comes_last(table: Browser) -> None:
+    click(table, "budget cpu")
+    assert table.evaluate(SORTED) == ["ascending"]
+    assert table.evaluate(JOBS)[:3] == ["#0", "#1", "#2"]
+    click(table, "budget cpu")
+    assert table.evaluate(SORTED) == ["descending"]
+    assert table.evaluate(JOBS)[:3] == [f"#{MANY - 1}", f"#{MANY - 2}", f"#{MANY - 3}"]
+    table.evaluate("document.getElementById('after').click()")
+    assert table.evaluate(JOBS)[-REFUSED:] == [f"#{number}" for number in range(MANY, MANY + REFUSED)]
+
+
+def test_a_third_click_gives_the_rows_back_as_the_document_had_them(table: Browser) -> None:
+    rows = "document.querySelector('#jobs tbody').innerHTML.replace(/>\\s+</g, '><').trim()"
+    before = table.evaluate(rows)
+    for _ in range(3):
+        click(table, "device_map")
+    assert table.evaluate(rows) == before
+    assert table.evaluate(SORTED) == []
+
+
+def test_the_table_sorts_by_keyboard_alone(table: Browser) -> None:
+    table.evaluate("document.querySelector('#jobs thead button').focus()")
+    table.press("Enter", "\r")
+    table.press("Enter", "\r")
+    assert table.evaluate(JOBS)[0] == f"#{MANY + REFUSED - 1}"
+    table.press("Tab")
+    assert table.evaluate("document.activeElement.innerText") == "status"
+    assert table.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_words_and_choices_filter(table: Browser) -> None:
+    assert table.evaluate(SHOWN) == "1 to 100 of 130 jobs."
+    assert give(table, "#filter", "balanced checkpoint", "input") == "12 that match, of 130 jobs."
+    assert give(table, "#filter", "nowhere", "input") == "No job matches, of 130 jobs."
+    give(table, "#filter", "", "input")
+    chosen = table.evaluate(
+        "[...document.querySelectorAll('select')].map(each => each.labels[0].firstChild.data.trim())"
+    )
+    assert chosen[:3] == ["status", "checkpoint", "device_map"]
+    assert give(table, "select", "failed", "change") == f"{REFUSED} that match, of 130 jobs."
+    assert table.evaluate("document.getElementById('after').hidden")
+
+
+def test_pages_turn_and_no_more_rows_are_laid_out_than_one_has(table: Browser) -> None:
+    assert len(table.evaluate(JOBS)) == 100
+    table.evaluate("document.getElementById('after').click()")
+    assert table.evaluate(SHOWN) == "101 to 130 of 130 jobs."
+    assert table.evaluate(JOBS) == [f"#{number}" for number in range(100, 130)]
+    assert table.evaluate("document.getElementById('after').disabled")
+    table.evaluate("document.getElementById('before').click()")
+    assert table.evaluate(JOBS)[0] == "#0"
+
+
+def test_one_refusal_of_many_jobs_is_one_line_and_stretches_no_row(table: Browser) -> None:
+    assert table.evaluate("document.querySelectorAll('.failures li').length") == 1
+    assert f"{REFUSED} jobs" in table.evaluate("document.querySelector('.failures li').innerText")
+    give(table, "#filter", "", "input")
+    heights = table.evaluate("[...document.querySelectorAll('#jobs tbody tr')].map(row => row.offsetHeight)")
+    click(table, "status")
+    click(table, "status")
+    assert table.evaluate(JOBS)[0] == f"#{MANY}"
+    failed = table.evaluate("[...document.querySelectorAll('#jobs tbody tr')].map(row => row.offsetHeight)")
+    assert max(*heights, *failed) - min(*heights, *failed) <= 1
+    assert table.evaluate("document.querySelector('#jobs tbody td a').getAttribute('href')") == "#failure-1"
+
+
+def test_every_row_leads_to_its_jobs_folder(table: Browser, opened: tuple[Browser, Path]) -> None:
+    links = table.evaluate(
+        "[...document.querySelectorAll('#jobs tbody tr')].map(row => row.querySelector('th a').href)"
+    )
+    assert links[:2] == [(opened[1].parent / name).resolve().as_uri() + "/" for name in ("0", "1")]
+
+
+@pytest.mark.parametrize(("width", "scheme"), VIEWS)
+def test_what_stands_about_the_table_fits_the_screen(opened: tuple[Browser, Path], width: int, scheme: str) -> None:
+    chromium, page = opened
+    chromium.open(page, width=width, scheme=scheme)
+    parts: list[dict[str, Any]] = chromium.evaluate(LAID_OUT)
+    assert len(parts) > 10
+    for part in parts:
+        assert part["left"] >= 0, part
+        assert part["right"] <= width, part
+        assert part["height"] > 0, part
+    assert chromium.evaluate("document.documentElement.scrollWidth") <= width
+    assert chromium.evaluate(CONTRAST)["worst"] >= 4.5
