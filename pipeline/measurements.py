@@ -49,6 +49,9 @@ FIGURES = (
     Figure("tokens scored a second", "rate", "scored_tokens_per_second"),
     Figure("bound by", None, "bound", "predicted_bound"),
     Figure("streamed a token", "bytes", "streamed_bytes_per_token", "predicted_streamed_bytes_per_token"),
+    Figure("drafts judged", None, "speculation"),
+    Figure("tokens a pass", "number", "tokens_per_pass"),
+    Figure("drafts accepted", "share", "draft_acceptance"),
     Figure("experts found in slots", "share", "expert_hit_rate", "predicted_expert_hit_rate"),
     Figure("scoring", "seconds", "score_seconds"),
     Figure("forwards", "seconds", "forward_seconds"),
@@ -79,6 +82,11 @@ def remarks(record: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"Others used the processor in {found.busy} of {found.samples} samples: the times say less of this run; "
             "measure.fresh=true measures again."
+        )
+    if record["metrics"].get("speculation") == "batched":
+        yield (
+            "Several drafts were judged in one forward (generate.speculation=batched): the last bits of what is "
+            "computed, and so tokens, may differ from those of plain decoding."
         )
     if enforcement.get("enforced") is False:
         yield f"No memory cap was tested: {enforcement['how']}."

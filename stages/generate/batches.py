@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stages.inputs.batches import by_length
+from stages.plan.request.speculation import LOOKUP
 
-ALONE = ("prompt_lookup_num_tokens",)
+ALONE = (LOOKUP,)
 """Options that transformers takes for one sequence at a time only. Prompts with media are taken one at a time too."""
 
 

@@ -18,17 +18,22 @@ from stages.generate.logprobs import ChosenLogprobs
 from stages.generate.prompts import token_ids
 from stages.inference.logits import logits_of
 from stages.plan.request.requests import keeps_logits
+from stages.plan.request.speculation import BATCHED, KEY as SPECULATION
 
 END = "eos_token_id"
 FILLED = -1
 """What stands in the place of a token after a row was stopped by a string."""
 
 
+Loop = Callable[..., torch.Tensor]
+"""What decodes with all that ``generate`` has made: its ``custom_generate``."""
+
+
 @dataclass(slots=True)
 class Clock:
     """When each token of a batch came, in seconds of ``time.perf_counter``; ``tick`` is told after each.
 
-    Tokens that were guessed and then kept come several at once.
+    Tokens that were guessed and then kept come several at once, in one of so many ``calls``.
     ``first`` is called once the first token is there: what follows is decoding, what came before is the prefill.
     ``see`` gets all new tokens so far, of shape (sequences, tokens), where the model computes; none where they can't
     be told from others.
@@ -38,12 +43,14 @@ class Clock:
     first: Callable[[], object] = lambda: None
     see: Callable[[torch.Tensor], object] = lambda tokens: None
     times: list[float] = field(default_factory=list)
+    calls: int = 0
     _seen: int = 0
 
     def token(self, tokens: torch.Tensor) -> None:
         """Note that a token has come, or several: the last of ``tokens``, all new ones so far."""
         came = max(1, tokens.shape[1] - self._seen) if self.times else 1
         self._seen = tokens.shape[1]
+        self.calls += 1
         if not self.times:
             self.first()
         self.times += [time.perf_counter()] * came
@@ -71,20 +78,22 @@ def has_generate(model: nn.Module) -> bool:
 
 def decode_with_transformers(
     model: Any, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any], *, device: torch.device, clock: Clock,
-    logprobs: ChosenLogprobs | None = None,
+    logprobs: ChosenLogprobs | None = None, loop: Loop | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the new tokens, int64 of shape (sequences, new tokens), padded on the right where one ended early.
 
     What follows a stop string in a row is ``FILLED``, so that it is told from padding that was chosen. ``inputs`` are
     what the model's forward takes, by name; numbers with a fraction are made the model's dtype.
-    ``logprobs`` collects those of the tokens.
+    ``logprobs`` collects those of the tokens. A ``loop`` decodes in the place of transformers' own, and tells them
+    itself.
     """
-    given = {
-        name: value.to(device, model.dtype if value.is_floating_point() else None) for name, value in inputs.items()
-    }
+    if loop is not None:
+        return _decode_in(loop, model, inputs, options, device=device, clock=clock)
+    given = _given(model, inputs, device)
     skipped = _skipped(model, given)
     criteria: list[StoppingCriteria] = [_ClockCriteria(clock, skipped)]
-    keeps = logprobs is not None and keeps_logits({**model.generation_config.to_dict(), **options})
+    asked = {**model.generation_config.to_dict(), **options, SPECULATION: BATCHED}
+    keeps = logprobs is not None and keeps_logits(asked)
     watching: AbstractContextManager[object] = nullcontext()
     if logprobs is not None and not keeps:
         criteria.append(logprobs)
@@ -100,6 +109,33 @@ def decode_with_transformers(
     if not stops or not skipped or options.get("tokenizer") is None:
         return tokens
     return _filled(sequences, skipped, StopStringCriteria(options["tokenizer"], stops))
+
+
+def _decode_in(
+    loop: Loop, model: Any, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any], *, device: torch.device,
+    clock: Clock,
+) -> torch.Tensor:  # fmt: skip
+    """Return the new tokens that ``loop`` decodes, of one sequence.
+
+    To a loop of another's transformers gives no tokenizer, so that stop strings are made criteria here.
+    """
+    given, options = _given(model, inputs, device), dict(options)
+    skipped = _skipped(model, given)
+    criteria: list[StoppingCriteria] = [_ClockCriteria(clock, skipped)]
+    tokenizer = options.pop("tokenizer", None)
+    if stops := options.get("stop_strings") or model.generation_config.stop_strings:
+        criteria.append(StopStringCriteria(tokenizer, stops))
+        options["stop_strings"] = None
+    output = model.generate(**given, stopping_criteria=StoppingCriteriaList(criteria), custom_generate=loop, **options)
+    tokens: torch.Tensor = output.cpu()[:, skipped or 0 :]
+    return tokens
+
+
+def _given(model: Any, inputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return ``inputs`` where the model computes, numbers with a fraction in its dtype."""
+    return {
+        name: value.to(device, model.dtype if value.is_floating_point() else None) for name, value in inputs.items()
+    }
 
 
 def _filled(sequences: torch.Tensor, skipped: int, stops: StopStringCriteria) -> torch.Tensor:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from pipeline.errors import ConfigError, foreign
@@ -22,9 +23,11 @@ from stages.generate.assistant import Assistant
 from stages.generate.batches import Asked, make_batches
 from stages.generate.detokenizer import Detokenizer, decode_after
 from stages.generate.inputs import GenerateInputs
+from stages.generate.judged import Judged
 from stages.generate.logprobs import ChosenLogprobs
 from stages.generate.metrics import Cost, TimedBatch
 from stages.generate.sampling import SeededRows, seeded_rows
+from stages.generate.speculation import ExactSpeculation
 from stages.generate.transcript import LiveTranscript, before_answer
 from stages.inference.padding import make_batch
 from stages.inference.progress import Progress, Row
@@ -33,6 +36,7 @@ from stages.inputs.prompt_processor import PromptProcessor
 from stages.plan.request.lockstep import KEY as LOCKSTEP
 from stages.plan.request.prompt_inputs import prompt_inputs
 from stages.plan.request.prompts import MOST
+from stages.plan.request.speculation import LOOKUP, guesses_ahead, is_exact
 
 ShowText = Callable[[str], object]
 _PAD = "pad_token_id"
@@ -41,13 +45,22 @@ _SEVERAL = ("num_beams", "num_return_sequences")
 
 
 class Decoding:
-    """Runs the batches of one generation and sums up what they cost."""
+    """Runs the batches of one generation and sums up what they cost.
+
+    The plan says that so many forwards are ``free`` while a pass waits for weights.
+    """
 
     def __init__(
-        self, dispatched: Dispatched, inputs: GenerateInputs, tokenizer: Any, assistant: Assistant | None
+        self,
+        dispatched: Dispatched,
+        inputs: GenerateInputs,
+        tokenizer: Any,
+        assistant: Assistant | None,
+        *,
+        free: float,
     ) -> None:
         self._dispatched, self._inputs, self._tokenizer = dispatched, inputs, tokenizer
-        self._assistant = assistant
+        self._assistant, self._free = assistant, free
         self.cost = Cost()
         self._defaults = options.checkpoint_defaults(checkpoint_folder(inputs.model))
         self._uses_transformers = decode.has_generate(dispatched.model)
@@ -90,10 +103,21 @@ class Decoding:
                     live.finish(progress.done[number][0]["text"])
                 return spans
 
-            together = [number for number, batch in left.items() if members > 1 and not batch[0].with_media]
+            together = [number for number, batch in left.items() if members > 1 and not self._goes_alone(batch[0])]
             for number in sorted(left.keys() - together):
                 self.cost.add(*answer(number))
             self._answer_together([partial(answer, number) for number in together], members)
+
+    def _goes_alone(self, asked: Asked) -> bool:
+        """Return whether a batch like ``asked`` goes through the model without others in lockstep."""
+        return asked.with_media or (is_exact(self._inputs.options) and self._guesses(asked.options))
+
+    def _guesses(self, given: Mapping[str, Any]) -> bool:
+        """Return whether tokens are guessed under the options ``given``, or under the model's defaults."""
+        return self._assistant is not None or guesses_ahead({LOOKUP: self._default(LOOKUP), **given})
+
+    def _default(self, option: str) -> Any:
+        return getattr(getattr(self._dispatched.model, "generation_config", None), option, None)
 
     def _answer_together(self, answers: Sequence[Callable[[], list[TimedBatch]]], size: int) -> None:
         """Have ``answers`` made in lockstep, so many at a time, and count what they cost together."""
@@ -107,8 +131,7 @@ class Decoding:
 
     def _live(self, asked: Asked, show: ShowText, *, is_chat: bool) -> LiveTranscript | None:
         """Return what shows the answer while it comes; null where it is chosen from several, or there is no text."""
-        defaults = getattr(self._dispatched.model, "generation_config", None)
-        several = (asked.options.get(name, getattr(defaults, name, None)) or 1 for name in _SEVERAL)
+        several = (asked.options.get(name, self._default(name)) or 1 for name in _SEVERAL)
         if self._tokenizer is None or max(several) > 1:
             return None
         prompt = before_answer(self._inputs.prompts[asked.index].told, is_chat=is_chat)
@@ -170,12 +193,14 @@ class Decoding:
         )
         if live:
             clock.tick, clock.see = bar.close, live.more  # the text takes the bar's place
+        speculation = self._speculation(given, logprobs)
         torch.manual_seed(batch[0].seed)
         began = time.perf_counter()
         with seeded_rows([one.seed for one in batch]):
-            tokens = self._decode(asked, given, clock, logprobs)
+            tokens = self._decode(asked, given, clock, logprobs, speculation)
+        ended, judged = (replace(traffic), time.process_time()), self._judged(given, speculation, clock)
         spans = [
-            TimedBatch(began, clock.times, len(tokens), first, replace(traffic), cpu=(cpu, time.process_time()))
+            TimedBatch(began, clock.times, len(tokens), first, ended[0], cpu=(cpu, ended[1]), judged=judged)
             for first, cpu in marks[:1]
         ]
         answers = [decode.trim([int(token) for token in row], ends) for row in tokens]
@@ -204,9 +229,27 @@ class Decoding:
         pads = (given.get(_PAD), *(getattr(source, _PAD, None) for source in (self._defaults, self._tokenizer)))
         return [*(token for pad in pads for token in prompts.token_ids(_PAD, pad)), *ends, 0][0]
 
+    def _speculation(self, given: Mapping[str, Any], logprobs: ChosenLogprobs | None) -> ExactSpeculation | None:
+        """Return what guesses and judges under the options ``given``; null where transformers does, or nothing does."""
+        if not (self._uses_transformers and is_exact(self._inputs.options) and self._guesses(given)):
+            return None
+        assistant = self._assistant.for_prompt(given) if self._assistant is not None else None
+        cost = _bytes(assistant) / max(1, _bytes(self._dispatched.model)) if assistant is not None else 0.0
+        streamer = self._dispatched.streamer
+        return ExactSpeculation(streamer, free=self._free, assistant=assistant, cost=cost, logprobs=logprobs)
+
+    def _judged(
+        self, given: Mapping[str, Any], speculation: ExactSpeculation | None, clock: decode.Clock
+    ) -> Judged | None:
+        """Return what came of guessing, null without guesses; of what transformers itself judged, how many passes."""
+        if speculation is not None:
+            return speculation.judged
+        guesses = self._uses_transformers and self._guesses(given)
+        return Judged(passes=clock.calls, tokens=len(clock.times), is_exact=False) if guesses else None
+
     def _decode(
         self, asked: Mapping[str, torch.Tensor], given: Mapping[str, Any], clock: decode.Clock,
-        logprobs: ChosenLogprobs | None,
+        logprobs: ChosenLogprobs | None, speculation: ExactSpeculation | None,
     ) -> torch.Tensor:  # fmt: skip
         model, device = self._dispatched.model, self._dispatched.device
         if not self._uses_transformers:
@@ -217,7 +260,14 @@ class Decoding:
                 )
         stops = given.get("stop_strings") or getattr(self._defaults, "stop_strings", None)
         call = {**given, "tokenizer": self._tokenizer} if stops else dict(given)
-        if self._assistant is not None:
+        if self._assistant is not None and speculation is None:
             call["assistant_model"] = self._assistant.for_prompt(given)
+        loop = speculation.decode if speculation is not None else None
         with torch.no_grad(), foreign(ConfigError, "generate: transformers' generate fails with these options"):
-            return decode.decode_with_transformers(model, asked, call, device=device, clock=clock, logprobs=logprobs)
+            return decode.decode_with_transformers(
+                model, asked, call, device=device, clock=clock, logprobs=logprobs, loop=loop
+            )
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())

@@ -97,7 +97,8 @@ class Session:
     def decoding(self) -> Iterator[Callable[[], Decoding]]:
         """Yield what makes the decoding of each pass; inside, the assistant is there, if one is asked for."""
         with loaded_assistant(self._inputs.assistant_path, self._context) as assistant:
-            yield lambda: Decoding(self.dispatched, self._inputs, self._tokenizer, assistant)
+            free = float(self.plan.forecast.get("forwards_for_free", 0))
+            yield lambda: Decoding(self.dispatched, self._inputs, self._tokenizer, assistant, free=free)
 
     def run(
         self, decoding: Decoding, progress: Progress, *, show: ShowText | None = None, title: str = "generate"

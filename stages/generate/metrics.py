@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from stages.dispatch.transfer.carrier import Traffic
+from stages.generate.judged import Judged
 from stages.inference.bound import Bound, bound_of
 from stages.inference.cost import Metrics
 from stages.plan.plan import Plan
@@ -22,7 +23,7 @@ class TimedBatch:
     """A batch from when it ``began`` over its tokens, one of each of its ``sequences`` at each of ``times``.
 
     ``first`` and ``last`` are what had streamed when the first token had come, and in the end; ``cpu`` the seconds that
-    all threads had computed for by then.
+    all threads had computed for by then. ``judged`` is what came of guessing tokens, null where none were guessed.
     """
 
     began: float
@@ -31,6 +32,7 @@ class TimedBatch:
     first: Traffic
     last: Traffic
     cpu: tuple[float, float] = (0.0, 0.0)
+    judged: Judged | None = None
 
     @property
     def steps(self) -> int:
@@ -46,7 +48,7 @@ class Cost:
     storage for it. So are the calls for experts that wait, ``expert_hits`` of which found theirs in a slot.
     ``cpu_seconds`` are those of all threads while it was decoded. ``first_token_seconds`` has an entry a batch,
     ``token_seconds`` one a token after that: how long it let itself be waited for. Of batches in lockstep, decoding
-    begins with the first token of all; they shared ``passes`` of the model.
+    begins with the first token of all; they shared ``passes`` of the model. ``judged`` sums up what came of guesses.
     """
 
     batches: int = 0
@@ -61,6 +63,7 @@ class Cost:
     expert_misses: int = 0
     cpu_seconds: float = 0.0
     passes: int = 0
+    judged: Judged = field(default_factory=Judged)
     first_token_seconds: list[float] = field(default_factory=list)
     token_seconds: list[float] = field(default_factory=list)
 
@@ -72,6 +75,10 @@ class Cost:
         first, last = earliest.first, latest.last
         self.batches += len(spans)
         self.passes += passes
+        for span in spans:
+            if span.judged is not None:
+                self.passes += span.judged.passes
+                self.judged.add(span.judged)
         self.cpu_seconds += latest.cpu[1] - earliest.cpu[0]
         self.first_token_seconds += [span.times[0] - span.began for span in spans]
         self.token_seconds += [now - before for span in spans for before, now in pairwise(span.times)]
@@ -119,4 +126,5 @@ class Cost:
             "bound_seconds_per_token": self.bound_seconds(plan),
             **({} if self.hit_rate is None else {"expert_hit_rate": self.hit_rate}),
             **({} if not self.passes else {"passes": self.passes}),
+            **self.judged.metrics(),
         }

@@ -16,14 +16,16 @@ from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.empty_init.identity import read_config
 from stages.generate.prompts import token_ids
+from stages.generate.shared_cache import why_not_shared
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.prompts import OWN_KEYS, Prompt, check_seed
+from stages.plan.request.speculation import BATCHED, KEY as SPECULATION, LOOKUP, is_exact
 
 FILE_NAME = "generation_config.json"
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 """What the plain loop understands, for models without a ``generate`` of their own."""
 
-_LOOKUP = "prompt_lookup_num_tokens"
+_BATCHED = f"generate.{SPECULATION}={BATCHED}"
 CACHES = ("dynamic", "static")
 """The values of ``cache_implementation`` whose caches stay where the model computes."""
 
@@ -178,7 +180,7 @@ def _unguessable(
     options: Mapping[str, Any], generate: Mapping[str, Any], model: Mapping[str, Any]
 ) -> Iterable[tuple[str, str]]:
     """Yield the options that transformers refuses where tokens are guessed, by an assistant or from the prompt."""
-    guessing = [name for name in (ASSISTANT, _LOOKUP) if {**options, **generate}.get(name)]
+    guessing = [name for name in (ASSISTANT, LOOKUP) if {**options, **generate}.get(name)]
     if not guessing:
         return
     refused = {
@@ -186,13 +188,15 @@ def _unguessable(
         "num_return_sequences": (options.get("num_return_sequences") or 1) > 1,
         "cache_implementation": options.get("cache_implementation") not in (None, "dynamic"),
         "use_cache": options.get("use_cache") is False,
-        _LOOKUP: len(guessing) > 1,
+        LOOKUP: len(guessing) > 1,
     }
     for name in (name for name, refuses in refused.items() if refuses):
         yield name, f"can't go with generate.{guessing[0]}, which guesses for one sequence at a time; leave one out"
     name = _architecture(model)
     if getattr(getattr(transformers, name, None), "_is_stateful", False):
         yield guessing[-1], f"asks to take tokens back, which {name} can't; leave it out"
+    elif is_exact(generate) and (why := why_not_shared(name, checkpoint_folder(model))):
+        yield guessing[-1], f"asks for several forwards over one cache, and {why}; leave it out, or set {_BATCHED}"
 
 
 def _untold(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

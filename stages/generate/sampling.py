@@ -29,6 +29,12 @@ class _Rows:
             self._generators = [torch.Generator(device).manual_seed(seed) for seed in self._seeds]
         return self._generators
 
+    def copied(self) -> _Rows:
+        """Return others that will draw the same."""
+        found = _Rows(self._seeds)
+        found._generators = [generator.clone_state() for generator in self._generators]
+        return found
+
 
 _rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
 """Those of the batch that is answered now: each of several in lockstep has a context of its own."""
@@ -38,6 +44,17 @@ _rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
 def seeded_rows(seeds: Sequence[int]) -> Iterator[None]:
     """Have what is drawn inside, under ``SeededRows``, be drawn for prompts with these ``seeds``."""
     token = _rows.set(_Rows(seeds))
+    try:
+        yield
+    finally:
+        _rows.reset(token)
+
+
+@contextmanager
+def foreseen_draws() -> Iterator[None]:
+    """Have what is drawn inside be what will be drawn after it, from like distributions like tokens."""
+    rows = _rows.get()
+    token = _rows.set(rows.copied() if rows is not None else None)
     try:
         yield
     finally:

@@ -56,7 +56,7 @@ class GenerateStage(Stage[GenerateInputs]):
     """
 
     name = "generate"
-    version = 7
+    version = 8
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = True

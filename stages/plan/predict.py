@@ -84,6 +84,7 @@ def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernel
     activations = max(grown, *(held for held, _ in found))
     scratch = max(map(sum, found)) - activations
     beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
+    beside += request.judged * request.length * geometry.cached * width  # each has a layer's keys and values in hand
     beside += (request.members - 1) * _parked_bytes(outline, request, at_most=activations)
     return Work(cache, activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes)
 
@@ -170,6 +171,8 @@ def predict(
         forecast["expert_bytes_per_token"] = round(sum(experts.brought.values()) / members)
         forecast["expert_hit_rate"] = round(experts.hit_rate, 4)
     forecast |= {"seconds_per_token": seconds[bound], "bound": bound}
+    if streamed.total():
+        forecast["forwards_for_free"] = round(_carried(seconds, members), 2)
     if streamed.get(DISK):
         forecast["storage_bandwidth_bytes_per_second"] = rates.storage
     through = sum(outline.sizes[name] for name, serving in plan.serving.items() if serving == "direct")
@@ -177,6 +180,15 @@ def predict(
     return replace(
         plan, predicted=peaks, forecast=forecast, used_bytes=used, rates=asdict(rates), pass_tokens=routing.tokens
     )
+
+
+def _carried(seconds: Mapping[str, float], members: int) -> float:
+    """Return how many forwards of one token compute while the weights for a pass are brought.
+
+    ``seconds`` are a token's, of which a pass has ``members``.
+    """
+    computing = max(seconds["host memory"], seconds["device memory"])
+    return members * max(seconds["storage"], seconds["link"]) / computing if computing else 0.0
 
 
 def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: Routing) -> dict[DeviceId, int]:

@@ -30,6 +30,7 @@ from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.passes import ModelPasses
 from stages.dispatch.streaming.saved_weights import SavedWeights
 from stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
+from stages.dispatch.streaming.turns import Shared
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.links import open_link
@@ -104,6 +105,10 @@ class Streamer:
     def joined(self) -> AbstractContextManager[None]:
         """Return the context of a thread whose calls of the model go with those of others; see ``in_lockstep``."""
         return self._passes.joined()
+
+    def wait_for(self, shared: Shared) -> None:
+        """Return when it is the turn of the caller, one of several calls in lockstep, to use ``shared``."""
+        self._passes.turns.wait_for(shared)
 
     def remove(self) -> None:
         """Take all hooks off the model, when what is under way is done.

@@ -46,9 +46,9 @@ class Request:
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
     together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. So many
     ``members`` go through the model in lockstep, with as many sequences each. The host keeps
-    ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32.
-    ``assistant_bytes`` are what a second model takes beside. ``moments`` are those of a forward that is known at its
-    very shape.
+    ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32. So many guesses
+    are ``judged`` in lockstep with the token before them, over one cache. ``assistant_bytes`` are what a second model
+    takes beside. ``moments`` are those of a forward that is known at its very shape.
     """
 
     sequences: int = 1
@@ -60,6 +60,7 @@ class Request:
     members: int = 1
     result_bytes: int = 0
     kept: int = 0
+    judged: int = 0
     assistant_bytes: int = 0
     moments: tuple[Moment, ...] = ()
 

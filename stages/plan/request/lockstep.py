@@ -13,6 +13,7 @@ from pipeline.errors import Fault
 from stages.plan.plan import Plan
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.batch_size import ALIKE, AUTO, sizes_to_try
+from stages.plan.request.speculation import LOOKUP, is_exact
 
 KEY = "lockstep"
 
@@ -45,8 +46,9 @@ def check_lockstep(generate: Mapping[str, Any]) -> Iterable[Fault]:
 def _strangers(generate: Mapping[str, Any]) -> Iterable[Fault]:
     if generate.get("batch_size") == AUTO and generate.get(KEY) == AUTO:
         yield Fault(f"generate.{KEY}", "batch_size is auto too; give a number for one of them")
-    if generate.get(ASSISTANT):
-        yield Fault(f"generate.{KEY}", f"with {ASSISTANT} prompts are answered one at a time; leave one of them out")
+    guesses = ASSISTANT if generate.get(ASSISTANT) else LOOKUP if generate.get(LOOKUP) and is_exact(generate) else None
+    if guesses:
+        yield Fault(f"generate.{KEY}", f"with {guesses} prompts are answered one at a time; leave one of them out")
     if generate.get("cache_implementation") in _STATIC:
         yield Fault(
             f"generate.{KEY}",

@@ -21,9 +21,11 @@ from stages.plan.request.batch_size import AUTO
 from stages.plan.request.lockstep import check_lockstep
 from stages.plan.request.messages import Message, text_of
 from stages.plan.request.prompt_media import MEDIA, find_beside, place_media
+from stages.plan.request.speculation import KEY as SPECULATION, check_speculation
 
 OWN_KEYS = (
     "prompts", "prompts_file", "batch_size", "lockstep", "chat", "system", "exact", "output_logprobs", ASSISTANT,
+    SPECULATION,
 )  # fmt: skip
 """The keys of ``generate`` that are ours; all others are options of transformers' ``GenerationConfig``."""
 
@@ -84,6 +86,7 @@ def check_prompts(generate: Mapping[str, Any]) -> Iterable[Fault]:
         rule = "give a whole number from 1, auto for what fits, or null for all"
         yield Fault("generate.batch_size", f"{size!r} is no batch size; {rule}")
     yield from check_lockstep(generate)
+    yield from check_speculation(generate)
     if chat not in (None, "auto", True, False):
         yield Fault("generate.chat", f"{chat!r} is neither true, false nor auto")
     if system is not None and not is_text(system):

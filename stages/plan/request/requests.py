@@ -21,12 +21,13 @@ from stages.checkpoints.adapters import adapter_folder
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
-from stages.plan.request.assistant import GUESSES, KEY as ASSISTANT, assistant_bytes
+from stages.plan.request.assistant import assistant_bytes
 from stages.plan.request.batch_size import AUTO, batch_sizes
 from stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, round_up
 from stages.plan.request.lockstep import KEY as LOCKSTEP, LARGEST, is_in_lockstep, lockstep_sizes
 from stages.plan.request.media_demand import MediaDemand
 from stages.plan.request.prompts import Prompt, read_prompts
+from stages.plan.request.speculation import guesses_ahead, is_exact, most_guesses
 from stages.plan.request.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
 from stages.plan.request.training import FinetuneOptions, Learns
 
@@ -86,7 +87,7 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     Prompts with media are apart: they are answered one at a time (``media_request``).
     """
     prompts = [prompt for prompt in _prompts(generate) if not prompt.media] or [Prompt("")]
-    alone = 1 if generate.get("exact") or generate.get(ASSISTANT) else len(prompts)
+    alone = 1 if generate.get("exact") or guesses_ahead(generate) else len(prompts)
     together = min(alone, _number(generate, "batch_size", 1 if is_in_lockstep(generate) else len(prompts)))
     request = _answers(generate, prompts, together=together, tokens=max(_tokens(prompt, model) for prompt in prompts))
     return replace(request, members=_members(generate, -(-len(prompts) // together)))
@@ -111,8 +112,9 @@ def _answers(generate: Mapping[str, Any], prompts: Sequence[Prompt], *, together
     asked = [generate, *(prompt.options for prompt in prompts if prompt.options)]
     copies = max(_number(one, key, 1) for one in asked for key in ("num_beams", "num_return_sequences"))
     new = max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
-    keeps = generate.get("output_logprobs") is True and any(keeps_logits({**generate, **one}) for one in asked)
-    guesses = max(_number(one, name, most) for one in asked for name, most in _guesses(generate).items())
+    told = generate.get("output_logprobs") is True
+    keeps = told and any(keeps_logits({**generate, **one}) for one in asked)
+    guesses = max(most_guesses(generate, one) for one in asked)
     prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new))
     return Request(
         together * copies,
@@ -120,14 +122,10 @@ def _answers(generate: Mapping[str, Any], prompts: Sequence[Prompt], *, together
         length,
         positions=1 + guesses,
         copies=copies,
+        judged=guesses if is_exact(generate) else 0,
         kept=round_up(new) if keeps else 0,
         assistant_bytes=assistant_bytes(generate, prompt=prompt, length=length),
     )
-
-
-def _guesses(generate: Mapping[str, Any]) -> dict[str, int]:
-    """Return the options that say how many tokens are guessed and then judged in one forward, with their defaults."""
-    return {"prompt_lookup_num_tokens": 0, **({"num_assistant_tokens": GUESSES} if generate.get(ASSISTANT) else {})}
 
 
 def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
@@ -151,10 +149,10 @@ def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Req
 def keeps_logits(options: Mapping[str, Any]) -> bool:
     """Return whether log-probabilities can only be had from the logits of all steps, kept until the last.
 
-    Which of the beams' tokens, or of those that were guessed, are chosen is known later than their logits; of a static
-    cache the forward may be compiled, where nothing can be taken from it.
+    Which of the beams' tokens, or of those that one forward judges, are chosen is known later than their logits; of a
+    static cache the forward may be compiled, where nothing can be taken from it.
     """
-    guesses = any(options.get(name) for name in (ASSISTANT, "prompt_lookup_num_tokens"))
+    guesses = guesses_ahead(options) and not is_exact(options)
     return guesses or _number(options, "num_beams", 1) > 1 or options.get("cache_implementation") == "static"
 
 

@@ -158,11 +158,18 @@ def test_a_token_takes_as_long_as_the_slowest_of_storage_link_and_memory() -> No
     model = outline({f"l.{index}.w": 10 for index in range(4)})
     plan = planned(model, cpu="30")
     forecast = predict(model, plan, Work(0, 0), Rates(storage=10, host=1000)).forecast
-    storage = {"bound": "storage", "storage_bandwidth_bytes_per_second": 10}
+    storage = {"bound": "storage", "storage_bandwidth_bytes_per_second": 10, "forwards_for_free": 2.0 / (40 / 1000)}
     assert forecast == {"streamed_bytes_per_token": 20, "seconds_per_token": 2.0, **storage}
     assert predict(model, plan, Work(0, 0), Rates(storage=1000, host=10)).forecast["bound"] == "host memory"
     linked = planned(model, _0="30", cpu="100")
     assert predict(model, linked, Work(0, 0), Rates(link=10)).forecast["seconds_per_token"] == 2.0
+
+
+def test_guesses_that_are_judged_in_lockstep_have_a_layers_keys_and_values_each_and_no_cache() -> None:
+    geometry, model = Geometry(layers=8, cached=16, hidden=4), outline({"w": 10})
+    none, some = (work(model, geometry, Request(length=100, positions=5, judged=count)) for count in (0, 4))
+    assert some.cache_bytes == none.cache_bytes
+    assert some.activation_bytes - none.activation_bytes == 4 * 100 * 16 * 4
 
 
 def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None:

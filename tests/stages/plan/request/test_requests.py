@@ -77,16 +77,25 @@ def test_what_is_kept_of_many_tokens_is_counted() -> None:
 
 def test_logits_that_must_be_kept_for_log_probabilities_have_room() -> None:
     asked = {"prompts": ["one"], "max_new_tokens": 16}
+    guesses = {"prompts": ["one", {"prompt": "two", "prompt_lookup_num_tokens": 2}]}
     kept = [
         generate_request({**asked, **options}, {}).kept
         for options in (
             {"output_logprobs": True},
             {"num_beams": 2},
             {"output_logprobs": True, "num_beams": 2},
-            {"output_logprobs": True, "prompts": ["one", {"prompt": "two", "prompt_lookup_num_tokens": 2}]},
+            {"output_logprobs": True, **guesses},
+            {"output_logprobs": True, **guesses, "speculation": "batched"},
         )
     ]
-    assert kept == [0, 0, 16, 16]
+    assert kept == [0, 0, 16, 0, 16]
     geometry, model = Geometry(vocabulary=100), outline({"w": 10})
     more, less = (work(model, geometry, Request(3, kept=count)).bytes for count in (16, 0))
     assert more - less == 3 * 16 * 100 * 4
+
+
+def test_guesses_are_judged_in_lockstep_or_in_one_forward() -> None:
+    asked = {"prompts": ["one", {"prompt": "two", "prompt_lookup_num_tokens": 7}], "prompt_lookup_num_tokens": 3}
+    exact, batched = (generate_request({**asked, "speculation": mode}, {}) for mode in ("exact", "batched"))
+    assert (exact.positions, exact.judged, exact.sequences) == (8, 7, 1)
+    assert (batched.positions, batched.judged, batched.sequences) == (8, 0, 1)

@@ -1,0 +1,48 @@
+"""``generate.speculation``: guessed tokens cost passes and change no word; the record tells what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.e2e.conftest import Finished
+
+Run = Callable[..., Finished]
+ASKED = (
+    "generate.prompts=['0, 0, 0, 0, 0, 0, 0,',{prompt: Once upon a time, seed: 3}]",
+    "hardware.rates={storage: 10MB, host: 10GB, link: 10GB, device: 10GB}",
+    "max_memory.cpu=1500kB", "storage.io=direct", "generate.max_new_tokens=12", "generate.output_logprobs=true",
+)  # fmt: skip
+LOOKUP = "generate.prompt_lookup_num_tokens=4"
+
+
+def test_tokens_are_those_of_plain_decoding_in_fewer_passes(offstage_here: Run) -> None:
+    plain, guessed = offstage_here(*ASKED, "generate.exact=true"), offstage_here(*ASKED, LOOKUP)
+    assert guessed.code == 0, guessed.err
+    assert guessed.tokens == plain.tokens
+    scores = [[output["logprobs"] for output in run.record["outputs"]] for run in (plain, guessed)]
+    assert scores[0] == scores[1]
+    mine, theirs = guessed.record["metrics"], plain.record["metrics"]
+    tokens = sum(map(len, guessed.tokens))
+    assert mine["speculation"] == "exact"
+    assert mine["passes"] == tokens - mine["accepted_tokens"] < tokens
+    assert mine["tokens_per_pass"] == tokens / mine["passes"]
+    assert mine["draft_acceptance"] == mine["accepted_tokens"] / mine["drafted_tokens"]
+    assert mine["streamed_bytes_per_token"] < theirs["streamed_bytes_per_token"]
+    assert mine["predicted_forwards_for_free"] > 2
+    assert "tokens a pass" in guessed.out
+    assert not {"speculation", "passes"} & theirs.keys()
+    batched = offstage_here(*ASKED, LOOKUP, "generate.speculation=batched")
+    assert not batched.cached["generate"]
+    assert batched.record["metrics"]["speculation"] == "batched"
+    assert batched.record["metrics"]["tokens_per_pass"] > 1
+    assert ["judged in one forward" in run.out for run in (guessed, batched)] == [False, True]
+
+
+def test_what_does_not_go_together_is_refused(offstage_here: Run) -> None:
+    for argument, words in {
+        "generate.speculation=both": "generate.speculation: 'both' is neither exact nor batched",
+        "generate.lockstep=2": "generate.lockstep: with prompt_lookup_num_tokens prompts are answered one at a time",
+    }.items():
+        refused = offstage_here(*ASKED, LOOKUP, argument)
+        assert (refused.code, refused.err.count("\n")) == (2, 1)
+        assert words in refused.err
