@@ -55,7 +55,7 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
 
     from pipeline.config import choose_stages, register
     from pipeline.errors import named
-    from pipeline.hydra_arguments import refuse_rerun
+    from pipeline.hydra_arguments import refuse_arguments
     from pipeline.hydra_errors import guarded_composing
     from pipeline.hydra_task import Task
     from pipeline.launchers import register_launchers
@@ -66,7 +66,7 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
     register_launchers()
 
     def compose() -> int:
-        refuse_rerun(sys.argv[1:])
+        refuse_arguments(sys.argv[1:])
         register()
         sys.argv[1:] = [choose_stages(argument) for argument in sys.argv[1:]]
         with named(Path("the run's folder")):  # what Hydra keeps there it writes without naming it in an error

@@ -129,8 +129,14 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     """Return ``config`` as plain dicts, lists and scalars, interpolations resolved and paths absolute.
 
     ``max_memory`` gets str keys. Standard input is read where a key asks for it. Raises a ``ConfigError`` that names
-    every mandatory value (``???``) not given.
+    every mandatory value (``???``) not given, or says that ``config`` isn't made over this command's own.
     """
+    absent = [name for name in key_names(config_classes()) if name not in config]
+    if absent:
+        raise ConfigError(
+            f"{absent[0]}: the config has no such key, nor {len(absent) - 1} others that a run goes by; one of your "
+            "own begins with defaults: [config, _self_]"
+        )
     missing = sorted(str(key) for key in OmegaConf.missing_keys(config))
     if missing:
         raise ConfigError("\n".join(f"{key}: no value; give one: {key}=…" for key in missing))

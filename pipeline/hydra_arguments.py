@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,18 +12,34 @@ if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader
     from hydra.core.override_parser.types import Override
 
+_LINE = "COMP_LINE"
 _OWN_LAUNCHERS = "hydra_plugins.offstage_launchers"
 
 
-def refuse_rerun(arguments: Sequence[str]) -> None:
-    """Raise a ``ConfigError`` where ``arguments`` ask Hydra to run a pickle again: one runs whatever code it holds."""
+def refuse_arguments(arguments: Sequence[str]) -> None:
+    """Raise a ``ConfigError`` where ``arguments`` ask for what Hydra's command line has and this one can't do.
+
+    Running a pickle again would run whatever code it holds; what a shell asks at a completion it asks with the line in
+    its environment; without the root's keys what Hydra's refer to can't be resolved.
+    """
     from hydra._internal.utils import get_args_parser
 
-    given = get_args_parser().parse_args(list(arguments)).experimental_rerun
-    if given is not None:
+    given = get_args_parser().parse_args(list(arguments))
+    if given.experimental_rerun is not None:
         raise ConfigError(
-            f"--experimental-rerun: {given!r} is to be a pickle, which runs whatever code it holds, and no run leaves "
-            "one; offstage-replay RUN runs a record again"
+            f"--experimental-rerun: {given.experimental_rerun!r} is to be a pickle, which runs whatever code it holds,"
+            " and no run leaves one; offstage-replay RUN runs a record again"
+        )
+    if given.cfg == "hydra" and given.resolve:
+        raise ConfigError(
+            "--cfg hydra --resolve: Hydra's keys refer to others that it leaves out; --cfg all --resolve --package "
+            "hydra shows them"
+        )
+    shell = next((each.partition("=")[2] for each in given.overrides if each.startswith("query=")), None)
+    if given.shell_completion and shell is not None and not os.environ.get(_LINE, "").strip():
+        raise ConfigError(
+            f"-sc query={shell}: what a shell asks at a completion, with the line in {_LINE}; "
+            f"offstage -sc install={shell} prints what has it do so"
         )
 
 

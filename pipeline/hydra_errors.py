@@ -8,6 +8,7 @@ from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from pipeline.command_exit import guarded
 from pipeline.errors import ConfigError, closest
@@ -38,7 +39,10 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
             if not _comes_from_an_override(error):
                 raise
             raise ConfigError(NULL_IN_A_FILE) from error
-        except ValueError as error:
+        except YAMLError as error:
+            place = getattr(error, "problem_mark", None)
+            raise ConfigError(f"{place.name if place else 'a config file'}: {one_line(error)}") from error
+        except (ValueError, RuntimeError) as error:
             module = _module_that_raised(error)
             if not module.startswith(("hydra.", "logging.")):
                 raise

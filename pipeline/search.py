@@ -51,9 +51,7 @@ class OptunaSearch(Sweeper):
     keys to what is searched, as Hydra's command line has it.
     """
 
-    def __init__(
-        self, *, sampler: Any, direction: Direction, n_trials: int, n_jobs: int, params: DictConfig | None
-    ) -> None:
+    def __init__(self, *, sampler: Any, direction: Direction, n_trials: int, n_jobs: int, params: DictConfig) -> None:
         self.sampler, self.direction, self.params = sampler, direction, params
         self.n_trials, self.n_jobs = n_trials, n_jobs
         self._tried: dict[Proposal, Tried] = {}
@@ -75,8 +73,8 @@ class OptunaSearch(Sweeper):
                 f"hydra.sweeper.direction: {self.direction!r} is none of {', '.join(get_args(Direction))}"
             )
         for key, count in (("n_trials", self.n_trials), ("n_jobs", self.n_jobs)):
-            if type(count) is not int or count < 1:
-                raise ConfigError(f"hydra.sweeper.{key}: {count!r} is no number of jobs; give 1 or more")
+            if count < 1:
+                raise ConfigError(f"hydra.sweeper.{key}: {count} is no number of jobs; give 1 or more")
 
     def sweep(self, arguments: list[str]) -> None:
         """Search; ``arguments`` are those of the command line. What came of it goes to the sweep's folder."""
@@ -84,7 +82,7 @@ class OptunaSearch(Sweeper):
 
         assert self.hydra_context is not None
         assert self.config is not None
-        params = [f"{key!s}={values}" for key, values in (self.params or {}).items()]
+        params = [f"{key}={values}" for key, values in self.params.items()]
         space = read_space([*params, *arguments], self.hydra_context.config_loader)
         study = self._study()
         folder = Path(str(self.config.hydra.sweep.dir))

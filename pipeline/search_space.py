@@ -57,7 +57,10 @@ def _distribution(override: Override) -> BaseDistribution:
     from optuna.distributions import CategoricalDistribution
 
     if override.is_interval_sweep():
-        return _interval(cast("IntervalSweep", override.value()))
+        try:
+            return _interval(cast("IntervalSweep", override.value()))
+        except ValueError as error:  # Optuna's: the other way round, or the logarithm of what has none
+            raise ConfigError(f"{override.input_line}: {error}") from error
     if override.is_range_sweep():
         return _range(sorted(cast("Any", override.sweep_iterator())))
     return CategoricalDistribution(list(override.sweep_string_iterator()))

@@ -75,6 +75,9 @@ def _every_job(loader: Any, config: DictConfig) -> tuple[SweepJob, ...]:
 
 
 def _overrides(loader: Any, config: DictConfig) -> Iterator[list[str]]:
+    size = config.hydra.sweeper.max_batch_size
+    if size is not None and size < 1:
+        raise ConfigError(f"hydra.sweeper.max_batch_size: {size} is no number of jobs; give 1 or more, or null for all")
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     overrides = OverridesParser.create(config_loader=loader).parse_overrides([*params, *config.hydra.overrides.task])
     refuse_empty_sweeps(overrides, loader)

@@ -16,7 +16,8 @@ from pipeline.sweep_record import SweepRecord
 
 _OWN = re.compile(
     r"-m|--multirun|hydra\.(mode=MULTIRUN|sweep\.(dir|subdir)=.*|sweeper\.max_batch_size=\d+)"
-    r"|hydra/launcher=(basic|local|submitit_local|submitit_slurm)"
+    r"|hydra/launcher=(basic|local|submitit_local|submitit_slurm)|hydra/sweeper=(basic|optuna)"
+    r"|hydra/sweeper/sampler=(gp|tpe|random)|hydra\.sweeper\.(n_trials=\d+|n_jobs=\d+|direction=(min|max)imize)"
 )
 """Arguments of Hydra that choose among what is installed here, and name no code."""
 

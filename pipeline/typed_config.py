@@ -16,7 +16,15 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from pipeline.errors import Fault, closest
 
-Device = Enum("Device", {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk": "disk"})  # type: ignore[misc]
+
+class _Named(Enum):
+    """Keys that are shown by their names: a shell's completion has ``max_memory.cpu=`` so."""
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+
+Device = _Named("Device", {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk": "disk"})  # type: ignore[misc]
 """The keys of ``max_memory``. OmegaConf finds a member by name from a string and by value from an int, so that YAML's
 ``0`` and the command line's ``max_memory.0`` meet in one key. What a stage reads has their names."""
 
