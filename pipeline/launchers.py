@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher, BasicLauncherConf
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
@@ -34,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.command_exit import heed_signals
 from pipeline.config import register
-from pipeline.search_config import register_search
+from pipeline.search_config import register_sweepers
 from pipeline.sweep_launcher import SweepLauncher
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -45,8 +44,7 @@ _ENDING_SECONDS = 15.0
 def register_launchers() -> None:
     """Have ``submitit_local``, ``submitit_slurm`` and ``basic`` name these launchers; again it changes nothing.
 
-    Hydra's own sweeper goes by the launcher that is chosen: jobs run one at a time on this machine. ``optuna`` is the
-    search of this command.
+    The sweepers go with them.
     """
     Plugins.instance()  # looking for plugins is what stores the originals' configs: from here on, these stand
     for name, config in (("Local", LocalQueueConf), ("Slurm", SlurmQueueConf)):
@@ -54,10 +52,7 @@ def register_launchers() -> None:
         ConfigStore.instance().store(group="hydra/launcher", name=f"submitit_{name.lower()}", node=node)
     in_turn = BasicLauncherConf(_target_="hydra_plugins.offstage_launchers.InTurnLauncher")
     ConfigStore.instance().store(group="hydra/launcher", name="basic", node=in_turn)
-    at_a_time: Any = "${offstage.batch:${hydra.launcher._target_}}"
-    every_job = BasicSweeperConf(max_batch_size=at_a_time, params={})
-    ConfigStore.instance().store(group="hydra/sweeper", name="basic", node=every_job, provider="offstage")
-    register_search()
+    register_sweepers()
 
 
 class _Launcher(SweepLauncher, originals.BaseSubmititLauncher):  # type: ignore[misc]

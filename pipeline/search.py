@@ -82,7 +82,7 @@ class OptunaSearch(Sweeper):
 
         assert self.hydra_context is not None
         assert self.config is not None
-        params = [f"{key}={values}" for key, values in self.params.items()]
+        params = [f"{key!s}={values}" for key, values in self.params.items()]
         space = read_space([*params, *arguments], self.hydra_context.config_loader)
         study = self._study()
         folder = Path(str(self.config.hydra.sweep.dir))

@@ -1,12 +1,13 @@
-"""The keys of ``hydra/sweeper=optuna``, by the names that users of hydra-optuna-sweeper know, and its samplers."""
+"""The keys of the sweepers: Hydra's own, and a search by the names that users of hydra-optuna-sweeper know."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Dict, List  # noqa: UP035 - OmegaConf knows only these
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeperConf
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 SAMPLERS: dict[str, dict[str, Any]] = {
     "gp": {"_target_": "optuna.samplers.GPSampler", "seed": 0, "n_startup_trials": 3},
@@ -35,9 +36,16 @@ class SearchConfig:
     params: Dict[str, str] = field(default_factory=dict)  # noqa: UP006
 
 
-def register_search() -> None:
-    """Have ``hydra/sweeper=optuna`` name this command's search, also where a plugin of that name is installed."""
+def register_sweepers() -> None:
+    """Have ``hydra/sweeper=optuna`` name this command's search, also where a plugin of that name is installed.
+
+    Hydra's own sweeper, ``basic``, goes by the launcher: jobs run one at a time on this machine.
+    """
+    at_a_time: Any = "${offstage.batch:${hydra.launcher._target_}}"
     store = ConfigStore.instance()
-    store.store(group="hydra/sweeper", name="optuna", node=SearchConfig, provider="offstage")
+    for name, keys in (("basic", BasicSweeperConf(max_batch_size=at_a_time, params={})), ("optuna", SearchConfig())):
+        node = OmegaConf.structured(keys)
+        OmegaConf.set_struct(node.params, False)  # a dotted override may add a key to be swept over
+        store.store(group="hydra/sweeper", name=name, node=node, provider="offstage")
     for name, sampler in SAMPLERS.items():
         store.store(group="hydra/sweeper/sampler", name=name, node=sampler, provider="offstage")

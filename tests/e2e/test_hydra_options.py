@@ -51,6 +51,10 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
         (["-m", "seed=range(5,1)", "device_map=auto,optimal"], "seed: 'range(5,1)' has no value"),
         (["hydra.job_logging.handlers.console.class=nowhere"], "hydra.job_logging: Unable to configure handler"),
         (["-m", "hydra/launcher=joblib", "seed=1,2"], "offstage: hydra/launcher: 'a.plugin.JoblibLauncher' forgets"),
+        (["-m", "seed=1", "hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size: 0 is no number of jobs"),
+        (["-m", "seed=1", "hydra.sweeper._target_=a.Sweeper"], "Invalid plugin 'a.Sweeper'"),
+        (["--cfg", "hydra", "--resolve"], "--cfg all --resolve --package hydra shows them"),
+        (["-sc", "query=bash"], "with the line in COMP_LINE; offstage -sc install=bash prints"),
         (["-sc", "stop_after=plan"], "Expecting one subcommand from ['install', 'uninstall', 'query']"),
     ],
 )
@@ -63,6 +67,24 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
     assert words in done.err
     assert "unforeseen" not in done.err
     assert not [*tmp_path.glob("outputs/multirun/*/*"), *tmp_path.glob("outputs/runs/*/*/run.json")]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("seed: [1", "mine.yaml: while parsing a flow sequence"), ("seed: 1", "the config has no such key, nor ")],
+)
+def test_a_config_file_that_is_none_is_one_line(text: str, words: str, offstage_here: Run, tmp_path: Path) -> None:
+    tmp_path.joinpath("mine.yaml").write_text(text)
+    done = offstage_here("--config-dir", str(tmp_path), "--config-name", "mine", "hydra.run.dir=.")
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert "unforeseen" not in done.err
+
+
+def test_a_shell_is_told_the_devices_by_their_names(offstage_here: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMP_LINE", "offstage max_memory.")
+    done = offstage_here("-sc", "query=bash")
+    assert (done.code, done.out.split()) == (0, ["max_memory.0=", "max_memory.cpu="])
 
 
 def test_the_help_names_a_command_that_prints_the_config_resolved(offstage_here: Run) -> None:

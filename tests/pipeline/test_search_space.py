@@ -47,7 +47,12 @@ def test_a_job_has_what_is_fixed_and_what_was_proposed_of_the_later_of_two() -> 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    [(["seed=1"], "search over nothing"), (["seed=range(3,1)", "dtype=a,b"], r"seed: 'range\(3,1\)' has no value")],
+    [
+        (["seed=1"], "search over nothing"),
+        (["seed=range(3,1)", "dtype=a,b"], r"seed: 'range\(3,1\)' has no value"),
+        (["seed=interval(5,3)"], r"seed=interval\(5,3\): .*low <= high"),
+        (["seed=tag(log,interval(0,3))"], r"seed=tag\(log,interval\(0,3\)\): .*low > 0"),
+    ],
 )
 def test_a_search_over_nothing_is_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
