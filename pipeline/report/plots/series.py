@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from pipeline.report.figures import COLOURS, SERIES, Key, Size
+from pipeline.report.quantities import listed
 from pipeline.report.run_folders import Job
 from pipeline.report.speed import OTHERS, PREDICTED_BOUND, SECONDS, Point, Series, bound_seconds
 
@@ -15,11 +16,14 @@ _CROWD = 90
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _LINES = {"measured": "-", "predicted": "--", "bound": ":"}
 HOLLOW = "hollow: measured by an earlier run, and served from the cache"
-BUSY, CACHED_READS, STORAGE = "busy", "cached reads", "storage"
+BUSY = "crossed out: others used the processor meanwhile"
+CACHED_READS, STORAGE = "cached reads", "storage"
+_LEVEL = 0.03
+"""How much of the axis the level of a single point takes."""
 _NEAR_END = 0.75
 """Beyond this part of the axis words stand to the left of their mark."""
 MOST_WORDS = 24
-"""So many marks have words beside them that say what was odd; the table has all jobs."""
+"""So many marks have words beside them; the caption has all of their jobs."""
 _MEANINGS = {
     "predicted": ("dashed", "predicted by the plan"),
     "bound": ("dotted", "bound: bytes moved ÷ their bandwidth; below it nothing can be, but what was in a cache"),
@@ -32,11 +36,14 @@ _LACKING = {"predicted": "the prediction", "bound": "the storage's bandwidth, fo
 
 def series_caption(series: Sequence[Series], jobs: Sequence[Job]) -> str:
     """Return what the caption of ``series`` of ``jobs`` must say of how they were measured, and of what isn't drawn."""
-    told = _measured_caption([point for entry in series for point in entry.measured])
-    if faster_than_storage(jobs):
+    told = ""
+    if any(point.least is not None for entry in series for point in entry.measured):
+        told += " A mark is the median of a job's samples, its bar reaches from the least to the largest of them."
+    if beat := faster_than_storage(jobs):
         told += (
-            f" “{CACHED_READS}” stands where a token took less time than the storage needs for its bytes: they came"
-            " from the system's page cache, or from a cache of the disk or of the host of this machine."
+            f" “{CACHED_READS}” stands where a token took less time than the storage needs for its bytes"
+            f" ({listed(beat)}): they came from the system's page cache, or from a cache of the disk or of the host of"
+            " this machine."
         )
     absent = _absent(series)
     lacking = " and ".join(_LACKING[name] for name in absent)
@@ -47,9 +54,9 @@ def _absent(series: Sequence[Series]) -> list[str]:
     return [name for name in _MEANINGS if not any(getattr(entry, name) for entry in series)]
 
 
-def faster_than_storage(jobs: Sequence[Job]) -> frozenset[str]:
+def faster_than_storage(jobs: Sequence[Job]) -> tuple[str, ...]:
     """Return the names of the jobs whose tokens were clearly faster than their bytes can come from storage."""
-    return frozenset(
+    return tuple(
         job.name
         for job in jobs
         if (seconds := job.run.metric(SECONDS)) is not None
@@ -57,16 +64,6 @@ def faster_than_storage(jobs: Sequence[Job]) -> frozenset[str]:
         and job.run.words.get(PREDICTED_BOUND, STORAGE) == STORAGE
         and seconds < _CLEARLY * bound
     )
-
-
-def _measured_caption(points: Sequence[Point]) -> str:
-    """Return what a caption must say of how ``points`` were measured, empty where each is a sample of its own."""
-    told = ""
-    if any(point.least is not None for point in points):
-        told += " A mark is the median of a job's samples, its bar reaches from the least to the largest of them."
-    if any(point.busy for point in points):
-        told += " “busy” stands where others used the processor meanwhile."
-    return told
 
 
 def series_keys(series: Sequence[Series]) -> list[Key]:
@@ -77,6 +74,8 @@ def series_keys(series: Sequence[Series]) -> list[Key]:
     ]
     if any(point.cached for entry in series for point in entry.measured):
         settings.append(Key("muted", "mark-o", HOLLOW))
+    if any(point.busy for entry in series for point in entry.measured):
+        settings.append(Key("ink", "mark-x", BUSY))
     return settings + [
         Key("muted", mark, text) for name, (mark, text) in _MEANINGS.items() if name not in _absent(series)
     ]
@@ -109,19 +108,27 @@ def paint_series(axes: Axes, series: Sequence[Series], jobs: Sequence[Job], *, s
         _marks(axes, entry.measured, MARKERS[index], colour=colour, ring=ring, depth=depth)
     bounds = [(entry.bound, COLOURS[_colour(index, entry)]) for index, entry in enumerate(series)]
     _shade(axes, [bound for entry, bound in zip(series, bounds, strict=True) if entry.name != OTHERS])
-    _words(axes, [point for entry in series for point in entry.measured], faster_than_storage(jobs))
+    measured = [point for entry in series for point in entry.measured]
+    _crosses(axes, measured, size=5 if crowded else 9)
+    _words(axes, measured, frozenset(faster_than_storage(jobs)))
 
 
 def _line(axes: Axes, points: Sequence[Point], style: str, *, colour: str, width: float, depth: float) -> None:
-    """Draw a line through ``points``; a single one that isn't measured, and has no mark, is a line of its own."""
+    """Draw a line through ``points``; a single one that isn't measured, and has no mark, is a level of its own."""
     x, y = [point.x for point in points], [point.y for point in points]
     if len(points) == 1 and style != _LINES["measured"]:
-        axes.plot(
-            [x[0]], y, marker="_", color=colour, markersize=26, markeredgewidth=width, zorder=depth,
-            fillstyle="none",
-        )  # fmt: skip
+        middle = _along(axes, points[0])
+        across, y = [middle - _LEVEL / 2, middle + _LEVEL / 2], [y[0], y[0]]
+        level = axes.get_yaxis_transform()
+        axes.plot(across, y, style, color=colour, linewidth=width, zorder=depth, transform=level, clip_on=False)
         return
     axes.plot(x, y, style, color=colour, linewidth=width, zorder=depth)
+
+
+def _along(axes: Axes, point: Point) -> float:
+    """Return how far along the x axis ``point`` stands: 0 at its beginning, 1 at its end."""
+    place = axes.transAxes.inverted().transform(axes.transData.transform((point.x, point.y)))
+    return float(place[0])
 
 
 def _shade(axes: Axes, bounds: Sequence[tuple[Sequence[Point], str]]) -> None:
@@ -156,13 +163,20 @@ def marks(
     )  # fmt: skip
 
 
+def _crosses(axes: Axes, points: Sequence[Point], *, size: float) -> None:
+    """Cross out the marks of jobs that were disturbed."""
+    busy = [point for point in points if point.busy]
+    axes.scatter(
+        [point.x for point in busy], [point.y for point in busy], size**2, marker="x", color=COLOURS["ink"],
+        linewidths=1.4, clip_on=False, zorder=4, urls=[point.link or None for point in busy],
+    )  # fmt: skip
+
+
 def _words(axes: Axes, points: Sequence[Point], cached_reads: frozenset[str]) -> None:
-    """Say beside a mark what was odd about its job."""
-    odd = [(point, [BUSY] * point.busy + [CACHED_READS] * (point.job in cached_reads)) for point in points]
-    for point, words in [(point, words) for point, words in odd if words][:MOST_WORDS]:
-        text, along = ", ".join(words), axes.transData.transform((point.x, point.y))
-        at_end = axes.transAxes.inverted().transform(along)[0] > _NEAR_END
+    """Say beside the marks of jobs that beat their storage what that is."""
+    for point in [point for point in points if point.job in cached_reads][:MOST_WORDS]:
+        at_end = _along(axes, point) > _NEAR_END
         axes.annotate(
-            text, (point.x, point.y), (-8, 4) if at_end else (8, 2), textcoords="offset points",
+            CACHED_READS, (point.x, point.y), (-10, 5) if at_end else (10, 2), textcoords="offset points",
             ha="right" if at_end else "left", color=COLOURS["muted"],
         )  # fmt: skip

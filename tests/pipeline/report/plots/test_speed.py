@@ -8,11 +8,11 @@ import pytest
 
 from pipeline.report.differences import config_differences
 from pipeline.report.figures import Picture
-from pipeline.report.plots.series import CACHED_READS
+from pipeline.report.plots.series import BUSY, CACHED_READS
 from pipeline.report.plots.speed import speed_picture
 from pipeline.report.run_folders import find
 from pipeline.report.speed import MOST_SERIES, speed_series
-from tests.pipeline.report.sample_runs import write_run
+from tests.pipeline.report.sample_runs import sample, write_run
 
 STORED = {"storage_bandwidth_bytes_per_second": 2e9}
 
@@ -37,7 +37,18 @@ def test_a_job_that_is_faster_than_its_storage_is_named(
     write_run(tmp_path / "0", seconds=seconds, streamed=2 * 10**9, metrics={**STORED, **bound})
     picture = drawn(tmp_path)
     assert (f">{CACHED_READS}<" in picture.wide) is named
-    assert ("page cache" in picture.caption) is named
+    assert ("(#0): they came from the system's page cache" in picture.caption) is named
+
+
+def test_a_job_that_was_disturbed_is_crossed_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", samples=[sample(0.5), sample(0.6)])
+    calm = drawn(tmp_path)
+    assert BUSY not in [key.text for key in calm.keys]
+    assert "stroke: var(--ink)" not in calm.wide
+    write_run(tmp_path / "1", budget=2 * 10**9, samples=[sample(0.5), sample(0.6, busy=True)])
+    picture = drawn(tmp_path)
+    assert BUSY in [key.text for key in picture.keys]
+    assert "stroke: var(--ink)" in picture.wide
 
 
 def test_what_cannot_be_is_shaded_and_has_no_marks(tmp_path: Path) -> None:
