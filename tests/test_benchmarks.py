@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipeline.report.sample_runs import sample, write_run
+
 BENCHMARKS = sorted(file.stem for file in Path(__file__).with_name("benchmarks").glob("[!_]*.py"))
 
 
@@ -144,6 +146,27 @@ def test_what_was_kept_of_lockstep_is_told_and_drawn_again(
     told = capsys.readouterr().out
     assert "from 4.4 together on as predicted, from 4.0 as measured" in told
     assert "accelerate 8" in told
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_repeated_sweep_that_has_been_run_is_told_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeated = importlib.import_module("tests.benchmarks.repeated")
+    for number, (seconds, busy) in enumerate(((0.5, False), (0.501, True), (0.8, False))):
+        taken = [sample(seconds + place / 100, busy=busy and place > 2) for place in range(5)]
+        write_run(tmp_path / "sweep" / str(number), budget=(number + 1) * 10**9, seconds=seconds + 0.02, samples=taken)
+    picture = tmp_path / "repeated.png"
+    asked = ["repeated", "tiny", "--sweep", str(tmp_path / "sweep"), "--plot", str(picture)]
+    monkeypatch.setattr("sys.argv", asked)
+    repeated.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "3 jobs, 15 samples, others used the processor in 2 of them.",
+        "Of 3 pairs of jobs 2 differ in the time of a token by a rank test (p < 0.05 for each pair); 1 are within the "
+        "noise.",
+        "Within the noise of #0: #1.",
+        "Within the noise of #1: #0.",
+    ]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

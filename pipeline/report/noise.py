@@ -56,16 +56,19 @@ class Noise:
 
 
 def noise(jobs: Sequence[Job]) -> Noise:
-    """Return which of ``jobs`` can be told apart by the seconds of a token; those of one model are compared."""
+    """Return which of ``jobs`` can be told apart by the seconds of a token; those of one model are compared.
+
+    Jobs that were served the same samples are one measurement told twice, and no pair.
+    """
     times = {job.name: token_times(job) for job in jobs}
     several = [job for job in jobs if len(times[job.name]) > 1][:MOST_JOBS]
     like: dict[str, list[str]] = {job.name: [] for job in several}
     pairs = undecided = 0
     for one, other in combinations(several, 2):
-        if one.run.config.get("model") != other.run.config.get("model"):
+        first, second = times[one.name], times[other.name]
+        if first == second or one.run.config.get("model") != other.run.config.get("model"):
             continue
         pairs += 1
-        first, second = times[one.name], times[other.name]
         undecided += 2 / comb(len(first) + len(second), len(first)) >= LEVEL
         if rank_test(first, second) >= LEVEL:
             like[one.name].append(other.name)

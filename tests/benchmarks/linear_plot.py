@@ -29,11 +29,11 @@ def draw(points: Sequence[Point], line: Line, path: Path) -> None:
 
 
 @contextmanager
-def picture(path: Path) -> Iterator[Figure]:
-    """Lend a figure in the report's look, which is then saved as the PNG ``path``."""
+def picture(path: Path, *, height: float = HEIGHT) -> Iterator[Figure]:
+    """Lend a figure in the report's look, of so many pixels, which is then saved as the PNG ``path``."""
     COLOURS.update(_page_colours())  # a PNG has no page behind it that could say what the colours are
     with matplotlib.rc_context({"font.size": WIDE.text, "axes.unicode_minus": False}):
-        size = (WIDE.width / PER_INCH, HEIGHT / PER_INCH)
+        size = (WIDE.width / PER_INCH, height / PER_INCH)
         figure = Figure(figsize=size, dpi=PER_INCH * SHARPNESS, layout="constrained", facecolor=COLOURS["page"])
         FigureCanvasAgg(figure)
         yield figure

@@ -26,9 +26,11 @@ from pipeline.report.noise import Noise
 from pipeline.report.records import Number, RunSample
 from pipeline.report.run_folders import Job
 
-_PANELS: tuple[tuple[str, Callable[[RunSample], Number | None]], ...] = (
+SampleTime = Callable[[RunSample], Number | None]
+DECODING: tuple[str, SampleTime] = ("decoding: time a token", lambda sample: sample.token_seconds)
+_PANELS: tuple[tuple[str, SampleTime], ...] = (
     ("prompt: time to first token", lambda sample: sample.first_token_seconds),
-    ("decoding: time a token", lambda sample: sample.token_seconds),
+    DECODING,
 )
 
 
@@ -62,15 +64,19 @@ def _paint(figure: Figure, size: Size, rows: Sequence[Job], labels: Mapping[str,
     shape = (len(_PANELS), 1) if size.narrow else (1, len(_PANELS))
     panels = figure.subplots(*shape, squeeze=False).ravel()
     for place, (axes, (title, value)) in enumerate(zip(panels, _PANELS, strict=True)):
-        every = [seconds for job in rows for sample in job.run.counting if (seconds := value(sample)) is not None]
-        unit = measure(axes, "x", every, "seconds", size=size)
-        dress(axes, x_label=in_unit(title, unit))
+        paint_samples(axes, rows, value, title=title, size=size)
         name_rows(axes, row_names(rows, labels), size=size)
         if place and not size.narrow:
             axes.set_yticks([])
-        for row, job in enumerate(rows):
-            known = [(seconds, one) for one in job.run.counting if (seconds := value(one)) is not None]
-            _box(axes, row, known, job=job, size=size)
+
+
+def paint_samples(axes: Axes, rows: Sequence[Job], value: SampleTime, *, title: str, size: Size) -> None:
+    """Draw the box of each job of ``rows``, and its samples: of each the time that ``value`` has of it."""
+    every = [seconds for job in rows for sample in job.run.counting if (seconds := value(sample)) is not None]
+    dress(axes, x_label=in_unit(title, measure(axes, "x", every, "seconds", size=size)))
+    for row, job in enumerate(rows):
+        known = [(seconds, one) for one in job.run.counting if (seconds := value(one)) is not None]
+        _box(axes, row, known, job=job, size=size)
 
 
 def _box(axes: Axes, row: int, samples: Sequence[tuple[Number, RunSample]], *, job: Job, size: Size) -> None:
@@ -88,8 +94,8 @@ def _box(axes: Axes, row: int, samples: Sequence[tuple[Number, RunSample]], *, j
     for seconds, sample in samples:
         colour = COLOURS["s1" if sample.busy else "s0"]
         inside = "none" if sample.earlier else colour
-        mark = "x" if sample.busy else "o"
+        mark, length = ("x", 6) if sample.busy else ("o", 4.5)
         axes.plot(
-            [seconds], [row + offset], mark, color=colour, markerfacecolor=inside, markersize=4.5, clip_on=False,
+            [seconds], [row + offset], mark, color=colour, markerfacecolor=inside, markersize=length, clip_on=False,
             url=url,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from pipeline.report.figures import Picture, Size, dress, in_unit, measure, picture
 from pipeline.report.plots.series import ends, paint_series, series_caption, series_keys
@@ -19,7 +19,7 @@ def speed_picture(series: Sequence[Series], jobs: Sequence[Job]) -> Picture | No
     caption = "Each mark is a job. The budget is that of all devices but the disk, in bytes of weights."
     return picture(
         "speed",
-        lambda figure, size: _paint(figure, size, series, jobs),
+        lambda figure, size: paint_speed(figure.subplots(), series, jobs, size=size),
         title="Budget against seconds a token",
         caption=caption + series_caption(series, jobs),
         keys=series_keys(series),
@@ -27,8 +27,8 @@ def speed_picture(series: Sequence[Series], jobs: Sequence[Job]) -> Picture | No
     )
 
 
-def _paint(figure: Figure, size: Size, series: Sequence[Series], jobs: Sequence[Job]) -> None:
-    axes = figure.subplots()
+def paint_speed(axes: Axes, series: Sequence[Series], jobs: Sequence[Job], *, size: Size) -> None:
+    """Draw the ``series`` of ``jobs`` on ``axes``, which get their scales and labels."""
     across, up = ends(series)
     unit = measure(axes, "x", across, "bytes", size=size)
     time_unit = measure(axes, "y", up, "seconds", size=size)

@@ -75,6 +75,14 @@ def test_too_few_samples_tell_nothing_and_other_models_are_not_compared(tmp_path
     assert noise(find([two]).jobs).told() == ""
 
 
+def test_jobs_that_were_served_the_same_samples_are_no_pair(tmp_path: Path) -> None:
+    served = [sample(seconds, earlier=True) for seconds in FAST]
+    write_jobs(tmp_path, [sample(seconds) for seconds in FAST], served, [sample(seconds) for seconds in SLOW])
+    found = noise(find([tmp_path]).jobs)
+    assert (found.pairs, found.within) == (2, 0)
+    assert found.like["#1"] == ()
+
+
 def test_the_report_has_medians_spreads_busy_jobs_and_what_is_within_the_noise(tmp_path: Path, capsys: Any) -> None:
     disturbed = [sample(seconds, busy=seconds > 0.62, earlier=seconds < 0.61) for seconds in SLOW]
     write_jobs(tmp_path, [sample(seconds) for seconds in FAST], [*disturbed, sample(9.0, counts=False)])
