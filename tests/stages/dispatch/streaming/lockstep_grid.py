@@ -127,7 +127,7 @@ def options_of(setting: Setting, folder: Path, whole: int) -> dict[str, Any]:
     if setting.place == "half":
         return {**least, "device_map": "optimal", "max_memory": {"cpu": whole // 2}}
     if setting.place == "simulated":
-        device = {"name": "a", "memory": "2MB"}
+        device = {"name": "a", "memory": "8MB"}
         budgets = {0: whole // 2, "cpu": whole // 2}
         return {**least, "device_map": "optimal", "max_memory": budgets, "hardware": {"devices": [device]}}
     return ON_DISK
@@ -154,7 +154,10 @@ class Prepared:
     options: Mapping[str, Any]
 
     def check(self) -> None:
-        """Fail where prompts in lockstep get other tokens than alone, or a pass brings a weight more than once."""
+        """Fail where prompts in lockstep get other tokens than alone, or a pass brings a weight more than once.
+
+        Or where a simulated accelerator holds more than its budget.
+        """
         setting, asked, answers = self.setting, self.setting.asked(), dict[int, torch.Tensor]()
 
         def answer(number: int, call: Call) -> None:
@@ -171,6 +174,8 @@ class Prepared:
             passes = group.passes + (len(asked) if setting.name == "t5" else 0)
             assert loaded.traffic.streamed_bytes <= passes * self.whole, setting
             assert loaded.traffic.overflow_bytes == 0, setting
+            for device, peak in streamer_of(loaded.model)._devices.peaks.items():
+                assert peak <= self.options["max_memory"][device], setting
             assert group.passes <= sum(new for _, new in asked), setting
 
 
