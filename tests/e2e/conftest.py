@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.warm_server import ForkedCommand, WarmServer
+from tests.e2e.warm_server import ForkedCommand, WarmServer, of_imports
 
 COMMAND = [sys.executable, "-c", "from pipeline.commands import offstage; offstage()"]
 
@@ -70,24 +71,39 @@ def heed_signals() -> None:
 
 
 _servers: list[WarmServer] = []
-"""None or one, which has this process's environment as it was before any test changed it."""
 _ENVIRONMENT = environment()
+"""A command's as it is before any test changes this process's."""
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ends_server() -> Iterator[None]:
+def _ends_servers() -> Iterator[None]:
     yield
     while _servers:
         _servers.pop().close()
 
 
 def warm_server(variables: Mapping[str, str]) -> WarmServer | None:
-    """Return the server that can fork a command with the environment ``variables``, null where none can."""
+    """Return the server that can fork a command with the environment ``variables``, null where none can.
+
+    It is started when a command is first wanted with this process's environment as it was before any test changed it.
+    """
     if not hasattr(os, "pidfd_open"):
         return None
-    if not _servers:
+    if of_imports(variables) == of_imports(_ENVIRONMENT) and not any(server.fits(variables) for server in _servers):
         _servers.append(WarmServer(_ENVIRONMENT))
-    return _servers[0] if _servers[0].serves(variables) else None
+    return next((server for server in _servers if server.serves(variables)), None)
+
+
+@contextmanager
+def another_server(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have a server for commands with the environment ``variables`` too: for tests that start several of them."""
+    server = WarmServer(variables)
+    _servers.append(server)
+    try:
+        yield
+    finally:
+        _servers.remove(server)
+        server.close()
 
 
 def start(folder: Path, *arguments: str) -> Process:

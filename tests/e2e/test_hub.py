@@ -1,15 +1,14 @@
 """Checkpoints by their Hub id: without a network from this machine's cache, else fetched, no more than is needed."""
 
-import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
 import tests.e2e.conftest as harness
-from tests.e2e.conftest import Finished
+from tests.e2e.conftest import Finished, another_server, environment
 from tests.e2e.fake_hub import COMMIT, FakeHub, serving, tag
 
 Run = Callable[..., Finished]
@@ -17,21 +16,54 @@ TINY = Path(str(resources.files("conf") / "checkpoints" / "tiny"))
 RUN = ("model.path=org/name", "max_memory.cpu=2MB", "generate.prompts=[[5,6,7]]", "generate.max_new_tokens=3")
 
 
-@pytest.fixture
-def hub_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    for name in ("HF_HUB_CACHE", "HF_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "hf" / "hub" / "models--org--name"
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The place of a Hub's cache for all of these tests: a server has imported by it."""
+    return tmp_path_factory.mktemp("hf")
+
+
+@pytest.fixture(scope="module")
+def at_home(home: Path) -> dict[str, str]:
+    """A command's environment whose Hub's cache is at ``home``."""
+    clean = {name: value for name, value in environment().items() if name not in ("HF_HUB_CACHE", "HF_TOKEN")}
+    return {**clean, "HF_HOME": str(home)}
+
+
+@pytest.fixture(scope="module")
+def _offline(at_home: dict[str, str]) -> Iterator[None]:
+    with another_server(at_home):
+        yield
+
+
+@pytest.fixture(scope="module")
+def _online(at_home: dict[str, str]) -> Iterator[tuple[FakeHub, dict[str, str]]]:
+    online = {name: value for name, value in at_home.items() if name != "HF_HUB_OFFLINE"}
+    with serving(TINY) as hub, another_server({**online, "HF_ENDPOINT": hub.endpoint}):
+        yield hub, {**online, "HF_ENDPOINT": hub.endpoint}
 
 
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch, hub_home: Path) -> FakeHub:
+def empty_home(home: Path) -> Path:
+    """An empty cache of a Hub; the folder that a repository has in it."""
+    shutil.rmtree(home)
+    home.mkdir()
+    return home / "hub" / "models--org--name"
+
+
+@pytest.fixture
+def hub_home(_offline: None, empty_home: Path, at_home: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of a Hub that can't be reached; the folder that a repository has in it."""
+    monkeypatch.setattr(harness, "environment", lambda: at_home)
+    return empty_home
+
+
+@pytest.fixture
+def online(_online: tuple[FakeHub, dict[str, str]], empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     """A Hub on this machine that serves the embedded model."""
-    with serving(TINY) as hub:
-        clean = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", "HF_HUB_OFFLINE")}
-        monkeypatch.setattr(harness, "environment", lambda: {**clean, "HF_ENDPOINT": hub.endpoint})
-        yield hub
+    hub, variables = _online
+    hub.asked.clear()
+    monkeypatch.setattr(harness, "environment", lambda: variables)
+    return hub
 
 
 def lay_out(repository: Path) -> None:

@@ -96,7 +96,7 @@ class WarmServer:
     """The server's side that tests see. It forks only what it may: see ``serves``."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = _of_imports(environment)
+        self._environment = of_imports(environment)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         find = f"import sys; sys.path.insert(1, {str(ROOT)!r})"
         program = f"{find}; from tests.e2e.warm_server import serve; del sys.path[1]; serve({theirs.fileno()})"
@@ -109,8 +109,12 @@ class WarmServer:
         self._forks = self._control.recv(_REQUEST_BYTES) == _READY
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """Return whether a command with ``environment`` may be a fork: imports must have seen the same."""
-        return self._forks and _of_imports(environment) == self._environment
+        """Return whether a command with ``environment`` may be a fork: it fits, and no import has started a thread."""
+        return self._forks and self.fits(environment)
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Return whether its imports saw ``environment``."""
+        return of_imports(environment) == self._environment
 
     def start(
         self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str], terminal: int | None = None
@@ -136,7 +140,7 @@ class WarmServer:
         self._process.wait(timeout=60)
 
 
-def _of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
     """Return what of an environment an import could read; what pytest writes there is other in every test."""
     return {name: value for name, value in environment.items() if name != "TERM" and not name.startswith("PYTEST_")}
 
