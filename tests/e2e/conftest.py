@@ -9,15 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.e2e.warm_server import ForkedCommand, WarmServer, of_imports
+from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
 
 COMMAND = [sys.executable, "-c", "from pipeline.commands import offstage; offstage()"]
 
@@ -54,13 +55,9 @@ def records_in(folder: Path) -> dict[Path, dict[str, Any]]:
     return {path: json.loads(path.read_text()) for path in paths}
 
 
-_SET_BY_RUNS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR")
-"""Environment variables that runs inside this process leave in it."""
-
-
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a command: this process's, with the changes of the test, and ``extra``."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", *_SET_BY_RUNS)}
+    clean = {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", *SET_BY_RUNS)}
     return {**clean, "HF_HUB_OFFLINE": "1", **(extra or {})}
 
 
@@ -207,12 +204,26 @@ def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: An
     return run
 
 
+def start_job(command: Sequence[str], *, process_group: int, env: Mapping[str, str]) -> Process:
+    """Start the ``command`` of a job as ``pipeline.job_process`` would, in a fork where that is the same."""
+    variables = {**env, "HF_HUB_OFFLINE": "1"}
+    server = warm_server(variables) if list(command[:3]) == [sys.executable, "-P", "-c"] else None
+    if server is None:
+        return subprocess.Popen(command, process_group=process_group, env=env)
+    return server.start_on((0, 1, 2), Path.cwd(), command[4:], variables, entry="job", leads="group")
+
+
 @pytest.fixture
 def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Replay:
-    """Return a function that replays what it is given, in this test's empty folder: exit code, output, errors."""
+    """Return a function that replays what it is given, in this test's empty folder: exit code, output, errors.
+
+    What is replayed runs in a fork of the warm server instead of a process that imports all again.
+    """
+    from pipeline import job_process
     from pipeline.replay_command import main
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job_process, "subprocess", SimpleNamespace(Popen=start_job))
 
     def run(*arguments: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as exit_info:

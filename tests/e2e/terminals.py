@@ -23,7 +23,7 @@ def _start(folder: Path, arguments: Sequence[str], terminal: int) -> Process:
     variables = {**environment(), "TERM": "xterm"}
     server = warm_server(variables)
     if server is not None:
-        return server.start(folder, arguments, variables, terminal)
+        return server.start_on([terminal] * 3, folder, arguments, variables, leads="session")
     return subprocess.Popen(
         [*COMMAND, *arguments], cwd=folder, env=variables, start_new_session=True, text=True,
         stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=heed_signals,

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 ROOT = Path(__file__).parents[2]
 _IMPORTED = (
@@ -31,8 +31,11 @@ _IMPORTED = (
     "stages.dispatch.streaming.streamer", "stages.generate.stage", "stages.generate.generation",
 )  # fmt: skip
 """What the slowest of a run's imports belong to; a fork imports the others as a process does."""
+SET_BY_RUNS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR")
+"""Environment variables that a run sets in its process, which may be that of the tests."""
 _REQUEST_BYTES = 1 << 20
-_READY = b"ready"
+_READY, _BEGUN = b"ready", "begun"
+Leads = Literal["session", "group"]
 
 
 class ForkedCommand:
@@ -116,23 +119,32 @@ class WarmServer:
         """Return whether its imports saw ``environment``."""
         return of_imports(environment) == self._environment
 
-    def start(
-        self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str], terminal: int | None = None
-    ) -> ForkedCommand:
-        """Start the command in ``folder``; on a ``terminal``, in a session of its own, else with pipes to read."""
+    def start(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedCommand:
+        """Start the command in ``folder``, with pipes to read what it writes."""
+        (out, to_out), (err, to_err), nothing = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDONLY)
+        try:
+            return self.start_on(
+                (nothing, to_out, to_err), folder, arguments, environment, read=(os.fdopen(out), os.fdopen(err))
+            )
+        finally:
+            for descriptor in (nothing, to_out, to_err):
+                os.close(descriptor)
+
+    def start_on(
+        self, streams: Sequence[int], folder: Path, arguments: Sequence[str], environment: Mapping[str, str],
+        *, entry: str = "offstage", leads: Leads | None = None,
+        read: tuple[TextIO | None, TextIO | None] = (None, None),
+    ) -> ForkedCommand:  # fmt: skip
+        """Start the ``entry`` of ``pipeline.commands`` on these standard streams, as the first of what it ``leads``."""
         ending, ended = os.pipe()
         request = {"folder": str(folder), "arguments": arguments, "environment": dict(environment)}
-        if terminal is None:
-            (out, to_out), (err, to_err), nothing = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDONLY)
-            given, read = [nothing, to_out, to_err], [os.fdopen(out), os.fdopen(err)]
-        else:
-            given, read = [os.dup(terminal) for _ in range(3)], [None, None]
-        message = json.dumps({**request, "leads": terminal is not None}).encode("utf-8", "surrogateescape")
-        socket.send_fds(self._control, [message], [*given, ended])
-        for descriptor in (*given, ended):
-            os.close(descriptor)
+        message = json.dumps({**request, "entry": entry, "leads": leads}).encode("utf-8", "surrogateescape")
+        socket.send_fds(self._control, [message], [*streams, ended])
+        os.close(ended)
         answers = os.fdopen(ending, buffering=1)
-        return ForkedCommand(int(answers.readline()), answers, *read)
+        begun, _, pid = answers.readline().partition(" ")
+        assert begun == _BEGUN, "the fork ended before the command began: see what it wrote to standard error"
+        return ForkedCommand(int(pid), answers, *read)
 
     def close(self) -> None:
         """End the server."""
@@ -141,8 +153,12 @@ class WarmServer:
 
 
 def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what of an environment an import could read; what pytest writes there is other in every test."""
-    return {name: value for name, value in environment.items() if name != "TERM" and not name.startswith("PYTEST_")}
+    """Return what of an environment an import could read: not what pytest writes there, other in every test."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in ("TERM", *SET_BY_RUNS) and not name.startswith("PYTEST_")
+    }
 
 
 def serve(control: int) -> None:
@@ -190,7 +206,7 @@ def _tell_end(descriptor: int, pid: int, answers: int) -> None:
 def _run(request: dict[str, Any], streams: Sequence[int], answers: int, made: Mapping[str, str]) -> None:
     """Be the command, from where its interpreter would begin with its program."""
     if request["leads"]:
-        os.setsid()
+        os.setsid() if request["leads"] == "session" else os.setpgid(0, 0)
     os.chdir(request["folder"])
     for standard, opened in enumerate(streams):
         os.dup2(opened, standard)
@@ -199,13 +215,15 @@ def _run(request: dict[str, Any], streams: Sequence[int], answers: int, made: Ma
     os.environ.clear()
     os.environ.update({**request["environment"], **made})
     sys.argv = ["-c", *request["arguments"]]
+    if request["entry"] == "job":
+        sys.path.remove("")  # it is started with -P
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    os.write(answers, f"{os.getpid()}\n".encode())
+    os.write(answers, f"{_BEGUN} {os.getpid()}\n".encode())
     os.close(answers)
-    from pipeline.commands import offstage
+    from pipeline import commands
 
-    offstage()
+    getattr(commands, request["entry"])()
 
 
 def _open_streams() -> None:
