@@ -56,10 +56,10 @@ class DispatchPlan:
     ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
     ``streamed_bytes`` are brought in for every pass, whatever experts it calls. ``staging_bytes`` may be held on the
     host for streamed weights on their way: the reserve, and what the plan left of the main device's budget where that
-    is the host. ``reserves`` are the bytes of the largest streamed layer on each device that computes one: what an
-    accelerator holds for weights on their way. ``slots`` are the bytes for experts on each device that computes some
-    which lie elsewhere; they are divided for passes of ``pass_tokens``. ``host_peak_bytes`` is the predicted peak of a
-    host that stands in for accelerators, null where none is simulated.
+    is the host. ``reserves`` are kept free on each device that computes what is streamed: what an accelerator holds
+    for weights on their way. ``slots`` are the bytes for experts on each device that computes some which lie elsewhere;
+    they are divided for passes of ``pass_tokens``. ``host_peak_bytes`` is the predicted peak of a host that stands in
+    for accelerators, null where none is simulated.
     """
 
     main_device: DeviceId
@@ -132,7 +132,7 @@ def _experts(skeleton: Skeleton, plan: Plan) -> dict[str, ExpertsSpec]:
 def _reserves(skeleton: Skeleton, plan: Plan) -> dict[DeviceId, int]:
     leaders = {skeleton.leader(name): home for name, home in plan.homes.items()}
     outline = Outline(skeleton, routes="experts" in plan.serving.values())
-    return reserves(outline, Placement(leaders, plan.main_device))
+    return reserves(outline, Placement(leaders, plan.main_device), plan.budgets)
 
 
 def _entries(skeleton: Skeleton, plan: Plan) -> dict[str, DeviceId]:

@@ -31,7 +31,7 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
     execution = {
         module: computing[outline.layer_of[tensors[0]].name] for module, tensors in outline.direct.items() if tensors
     }
-    serving, kept = serve(outline, homes, execution, io=io), reserves(outline, placement)
+    serving, kept = serve(outline, homes, execution, io=io), reserves(outline, placement, allowance.budgets)
     sharing = pools(outline, offstage_in(outline, serving, execution))
     return Plan(
         policy=policy,

@@ -76,7 +76,7 @@ def require_ties_together(outline: Outline, homes: Mapping[str, DeviceId], key: 
 
 def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> None:
     """Raise ``BudgetError``, with the least budget that would work, where a device can't hold what must be there."""
-    shortage = find_shortage(outline, placement, budgets)
+    shortage = find_shortage(outline, placement, budgets, tight=True)
     if shortage is not None:
         raise BudgetError(_told(shortage))
 
@@ -123,7 +123,7 @@ def _told(shortage: Shortage) -> str:
     device, budget, held, kept, slots = astuple(shortage)
     where = "the host" if device == CPU else "the disk" if device == DISK else f"accelerator {device}"
     wants = [f"{format_bytes(held)} of weights"] if held or not kept + slots else []
-    wants += [f"a reserve of {format_bytes(kept)} for the largest streamed layer"] if kept else []
+    wants += [f"a reserve of {format_bytes(kept)} for what is streamed and in use at once"] if kept else []
     wants += [f"a slot of {format_bytes(slots)} for an expert"] if slots else []
     needed = held + kept + slots
     return (

@@ -21,7 +21,7 @@ from stages.machine.host_memory import host_memory
 from stages.plan import checks
 from stages.plan.budgets import allow, size_of
 from stages.plan.module_sizes import Classes, outline_of
-from stages.plan.placement import Budgets, fold, reserves, resident_bytes
+from stages.plan.placement import Budgets, fold, layer_reserves, resident_bytes
 from stages.plan.policies import POLICIES
 from stages.plan.policies.explicit import spread
 from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
@@ -61,7 +61,7 @@ def get_balanced_memory(
     budgets = get_max_memory(max_memory)
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
     placement = POLICIES["balanced_low_0" if low_zero else "balanced"](outline, _with_disk(budgets))
-    held, kept = resident_bytes(outline, placement.homes), reserves(outline, placement)
+    held, kept = resident_bytes(outline, placement.homes), layer_reserves(outline, placement)
     used = [device for device in budgets if isinstance(device, int) and budgets[device]]
     shares: dict[DeviceId, int] = {device: held.get(device, 0) + kept.get(device, 0) for device in used[:-1]}
     return {device: min(budget, shares.get(device, budget)) for device, budget in budgets.items()}

@@ -1,9 +1,10 @@
 """Where every tensor lies, and what follows from it: where modules compute, what is streamed, and the reserve.
 
-What is streamed, ``serving`` says. Each device that computes streamed tensors needs room for the largest layer of them:
-the reserve. Whole layers are the measure and not single tensors, because a no-split
-module's tensors may all be wanted at once. Of a mixture's experts a device that computes some which lie elsewhere needs
-room for a slot or two, however many a layer has.
+What is streamed, ``serving`` says. Each device that computes streamed tensors keeps room for them: the reserve. It is
+as large as the largest layer of them, so that what comes next is on its way while one part computes. Where the budget
+doesn't leave that, it is what it leaves, and at the least the tensors of one module, where those of a layer aren't
+wanted together. Of a mixture's experts a device that computes some which lie elsewhere needs room for a slot or two,
+however many a layer has.
 """
 
 from __future__ import annotations
@@ -71,7 +72,46 @@ def execution_devices(outline: Outline, placement: Placement) -> dict[str, Devic
     return {layer.name: execution_device(outline, layer, placement) for layer in outline.layers}
 
 
-def reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
+def reserves(outline: Outline, placement: Placement, budgets: Budgets) -> dict[DeviceId, int]:
+    """Return the bytes that each device keeps free which computes what is streamed.
+
+    That is a layer's, or what ``budgets`` leave beside the weights and a slot, if that is less; but at the least what
+    is in use at once.
+    """
+    whole, least = layer_reserves(outline, placement), least_reserves(outline, placement)
+    held, slots = resident_bytes(outline, placement.homes), least_slots(outline, placement)
+    found: dict[DeviceId, int] = {}
+    for device, count in whole.items():
+        budget = budgets.get(device, 0)
+        left = count if budget is None else budget - held.get(device, 0) - slots.get(device, 0)
+        found[device] = max(least[device], min(count, left))
+    return found
+
+
+def least_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
+    """Return the bytes that each device must keep free which computes what is streamed.
+
+    That is the largest part, where each is alone while its module runs: a part is what one module holds. Where code
+    borrows other modules' weights, holds some around modules that have their own, or was never rehearsed, and where
+    experts are modules in a list, it is the largest layer.
+    """
+    borrowers = outline.skeleton.borrowers
+    if outline.skeleton.unrehearsed is not None or outline.listed or borrowers:
+        return layer_reserves(outline, placement)
+    parts: dict[str, Counter[DeviceId]] = {}
+    for layer in outline.layers:
+        device = execution_device(outline, layer, placement)
+        for name in _streamed(outline, layer, placement, device):
+            parts.setdefault(parent(name), Counter())[device] += outline.sizes[name]
+    if any(above in parts for module in parts for above in upward(module) if above != module):
+        return layer_reserves(outline, placement)
+    found: Counter[DeviceId] = Counter()
+    for sizes in parts.values():
+        found |= sizes
+    return dict(found)
+
+
+def layer_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
     """Return the bytes of the largest streamed layer on each device that computes one."""
     found: dict[DeviceId, int] = {}
     for layer in outline.layers:
@@ -122,8 +162,8 @@ def least_slots(outline: Outline, placement: Placement, count: int = LEAST) -> d
 
 
 def kept_free(outline: Outline, placement: Placement, slots: int = LEAST) -> dict[DeviceId, int]:
-    """Return the bytes that each device keeps free of weights that lie there: the reserve, and so many ``slots``."""
-    kept, least = reserves(outline, placement), least_slots(outline, placement, slots)
+    """Return the bytes that each device is to keep free of weights: a layer's reserve, and so many ``slots``."""
+    kept, least = layer_reserves(outline, placement), least_slots(outline, placement, slots)
     return {device: kept.get(device, 0) + least.get(device, 0) for device in {**kept, **least}}
 
 
@@ -155,13 +195,16 @@ def held_bytes(outline: Outline, homes: Homes) -> tuple[int, int]:
     return sum(count for device, count in held.items() if isinstance(device, int)), held.get(CPU, 0)
 
 
-def find_shortage(outline: Outline, placement: Placement, budgets: Budgets, *, slots: int = LEAST) -> Shortage | None:
+def find_shortage(
+    outline: Outline, placement: Placement, budgets: Budgets, *, slots: int = LEAST, tight: bool = False
+) -> Shortage | None:
     """Return the first device that can't hold its weights, its reserve and so many ``slots``; null where all can.
 
-    A device that ``budgets`` doesn't list holds nothing, except that disk is then unlimited.
+    The reserve is a layer's; if ``tight``, the least. A device that ``budgets`` doesn't list holds nothing, except that
+    disk is then unlimited.
     """
-    held, kept = resident_bytes(outline, placement.homes), reserves(outline, placement)
-    least = least_slots(outline, placement, slots)
+    held, least = resident_bytes(outline, placement.homes), least_slots(outline, placement, slots)
+    kept = least_reserves(outline, placement) if tight else layer_reserves(outline, placement)
     for device in in_tier_order([*held, *kept, *least]):
         budget = budgets.get(device, None if device == DISK else 0)
         found = Shortage(device, budget or 0, held.get(device, 0), kept.get(device, 0), least.get(device, 0))

@@ -29,7 +29,7 @@ from stages.machine.host_memory import PROCESS_BYTES, host_memory
 from stages.plan.assembly import share_slots
 from stages.plan.expert_slots import offstage_in, pools
 from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement, reserves, resident_bytes
+from stages.plan.placement import Budgets, Placement, layer_reserves, reserves, resident_bytes
 from stages.plan.plan import Plan
 from stages.plan.serving import choose_io, serve
 from stages.shard_load.disk_weights import DiskWeights
@@ -98,8 +98,8 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     preloaded = {module.name for module in skeleton.modules if module.class_name in wanted.preload}
     experts = tuple(spec for spec in skeleton.experts if not preloaded.intersection(upward(spec.module)))
     outline, placement = Outline(replace(skeleton, experts=experts)), Placement(leaders, wanted.main)
-    held, kept = resident_bytes(outline, leaders), reserves(outline, placement)
     budgets = _budgets(outline, placement, wanted)
+    held, kept = resident_bytes(outline, leaders), reserves(outline, placement, budgets)
     free = host_memory().available_bytes - (budgets[CPU] or 0) - PROCESS_BYTES
     served = serve(outline, homes, execution, io=choose_io("auto", streamed_bytes=held.get(DISK, 0), free_bytes=free))
     if wanted.kept_apart:
@@ -124,7 +124,7 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
 
 def _budgets(outline: Outline, placement: Placement, wanted: Wanted) -> dict[DeviceId, int | None]:
     """Return the bytes of the host, and of each accelerator that computes what is streamed, as ``Wanted`` has them."""
-    held, whole = resident_bytes(outline, placement.homes), reserves(replace(outline, routes=False), placement)
+    held, whole = resident_bytes(outline, placement.homes), layer_reserves(replace(outline, routes=False), placement)
     least = {device: held.get(device, 0) + count for device, count in whole.items()}
     least[CPU] = held.get(CPU, 0) + STAGED_LAYERS * whole.get(wanted.main, 0)
     return {device: wanted.budgets.get(device) or count for device, count in least.items()}

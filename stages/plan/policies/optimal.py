@@ -8,7 +8,7 @@ resident layers compute: a token then takes the longer of reading and computing,
 For a reserve of r bytes each layer may stream at most r. Which of its tensors stream is a subset-sum problem, small
 enough (a dozen tensors, few distinct layers) to be solved exactly. The smallest r whose remaining tensors fit beside
 it leaves the fewest bytes to stream. An accelerator besides the main one holds whole layers, since what is streamed
-computes on the main device.
+computes on the main device. Where the budget can't hold a layer's worth at all, everything streams, part by part.
 
 Of a mixture's experts a token uses a few, so a byte of an expert is worth a fraction of a byte that every token needs.
 Where not all fits, the model without its experts is placed first, as any model is; the experts all wait below, evenly,
@@ -81,6 +81,8 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
         return mixture
     split = () if outline.experts else _split(outline, budgets)
     found = [sequential(outline, budgets), *split, whole]
+    if all(find_shortage(outline, placement, budgets) is not None for placement in found):
+        found = [*_part_by_part(outline, budgets)] or found
     return min(found, key=lambda placement: _cost(outline, placement, rates or Rates()))
 
 
@@ -89,17 +91,18 @@ def _of_mixture(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iter
 
     Either all but tables is resident, or all experts wait below, with slots where they compute.
     """
-    accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
+    _, accelerators = _computing(budgets)
     if not accelerators:
         yield from (placement for placement in _split(outline, budgets) if not kept_free(outline, placement))
     one = _largest_expert(outline)
     for computing in (accelerators, [CPU]) if accelerators else ([CPU],):
         rooms = {device: 0 if device in accelerators and computing == [CPU] else budgets[device] for device in budgets}
-        for slots in (ROOMY, LEAST):
+        for slots, tight in ((ROOMY, False), (LEAST, False), (LEAST, True)):
             least = slots * one
             free = {**rooms, **{device: _less(rooms.get(device, 0), least) for device in computing}}
             placement = _with_experts_below(outline, optimal(outline.dense, free, rates), budgets)
-            if placement.main in computing and find_shortage(outline, placement, budgets, slots=slots) is None:
+            shortage = find_shortage(outline, placement, budgets, slots=slots, tight=tight)
+            if placement.main in computing and shortage is None:
                 yield placement
 
 
@@ -168,10 +171,27 @@ def _cost(outline: Outline, placement: Placement, rates: Rates) -> tuple[float, 
     return seconds, sum(streamed.values()), streamed.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
 
 
+def _part_by_part(outline: Outline, budgets: Budgets) -> Iterator[Placement]:
+    """Yield the placement of which all is streamed to the main device, if that can hold what is in use at once."""
+    main, accelerators = _computing(budgets)
+    homes, rest = _others(outline, budgets, accelerators[1:])
+    names = [name for layer in rest for name in layer.owned]
+    placement = Placement({**homes, **_below(outline, names, main, budgets)}, main)
+    if find_shortage(outline, placement, budgets, tight=True) is None:
+        yield placement
+
+
+def _computing(budgets: Budgets) -> tuple[DeviceId, list[DeviceId]]:
+    """Return the main device, and the accelerators with a budget."""
+    accelerators: list[DeviceId] = [
+        device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0
+    ]
+    return (accelerators[0] if accelerators else CPU), accelerators
+
+
 def _split(outline: Outline, budgets: Budgets) -> Iterable[Placement]:
     """Yield the placement of partly resident layers, if the budgets can hold one."""
-    accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
-    main: DeviceId = accelerators[0] if accelerators else CPU
+    main, accelerators = _computing(budgets)
     room = budgets.get(main, 0)
     homes, rest = _others(outline, budgets, accelerators[1:])
     tables = {name for layer in rest for name in layer.owned if main == CPU and _is_table(outline, name)}

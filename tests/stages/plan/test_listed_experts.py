@@ -9,7 +9,7 @@ from stages.empty_init.describe import describe
 from stages.machine.rates import Rates
 from stages.plan.expert_slots import ROOMY, Routing
 from stages.plan.outline import Outline
-from stages.plan.placement import Placement, find_shortage, reserves, streamed_bytes
+from stages.plan.placement import Placement, find_shortage, layer_reserves, streamed_bytes
 from stages.plan.plan import Plan
 from stages.plan.policies.optimal import optimal
 from stages.plan.policies.sequential import sequential
@@ -57,14 +57,14 @@ def test_all_experts_are_expected_where_nothing_says_how_many_a_token_uses() -> 
 def test_the_reserve_of_a_layer_is_for_two_of_its_experts() -> None:
     skeleton = describe(mixture(), no_split=["Block"], rehearsed=False)
     here = Outline(skeleton)
-    kept = reserves(here, Placement(dict.fromkeys(here.sizes, DISK), CPU))
+    kept = layer_reserves(here, Placement(dict.fromkeys(here.sizes, DISK), CPU))
     block = sum(size for name, size in here.sizes.items() if name.startswith("layers.0.") and name not in here.listed)
     assert kept == {CPU: block + ROOMY * EXPERT}
 
 
 def test_the_layers_that_the_fields_functions_see_have_all_their_experts() -> None:
     here = Outline(describe(mixture(), no_split=["Block"], rehearsed=False), gathers=False, routes=False)
-    kept = reserves(here, Placement(dict.fromkeys(here.sizes, DISK), CPU))
+    kept = layer_reserves(here, Placement(dict.fromkeys(here.sizes, DISK), CPU))
     assert kept[CPU] > EXPERTS * EXPERT
 
 

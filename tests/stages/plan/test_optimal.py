@@ -5,8 +5,19 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.errors import BudgetError
+from stages.plan.checks import require_fit
 from stages.plan.outline import Outline
-from stages.plan.placement import find_shortage, held_bytes, reserves, resident_bytes, streamed_bytes
+from stages.plan.placement import (
+    Placement,
+    find_shortage,
+    held_bytes,
+    layer_reserves,
+    least_reserves,
+    reserves,
+    resident_bytes,
+    streamed_bytes,
+)
 from stages.plan.policies.optimal import optimal, subset_sums
 from stages.plan.policies.sequential import sequential
 from stages.units import CPU, DISK, DeviceId
@@ -34,7 +45,7 @@ def test_less_is_streamed_than_with_whole_layers(host: int) -> None:
     ours, theirs = optimal(model, budgets), sequential(model, budgets)
     assert find_shortage(model, ours, budgets) is None
     assert resident_bytes(model, ours.homes)[DISK] < 0.95 * resident_bytes(model, theirs.homes)[DISK]
-    assert reserves(model, ours)[CPU] < reserves(model, theirs)[CPU]
+    assert layer_reserves(model, ours)[CPU] < layer_reserves(model, theirs)[CPU]
 
 
 def test_an_untied_embedding_is_left_on_disk_where_rows_are_gathered() -> None:
@@ -94,3 +105,29 @@ def test_subset_sums_are_exact_for_a_layer_and_bounded_for_a_mixture() -> None:
     sums = subset_sums(many)
     assert len(sums.sums) <= 2049
     assert all(sum(many[i] for i in chosen) == total for total, chosen in zip(sums.sums, sums.members, strict=True))
+
+
+def test_what_is_less_than_a_layer_streams_part_by_part() -> None:
+    tensors = {"layers.0.q.weight": 100, "layers.0.k.weight": 80, "layers.0.v.weight": 80, "head.weight": 120}
+    model = outline(tensors, classes={"layers.0": "Layer"}, no_split=["Layer"])
+    with pytest.raises(BudgetError, match="the least that works is 120 bytes"):
+        require_fit(model, optimal(model, {CPU: 119, DISK: None}), {CPU: 119, DISK: None})
+    for budget in (120, 259):
+        budgets: dict[DeviceId, int | None] = {CPU: budget, DISK: None}
+        placement = optimal(model, budgets)
+        require_fit(model, placement, budgets)
+        assert set(placement.homes.values()) == {DISK}
+        assert reserves(model, placement, budgets) == {CPU: budget}
+        assert reserves(model, placement, {CPU: None}) == {CPU: 260}
+
+
+def test_where_parts_are_there_together_a_whole_layer_must_be() -> None:
+    model = outline({"layer.table": 60, "layer.a.weight": 100, "b.weight": 70}, classes={"layer": "L"}, no_split=["L"])
+    assert least_reserves(model, Placement(dict.fromkeys(model.sizes, DISK), CPU)) == {CPU: 160}
+
+
+def test_where_no_rehearsal_saw_what_borrows_what_a_whole_layer_is_there_at_once() -> None:
+    model = outline({"layer.q.weight": 100, "layer.k.weight": 80}, classes={"layer": "Layer"}, no_split=["Layer"])
+    blind = Outline(replace(model.skeleton, unrehearsed="no"))
+    placement = Placement(dict.fromkeys(model.sizes, DISK), CPU)
+    assert (least_reserves(model, placement), least_reserves(blind, placement)) == ({CPU: 100}, {CPU: 180})

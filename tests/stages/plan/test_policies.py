@@ -7,7 +7,7 @@ import pytest
 from pipeline.errors import BudgetError
 from stages.plan.checks import require_fit
 from stages.plan.outline import Outline
-from stages.plan.placement import execution_devices, fold, reserves
+from stages.plan.placement import execution_devices, fold, layer_reserves
 from stages.plan.policies import POLICIES
 from tests.stages.plan.skeletons import outline, stack
 
@@ -62,7 +62,7 @@ def test_sequential_never_goes_back_to_an_earlier_device() -> None:
 
 def test_an_accelerator_too_small_for_anything_holds_nothing_and_the_next_is_the_main_device() -> None:
     placement = POLICIES["sequential"](stack(9), {0: 9, 1: 30, "cpu": 100, "disk": None})
-    assert (placement.main, reserves(stack(9), placement)) == (1, {1: 10})
+    assert (placement.main, layer_reserves(stack(9), placement)) == (1, {1: 10})
 
 
 def test_an_accelerator_that_holds_only_the_reserve_still_computes() -> None:

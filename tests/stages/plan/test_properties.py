@@ -98,7 +98,7 @@ def test_every_tensor_is_placed_once_and_no_budget_is_exceeded(policy: str, case
     if placement is None:
         return
     assert set(placement.homes) == {outline.skeleton.leader(name) for name in outline.sizes}
-    held, kept = resident_bytes(outline, placement.homes), reserves(outline, placement)
+    held, kept = resident_bytes(outline, placement.homes), reserves(outline, placement, budgets)
     for device in {*held, *kept}:
         budget = budgets[device]
         assert budget is None or held.get(device, 0) + kept.get(device, 0) <= budget

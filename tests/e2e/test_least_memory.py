@@ -1,0 +1,63 @@
+"""The least memory that a refusal names works: the plain model's tokens, and nothing outside what was planned."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import offstage
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    PretrainedConfig,
+    T5Config,
+)
+
+from pipeline.errors import BudgetError
+
+CONFIGS: Mapping[str, PretrainedConfig] = {
+    "Llama": LlamaConfig(
+        hidden_size=256, intermediate_size=700, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=300,
+    ),
+    "GPT-2": GPT2Config(n_embd=256, n_layer=3, n_head=4, vocab_size=300),
+    "T5": T5Config(d_model=256, d_ff=700, num_layers=2, num_heads=4, vocab_size=300, decoder_start_token_id=0),
+    "Mamba": MambaConfig(hidden_size=256, num_hidden_layers=3, vocab_size=300),
+}  # fmt: skip
+ALONE = {"Llama", "GPT-2", "T5"}
+"""In these each module's weights are there alone; Mamba's mixers read those of several at once."""
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("Llama", "cpu"), ("GPT-2", 0), ("T5", "cpu"), ("T5", 0), ("Mamba", "cpu")]
+)
+def test_the_least_that_works_is_a_part_where_parts_are_alone_and_it_works(
+    name: str, device: int | str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    kind = AutoModelForSeq2SeqLM if name == "T5" else AutoModelForCausalLM
+    kind.from_config(CONFIGS[name], dtype=torch.float32).save_pretrained(tmp_path / "checkpoint")
+    plain = kind.from_pretrained(tmp_path / "checkpoint").eval()
+    largest = max(sum(p.nbytes for p in module.parameters(recurse=False)) for module in plain.modules())
+    prompt = torch.randint(2, 300, (1, 7))
+
+    def load(budget: int) -> Any:
+        hardware = {"devices": [{"memory": "1GB"}]} if device == 0 else {"devices": []}
+        return offstage.load(
+            tmp_path / "checkpoint", max_memory={device: budget, "cpu": budget}, hardware=hardware,
+            storage={"io": "direct"}, batch_size=1, max_length=32, cache=tmp_path / "cache",
+        )  # fmt: skip
+
+    with pytest.raises(BudgetError) as refusal:
+        load(1)
+    least = int(re.findall(r"the least that works is (\d+) bytes", str(refusal.value))[0])
+    assert (least == largest) == (name in ALONE)
+    with load(least) as streamed:
+        answer = streamed.model.generate(prompt, max_new_tokens=4, do_sample=False)
+        assert torch.equal(answer, plain.generate(prompt, max_new_tokens=4, do_sample=False))
+        assert streamed.traffic.overflow_bytes == 0
