@@ -54,6 +54,7 @@ def compare(before: Run, after: Run) -> RunComparison:
         ),
         _texts("Config", flatten(before.config), flatten(after.config)),
         _texts("Environment", flatten(before.environment), flatten(after.environment)),
+        _texts("Model", _model(before), _model(after)),
         _plan(before, after),
         _memory(before, after),
         _speed(before, after),
@@ -95,6 +96,13 @@ def _texts(title: str, before: dict[str, str], after: dict[str, str]) -> Section
             (one, _), (other, _) = entry.values
             changes.append(ChangedValue(entry.key, one or MISSING, other or MISSING))
     return Section(title, tuple(changes), () if changes else (_SAME,))
+
+
+def _model(run: Run) -> dict[str, str]:
+    """Return what was loaded: its class, parameters by dtype, and bytes."""
+    counts = {f"{dtype} parameters": f"{count:,}" for dtype, count in run.model.parameters.items() if count is not None}
+    known = {"class": run.model.class_name, "bytes": tell(run.model.bytes, "bytes") if run.model.bytes else ""}
+    return {**counts, **{name: told for name, told in known.items() if told}}
 
 
 def _plan(before: Run, after: Run) -> Section:

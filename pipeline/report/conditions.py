@@ -49,8 +49,7 @@ def _condition(title: str, jobs: Sequence[Job], told: Callable[[Run], str]) -> S
 
 
 def _model(run: Run) -> str:
-    parameters = sum(count or 0 for count in run.model.parameters.values())
-    counted = f"{_rounded(parameters)} parameters" if parameters else ""
+    counted = f"{_rounded(run.model.count)} parameters" if run.model.count else ""
     return ", ".join(filter(None, (run.model.class_name, counted)))
 
 

@@ -45,6 +45,7 @@ def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
         row |= {f"{section}_bytes.{device}": held[device] for device in in_tier_order(held)}
     row |= {f"metrics.{name}": value for name, value in run.metrics.items()}
     row |= {f"metrics.{name}": value for name, value in {"bound": None, **run.words}.items()}
+    row |= {"model.class": run.model.class_name, "model.parameters": run.model.count}
     row["figures"] = run.provenance.told() if run.measured else ""
     row["bound_seconds_per_token"] = bound_seconds(run)
     for stage in run.stages:
@@ -97,6 +98,7 @@ def _job(job: Job) -> dict[str, Any]:
         "status": run.status,
         "error": {"stage": run.failed_stage, "type": run.error_type, "message": run.reason} if run.reason else None,
         "overrides": list(run.overrides),
+        "model": {"class": run.model.class_name, "parameters": dict(run.model.parameters), "bytes": run.model.bytes},
         "memory": {section: dict(held) for section, held in run.memory.items()},
         "metrics": {**run.metrics, "bound": None, **run.words, "bound_seconds_per_token": bound_seconds(run)},
         "experts": {layer: dict(use) for layer, use in run.experts.items()},

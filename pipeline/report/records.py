@@ -72,6 +72,11 @@ class RunModel:
     parameters: Mapping[str, Number | None] = field(default_factory=dict)
     bytes: Number | None = None
 
+    @property
+    def count(self) -> Number | None:
+        """How many parameters there are, None where that isn't known."""
+        return sum(count or 0 for count in self.parameters.values()) or None
+
 
 @dataclass(frozen=True, slots=True)
 class RunSample:

@@ -165,7 +165,8 @@ def _series(name: str, jobs: Sequence[Job], x: Axis) -> Series:
 def _with_spread(job: Job, point: Point) -> Point:
     """Return ``point`` with how far the samples of ``job`` lie apart, and where they come from."""
     times, found = token_times(job), job.run.provenance
-    spread = (min(times), max(times)) if len(times) > 1 else (None, None)
+    ends = [*times, point.y]  # a record may say that its figure isn't among its samples
+    spread = (min(ends), max(ends)) if len(times) > 1 else (None, None)
     return replace(point, least=spread[0], largest=spread[1], cached=found.is_cached, busy=bool(found.busy))
 
 

@@ -41,6 +41,9 @@ BITS = "bits_per_byte"
 SCORED = "scored_tokens_per_second"
 STREAMED_FORWARD = "streamed_bytes_per_forward"
 PASSES = "passes"
+TOKENS_A_PASS = "tokens_per_pass"
+SPECULATION = "speculation"
+ACCEPTANCE = "draft_acceptance"
 _LONGEST = 600
 """So many characters of a cell are kept: a prompt may have thousands, and the table has it once for each job."""
 _OF_CHECKPOINT = ("model.kind", "model.path", "model._target_")
@@ -108,6 +111,8 @@ def job_table(
         *_predicted_bytes(jobs),
         _measured(jobs, "experts in slots", "share", lambda run: run.metric(HIT_RATE)),
         _measured(jobs, "passes", "count", lambda run: run.metric(PASSES)),
+        _words(jobs, "drafts judged", SPECULATION),
+        _measured(jobs, "drafts accepted", "share", lambda run: run.metric(ACCEPTANCE)),
         _measured(jobs, "tokens a pass", "rate", _tokens_a_pass),
         _measured(jobs, "streamed a forward", "bytes", lambda run: run.metric(STREAMED_FORWARD)),
         _measured(jobs, "streaming", "bytes", lambda run: run.metric(STREAMING), per="/s"),
@@ -130,8 +135,10 @@ def _words(jobs: Sequence[Job], title: str, metric: str) -> Column:
 
 
 def _tokens_a_pass(run: Run) -> Number | None:
-    """Return how many tokens a pass of the model gave where forwards share passes, None elsewhere."""
-    passes = run.metric(PASSES)
+    """Return how many tokens a pass of the model gave, where forwards share passes or judge drafts; None elsewhere."""
+    passes, noted = run.metric(PASSES), run.metric(TOKENS_A_PASS)
+    if noted is not None:
+        return noted
     return sum(len(answer.token_ids) for answer in run.answers) / passes if passes else None
 
 

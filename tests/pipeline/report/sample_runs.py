@@ -127,16 +127,21 @@ def write_many(folder: Path, count: int) -> Path:
     pattern = json.loads((write_run(folder / "pattern" / "0") / "run.json").read_text())
     for number in range(count):
         record = copy.deepcopy(pattern)
-        budget = 5 * 10**8 + number * 3 * 10**6
-        artifact = plan_artifact(folder, budget)
-        record["config"] |= {"max_memory": {"cpu": f"{budget}"}, "device_map": ("sequential", "balanced")[number % 2]}
-        record["config"]["seed"] = number % 5
+        artifact = plan_artifact(folder, change_record(record, number))
         record["stages"][1] |= {"key": artifact.name, "artifact": str(artifact)}
-        record["memory"]["budget"]["cpu"] = budget
-        record["memory"]["measured"]["cpu"] = budget + (number * 7919) % 10**8
-        record["metrics"]["decode_seconds_per_token"] = 1e9 / budget + (number * 31 % 17) / 100
-        record["outputs"][0]["token_ids"] = [(number + place) % 32_000 for place in range(256)]
         target = folder / "sweep" / str(number) / "run.json"
         target.parent.mkdir(parents=True)
         target.write_text(json.dumps(record))
     return folder / "sweep"
+
+
+def change_record(record: dict[str, Any], number: int) -> int:
+    """Give ``record`` the settings and figures of the job ``number`` of many, and return its budget in bytes."""
+    budget = 5 * 10**8 + number * 3 * 10**6
+    record["config"] |= {"max_memory": {"cpu": f"{budget}"}, "device_map": ("sequential", "balanced")[number % 2]}
+    record["config"]["seed"] = number % 5
+    record["memory"]["budget"]["cpu"] = budget
+    record["memory"]["measured"]["cpu"] = budget + (number * 7919) % 10**8
+    record["metrics"]["decode_seconds_per_token"] = 1e9 / budget + (number * 31 % 17) / 100
+    record["outputs"][0]["token_ids"] = [(number + place) % 32_000 for place in range(256)]
+    return budget

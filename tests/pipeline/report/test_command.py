@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import os
 import re
@@ -10,11 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from pipeline.command_exit import guarded
 from pipeline.report.command import run
 from pipeline.report.comparison import compare_answers
 from pipeline.report.records import Answer
+from pipeline.report.run_folders import find
+from pipeline.report.summary import summarise
+from pipeline.report.terminal import show_summary
 from tests.pipeline.report.sample_runs import write_many, write_run, write_sweep
 
 EVIL = "<script>alert(1)</script>&\"'$x_1$ {{ 7*7 }}"
@@ -41,6 +46,17 @@ def test_a_sweep_leaves_three_files_and_prints_its_table(tmp_path: Path, capsys:
     assert "#6 failed: plan: max_memory: too small" in out
     assert "#7 interrupted: generate: KeyboardInterrupt" in out
     assert "1.56" in out  # seconds a token of job #0: 2.5 GB at 1.6 GB/s
+
+
+def test_a_table_wider_than_the_screen_is_printed_in_blocks_that_fit(tmp_path: Path) -> None:
+    screen = Console(file=io.StringIO(), width=60)
+    show_summary(screen, summarise(find([write_many(tmp_path, 70)])))
+    lines = screen.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert sum(line.startswith("job ") for line in lines) > 1, "each block begins with the job's name"
+    assert sum(line.startswith("#59 ") for line in lines) == sum(line.startswith("job ") for line in lines)
+    assert not any(line.startswith("#60 ") for line in lines)
+    assert "The first 60 of 70 jobs" in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 60
 
 
 def test_the_output_folder_is_made_and_the_sweep_left_alone(tmp_path: Path) -> None:
@@ -153,6 +169,7 @@ def test_a_comparison_says_what_changed(tmp_path: Path, capsys: pytest.CaptureFi
     assert config == {"max_memory.cpu": ("1000MB", "2000MB"), "device_map": ("sequential", "balanced")}
     plan = [change["key"] for change in content["plan"]["changes"]]
     assert plan == ["model.layers.2", "model.layers.3"]
+    assert content["model"]["notes"] == ["No change."]
     speed = {change["key"]: change["ratio"] for change in content["speed"]["changes"]}
     assert speed == {"decode_seconds_per_token": "0.50", "decode_tokens_per_second": "2.00"}
     assert "first that differs" in (one / "compare.html").read_text()

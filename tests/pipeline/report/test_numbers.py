@@ -10,8 +10,18 @@ from pipeline.report.placements import PlacedLayer, read_placements
 from pipeline.report.quantities import listed, scale_for, tell
 from pipeline.report.records import Run
 from pipeline.report.run_folders import Job, find
-from pipeline.report.speed import BANDWIDTHS, OTHERS, bound_seconds, pareto, speed_series
-from tests.pipeline.report.sample_runs import write_run, write_sweep
+from pipeline.report.speed import (
+    BANDWIDTHS,
+    MOST_POINTS,
+    OTHERS,
+    Point,
+    bound_seconds,
+    drawn_front,
+    pareto,
+    speed_series,
+    thinned,
+)
+from tests.pipeline.report.sample_runs import sample, write_run, write_sweep
 
 
 def test_a_config_is_flattened_and_one_is_not_the_string_one() -> None:
@@ -69,6 +79,33 @@ def test_the_bound_is_streamed_bytes_over_bandwidth(
     metrics = {} if bandwidth is None else {BANDWIDTHS[0]: bandwidth}
     write_run(tmp_path / "0", streamed=streamed, metrics=metrics)
     assert bound_seconds(find([tmp_path]).jobs[0].run) == seconds
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=3000), st.integers(10, 400))
+def test_a_cloud_that_is_thinned_keeps_its_outline(heights: list[int], most: int) -> None:
+    points = [Point(str(x), x, y) for x, y in enumerate(heights)]
+    drawn = thinned(points, most)
+    assert len(drawn) <= max(most, 0) + 2
+    assert set(drawn) <= set(points)
+    assert [point.x for point in drawn] == sorted(point.x for point in drawn)
+    if points:
+        assert {min(heights), max(heights)} <= {point.y for point in drawn}
+
+
+def test_a_front_that_is_thinned_keeps_all_that_no_other_job_beats() -> None:
+    jobs = [job(str(index), memory=index, rate=index if index % 2 else index / 2) for index in range(3000)]
+    front = pareto(jobs)
+    drawn = drawn_front(front)
+    assert drawn.best == front.best
+    assert set(front.best) <= set(drawn.points)
+    assert len(drawn.points) < len(front.best) + MOST_POINTS + 2
+
+
+def test_a_figure_that_is_not_among_its_samples_is_drawn_all_the_same(tmp_path: Path) -> None:
+    write_run(tmp_path / "0", seconds=9.0, samples=[sample(0.5), sample(0.6)])
+    write_run(tmp_path / "1", seconds=0.1, samples=[sample(0.5), sample(0.6)])
+    (series,) = speed_series(find([tmp_path]).jobs, ())
+    assert [(point.least, point.largest) for point in series.measured] == [(0.5, 9.0), (0.1, 0.6)]
 
 
 def test_past_six_settings_the_others_share_a_series(tmp_path: Path) -> None:

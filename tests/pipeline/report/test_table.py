@@ -84,7 +84,8 @@ def test_the_table_has_perplexities_to_the_digits_that_tell_jobs_apart(tmp_path:
 
 def test_records_from_before_these_metrics_have_no_columns_for_them(tmp_path: Path) -> None:
     write_run(tmp_path / "0")
-    assert not {"streaming, GB/s", "stalled a token, s", "bound by"} & set(table(tmp_path))
+    newer = {"streaming, GB/s", "stalled a token, s", "bound by", "passes", "tokens a pass", "drafts judged"}
+    assert not newer & set(table(tmp_path))
 
 
 def test_jobs_that_share_passes_have_how_many_tokens_one_gave(tmp_path: Path) -> None:
@@ -92,6 +93,16 @@ def test_jobs_that_share_passes_have_how_many_tokens_one_gave(tmp_path: Path) ->
     write_run(tmp_path / "1")
     found = table(tmp_path)
     assert (found["passes"], found["tokens a pass"]) == (("2", MISSING), ("2.50", MISSING))
+
+
+def test_jobs_with_drafts_have_how_they_were_judged_and_how_many_stood(tmp_path: Path) -> None:
+    drafts = {"speculation": "exact", "draft_acceptance": 0.625, "tokens_per_pass": 3.5}
+    write_run(tmp_path / "0", metrics={**drafts, "passes": 40})
+    write_run(tmp_path / "1")
+    found = table(tmp_path)
+    assert found["drafts judged"] == ("exact", MISSING)
+    assert found["drafts accepted, %"] == ("62.5", MISSING)
+    assert found["tokens a pass"] == ("3.50", MISSING)
 
 
 def test_a_budget_sorts_by_its_bytes_and_without_a_limit_last(tmp_path: Path) -> None:
