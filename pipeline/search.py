@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
@@ -22,26 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.atomic_files import replace_file
 from pipeline.errors import ConfigError
 from pipeline.hydra_arguments import refuse_launcher
+from pipeline.search_study import Direction, SearchStudy, Tried
 
 if TYPE_CHECKING:
-    from optuna.study import Study
-    from optuna.trial import Trial
-
     from pipeline.objective import Objective
-    from pipeline.search_space import Proposal, SearchSpace
-
-Direction = Literal["minimize", "maximize"]
-_ENDED = "ended well"
-"""The constraint that a failed job doesn't keep."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A job of the search, and what it came to: null where it failed."""
-
-    number: int
-    proposal: Proposal
-    objective: Objective | None
+    from pipeline.search_space import Proposal
 
 
 class OptunaSearch(Sweeper):
@@ -54,7 +38,6 @@ class OptunaSearch(Sweeper):
     def __init__(self, *, sampler: Any, direction: Direction, n_trials: int, n_jobs: int, params: DictConfig) -> None:
         self.sampler, self.direction, self.params = sampler, direction, params
         self.n_trials, self.n_jobs = n_trials, n_jobs
-        self._tried: dict[Proposal, Tried] = {}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take what is common to all jobs. Raises a ``ConfigError`` where no search can come of it."""
@@ -84,37 +67,24 @@ class OptunaSearch(Sweeper):
         assert self.config is not None
         params = [f"{key!s}={values}" for key, values in self.params.items()]
         space = read_space([*params, *arguments], self.hydra_context.config_loader)
-        study = self._study()
+        study = SearchStudy(space, self.direction, self.sampler)
         folder = Path(str(self.config.hydra.sweep.dir))
         folder.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(self.config, folder / "multirun.yaml")
         for begun in range(0, self.n_trials, self.n_jobs):
-            self._go_on(study, space, folder, count=min(self.n_jobs, self.n_trials - begun))
-        self._conclude(folder, list(space.searched))
+            self._go_on(study, folder, count=min(self.n_jobs, self.n_trials - begun))
+        self._conclude(study, folder, list(space.searched))
 
-    def _study(self) -> Study:
-        import optuna
-        from hydra.utils import instantiate
-
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        return optuna.create_study(direction=self.direction, sampler=instantiate(self.sampler))
-
-    def _go_on(self, study: Study, space: SearchSpace, folder: Path, *, count: int) -> None:
-        """Have ``count`` jobs proposed and run, and tell Optuna. What was proposed before is told again, not run."""
-        trials = [study.ask(dict(space.searched)) for _ in range(count)]
-        proposals = [space.proposal(trial) for trial in trials]
-        new = [proposal for proposal in dict.fromkeys(proposals) if proposal not in self._tried]
-        if not self._tried:
+    def _go_on(self, study: SearchStudy, folder: Path, *, count: int) -> None:
+        """Have ``count`` jobs proposed, and those run that are new."""
+        assert self.launcher is not None
+        new, begun = study.propose(count), len(study.tried)
+        if not begun:
             self._check_job(new[0])
-        begun = len(self._tried)
         self.validate_batch_is_legal(new)
         if new:
-            assert self.launcher is not None
             self.launcher.launch(new, initial_job_idx=begun)
-        for number, proposal in enumerate(new, begun):
-            self._tried[proposal] = Tried(number, proposal, self._came_to(folder, number))
-        for trial, proposal in zip(trials, proposals, strict=True):
-            self._tell(study, trial, self._tried[proposal].objective)
+        study.tell({proposal: self._came_to(folder, number) for number, proposal in enumerate(new, begun)})
 
     def _check_job(self, proposal: Proposal) -> None:
         """Raise all that can be seen to be wrong with the first job, before it begins: the others are like it."""
@@ -142,31 +112,14 @@ class OptunaSearch(Sweeper):
         record = settled(folder, job) if job is not None else {}
         return objective_of(record) if record.get("status") == "completed" else None
 
-    def _tell(self, study: Study, trial: Trial, objective: Objective | None) -> None:
-        """Tell Optuna what a trial came to. A failed one is as bad as the worst, so that others like it are avoided."""
-        from optuna.trial import TrialState
-
-        known = [tried.objective for tried in self._tried.values() if tried.objective is not None]
-        if not known:
-            study.tell(trial, state=TrialState.PRUNED)
-            return
-        trial.set_constraint(_ENDED, 1.0 if objective is None else -1.0)
-        for place, limit in enumerate(known[0].limits):
-            worst = max(1.0, *(each.limits[place].excess for each in known))
-            excess = worst if objective is None else objective.limits[place].excess
-            trial.set_constraint(f"{limit.name} {limit.is_most}", excess)
-        values = [each.value for each in known]
-        worst_value = max(values) if self.direction == "minimize" else min(values)
-        study.tell(trial, worst_value if objective is None else objective.value)
-
-    def _conclude(self, folder: Path, searched: Sequence[str]) -> None:
+    def _conclude(self, study: SearchStudy, folder: Path, searched: Sequence[str]) -> None:
         """Keep which job is best, and have it said when all is over."""
         from pipeline.hydra_task import Task
         from pipeline.report.searches import RESULTS
 
-        best = best_of(list(self._tried.values()), self.direction)
+        best, jobs = study.best(), len(study.tried)
         found: dict[str, Any] = {"name": "optuna", "direction": self.direction}
-        found |= {"trials": self.n_trials, "jobs": len(self._tried)}
+        found |= {"trials": self.n_trials, "jobs": jobs}
         if best is not None and best.objective is not None:
             given = dict(override.split("=", 1) for override in best.proposal)
             found |= {
@@ -176,14 +129,7 @@ class OptunaSearch(Sweeper):
             }
         replace_file(folder / RESULTS, json.dumps(found, indent=2) + "\n")
         if isinstance(self.task_function, Task):
-            self.task_function.conclusion = _told(best, jobs=len(self._tried), trials=self.n_trials)
-
-
-def best_of(tried: Sequence[Tried], direction: Direction) -> Tried | None:
-    """Return the best of the jobs that kept all limits, the first of several; null where none did."""
-    sign = 1 if direction == "minimize" else -1
-    known = [(sign * each.objective.value, each) for each in tried if each.objective and each.objective.is_within]
-    return min(known, key=lambda pair: pair[0])[1] if known else None
+            self.task_function.conclusion = _told(best, jobs=jobs, trials=self.n_trials)
 
 
 def _told(best: Tried | None, *, jobs: int, trials: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_least_budget_within_a_limit_is_found_and_said(offstage_here: Run, tmp_path: Path) -> None:
+def test_the_least_budget_within_a_limit_is_found_and_said_and_its_search_resumed(offstage_here: Run, tmp_path: Path) -> None:
     """One of the budgets is too small for any plan: a job that fails ends no search."""
-    done = offstage_here(*SEARCH, *LEAST, "hydra.sweeper.n_trials=5", "max_memory.cpu=range(1000,7001000,1000000)")
+    search = (*SEARCH, *LEAST, "hydra.sweeper.n_trials=5", "max_memory.cpu=range(1000,7001000,1000000)")
+    done = offstage_here(*search)
     budgets = {record["memory"]["budget"].get("cpu"): record for record in done.records if record["stages"]}
     kept = [
         budget
@@ -40,6 +42,11 @@ def test_the_least_budget_within_a_limit_is_found_and_said(offstage_here: Run, t
     assert found["jobs"] == len(done.records) <= found["trials"] == 5, "what is proposed again is no job again"
     assert [record["status"] for record in done.records].count("failed") == 1
     assert f"is job {found['best_job']}: memory.budget.cpu 6.00 MB" in done.out
+    (folder,) = tmp_path.glob("outputs/multirun/*/*")
+    shutil.rmtree(folder / "3")
+    resumed = offstage_here(*search, f"hydra.sweep.dir={folder}")
+    assert [record["overrides"] for record in resumed.records] == [done.records[3]["overrides"]], "what wasn't done"
+    assert results(tmp_path) == found
 
 
 @pytest.mark.parametrize(
