@@ -26,7 +26,7 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_the_least_budget_within_a_limit_is_found_and_said_and_its_search_resumed(offstage_here: Run, tmp_path: Path) -> None:
+def test_the_least_budget_within_a_limit_is_found_and_can_be_resumed(offstage_here: Run, tmp_path: Path) -> None:
     """One of the budgets is too small for any plan: a job that fails ends no search."""
     search = (*SEARCH, *LEAST, "hydra.sweeper.n_trials=5", "max_memory.cpu=range(1000,7001000,1000000)")
     done = offstage_here(*search)
