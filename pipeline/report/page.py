@@ -28,7 +28,7 @@ from pipeline.report.plots.speed import speed_picture
 from pipeline.report.plots.stage_times import stage_picture
 from pipeline.report.plots.training import loss_picture
 from pipeline.report.quantities import MISSING, listed
-from pipeline.report.speed import drawn_front, drawn_series
+from pipeline.report.speed import drawn_front
 from pipeline.report.summary import Fact, Summary, group_facts, headline
 
 MOST_ANSWERS = 6
@@ -93,7 +93,7 @@ def pictures(group: CheckpointGroup) -> Sequence[Picture]:
     """Return the plots that the records of one checkpoint have numbers for, in the order of the page."""
     jobs, names = group.jobs, group.labels
     drawn = [
-        speed_picture(drawn_series(group.series), jobs),
+        speed_picture(group.series, jobs),
         lockstep_picture(jobs),
         sample_picture(jobs, names, group.noise, most=MOST_ROWS),
         pareto_picture(drawn_front(group.front)),

@@ -31,7 +31,7 @@ from tests.benchmarks.sides import COMMAND
 TINY = "tiny"
 OPTIONS = (
     "max_memory.cpu=60MB,120MB,180MB,300MB", "device_map=sequential,optimal", "storage.io=direct", "measure.repeats=5",
-    "measure.warmup=1", "generate.max_new_tokens=16",
+    "measure.warmup=1", "generate.max_new_tokens=16", "generate.min_new_tokens=16",
 )  # fmt: skip
 """What the embedded model's experiment asks for, of a model of 0.1B in bfloat16: 0.2 GB."""
 

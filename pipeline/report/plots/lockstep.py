@@ -10,7 +10,7 @@ from pipeline.report.differences import config_differences
 from pipeline.report.figures import Picture, Size, dress, in_unit, measure, measure_counts, picture
 from pipeline.report.plots.series import ends, paint_series, series_caption, series_keys
 from pipeline.report.run_folders import Job
-from pipeline.report.speed import Series, lockstep_series, members
+from pipeline.report.speed import Series, drawn_series, lockstep_series, members
 
 
 def lockstep_picture(jobs: Sequence[Job]) -> Picture | None:
@@ -37,6 +37,7 @@ def lockstep_picture(jobs: Sequence[Job]) -> Picture | None:
 
 def _paint(figure: Figure, size: Size, series: Sequence[Series], jobs: Sequence[Job]) -> None:
     axes = figure.subplots()
+    series = drawn_series(series)
     across, up = ends(series)
     scale = measure_counts(axes, across)
     time_unit = measure(axes, "y", up, "seconds", size=size)

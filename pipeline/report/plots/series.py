@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from pipeline.report.figures import COLOURS, SERIES, Key, Size
 from pipeline.report.quantities import listed
 from pipeline.report.run_folders import Job
-from pipeline.report.speed import OTHERS, PREDICTED_BOUND, SECONDS, Point, Series, bound_seconds
+from pipeline.report.speed import OTHERS, PREDICTED_BOUND, SECONDS, Point, Series, bound_seconds, drawn_series
 
 _CROWD = 90
 """Past this many points, marks and lines are small."""
@@ -45,6 +45,9 @@ def series_caption(series: Sequence[Series], jobs: Sequence[Job]) -> str:
             f" ({listed(beat)}): they came from the system's page cache, or from a cache of the disk or of the host of"
             " this machine."
         )
+    count, drawn = (sum(len(entry.measured) for entry in one) for one in (series, drawn_series(series)))
+    if drawn < count:
+        told += f" Of {count:,} jobs {drawn:,} are drawn, the fastest and the slowest of each stretch."
     absent = _absent(series)
     lacking = " and ".join(_LACKING[name] for name in absent)
     return told + f" Not drawn, since the records don't hold it: {lacking}." * bool(absent)

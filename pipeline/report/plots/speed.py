@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from pipeline.report.figures import Picture, Size, dress, in_unit, measure, picture
 from pipeline.report.plots.series import ends, paint_series, series_caption, series_keys
 from pipeline.report.run_folders import Job
-from pipeline.report.speed import Series
+from pipeline.report.speed import Series, drawn_series
 
 
 def speed_picture(series: Sequence[Series], jobs: Sequence[Job]) -> Picture | None:
@@ -29,6 +29,7 @@ def speed_picture(series: Sequence[Series], jobs: Sequence[Job]) -> Picture | No
 
 def paint_speed(axes: Axes, series: Sequence[Series], jobs: Sequence[Job], *, size: Size) -> None:
     """Draw the ``series`` of ``jobs`` on ``axes``, which get their scales and labels."""
+    series = drawn_series(series)
     across, up = ends(series)
     unit = measure(axes, "x", across, "bytes", size=size)
     time_unit = measure(axes, "y", up, "seconds", size=size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pipeline.report.figures import Picture
 from pipeline.report.plots.series import BUSY, CACHED_READS
 from pipeline.report.plots.speed import speed_picture
 from pipeline.report.run_folders import find
-from pipeline.report.speed import MOST_SERIES, speed_series
+from pipeline.report.speed import MOST_POINTS, MOST_SERIES, speed_series
 from tests.pipeline.report.sample_runs import sample, write_run
 
 STORED = {"storage_bandwidth_bytes_per_second": 2e9}
@@ -38,6 +39,19 @@ def test_a_job_that_is_faster_than_its_storage_is_named(
     picture = drawn(tmp_path)
     assert (f">{CACHED_READS}<" in picture.wide) is named
     assert ("(#0): they came from the system's page cache" in picture.caption) is named
+
+
+def test_of_thousands_of_jobs_the_caption_says_how_many_are_drawn(tmp_path: Path) -> None:
+    (job,) = find([write_run(tmp_path / "0", metrics=STORED)]).jobs
+    jobs = [
+        replace(job, name=f"#{number}", run=replace(job.run, budget={"cpu": 10**9 + number}))
+        for number in range(2 * MOST_POINTS)
+    ]
+    picture = speed_picture(speed_series(jobs, []), jobs)
+    assert picture
+    drawn = picture.wide.count("<use") - 1
+    assert 0 < drawn <= MOST_POINTS
+    assert f"Of {2 * MOST_POINTS:,} jobs {drawn:,} are drawn" in picture.caption
 
 
 def test_a_job_that_was_disturbed_is_crossed_out(tmp_path: Path) -> None:
