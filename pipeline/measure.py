@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from pipeline.errors import Fault
@@ -25,6 +25,18 @@ class MeasureConfig:
 def read_measure(config: Mapping[str, Any]) -> MeasureConfig:
     """Return the keys ``measure`` of ``config``; a record from before there were any has the defaults."""
     return read(MeasureConfig, config.get("measure") or {})
+
+
+def refuse_unmeasured(config: Mapping[str, Any], stages: Iterable[str]) -> Iterable[Fault]:
+    """Yield the keys ``measure`` that ask for samples which none of ``stages``, all of the run, can take."""
+    given, plain = read_measure(config), MeasureConfig()
+    for entry in fields(MeasureConfig):
+        value = getattr(given, entry.name)
+        if value != getattr(plain, entry.name):
+            yield Fault(
+                f"measure.{entry.name}",
+                f"{value!r} asks for samples, and none of the stages {', '.join(stages)} takes any; leave it out",
+            )
 
 
 def check_measure(config: Mapping[str, Any]) -> Iterable[Fault]:

@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.config import check, made_sound
 from pipeline.errors import Fault, raise_faults
 from pipeline.installed_stages import installed_stages, stage_class
+from pipeline.measure import refuse_unmeasured
 from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord, StageRecord
 from pipeline.stage import Config, Report, Stage
@@ -61,6 +62,8 @@ def check_config(config: Config) -> list[Stage[Any]]:
     if any(fault.key in ("stages", "stop_after") for fault in faults):
         raise_faults(faults)
     stages, sound = load_stages(config), made_sound(config, faults)
+    if not any(getattr(stage_class(name), "measures", False) for name in config["stages"]):
+        faults += refuse_unmeasured(sound, config["stages"])
     faults += [fault for stage in stages for fault in stage.check(sound)]
     if faults:
         faults += [fault for stage in stages for fault in stage.examine(sound)]

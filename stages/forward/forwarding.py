@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,18 @@ from stages.forward.inputs import OUTPUTS, ForwardInputs
 from stages.forward.joined import Joined
 from stages.forward.labels import say
 from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
-from stages.inference.measured import measured_peaks
+from stages.inference.pass_meter import PassMeter, storage_rate
+from stages.inference.repeats import Outputs, Pass
+from stages.inference.timed_samples import TimedSample
 from stages.machine.aligned_memory import byte_view
+from stages.plan import plan as plans
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     """``tensors`` are the outputs by name, ``labels`` what they say; ``together`` the rows that shared each call.
 
-    ``measured``: device → peak bytes; ``experts``: layer → what its experts came to.
+    ``measured``: device → peak bytes; ``experts``: layer → what its experts came to; ``sample``: how the time went.
     """
 
     tensors: Tensors
@@ -46,6 +50,7 @@ class Forwarded:
     metrics: Metrics
     measured: dict[str, int]
     experts: dict[str, dict[str, int]]
+    sample: TimedSample
     trace: Trace | None = None
 
     def save(self, file: Path) -> None:
@@ -53,46 +58,79 @@ class Forwarded:
         with named(file.with_name(OUTPUTS)):
             save_file(self.tensors, file.with_name(OUTPUTS))
         data = {
-            "outputs": [_told(name, tensor) for name, tensor in self.tensors.items()],
+            "outputs": _told_all(self.tensors),
             "labels": self.labels,
             "together": self.together,
             "metrics": self.metrics,
             "measured": self.measured,
             "experts": self.experts,
+            "sample": self.sample.stored(),
         }
         write_text(file, json.dumps(data, indent=1) + "\n")
         if self.trace is not None:
             self.trace.save(file.with_name(TRACE_NAME))
 
 
-def perform(inputs: ForwardInputs, context: Context) -> Forwarded:
-    """Call the live model of the stage dispatch with all that ``inputs`` give."""
-    dispatched: Dispatched = context.live("dispatch")
-    given, model = inputs.given, dispatched.model
-    cost, joined, together = ForwardCost(dispatched.streamer.traffic), Joined(), []
-    with tqdm(total=count_rows(given) or None, desc="forward", unit="row", disable=None, leave=False) as bar:
-        for call in calls(given, inputs.model):
-            began = time.perf_counter()
-            with foreign(ConfigError, f"{call.key}: {type(model).__name__}'s forward fails with these inputs"):
-                joined.add(call, answer(model, call, given, device=dispatched.device))
-            cost.add(time.perf_counter() - began, results=len(call.rows))
-            together.append(list(call.rows))
-            bar.update(len(call.rows))
-    tensors = joined.tensors()
-    own = {
-        "forward_seconds": cost.seconds,
-        "forwards": cost.forwards,
-        "rows_per_second": cost.results_per_second,
-        **cost.metrics(),
-    }
-    labels = say(tensors, _config(inputs.model), _texts(given))
+class Session:
+    """The placed model and what it is given, to be called as often as is wanted; ``passes`` counts."""
+
+    def __init__(self, inputs: ForwardInputs, context: Context) -> None:
+        self.inputs, self._context = inputs, context
+        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        self._storage_rate = storage_rate(inputs, plan)  # before the weights take the memory that is planned
+        self.dispatched: Dispatched = context.live("dispatch")
+        self.passes = 0
+
+    def run(self, *, title: str = "forward") -> tuple[Tensors, list[list[int]], TimedSample]:
+        """Call the model with all that is given; return its outputs, the rows of each call, and how the time went."""
+        meter = PassMeter(self._context, self.dispatched, passes=self.passes)
+        cost, joined, together = self._call(title)
+        self.passes += 1
+        metrics: Metrics = {
+            "forward_seconds": cost.seconds,
+            "forwards": cost.forwards,
+            "rows": sum(map(len, together)),
+            "rows_per_second": cost.results_per_second,
+            **cost.metrics(),
+        }
+        return joined.tensors(), together, meter.sample(metrics, storage_rate=self._storage_rate)
+
+    @contextmanager
+    def repeating(self) -> Iterator[Pass]:
+        """Yield what calls it with all of that again."""
+
+        def call_again(title: str) -> tuple[TimedSample, Outputs]:
+            tensors, _, sample = self.run(title=title)
+            return sample, _told_all(tensors)
+
+        yield call_again
+
+    def _call(self, title: str) -> tuple[ForwardCost, Joined, list[list[int]]]:
+        given, model = self.inputs.given, self.dispatched.model
+        cost, joined, together = ForwardCost(self.dispatched.streamer.traffic), Joined(), []
+        with tqdm(total=count_rows(given) or None, desc=title, unit="row", disable=None, leave=False) as bar:
+            for call in calls(given, self.inputs.model):
+                began = time.perf_counter()
+                with foreign(ConfigError, f"{call.key}: {type(model).__name__}'s forward fails with these inputs"):
+                    joined.add(call, answer(model, call, given, device=self.dispatched.device))
+                cost.add(time.perf_counter() - began, results=len(call.rows))
+                together.append(list(call.rows))
+                bar.update(len(call.rows))
+        return cost, joined, together
+
+
+def perform(session: Session) -> Forwarded:
+    """Call the model of ``session`` with all that it is given, and say what came out."""
+    inputs, dispatched = session.inputs, session.dispatched
+    tensors, together, sample = session.run()
     return Forwarded(
         tensors,
-        labels,
+        say(tensors, _config(inputs.model), _texts(inputs.given)),
         together,
-        run_metrics(dispatched, own),
-        measured_peaks(context, dispatched),
+        run_metrics(dispatched, dict(sample.metrics)),
+        dict(sample.peaks),
         expert_uses(dispatched),
+        sample,
         dispatched.streamer.trace,
     )
 
@@ -104,6 +142,10 @@ def _config(model: Mapping[str, Any]) -> dict[str, Any]:
 def _texts(given: ForwardOptions) -> list[str]:
     texts = read_texts(given) if given.texts or given.texts_file else {}
     return [text if isinstance(text, str) else " | ".join(text) for text in texts.values()]
+
+
+def _told_all(tensors: Tensors) -> list[dict[str, Any]]:
+    return [_told(name, tensor) for name, tensor in tensors.items()]
 
 
 def _told(name: str, tensor: torch.Tensor) -> dict[str, Any]:

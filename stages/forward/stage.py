@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, Stage
+from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import read
 from stages.calls.options import ForwardConfig, check_options, identity, is_given
 from stages.forward.inputs import OUTPUTS, ForwardInputs
 from stages.inference.inputs import gather_model
+from stages.inference.measured_stage import MeasuredStage
 from stages.inputs.libraries import media_libraries
+
+if TYPE_CHECKING:
+    from stages.forward.forwarding import Session
 
 FILE_NAME = "forward.json"
 _SHOWN = 20
 """How many rows of a classifier's answers are shown on the screen."""
 
 
-class ForwardStage(Stage[ForwardInputs]):
-    """Leaves ``outputs.safetensors`` and ``forward.json``: names, shapes, labels, metrics. It has no live half."""
+class ForwardStage(MeasuredStage[ForwardInputs]):
+    """Leaves ``outputs.safetensors`` and ``forward.json``: names, shapes, labels, metrics.
+
+    Its live half calls the model again.
+    """
 
     name = "forward"
-    version = 1
+    version = 2
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ForwardConfig
+    file_name = FILE_NAME
+    results = "outputs"
+    seconds = "forward_seconds"
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with what is given, as far as the model need not be known."""
@@ -52,23 +62,35 @@ class ForwardStage(Stage[ForwardInputs]):
 
     def build(self, inputs: ForwardInputs, context: Context, folder: Path) -> Any:
         """Call the model, and write what it returned."""
-        from stages.forward.forwarding import perform
+        from stages.forward.forwarding import Session, perform
 
-        perform(inputs, context).save(folder / FILE_NAME)
+        session = Session(inputs, context)
+        perform(session).save(folder / FILE_NAME)
+        return session
+
+    def revive(self, inputs: ForwardInputs, context: Context) -> Session:
+        """Return the model and what it is given, ready to be called."""
+        from stages.forward.forwarding import Session
+
+        return Session(inputs, context)
 
     def report(self, artifact: Artifact) -> Report:
         """Return what the outputs are, metrics and measured memory, and a table for the screen."""
         data = artifact.json(FILE_NAME)
-        rows = sum(map(len, data["together"]))
-        rate = data["metrics"]["rows_per_second"]
         return Report(
-            summary=f"{len(data['outputs'])} outputs" + (f", {rate:.1f} rows a second" if rate and rows > 1 else ""),
+            summary=self.told(data["outputs"], data["metrics"]),
             memory={"measured": data["measured"]},
             metrics=data["metrics"],
             experts=data.get("experts", {}),
             outputs=tuple(data["outputs"]),
             screen="\n".join(_screen(data, artifact.path(OUTPUTS))),
         )
+
+    def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
+        """Return the line of the screen: how many outputs there are, and how fast the rows were."""
+        rate = metrics["rows_per_second"]
+        several = (metrics["rows"] or 0) > 1
+        return f"{len(outputs)} outputs" + (f", {rate:.1f} rows a second" if rate and several else "")
 
 
 def _screen(data: Mapping[str, Any], file: Path) -> Iterator[str]:

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.atomic_files import write_text
 from pipeline.stage import Context
-from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
-from stages.checkpoints.weight_files import weight_files
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.generate import prompts
 from stages.generate.assistant import loaded_assistant
 from stages.generate.decoding import Decoding, ShowText
 from stages.generate.inputs import GENERATIONS, GenerateInputs
-from stages.generate.timed_samples import TimedSample
 from stages.inference.cost import Metrics, expert_uses, run_metrics
-from stages.inference.measured import measured_peaks
+from stages.inference.pass_meter import PassMeter, storage_rate
 from stages.inference.progress import Progress
+from stages.inference.repeats import Outputs, Pass
+from stages.inference.timed_samples import TimedSample
 from stages.inference.tokens import check_words
-from stages.machine.probes import read_speed
-from stages.machine.processor import ProcessorMeter
 from stages.plan import plan as plans
 from stages.plan.hit_rates import note_decoding
-from stages.units import DISK
 
 _TOLD = ("prompt", "prompt_tokens", "text", "token_ids", "logprobs", "batch")
 """What the record has of each sequence."""
@@ -81,7 +73,7 @@ class Session:
     def __init__(self, inputs: GenerateInputs, context: Context) -> None:
         self._inputs, self._context = inputs, context
         self.plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
-        self._storage_rate = _storage_rate(inputs, self.plan)  # before the weights take the memory that is planned
+        self._storage_rate = storage_rate(inputs, self.plan)  # before the weights take the memory that is planned
         self._tokenizer = load_tokenizer(inputs.model)
         encoder = prompts.Encoder.of(inputs.options, self._tokenizer)
         self._encoded = [
@@ -104,37 +96,28 @@ class Session:
         self, decoding: Decoding, progress: Progress, *, show: ShowText | None = None, title: str = "generate"
     ) -> TimedSample:
         """Answer every prompt that ``progress`` has no answer to, and return how the time went."""
-        is_whole, began, load = not progress.done, datetime.now(UTC), os.getloadavg()
-        meter = ProcessorMeter()
+        is_whole = not progress.done
+        meter = PassMeter(self._context, self.dispatched, passes=self.passes)
         decoding.run(self._encoded, progress, show=show, is_chat=self.is_chat, title=title)
-        use, passes = meter.use(), self.passes
         self.passes += 1
-        return TimedSample(
-            measured=began.isoformat(timespec="milliseconds"),
-            passes_before=passes,
+        return meter.sample(
+            decoding.cost.metrics(self.plan),
+            storage_rate=self._storage_rate,
             is_whole=is_whole,
-            metrics={
-                "load_seconds": self.dispatched.load_seconds,
-                "base_host_bytes": self.dispatched.base_bytes,
-                **decoding.cost.metrics(self.plan),
-            },
             first_token_seconds=decoding.cost.first_token_seconds,
             token_seconds=decoding.cost.token_seconds,
-            processor=use.told(),
-            machine={
-                "load_average": list(load),
-                "threads": torch.get_num_threads(),
-                "interop_threads": torch.get_num_interop_threads(),
-                "storage_bytes_per_second": self._storage_rate,
-            },
-            peaks=measured_peaks(self._context, self.dispatched),
         )
 
+    @contextmanager
+    def repeating(self) -> Iterator[Pass]:
+        """Yield what generates all of it again."""
+        with self.decoding() as make:
 
-def _storage_rate(inputs: GenerateInputs, plan: plans.Plan) -> int | None:
-    """Return the bytes a second at which the storage gives weights now; null where none are read from it."""
-    files = weight_files(checkpoint_folder(inputs.model)) if plan.resident_bytes.get(DISK) else []
-    return read_speed(max(files, key=lambda path: path.stat().st_size)) if files else None
+            def generate_again(title: str) -> tuple[TimedSample, Outputs]:
+                progress = Progress()
+                return self.run(make(), progress, title=title), outputs_of(progress)
+
+            yield generate_again
 
 
 def outputs_of(progress: Progress) -> list[dict[str, Any]]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.measure import read_measure
-from pipeline.stage import Artifact, Config, Context, Report, Stage
+from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
 from stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
 from stages.generate.inputs import GENERATIONS, GenerateInputs
-from stages.generate.repeats import kept_samples, lacking, take_samples, told, with_figures
-from stages.generate.timed_samples import TimedSample
 from stages.generate.transcript import transcript
 from stages.inference.inputs import chosen_number, gather_model
+from stages.inference.measured_stage import MeasuredStage
 from stages.inputs.libraries import media_libraries
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.lockstep import KEY as LOCKSTEP
@@ -48,7 +46,7 @@ class GenerateConfig:
     seed: int = 0
 
 
-class GenerateStage(Stage[GenerateInputs]):
+class GenerateStage(MeasuredStage[GenerateInputs]):
     """Leaves ``generation.json``: prompts, texts, token ids, metrics. Its live half asks the same of the model again.
 
     A build that was killed is gone on with: what it had generated is in ``generations.jsonl``. How often a generation
@@ -60,7 +58,9 @@ class GenerateStage(Stage[GenerateInputs]):
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = True
-    measures = True
+    file_name = FILE_NAME
+    results = "tokens"
+    seconds = "decode_seconds_per_token"
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the prompts and the seed."""
@@ -123,7 +123,7 @@ class GenerateStage(Stage[GenerateInputs]):
         """Return the outputs, metrics and measured memory of the generation, and the texts for the screen."""
         data = artifact.json(FILE_NAME)
         return Report(
-            summary=told(data["outputs"], data["metrics"]),
+            summary=self.told(data["outputs"], data["metrics"]),
             memory={"measured": data["measured"]},
             metrics=data["metrics"],
             experts=data.get("experts", {}),
@@ -131,24 +131,11 @@ class GenerateStage(Stage[GenerateInputs]):
             screen="\n\n".join(_screen(data, artifact.path(GENERATIONS))),
         )
 
-    def lacks_figures(self, context: Context) -> bool:
-        """Return whether fewer samples are kept than the keys ``measure`` ask for."""
-        return lacking(_samples(context, is_new=False), read_measure(context.config)) > 0
-
-    def measure(self, inputs: GenerateInputs, context: Context, report: Report, *, is_new: bool) -> Report:
-        """Return ``report`` with the median of all samples that are asked for, and with each of them."""
-        wanted, samples = read_measure(context.config), _samples(context, is_new=is_new)
-        if lacking(samples, wanted):
-            generation, session = context.artifact(self.name), context.live(self.name)
-            samples = take_samples(session, generation, samples, wanted, cache=context.cache)
-        return with_figures(report, samples, wanted)
-
-
-def _samples(context: Context, *, is_new: bool) -> list[TimedSample]:
-    """Return the samples that are kept of the run's generation."""
-    generation = context.artifact(GenerateStage.name)
-    stored = generation.json(FILE_NAME)["sample"]
-    return kept_samples(context.cache, generation, stored, is_new=is_new)
+    def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
+        """Return the line of the screen: how many tokens there are, and how fast they came."""
+        rate = metrics.get("decode_tokens_per_second")
+        tokens = sum(len(output["token_ids"]) for output in outputs)
+        return f"{tokens} tokens" + (f", {rate:.1f} a second" if rate else "")
 
 
 def _screen(data: Mapping[str, Any], file: Path) -> Iterator[str]:

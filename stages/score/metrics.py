@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+_TOLD = ("name", "tokens", "log_likelihood", "perplexity", "bits_per_byte", "is_greedy", "batches", "sha256")
+"""What the record has of each text, beside the text itself if it is short."""
+_SHORT = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +63,9 @@ class TextScore:
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
         }
+
+
+def told_text(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the record has of a text: its sums, and a hash of its tokens' log-likelihoods."""
+    whole = {key: text[key] if len(text[key] or "") <= _SHORT else None for key in ("context", "text")}
+    return {**whole, **{key: text[key] for key in _TOLD}}

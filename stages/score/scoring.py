@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,87 +20,126 @@ from stages.checkpoints.tokenizers import load_tokenizer
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
-from stages.inference.measured import measured_peaks
+from stages.inference.pass_meter import PassMeter, storage_rate
 from stages.inference.progress import Progress, Row
+from stages.inference.repeats import Outputs, Pass
+from stages.inference.timed_samples import TimedSample
 from stages.inference.tokens import check_words
 from stages.inputs.batches import by_length
+from stages.plan import plan as plans
 from stages.plan.request.texts import ScoredText
 from stages.score.inputs import SCORES, ScoreInputs
 from stages.score.likelihoods import TokenScores, has_encoder, require_causal, score_windows
-from stages.score.metrics import TextScore
+from stages.score.metrics import TextScore, told_text
 from stages.score.windows import Window, cut, encode
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
     """``texts``: one mapping a text, with the log-likelihood of each of its scored tokens; ``metrics``, ``measured``
-    (device → peak bytes) and ``experts`` (layer → what its experts came to) are those of the run.
+    (device → peak bytes) and ``experts`` (layer → what its experts came to) are those of the run; ``sample`` says how
+    the time went.
     """
 
     texts: list[dict[str, Any]]
     metrics: Metrics
     measured: dict[str, int]
     experts: dict[str, dict[str, int]]
+    sample: TimedSample
     trace: Trace | None = None
 
     def save(self, file: Path) -> None:
         """Write ``file``, and ``trace.json`` beside it if there is a trace."""
-        data = {"texts": self.texts, "metrics": self.metrics, "measured": self.measured, "experts": self.experts}
+        data = {
+            "texts": self.texts,
+            "metrics": self.metrics,
+            "measured": self.measured,
+            "experts": self.experts,
+            "sample": self.sample.stored(),
+        }
         write_text(file, json.dumps(data, allow_nan=False) + "\n")
         if self.trace is not None:
             self.trace.save(file.with_name(TRACE_NAME))
 
 
-def perform(inputs: ScoreInputs, context: Context, folder: Path) -> Scores:
-    """Score what ``inputs`` ask for, on the live model of the stage dispatch.
+class Session:
+    """The placed model and the windows that it is to score, as often as is wanted; ``passes`` counts."""
+
+    def __init__(self, inputs: ScoreInputs, context: Context) -> None:
+        self.inputs, self._context = inputs, context
+        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        self._storage_rate = storage_rate(inputs, plan)  # before the weights take the memory that is planned
+        tokenizer = load_tokenizer(inputs.model)
+        self.dispatched: Dispatched = context.live("dispatch")
+        model = self.dispatched.model
+        require_causal(model, self.dispatched.device)
+        halves = has_encoder(model)
+        named = zip(inputs.names, inputs.texts, strict=True)
+        encoded = [encode(name, text, tokenizer, has_encoder=halves) for name, text in named]
+        check_words(model, [[*text.ids, *text.source] for text in encoded], key="score")
+        self._windows = list(cut(encoded, window=inputs.window, stride=inputs.stride))
+        lengths = [max(len(window.ids), len(window.source)) for window in self._windows]
+        self._batches = by_length(lengths, size=inputs.batch_size, padded=_pads(model))
+        self.passes = 0
+
+    def run(self, progress: Progress, *, title: str = "score") -> TimedSample:
+        """Score every window, in batches, those apart that ``progress`` has; return how the time went."""
+        is_whole = not progress.done
+        meter = PassMeter(self._context, self.dispatched, passes=self.passes)
+        cost = self._score(progress, title)
+        self.passes += 1
+        metrics: Metrics = {
+            "score_seconds": cost.seconds,
+            "scored_tokens_per_second": cost.results_per_second,
+            **cost.metrics(),
+        }
+        return meter.sample(metrics, storage_rate=self._storage_rate, is_whole=is_whole)
+
+    @contextmanager
+    def repeating(self) -> Iterator[Pass]:
+        """Yield what scores all of them again."""
+
+        def score_again(title: str) -> tuple[TimedSample, Outputs]:
+            progress = Progress()
+            sample = self.run(progress, title=title)
+            return sample, [told_text(text) for text in _texts(self.inputs, progress.settle())]
+
+        yield score_again
+
+    def _score(self, progress: Progress, title: str) -> ForwardCost:
+        left = {number: batch for number, batch in enumerate(self._batches) if number not in progress.done}
+        cost = ForwardCost(self.dispatched.streamer.traffic)
+        with tqdm(total=len(self._windows), desc=title, unit="window", disable=None, leave=False) as bar:
+            bar.update(len(self._windows) - sum(map(len, left.values())))
+            for number, batch in left.items():
+                chosen = [self._windows[index] for index in batch]
+                began = time.perf_counter()
+                scores = score_windows(self.dispatched.model, chosen, self.dispatched.device)
+                cost.add(time.perf_counter() - began, results=sum(len(score.values) for score in scores))
+                progress.add([_row(number, len(batch), *pair) for pair in zip(chosen, scores, strict=True)])
+                bar.update(len(batch))
+        return cost
+
+
+def perform(session: Session, folder: Path) -> Scores:
+    """Score what ``session`` has.
 
     Each batch of windows is kept in ``folder`` as it finishes; those that are there already, of a run that was killed,
     are taken.
     """
-    tokenizer, progress = load_tokenizer(inputs.model), Progress(folder / SCORES)
-    dispatched: Dispatched = context.live("dispatch")
-    require_causal(dispatched.model, dispatched.device)
-    halves = has_encoder(dispatched.model)
-    encoded = [
-        encode(name, text, tokenizer, has_encoder=halves) for name, text in zip(inputs.names, inputs.texts, strict=True)
-    ]
-    check_words(dispatched.model, [[*text.ids, *text.source] for text in encoded], key="score")
-    windows = list(cut(encoded, window=inputs.window, stride=inputs.stride))
-    cost = _run(windows, inputs.batch_size, progress, dispatched)
-    texts = _texts(inputs, progress.settle())
+    progress, dispatched = Progress(folder / SCORES), session.dispatched
+    sample = session.run(progress)
+    texts = _texts(session.inputs, progress.settle())
     together = TextScore.together([TextScore.of(text["log_likelihoods"], text["bytes"]) for text in texts]).metrics()
-    own = {
-        "scored_tokens": together.pop("tokens"),
-        **together,
-        "score_seconds": cost.seconds,
-        "scored_tokens_per_second": cost.results_per_second,
-        **cost.metrics(),
-    }
+    own = {"scored_tokens": together.pop("tokens"), **together, **sample.metrics}
     return Scores(
         texts,
         run_metrics(dispatched, own),
-        measured_peaks(context, dispatched),
+        dict(sample.peaks),
         expert_uses(dispatched),
+        sample,
         dispatched.streamer.trace,
     )
-
-
-def _run(windows: Sequence[Window], size: int, progress: Progress, dispatched: Dispatched) -> ForwardCost:
-    """Score every window, in batches of ``size``, those apart that ``progress`` has; return what it cost."""
-    lengths = [max(len(window.ids), len(window.source)) for window in windows]
-    batches = by_length(lengths, size=size, padded=_pads(dispatched.model))
-    left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
-    cost = ForwardCost(dispatched.streamer.traffic)
-    with tqdm(total=len(windows), desc="score", unit="window", disable=None, leave=False) as bar:
-        bar.update(len(windows) - sum(map(len, left.values())))
-        for number, batch in left.items():
-            chosen = [windows[index] for index in batch]
-            began = time.perf_counter()
-            scores = score_windows(dispatched.model, chosen, dispatched.device)
-            cost.add(time.perf_counter() - began, results=sum(len(score.values) for score in scores))
-            progress.add([_row(number, len(batch), *pair) for pair in zip(chosen, scores, strict=True)])
-            bar.update(len(batch))
-    return cost
 
 
 def _pads(model: nn.Module) -> bool:

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import Fault
-from pipeline.stage import Artifact, Config, Context, Report, Stage
+from pipeline.stage import Artifact, Config, Context, Report
 from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from stages.inference.inputs import chosen_number, gather_model
+from stages.inference.measured_stage import MeasuredStage
 from stages.plan.request.geometry import read_geometry
 from stages.plan.request.texts import ScoreOptions, check_texts, read_scored_texts
 from stages.score.inputs import SCORES, ScoreInputs
+from stages.score.metrics import told_text
+
+if TYPE_CHECKING:
+    from stages.score.scoring import Session
 
 FILE_NAME = "score.json"
 _SHOWN = 20
 """How many texts are shown on the screen."""
-_TOLD = ("name", "tokens", "log_likelihood", "perplexity", "bits_per_byte", "is_greedy", "batches", "sha256")
-"""What the record has of each text, beside the text itself if it is short."""
-_SHORT = 200
 _WIDTH = 48
 
 
@@ -37,17 +39,20 @@ class ScoreConfig:
     )
 
 
-class ScoreStage(Stage[ScoreInputs]):
-    """Leaves ``score.json``: the log-likelihood of every scored token, sums, perplexity. It has no live half.
+class ScoreStage(MeasuredStage[ScoreInputs]):
+    """Leaves ``score.json``: the log-likelihood of every scored token, sums, perplexity. Its live half scores again.
 
     A build that was killed is gone on with: the windows that it had scored are in ``scores.jsonl``.
     """
 
     name = "score"
-    version = 1
+    version = 2
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ScoreConfig
     resumes = True
+    file_name = FILE_NAME
+    results = "scores"
+    seconds = "score_seconds"
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the texts and the windows, as far as the model needn't be known."""
@@ -79,30 +84,36 @@ class ScoreStage(Stage[ScoreInputs]):
 
     def build(self, inputs: ScoreInputs, context: Context, folder: Path) -> Any:
         """Score, and write ``score.json`` and ``scores.jsonl``, which grows by a line a window."""
-        from stages.score.scoring import perform
+        from stages.score.scoring import Session, perform
 
-        perform(inputs, context, folder).save(folder / FILE_NAME)
+        session = Session(inputs, context)
+        perform(session, folder).save(folder / FILE_NAME)
+        return session
+
+    def revive(self, inputs: ScoreInputs, context: Context) -> Session:
+        """Return the model and the windows, ready to be scored."""
+        from stages.score.scoring import Session
+
+        return Session(inputs, context)
 
     def report(self, artifact: Artifact) -> Report:
         """Return the scores of each text, metrics and measured memory, and a table for the screen."""
         data = artifact.json(FILE_NAME)
         metrics, texts = data["metrics"], data["texts"]
-        rate = metrics["scored_tokens_per_second"]
-        told = f"perplexity {_number(metrics['perplexity'])} over {metrics['scored_tokens']} tokens"
         return Report(
-            summary=told + (f", {rate:.1f} a second" if rate else ""),
+            summary=self.told(texts, metrics),
             memory={"measured": data["measured"]},
             metrics=metrics,
             experts=data.get("experts", {}),
-            outputs=tuple(_output(text) for text in texts),
+            outputs=tuple(told_text(text) for text in texts),
             screen="\n".join(_screen(texts, artifact.path(SCORES))),
         )
 
-
-def _output(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the record has of a text: its sums, and a hash of its tokens' log-likelihoods."""
-    whole = {key: text[key] if len(text[key] or "") <= _SHORT else None for key in ("context", "text")}
-    return {**whole, **{key: text[key] for key in _TOLD}}
+    def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
+        """Return the line of the screen: the perplexity, and how fast the tokens were scored."""
+        rate = metrics["scored_tokens_per_second"]
+        told = f"perplexity {_number(metrics['perplexity'])} over {metrics['scored_tokens']} tokens"
+        return told + (f", {rate:.1f} a second" if rate else "")
 
 
 def _screen(texts: Sequence[Mapping[str, Any]], file: Path) -> Iterator[str]:

@@ -117,6 +117,51 @@ def test_a_model_whose_answer_changes_is_refused_with_the_token_that_differs(mea
     assert measured(net="Fickle").code == 0, "the generation itself is kept"
 
 
+def other_work(stage: str, folder: Path) -> list[str]:
+    """Return the arguments by which ``stage`` does something with three tokens."""
+    given = folder / "given.safetensors"
+    save_file({"tokens": torch.tensor([[5, 6, 7]])}, given)
+    return {
+        "score": ["stages=score", "score.texts=[[5,6,7]]"],
+        "forward": ["stages=forward", f"forward.inputs={given}"],
+    }[stage]
+
+
+@pytest.mark.parametrize(("stage", "seconds"), [("score", "score_seconds"), ("forward", "forward_seconds")])
+def test_scores_and_forwards_are_measured_as_generations_are(
+    stage: str, seconds: str, measured: Run, fresh_folder: Path
+) -> None:
+    work = other_work(stage, fresh_folder)
+    first = measured(*work, "measure.repeats=3", "measure.warmup=1")
+    assert [sample["passes_before"] for sample in first.record["samples"]] == [0, 1, 2, 3]
+    assert origins(first) == "nnn"
+    times = sorted(sample["metrics"][seconds] for sample in samples(first))
+    assert first.record["metrics"][seconds] == times[1]
+    assert "measured, median of 3" in first.out
+    more = measured(*work, "measure.repeats=5")
+    assert (origins(more), more.cached[stage]) == ("eeeen", True)
+    assert more.record["outputs"] == first.record["outputs"]
+    assert origins(measured(*work, "measure.fresh=true")) == "n"
+
+
+@pytest.mark.parametrize(("stage", "results"), [("score", "scores"), ("forward", "outputs")])
+def test_a_model_whose_scores_or_outputs_change_is_refused(
+    stage: str, results: str, measured: Run, fresh_folder: Path
+) -> None:
+    run = measured(*other_work(stage, fresh_folder), "measure.repeats=9", net="Fickle")
+    assert run.code == 1
+    assert f"gave other {results} than there were before" in run.err
+    assert "(output 0, " in run.err
+
+
+@pytest.mark.parametrize(("stages", "key"), [("finetune", "repeats=2"), ("plan_only", "warmup=1")])
+def test_where_nothing_takes_samples_asking_for_some_is_refused(stages: str, key: str, measured: Run) -> None:
+    run = measured(f"stages={stages}", f"measure.{key}")
+    assert run.code == 2
+    assert f"measure.{key.replace('=', ': ')} asks for samples, and none of the stages empty_init, plan" in run.err
+    assert not run.record["stages"]
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from pipeline.measure import MeasureConfig
-from stages.generate.repeats import counted, lacking
-from stages.generate.timed_samples import TimedSample, figures, percentiles, read_sample
+from stages.inference.repeats import counted, lacking
+from stages.inference.timed_samples import TimedSample, figures, percentiles, read_sample
 
 
 def sample(seconds: float = 1.0, **given: Any) -> TimedSample:
@@ -20,7 +20,8 @@ def sample(seconds: float = 1.0, **given: Any) -> TimedSample:
 
 
 def test_of_several_samples_the_record_has_the_median_of_each_figure_and_percentiles_over_all_tokens() -> None:
-    found = figures([sample(3.0), sample(1.0, processor={"busy": True}), sample(2.0)])
+    of_three = [sample(3.0), sample(1.0, processor={"busy": True}), sample(2.0)]
+    found = figures(of_three, seconds="decode_seconds_per_token")
     assert (found["decode_seconds_per_token"], found["bound"]) == (2.0, "bound of 2.0")
     assert (found["samples"], found["busy_samples"]) == (3, 1)
     assert found["stall_share"] is None, "what no sample knows"

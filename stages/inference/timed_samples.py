@@ -1,7 +1,7 @@
-"""How the time of a generation went, sample by sample, and the figures that are made of several.
+"""How the time of a model's work went, sample by sample, and the figures that are made of several.
 
-A sample is one pass of the whole generation over the placed model. The first is stored with the tokens; those that a
-later run asks for have artifacts of their own in the cache, so that none is taken twice.
+A sample is one pass of a whole generation, scoring or forward over the placed model. The first is stored with what came
+out; those that a later run asks for have artifacts of their own in the cache, so that none is taken twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # what forwards cost comes with torch, which a run that is se
 PERCENTILES = (50, 90, 99)
 _MOST_TIMES = 1000
 """Of more times than that so many are kept, evenly from their order: percentiles stay what they are."""
-_SECONDS = "decode_seconds_per_token"
 _BANDWIDTH = "storage_bandwidth_bytes_per_second"
 
 
@@ -25,10 +24,10 @@ _BANDWIDTH = "storage_bandwidth_bytes_per_second"
 class TimedSample:
     """One pass: when it was ``measured``, how many ``passes_before`` it the model had made where it is placed.
 
-    ``metrics`` are the run record's, of this pass; ``first_token_seconds`` has an entry a batch, ``token_seconds`` one
-    for each token after that. ``processor`` says who had the processor meanwhile, ``machine`` how the machine was,
-    ``peaks`` what each device had held by then, in bytes. One that isn't whole went on where a run had been killed.
-    ``is_earlier`` says whether another run measured it.
+    ``metrics`` are the run record's, of this pass. ``first_token_seconds`` has an entry a batch, ``token_seconds`` one
+    for each token after that; where no tokens are made they have none. ``processor`` says who had the processor
+    meanwhile, ``machine`` how the machine was, ``peaks`` what each device had held by then, in bytes. One that isn't
+    whole went on where a run had been killed. ``is_earlier`` says whether another run measured it.
     """
 
     measured: str
@@ -68,13 +67,13 @@ def read_sample(stored: Mapping[str, Any], *, is_earlier: bool) -> TimedSample:
     return TimedSample(**{name: value for name, value in stored.items() if name in names}, is_earlier=is_earlier)
 
 
-def figures(samples: Sequence[TimedSample]) -> Metrics:
+def figures(samples: Sequence[TimedSample], *, seconds: str) -> Metrics:
     """Return the run record's metrics of ``samples``: of each the median, and percentiles over the tokens of all.
 
-    What set the speed is told of the sample in the middle.
+    What set the speed is told of the sample in the middle, by the metric ``seconds``.
     """
     names = dict.fromkeys(name for sample in samples for name in sample.metrics)
-    middle = sorted(samples, key=lambda sample: sample.metrics.get(_SECONDS) or 0)[(len(samples) - 1) // 2]
+    middle = sorted(samples, key=lambda sample: sample.metrics.get(seconds) or 0)[(len(samples) - 1) // 2]
     found: Metrics = {name: _median(sample.metrics.get(name) for sample in samples) for name in names}
     found |= {name: value for name, value in middle.metrics.items() if isinstance(value, str)}
     found[_BANDWIDTH] = _median(sample.machine.get("storage_bytes_per_second") for sample in samples)

@@ -1,0 +1,136 @@
+"""Work of a model that is done again to be measured: which samples there are, which a run still lacks, taking these.
+
+What the results depend on is the artifact's key; how often they were timed is no part of it. So samples are kept
+beside it, each an artifact of its own by the number that it has among those of one generation, scoring or forward: a
+run that asks for five where three are there takes two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.atomic_files import write_text
+from pipeline.cache.fingerprint import fingerprint
+from pipeline.cache.store import Store
+from pipeline.errors import DisagreementError
+from pipeline.measure import MeasureConfig
+from pipeline.replay import first_difference
+from pipeline.stage import Artifact, Report
+from stages.inference.timed_samples import TimedSample, figures, read_sample
+
+SAMPLES = "samples"
+"""The folder of the cache in which samples lie: an artifact for each beyond the first, which its stage's has."""
+FILE_NAME = "sample.json"
+Outputs = Sequence[Mapping[str, Any]]
+"""What came out, as a record has it."""
+Pass = Callable[[str], tuple[TimedSample, Outputs]]
+"""Does all the work once more, under a title for the bar; returns how the time went, and what came out."""
+
+
+class Repeatable(Protocol):
+    """The placed model and what it is asked: it has done that in so many ``passes``."""
+
+    passes: int
+
+    def repeating(self) -> AbstractContextManager[Pass]:
+        """Yield what does it again."""
+
+
+def kept_samples(cache: Path, artifact: Artifact, stored: Mapping[str, Any], *, is_new: bool) -> list[TimedSample]:
+    """Return the samples of ``artifact`` that are there: what it has ``stored`` itself, and those beside it.
+
+    ``is_new`` says whether this run has made it. A list that was broken by pruning ends there.
+    """
+    found, store = [read_sample(stored, is_earlier=not is_new)], Store(cache)
+    while (kept := store.find(SAMPLES, _key(artifact, len(found)))) is not None:
+        found.append(read_sample(kept.json(FILE_NAME), is_earlier=True))
+    return found
+
+
+def counted(samples: Sequence[TimedSample], measure: MeasureConfig) -> list[TimedSample]:
+    """Return those of ``samples`` that the figures of a run are made of.
+
+    One that isn't whole counts only where nothing else does and no more are asked for.
+    """
+    fit = [one for one in samples if one.passes_before >= measure.warmup and not (measure.fresh and one.is_earlier)]
+    whole = [one for one in fit if one.is_whole]
+    return whole or (fit if measure.repeats == 1 else [])
+
+
+def lacking(samples: Sequence[TimedSample], measure: MeasureConfig) -> int:
+    """Return how many samples a run asks for that aren't there."""
+    return max(0, measure.repeats - len(counted(samples, measure)))
+
+
+def take_samples(
+    session: Repeatable, artifact: Artifact, samples: Sequence[TimedSample], measure: MeasureConfig, *, cache: Path,
+    expected: Outputs, results: str,
+) -> list[TimedSample]:  # fmt: skip
+    """Return ``samples`` with those that a run lacks, taken now; each is kept as it is there.
+
+    A sample that another process takes meanwhile is waited for and used. Raises ``DisagreementError`` where a pass
+    gives other ``results`` (tokens, scores) than are ``expected``, those of ``artifact``.
+    """
+    store, found = Store(cache), list(samples)
+    with ExitStack() as stack:
+        stack.callback(store.release)
+        passes = _Passes(session, stack, expected, results)
+        while missing := lacking(found, measure):
+            take = partial(passes.sample, f"sample {measure.repeats - missing + 1} of {measure.repeats}", measure)
+            kept, taken, _ = store.obtain(SAMPLES, _key(artifact, len(found)), take)
+            found.append(taken or read_sample(kept.json(FILE_NAME), is_earlier=True))
+    return found
+
+
+class _Passes:
+    """Passes of ``session`` whose ``results`` must be ``expected``."""
+
+    def __init__(self, session: Repeatable, stack: ExitStack, expected: Outputs, results: str) -> None:
+        self._session, self._expected, self._results = session, expected, results
+        self._pass = stack.enter_context(session.repeating())
+
+    def sample(self, title: str, measure: MeasureConfig, folder: Path) -> TimedSample:
+        """Return the next pass that counts, written into ``folder``; those that warm up come before."""
+        while self._session.passes < measure.warmup:
+            self._run(f"warm-up {self._session.passes + 1} of {measure.warmup}")
+        sample = self._run(title)
+        write_text(folder / FILE_NAME, json.dumps(sample.stored()) + "\n")
+        return sample
+
+    def _run(self, title: str) -> TimedSample:
+        sample, outputs = self._pass(title)
+        difference = first_difference(self._expected, outputs)
+        if difference is not None:
+            raise DisagreementError(
+                f"measure.repeats: {title} gave other {self._results} than there were before ({difference}); figures "
+                "of different answers can't be compared: look in the model's code for what outlives a call, or in the "
+                "machine for what changes its arithmetic, and set outputs to a new folder to begin anew"
+            )
+        return sample
+
+
+def with_figures(
+    report: Report, samples: Sequence[TimedSample], measure: MeasureConfig, *, seconds: str,
+    told: Callable[[Outputs, Mapping[str, Any]], str],
+) -> Report:  # fmt: skip
+    """Return ``report`` with the figures of those ``samples`` that count, and with every sample.
+
+    ``seconds`` is the metric of their time; outputs and figures are ``told`` in a line for the screen.
+    """
+    fit = counted(samples, measure)
+    every = tuple(one.told(counts=any(one is other for other in fit)) for one in samples)
+    metrics = {**report.metrics, **figures(fit, seconds=seconds)}
+    new = [one for one in samples if not one.is_earlier]
+    memory = {**report.memory, "measured": dict(new[-1].peaks)} if new else report.memory
+    summary = told(report.outputs, metrics) + f", median of {len(fit)} samples" * (len(fit) > 1)
+    return replace(report, samples=every, metrics=metrics, memory=memory, summary=summary)
+
+
+def _key(artifact: Artifact, number: int) -> str:
+    return fingerprint({"stage": SAMPLES, "generation": artifact.key, "number": number})
