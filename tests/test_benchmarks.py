@@ -146,6 +146,8 @@ def test_what_was_kept_of_lockstep_is_told_and_drawn_again(
     told = capsys.readouterr().out
     assert "from 4.4 together on as predicted, from 4.0 as measured" in told
     assert "accelerate 8" in told
+    assert "predicted peaks: +0.0% with 1 together, +0.0% with 2" in told
+    assert "offstage is fastest with 4 together, 4.00 times as fast as one by one" in told
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -12,7 +12,9 @@ measurements of the raw direct-read bandwidth of the same files.
 In the end a table: the seconds of a token of one prompt (a step's, over how many it served), tokens a second, what was
 predicted, the peak beside the predicted one, and how many prompts got the tokens of the smallest group of offstage's
 that they were in: with offstage that is to be all of them, and those of each prompt alone. Below it, from how many on
-more bring nothing: where the line of a pass that is shared out meets that of computing.
+more bring nothing: where the line of a pass that is shared out meets that of computing; by how much each predicted peak
+is off; how many times as fast the best group is as one prompt by itself, and as accelerate's best batch with the same
+tokens.
 
 The rounds stay in ``--folder`` as JSON; with ``--json`` they are read from there and nothing runs.
 """
@@ -82,7 +84,7 @@ def _arguments() -> argparse.Namespace:
 
 def show(rounds: Rounds, *, plot: Path | None = None) -> None:
     """Print the table, and draw it into ``plot``."""
-    for line in table(rounds):
+    for line in (*table(rounds), *verdicts(results(rounds))):
         say(line)
     if plot is not None:
         from tests.benchmarks.lockstep_plot import draw
@@ -171,6 +173,21 @@ def table(rounds: Rounds) -> Iterator[str]:
     predicted, measured = bends(found)
     if predicted and measured:
         yield f"more bring nothing from {predicted:.1f} together on as predicted, from {measured:.1f} as measured"
+
+
+def verdicts(found: Sequence[GroupResult]) -> Iterator[str]:
+    """Yield how far predicted peaks are off, and how much faster the best group is than others that keep the tokens."""
+    ours = {group.size: group for group in found if group.tool == OURS}
+    peaks = {size: group.side["predicted_peak"] / group.side["peak"] - 1 for size, group in ours.items()}
+    yield "predicted peaks: " + ", ".join(f"{off:+.1%} with {size} together" for size, off in peaks.items())
+    best = min(ours.values(), key=lambda group: group.median)
+    if 1 in ours:
+        times = ours[1].median / best.median
+        yield f"offstage is fastest with {best.size} together, {times:.2f} times as fast as one by one"
+    exact = [group for group in found if group.tool == THEIRS and group.same == group.size]
+    for other in sorted(exact, key=lambda group: group.median)[:1]:
+        times = other.median / best.median
+        yield f"and {times:.2f} times as fast as accelerate's best batch with the tokens of each alone, of {other.size}"
 
 
 def first_answers(rounds: Rounds) -> dict[int, list[int]]:
