@@ -13,12 +13,14 @@ from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.streaming.bindings import Binding, settle
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.streamed_part import StreamedPart
+from stages.dispatch.streaming.turns import Place
 from stages.dispatch.transfer.carrier import Carrier, Traffic
 from stages.dispatch.transfer.host_carrier import HostCarrier
 from stages.dispatch.transfer.link import Link, pin
 from stages.dispatch.transfer.link_carrier import LinkCarrier
 from stages.dispatch.transfer.links import open_link
 from stages.dispatch.transfer.trace import Trace
+from stages.empty_init.skeleton import parent
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.units import CPU, DeviceId
@@ -54,7 +56,7 @@ def open_lookaheads(
 
     ``extents`` has what waits on disk.
     """
-    places = {name: place for place, name in enumerate(plan.order)}
+    places = part_places(plan)
     for device in dict.fromkeys(part.computes for part in parts):
         mine = [part for part in parts if part.computes == device]
         numbers = {part.name: number for number, part in enumerate(mine)}
@@ -72,8 +74,28 @@ def open_lookaheads(
         lookahead: Lookahead[Any] = Lookahead(carrier, order, experts=experts, traffic=traffic, trace=trace)
         for part in mine:
             part.lookahead, part.number = lookahead, numbers[part.name]
-            part.place = (places.get(part.name, 0),)
+            part.place = places.get(part.name, (0,))
         yield lookahead
+
+
+def part_places(plan: DispatchPlan) -> dict[str, Place]:
+    """Return when the parts of ``plan`` come in a pass, by module.
+
+    The experts of a list come one after another where the first does that the plan's order has, or else after what
+    comes first around them, their router.
+    """
+    places: dict[str, Place] = {name: (number,) for number, name in enumerate(plan.order)}
+    lists: dict[str, dict[str, list[str]]] = {}
+    for name, part in plan.parts.items():
+        if part.listed_expert:
+            lists.setdefault(parent(part.listed_expert), {}).setdefault(part.listed_expert, []).append(name)
+    for holder, experts in lists.items():
+        known = [places[name] for names in experts.values() for name in names if name in places]
+        around = [place for name, place in places.items() if name.startswith(f"{parent(holder)}.")] if not known else []
+        begin = min(known or around, default=(0,))
+        for number, names in enumerate(experts.values()):
+            places |= {name: (*begin, number, within) for within, name in enumerate(names)}
+    return places
 
 
 def pin_waiting(

@@ -18,8 +18,10 @@ from stages.plan.serving import serve
 from stages.shard_load.disk_weights import DiskWeights
 from stages.units import DeviceId
 from tests.stages.dispatch.placed_models import to_disk
-from tests.stages.listed_experts import STYLES, WORDS, HitExperts, Mixture, mixture
+from tests.stages.listed_experts import STYLES, WORDS, HitExperts, Mixture, SortedExperts, mixture
 
+IN_ORDER = [HitExperts, SortedExperts]
+"""These go through the experts in their order, and not token by token."""
 READ_BEYOND = 1.05
 """Reads begin and end at multiples of 4 KiB: that is a thirtieth of an expert's matrix here."""
 GUESSED = 1.1
@@ -141,6 +143,20 @@ def test_a_pass_that_was_broken_off_leaves_experts_that_can_be_called(listed: Ca
     handle.remove()
     there.answer(40)
     there.answer(1)
+
+
+@pytest.mark.parametrize("style", IN_ORDER)
+def test_calls_in_lockstep_bring_the_experts_of_all_of_them_once(
+    style: type[HitExperts], listed: Callable[..., Listed]
+) -> None:
+    there = listed(style=style, staging=STAGING["one matrix"])
+    there.answer(40)
+    prompts = [torch.randint(WORDS, (count,), generator=there.words) for count in (1, 3, 1, 2, 7)]
+    there.called.clear()
+    expected, answers, before = [there.plain(ids) for ids in prompts], [], there.streamer.traffic.streamed_bytes
+    there.streamer.go_together([lambda ids=ids: answers.append(there.model(ids)) for ids in prompts], size=5)
+    assert all(any(torch.equal(answer, each) for answer in answers) for each in expected)
+    assert there.streamer.traffic.streamed_bytes - before == there.routed_bytes() + norms(there.plain)
 
 
 @pytest.mark.parametrize("computes", ["cpu", 0])
