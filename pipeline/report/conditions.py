@@ -62,11 +62,12 @@ def _checkpoint(run: Run) -> str:
 
 
 def _dtype(run: Run) -> str:
-    """Return the dtypes of the model, the one with the most parameters first; else what the config asked for."""
+    """Return the dtypes of the model, the one with the most parameters first; of older records what was asked for."""
     counts = run.model.parameters
     dtypes = ", ".join(sorted(counts, key=lambda name: -(counts[name] or 0)))
     size = f", {tell(run.model.bytes, 'bytes')}" if run.model.bytes else ""
-    return f"{dtypes}{size}" if dtypes else str(run.config.get("dtype") or "")
+    asked = str(run.config.get("dtype") or "") if run.status == "completed" else ""
+    return f"{dtypes}{size}" if dtypes else asked
 
 
 def _work(run: Run) -> str:
