@@ -179,3 +179,20 @@ def test_where_more_bring_nothing_is_found_where_there_is_such_a_place() -> None
     assert bend(dict.fromkeys((1, 2, 4), 0.5)) is None
     assert bend({1: 0.5}) is None
     assert bend({}) is None
+
+
+def test_what_guesses_bring_is_told_beside_plain_decoding() -> None:
+    speculation = importlib.import_module("tests.benchmarks.speculation")
+    first, second = speculation.make_prompts(2, every=10)
+    assert len(first) == len(second) == len(speculation.TEXT) + 4
+    assert [sum(token not in speculation.TEXT for token in prompt) for prompt in (first, second)] == [10, 9]
+    ours = {"peak": 1.5e9, "predicted_peak": 1.6e9, "answers": [[1, 2]]}
+    exact = {**ours, "seconds": 0.2, "tokens_per_pass": 2.5, "draft_acceptance": 0.81}
+    sides = {"plain": {**ours, "seconds": 0.4}, "exact": exact, "batched": {**exact, "answers": [[1, 3]]}}
+    _, *lines = (line.split() for line in speculation.table([{"sides": sides}]))
+    peaks = ["1.50", "GB", "1.60", "GB"]
+    assert lines == [
+        ["plain", "0.400", "1.00", "-", "-", *peaks, "the", "same"],
+        ["exact", "0.200", "2.00", "2.50", "81%", *peaks, "the", "same"],
+        ["batched", "0.200", "2.00", "2.50", "81%", *peaks, "OTHERS"],
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from stages.empty_init import init_empty_weights
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 500 * 10**6
 SPREAD = 0.02
+WORDS = 32_000
+TEXT_SPREAD = 4.0
+"""The standard deviation of embeddings in a model that goes on with a text: large beside what its layers add."""
 SHAPES = {
     "0.1b": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12},
     "0.4b": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16},
@@ -42,6 +45,8 @@ _COMMON: dict[str, Any] = {
     "vocab_size": 8000, "num_attention_heads": 8, "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": None,
     "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
+Draw = Callable[[], torch.Tensor]
+
 MIXTURES: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(
         **_COMMON, hidden_size=768, intermediate_size=1536, num_hidden_layers=4, num_local_experts=8,
@@ -79,26 +84,61 @@ def make_mixture_like(name: str, folder: Path) -> Path:
     return folder
 
 
-def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a Llama checkpoint of ``size`` into ``folder`` unless one is there; return the folder."""
+def make_copying(size: str, folder: Path, text: Sequence[int]) -> Path:
+    """Write a Llama checkpoint of ``size`` that goes on with ``text``; return a folder beside ``folder``.
+
+    Embeddings and head are arranged: each token of the text asks for the one after it, the last for the first; no other
+    token is ever said. The weights of the layers are random as ever, and what they add is too little to change that.
+    """
+    generator = torch.Generator().manual_seed(1)
+    shape = (WORDS, SHAPES[size]["hidden_size"])
+
+    def words() -> torch.Tensor:
+        return torch.randn(shape, generator=generator.manual_seed(1))
+
+    def head() -> torch.Tensor:
+        found, after = torch.zeros(shape), [*text[1:], text[0]]
+        found[after] = words()[list(text)]
+        return found
+
+    arranged = {"model.embed_tokens.weight": lambda: TEXT_SPREAD * words(), "lm_head.weight": head}
+    return make(size, folder.with_name(f"{folder.name}-copying"), arranged=arranged)
+
+
+def make(
+    size: str, folder: Path, dtype: torch.dtype = torch.bfloat16, *, arranged: Mapping[str, Draw] | None = None
+) -> Path:
+    """Write a Llama checkpoint of ``size`` into ``folder`` unless one is there; return the folder.
+
+    Tensors that are ``arranged`` are drawn by what stands there for them.
+    """
     if (folder / INDEX).exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     config = LlamaConfig(
-        **SHAPES[size], vocab_size=32_000, max_position_embeddings=2048, architectures=["LlamaForCausalLM"]
+        **SHAPES[size], vocab_size=WORDS, max_position_embeddings=2048, architectures=["LlamaForCausalLM"]
     )
     config.dtype = dtype
     config.save_pretrained(folder)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    write_shards(((name, parameter.shape, SPREAD) for name, parameter in model.named_parameters()), folder, dtype)
+    write_shards(
+        ((name, parameter.shape, SPREAD) for name, parameter in model.named_parameters()),
+        folder,
+        dtype,
+        arranged=arranged,
+    )
     return folder
 
 
-def write_shards(tensors: Iterable[tuple[str, Sequence[int], float]], folder: Path, dtype: torch.dtype) -> None:
+def write_shards(
+    tensors: Iterable[tuple[str, Sequence[int], float]], folder: Path, dtype: torch.dtype, *,
+    arranged: Mapping[str, Draw] | None = None,
+) -> None:  # fmt: skip
     """Write random ``tensors`` in shards into ``folder``, and in the end their index.
 
-    They are given by name, shape and standard deviation; vectors are ones.
+    They are given by name, shape and standard deviation; vectors are ones, and those that are ``arranged`` what stands
+    there for them.
     """
     generator = torch.Generator().manual_seed(0)
     pending: dict[str, torch.Tensor] = {}
@@ -114,6 +154,8 @@ def write_shards(tensors: Iterable[tuple[str, Sequence[int], float]], folder: Pa
     for name, shape, spread in tensors:
         noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
         tensor = (noise * spread if len(shape) > 1 else torch.ones(shape)).to(dtype)
+        if arranged and name in arranged:
+            tensor = arranged[name]().to(dtype)
         if sum(each.nbytes for each in pending.values()) + tensor.nbytes > SHARD_BYTES and pending:
             flush()
         pending[name] = tensor

@@ -55,9 +55,13 @@ def run_rounds(
     prepare: Callable[[Setting, argparse.Namespace], Sides],
     summarise: Callable[[list[dict[str, Any]]], None],
     results: str,
+    write: Callable[[str, Path], Path] = make,
 ) -> None:
-    """Run the rounds of the sides that ``prepare`` returns, keep them in the file ``results``, and ``summarise``."""
-    checkpoint = make(arguments.size, arguments.folder / arguments.size)
+    """Run the rounds of the sides that ``prepare`` returns, keep them in the file ``results``, and ``summarise``.
+
+    ``write`` makes the checkpoint, of a size and in a folder, unless it is there.
+    """
+    checkpoint = write(arguments.size, arguments.folder / arguments.size)
     work = arguments.folder / "work"
     work.mkdir(exist_ok=True)
     cap = parse_size(arguments.cap or CAPS.get(arguments.size, USUAL_CAP))

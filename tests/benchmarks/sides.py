@@ -131,7 +131,8 @@ def offstage_side(setting: Setting, options: Sequence[str]) -> Side:
     record = record_in(setting.work)
     metrics = record["metrics"]
     routed = {"hit_rate": metrics["expert_hit_rate"]} if "expert_hit_rate" in metrics else {}
-    return routed | {
+    guessed = {name: metrics[name] for name in ("passes", "tokens_per_pass", "draft_acceptance") if name in metrics}
+    return {**routed, **guessed} | {
         "seconds": metrics["decode_seconds_per_token"],
         "tokens": record["outputs"][0]["token_ids"],
         "answers": [output["token_ids"] for output in record["outputs"]],
