@@ -48,12 +48,16 @@ def _paint(figure: Figure, size: Size, front: Front) -> None:
 
 
 def _memory_axis(axes: Axes, values: Sequence[float], size: Size) -> str:
-    """Scale the axis of memory. Peaks that lie close together would all stand on one spot of an axis from zero."""
+    """Scale the axis of memory, and return what its label must say of it.
+
+    Peaks that lie close together would all stand on one spot of an axis from zero.
+    """
     unit = measure(axes, "x", values, "bytes", size=size)
     low, high = min(values), max(values)
     if low > high / 2:
         margin = (high - low) * 0.08 or high * 0.01
         axes.set_xlim(low - margin, high + 3 * margin)
+        return f"{unit}, not from zero"
     return unit
 
 
