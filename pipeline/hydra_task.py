@@ -23,7 +23,7 @@ from pipeline.hydra_errors import guarded_composing
 from pipeline.job import perform
 from pipeline.job_folder import JobFolder
 from pipeline.job_process import supervise
-from pipeline.objective import objective_of
+from pipeline.objective import number_of
 from pipeline.record import RunRecord, never_left_running
 from pipeline.sweep import Sweep
 from pipeline.tracking.trackers import require_tracker, track
@@ -88,8 +88,7 @@ class Task:
                 done = folder.has_completed([str(override) for override in hydra.overrides.task])
                 code = 0 if done else self._record_run(config, started, folder)
         if code == 0:
-            found = objective_of(RunRecord.load(lies).data)
-            self._number = None if found is None else found.value if found.is_within else math.nan
+            self._number = number_of(RunRecord.load(lies).data)
         return code
 
     def _record_run(self, config: DictConfig, started: float, folder: JobFolder | None = None) -> int:

@@ -108,6 +108,15 @@ def objective_of(record: Mapping[str, Any]) -> Objective | None:
     return Objective(given.figure, _number(record, "objective.figure", given.figure), tuple(limits))
 
 
+def number_of(record: Mapping[str, Any]) -> float | None:
+    """Return the number that a sweeper gets for the run of ``record``: nan where it isn't within its limits.
+
+    Null where the config names none. Raises as ``objective_of`` does.
+    """
+    found = objective_of(record)
+    return None if found is None else found.value if found.is_within else math.nan
+
+
 def _number(record: Mapping[str, Any], key: str, name: str) -> float:
     """Return the number of that name; a ``ConfigError`` about ``key`` where there is none."""
     known = _numbers(record)

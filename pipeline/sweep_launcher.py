@@ -62,7 +62,7 @@ class SweepLauncher:
         waiting = {number: own for number, own in numbered.items() if not self._is_done(number, own)}
         self._track(waiting)
         ran = self._run(waiting) if waiting else {}
-        return [ran[number] if number in ran else _completed(own) for number, own in numbered.items()]
+        return [ran[number] if number in ran else self._completed(number, own) for number, own in numbered.items()]
 
     def _run(self, numbered: Mapping[int, Sequence[str]]) -> dict[int, JobReturn]:
         """Run the jobs with these overrides and return what each came to, by its number."""
@@ -92,6 +92,16 @@ class SweepLauncher:
             self._sweep.expect(job)
         return self._sweep.has_completed(number)
 
+    def _completed(self, number: int, overrides: Sequence[str]) -> JobReturn:
+        """Return what stands for a job that was run before, with the number that it came to."""
+        from pipeline.objective import number_of
+        from pipeline.sweep_record import find_record
+
+        job = self._sweep.job(number) if self._sweep is not None else None
+        record = find_record(self._sweep.folder, job) if self._sweep is not None and job is not None else None
+        value = number_of(record.data) if record is not None else None
+        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=value)
+
     def _began(self, numbers: Mapping[int, object]) -> None:
         if self._progress is not None:
             self._progress.begin(numbers)
@@ -99,8 +109,3 @@ class SweepLauncher:
     def _ended(self, number: int) -> None:
         if self._progress is not None:
             self._progress.end(number)
-
-
-def _completed(overrides: Sequence[str]) -> JobReturn:
-    """Return what stands for a job that was run before; what it came to, its record says."""
-    return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=None)
