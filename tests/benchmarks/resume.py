@@ -116,7 +116,7 @@ def interrupt(scene: Scene) -> str:
 
 def kill(scene: Scene) -> str:
     process = scene.start()
-    scene.wait_for(3, process)
+    scene.wait_for(4, process)
     process.kill()
     for each in scene.processes():
         with suppress(psutil.Error):
@@ -139,12 +139,12 @@ def orphan(scene: Scene) -> str:
 
 def lost(scene: Scene) -> str:
     process = scene.start()
-    scene.wait_for(3, process)
-    until = time.monotonic() + _SECONDS
-    while not (found := [each for each in scene.processes() if str(scene.sweep / "3") in each.cmdline()]):
-        if time.monotonic() > until:
-            raise RuntimeError("the process of job 3 never came")
-    found[0].parent().kill()
+    scene.wait_for(4, process)
+    log = scene.path(4).with_name("run.log")
+    while not log.exists() or "begins" not in log.read_text():
+        time.sleep(0.02)
+    (job,) = [each for each in scene.processes() if str(scene.sweep / "4") in each.cmdline()]
+    job.parent().kill()
     say(f"    {table(scene.finish(process))}")
     return scene.finish(scene.start(resumed=True))
 
@@ -153,10 +153,9 @@ def disk(scene: Scene) -> str:
     process = scene.start()
     scene.wait_for(3, process)
     ballast = scene.sweep / BALLAST
-    with ballast.open("wb") as file, suppress(OSError):
-        while True:
-            file.write(b"\0" * 4096)
-            file.flush()
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"\0" * 4096):
+            pass
     out = scene.finish(process)
     say(f"    {table(out)}; {[line for line in out.splitlines() if line.startswith('offstage: ')][-1:]}")
     ballast.unlink()
