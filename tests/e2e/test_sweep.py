@@ -37,10 +37,11 @@ def working_job(folder: Path, number: int, *, seconds: float = 250) -> psutil.Pr
     """Return the process of the job ``number`` once it generates."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = [each for each in job_processes(folder) if f"/{number}" in " ".join(each.cmdline())]
         logs = list(folder.glob(f"outputs/multirun/*/*/{number}/run.log"))
-        if found and logs and "generate: begins" in logs[0].read_text():
-            return found[0]
+        if logs and "generate: begins" in logs[0].read_text():  # to look through all processes takes longer
+            found = [each for each in job_processes(folder) if f"/{number}" in " ".join(each.cmdline())]
+            if found:
+                return found[0]
         time.sleep(0.05)
     raise AssertionError(f"job {number} never generated")
 

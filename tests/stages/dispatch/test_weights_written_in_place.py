@@ -20,10 +20,10 @@ from tests.e2e.pipelines import dispatched_model
 TOKENS = torch.tensor([[5, 6, 7, 8]])
 
 
-def rwkv(folder: Path, *, rescale_every: int) -> Any:
-    """Write a small RWKV of three layers and return what transformers makes of it."""
+def rwkv(folder: Path, *, rescale_every: int, layers: int = 3) -> Any:
+    """Write a small RWKV and return what transformers makes of it. Each layer rehearses token by token, for seconds."""
     config = RwkvConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=3, rescale_every=rescale_every, context_length=64
+        vocab_size=96, hidden_size=32, num_hidden_layers=layers, rescale_every=rescale_every, context_length=64
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -57,10 +57,10 @@ def test_a_rescaled_rwkv_on_disk_is_refused_before_anything_runs(rescaled: tuple
 
 
 def test_an_rwkv_whose_weights_it_leaves_as_they_are_streams(tmp_path: Path) -> None:
-    wanted = rwkv(tmp_path / "rwkv", rescale_every=0)
+    wanted = rwkv(tmp_path / "rwkv", rescale_every=0, layers=1)
     with load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="disk") as loaded, torch.no_grad():
         assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
-    wanted = rwkv(tmp_path / "short", rescale_every=100)  # divides each weight by one
+    wanted = rwkv(tmp_path / "short", rescale_every=100, layers=1)  # divides each weight by one
     with load(tmp_path / "short", cache=tmp_path / "cache", device_map="disk") as loaded, torch.no_grad():
         assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
 
