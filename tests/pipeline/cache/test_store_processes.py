@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[3]
 # Many processes
 
 PROGRAM = """
-import errno, json, os, random, sys, time
+import errno, json, os, random, sys, time, traceback
 from pathlib import Path
 from pipeline.cache import locks as locking, store
 
@@ -45,24 +45,38 @@ def write(folder):
     time.sleep(0.3 if len(keys) == 1 else 0.01)
     (folder / "filler.bin").write_bytes(os.urandom(100_000))
 
-random.shuffle(keys)
-(root.parent / f"ready-{os.getpid()}").touch()
-while len(list(root.parent.glob("ready-*"))) < count:
-    time.sleep(0.001)
-found = {key: store.Store(root).obtain("plan", key, write)[0].json("who.json") for key in keys}
-sys.stdout.write(json.dumps(found))
+def work():
+    random.shuffle(keys)
+    (root.parent / f"ready-{os.getpid()}").touch()
+    while len(list(root.parent.glob("ready-*"))) < count and os.getppid() == parent:
+        time.sleep(0.001)
+    found = {key: store.Store(root).obtain("plan", key, write)[0].json("who.json") for key in keys}
+    (root.parent / f"found-{os.getpid()}").write_text(json.dumps(found))
+
+parent = os.getpid()
+for _ in range(count):
+    if not os.fork():
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+for _ in range(count):
+    assert os.wait()[1] == 0
 """
 
 
 def run_together(root: Path, *, locks: str, keys: list[str], count: int = 32) -> list[dict[str, int]]:
+    """Have ``count`` processes, forked from one that has imported the store, begin at once; return what each found."""
     command = [sys.executable, "-c", PROGRAM, str(root), locks, json.dumps(keys), str(count)]
-    processes = [
-        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(count)
-    ]
-    results = [(process.communicate(timeout=300), process.returncode) for process in processes]
-    assert [code for _, code in results] == [0] * count, [errors for (_, errors), _ in results]
-    return [json.loads(output) for (output, _), _ in results]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(path.read_text()) for path in root.parent.glob("found-*")]
+    assert len(found) == count
+    return found
 
 
 @pytest.mark.parametrize("locks", ["works", "refused", "granted to all"])

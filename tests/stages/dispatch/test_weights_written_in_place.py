@@ -57,10 +57,10 @@ def test_a_rescaled_rwkv_on_disk_is_refused_before_anything_runs(rescaled: tuple
 
 
 def test_an_rwkv_whose_weights_it_leaves_as_they_are_streams(tmp_path: Path) -> None:
-    wanted = rwkv(tmp_path / "rwkv", rescale_every=0, layers=1)
+    wanted = rwkv(tmp_path / "rwkv", rescale_every=0, layers=2)
     with load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="disk") as loaded, torch.no_grad():
         assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
-    wanted = rwkv(tmp_path / "short", rescale_every=100, layers=1)  # divides each weight by one
+    wanted = rwkv(tmp_path / "short", rescale_every=100, layers=2)  # divides each weight by one
     with load(tmp_path / "short", cache=tmp_path / "cache", device_map="disk") as loaded, torch.no_grad():
         assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
 
