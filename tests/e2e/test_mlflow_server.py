@@ -16,11 +16,12 @@ from urllib.request import urlopen
 
 import pytest
 
-from tests.e2e.conftest import Finished, finish, records_in, start
+from tests.e2e.conftest import Finished, environment, finish, records_in, start
 
 pytest.importorskip("mlflow.server", reason="the extra mlflow isn't installed: no server can be started")
 pytest.importorskip("sqlalchemy", reason="mlflow is here without its server: pip install mlflow")
 
+RESUME = [sys.executable, "-c", "from pipeline.commands import sweep; sweep()", "resume"]
 EXPERIMENT = "sweeps of a test"
 
 
@@ -110,6 +111,7 @@ def test_after_a_sweep_with_a_failed_job_the_server_has_each_job_below_the_sweep
     assert files_of(uri, good) == ["run.json", "run.log"]
     assert files_of(uri, parent) == ["report.csv", "report.json"]
     steps_are_those_of_the_samples(uri, good)
+    a_resumed_sweep_keeps_its_run(uri, sweep, parent)
     a_server_that_dies_during_a_run_costs_no_result(fresh_folder, uri, process)
     a_server_that_is_gone_ends_a_run_before_any_work(fresh_folder, uri)
 
@@ -119,6 +121,17 @@ def steps_are_those_of_the_samples(uri: str, good: Any) -> None:
 
     history = MlflowClient(uri).get_metric_history(good.info.run_id, "sample/decode_seconds_per_token")
     assert [metric.step for metric in history] == [1, 2]
+
+
+def a_resumed_sweep_keeps_its_run(uri: str, sweep: Path, parent: Any) -> None:
+    """Run the job that failed once more, in the sweep's folder: it stands beside its first run, below the same one."""
+    subprocess.run([*RESUME, str(sweep)], env=environment(), capture_output=True, timeout=300, check=False)
+    from mlflow import MlflowClient
+
+    found = MlflowClient(uri).search_runs([parent.info.experiment_id])
+    above = [run.data.tags.get("mlflow.parentRunId") for run in found]
+    assert (above.count(None), above.count(parent.info.run_id)) == (1, 3)
+    assert {run.info.status for run in found} == {"FAILED", "FINISHED"}
 
 
 def a_server_that_dies_during_a_run_costs_no_result(folder: Path, uri: str, process: subprocess.Popen[bytes]) -> None:

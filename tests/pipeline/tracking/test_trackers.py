@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 
-from pipeline.record import RunRecord, StageRecord
+from pipeline.record import RunRecord, StageRecord, Status
 from pipeline.stage import Report
 from pipeline.tracking.run_ids import find_id, read_ids
 from pipeline.tracking.trackers import track, usable_tracker
 
 
-def finished(folder: Path, kind: str | None, **tracker: Any) -> RunRecord:
-    """Return the record of a run that ended well, its tracker's store beside it."""
+def finished(
+    folder: Path, kind: str | None, *, name: str = "1", status: Status = "completed", **tracker: Any
+) -> RunRecord:
+    """Return the record of a run that ended, its tracker's store beside it."""
     given = {"kind": kind, "folder": str(folder / "store"), "experiment": "offstage", **tracker}
     config = {"tracker": given, "seed": 3, "generate": {"prompts": ["a"]}}
-    record = RunRecord.start(folder / "today" / "1", overrides=[], config=config, environment={})
+    record = RunRecord.start(folder / "today" / name, overrides=[], config=config, environment={})
     record.add_stage(StageRecord(name="plan", key="", cached=False, seconds=0.5, artifact=""))
     record.merge(Report(metrics={"load_seconds": 1.25}, memory={"measured": {"cpu": 10}}))
-    record.finish("completed")
+    record.finish(status)
     return record
 
 
@@ -62,9 +64,10 @@ def test_mlflow_keeps_a_run_once_however_often_it_is_logged(tmp_path: Path) -> N
     record = finished(tmp_path, "mlflow", notes="a note")
     tracked(record)
     tracked(record)
+    tracked(finished(tmp_path, "mlflow", name="2", status="interrupted"))
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
-    (run,) = client.search_runs([client.get_experiment_by_name("offstage").experiment_id])
-    assert run.info.status == "FINISHED"
+    killed, run = client.search_runs([client.get_experiment_by_name("offstage").experiment_id])
+    assert (run.info.status, killed.info.status) == ("FINISHED", "KILLED")
     assert run.data.params["seed"] == "3"
     assert run.data.metrics["load_seconds"] == 1.25
     assert run.data.tags["mlflow.note.content"] == "a note"
