@@ -26,12 +26,13 @@ from pipeline.report.command import run as report
 from pipeline.report.run_folders import find
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say
-from tests.benchmarks.sides import COMMAND
+from tests.benchmarks.sides import COMMAND, PROMPT
 
 TINY = "tiny"
 OPTIONS = (
     "max_memory.cpu=60MB,120MB,180MB,300MB", "device_map=sequential,optimal", "storage.io=direct", "measure.repeats=5",
     "measure.warmup=1", "generate.max_new_tokens=16", "generate.min_new_tokens=16",
+    f"generate.prompts=[{PROMPT}]",
 )  # fmt: skip
 """What the embedded model's experiment asks for, of a model of 0.1B in bfloat16: 0.2 GB."""
 
@@ -68,11 +69,14 @@ def _run(arguments: argparse.Namespace) -> Path:
     folder.mkdir(parents=True)
     asked = ["experiment=repeated_sweep"]
     if arguments.size != TINY:
-        asked = ["-m", f"model.path={make(arguments.size, arguments.folder / arguments.size)}", *OPTIONS]
+        asked = [f"model.path={make(arguments.size, arguments.folder / arguments.size)}", *OPTIONS]
     sweep = folder / "sweep"
-    options = [*arguments.option, f"outputs={folder / 'outputs'}", f"hydra.sweep.dir={sweep}"]
+    asked += [*arguments.option, f"outputs={folder / 'outputs'}", f"hydra.sweep.dir={sweep}"]
+    overrides = {override.partition("=")[0]: override for override in asked}  # of one key the last, as Hydra takes one
     with _computing(arguments.busy):
-        subprocess.run([*COMMAND, *asked, *options], check=True)
+        done = subprocess.run([*COMMAND, "-m", *overrides.values()], check=False)
+    if done.returncode:
+        raise SystemExit(f"the sweep in {sweep} ended with {done.returncode}")
     report([str(sweep)])
     return sweep
 
