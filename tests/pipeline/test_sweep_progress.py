@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -70,6 +71,25 @@ def test_a_resumed_sweep_counts_what_is_done_and_a_lost_job_is_said_to_be(
     assert lines[0] == f"resumed: 1 of 3 completed, 2 not begun, {tmp_path}"
     assert lines[1].startswith("job 0  seed=0  is 2 of 3; about ")
     assert lines[2].startswith("job 0  seed=0  lost; 2 of 3 ended")
+
+
+def test_on_a_terminal_one_line_lives_and_is_gone_before_the_next(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = SweepProgress(Sweep(tmp_path, sweep_of(3)))
+    progress.begin([0])
+    for _ in range(8):
+        clock[0] += 0.5
+        progress.refresh()
+    complete(tmp_path, 0)
+    progress.end(0)
+    shown = capsys.readouterr()
+    assert shown.out == "job 0  seed=0  completed in 0.0 s; 1 of 3 ended; about 8.0 s left\n"
+    lines = shown.err.split("\r\x1b[2K")[1:]
+    assert [line.strip() for line in lines] == [
+        *(f"job 0  seed=0  is 1 of 3, for {seconds}.0 s" for seconds in range(5)), ""
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
