@@ -204,12 +204,15 @@ def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: An
     return run
 
 
-def start_job(command: Sequence[str], *, process_group: int, env: Mapping[str, str]) -> Process:
+def start_job(
+    command: Sequence[str], *, process_group: int, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> Process:
     """Start the ``command`` of a job as ``pipeline.job_process`` would, in a fork where that is the same."""
     variables = {**env, "HF_HUB_OFFLINE": "1"}
-    server = warm_server(variables) if list(command[:3]) == [sys.executable, "-P", "-c"] else None
+    plain = list(command[:3]) == [sys.executable, "-P", "-c"] and not pass_fds
+    server = warm_server(variables) if plain else None
     if server is None:
-        return subprocess.Popen(command, process_group=process_group, env=env)
+        return subprocess.Popen(command, process_group=process_group, env=env, pass_fds=pass_fds)
     return server.start_on((0, 1, 2), Path.cwd(), command[4:], variables, entry="job", leads="group")
 
 
