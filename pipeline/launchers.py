@@ -217,7 +217,7 @@ class SlurmJobLauncher(_Launcher, originals.SlurmLauncher):  # type: ignore[misc
         return absent
 
 
-class InTurnLauncher(SweepLauncher, BasicLauncher):
+class InTurnJobLauncher(SweepLauncher, BasicLauncher):
     """Hydra's own launcher, whose jobs run in turn: each has a process that this one waits for (``job_process``)."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:

@@ -15,5 +15,5 @@ class SlurmLauncher(launchers.SlurmJobLauncher):
     """Jobs of a cluster, under the name that ``hydra.launcher`` gives."""
 
 
-class InTurnLauncher(launchers.InTurnLauncher):
+class InTurnLauncher(launchers.InTurnJobLauncher):
     """Jobs one after another, as Hydra's ``basic`` has them, under the name that ``hydra.launcher`` gives."""
