@@ -43,7 +43,7 @@ def series_caption(series: Sequence[Series], jobs: Sequence[Job]) -> str:
         told += (
             f" “{CACHED_READS}” stands where a token took less time than the storage needs for its bytes"
             f" ({listed(beat)}): they came from the system's page cache, or from a cache of the disk or of the host of"
-            " this machine."
+            " this machine, unless the storage had others to serve when its rate was measured."
         )
     count, drawn = (sum(len(entry.measured) for entry in one) for one in (series, drawn_series(series)))
     if drawn < count:
