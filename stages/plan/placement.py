@@ -91,35 +91,54 @@ def reserves(outline: Outline, placement: Placement, budgets: Budgets) -> dict[D
 def least_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
     """Return the bytes that each device must keep free which computes what is streamed.
 
-    That is the largest part, where each is alone while its module runs: a part is what one module holds. Where code
-    borrows other modules' weights, holds some around modules that have their own, or was never rehearsed, and where
-    experts are modules in a list, it is the largest layer.
+    That is the largest part, where each is alone while its module runs: a part is what one module holds. Where several
+    are there together, where no rehearsal saw how it is, and where experts are modules in a list, it is as much as for
+    a layer.
     """
-    borrowers = outline.skeleton.borrowers
-    if outline.skeleton.unrehearsed is not None or outline.listed or borrowers:
-        return layer_reserves(outline, placement)
-    parts: dict[str, Counter[DeviceId]] = {}
-    for layer in outline.layers:
-        device = execution_device(outline, layer, placement)
-        for name in _streamed(outline, layer, placement, device):
-            parts.setdefault(parent(name), Counter())[device] += outline.sizes[name]
-    if any(above in parts for module in parts for above in upward(module) if above != module):
+    if outline.skeleton.unrehearsed is not None or outline.listed or _beside(outline, placement):
         return layer_reserves(outline, placement)
     found: Counter[DeviceId] = Counter()
-    for sizes in parts.values():
+    for sizes in _parts(outline, placement).values():
         found |= sizes
     return dict(found)
 
 
 def layer_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
-    """Return the bytes of the largest streamed layer on each device that computes one."""
-    found: dict[DeviceId, int] = {}
+    """Return the bytes of the largest streamed layer on each device that computes one, and what is there beside it."""
+    found: Counter[DeviceId] = Counter()
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
         leaders = {outline.skeleton.leader(name) for name in _streamed(outline, layer, placement, device)}
-        if streamed := _at_once(outline, leaders):
-            found[device] = max(found.get(device, 0), streamed)
-    return found
+        found |= Counter({device: _at_once(outline, leaders)})
+    return dict(found + _beside(outline, placement)) if found else {}
+
+
+def _parts(outline: Outline, placement: Placement) -> dict[str, Counter[DeviceId]]:
+    """Return what each module holds that is streamed to a device, in bytes."""
+    parts: dict[str, Counter[DeviceId]] = {}
+    for layer in outline.layers:
+        device = execution_device(outline, layer, placement)
+        for name in _streamed(outline, layer, placement, device):
+            parts.setdefault(parent(name), Counter())[device] += outline.sizes[name]
+    return parts
+
+
+def _beside(outline: Outline, placement: Placement) -> Counter[DeviceId]:
+    """Return the most bytes of streamed parts that are there together, beside the largest of them, on each device.
+
+    A part is there while its module runs, or one that borrows its weights; those of modules around that are there too.
+    """
+    callers: dict[str, list[Counter[DeviceId]]] = {}
+    for module, sizes in _parts(outline, placement).items() if outline.skeleton.unrehearsed is None else ():
+        for caller in (module, *outline.skeleton.borrowers.get(module, ())):
+            callers.setdefault(caller, []).append(sizes)
+    found: Counter[DeviceId] = Counter()
+    for caller in callers:
+        running = [sizes for above in upward(caller) for sizes in callers.get(above, ())]
+        for device in set().union(*running) if len(running) > 1 else ():
+            together = [sizes[device] for sizes in running]
+            found[device] = max(found[device], sum(together) - max(together))
+    return +found
 
 
 def _at_once(outline: Outline, leaders: Iterable[str]) -> int:

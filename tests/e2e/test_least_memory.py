@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     PretrainedConfig,
+    RwkvConfig,
     T5Config,
 )
 
@@ -27,14 +28,15 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     ),
     "GPT-2": GPT2Config(n_embd=256, n_layer=3, n_head=4, vocab_size=300),
     "T5": T5Config(d_model=256, d_ff=700, num_layers=2, num_heads=4, vocab_size=300, decoder_start_token_id=0),
+    "RWKV": RwkvConfig(hidden_size=256, num_hidden_layers=2, vocab_size=300, context_length=64),
     "Mamba": MambaConfig(hidden_size=256, num_hidden_layers=3, vocab_size=300),
 }  # fmt: skip
 ALONE = {"Llama", "GPT-2", "T5"}
-"""In these each module's weights are there alone; Mamba's mixers read those of several at once."""
+"""In these each module's weights are there alone; Mamba's mixers and all of RWKV read those of several at once."""
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("Llama", "cpu"), ("GPT-2", 0), ("T5", "cpu"), ("T5", 0), ("Mamba", "cpu")]
+    ("name", "device"), [("Llama", "cpu"), ("GPT-2", 0), ("T5", "cpu"), ("T5", 0), ("Mamba", "cpu"), ("RWKV", 0)]
 )
 def test_the_least_that_works_is_a_part_where_parts_are_alone_and_it_works(
     name: str, device: int | str, tmp_path: Path

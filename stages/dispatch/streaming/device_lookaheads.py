@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from stages.dispatch.transfer.link import Link, pin
 from stages.dispatch.transfer.link_carrier import LinkCarrier
 from stages.dispatch.transfer.links import open_link
 from stages.dispatch.transfer.trace import Trace
-from stages.empty_init.skeleton import parent
+from stages.empty_init.skeleton import parent, upward
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.units import CPU, DeviceId
@@ -61,16 +62,29 @@ def open_lookaheads(
         mine = [part for part in parts if part.computes == device]
         numbers = {part.name: number for number, part in enumerate(mine)}
         order = [numbers[name] for name in plan.order if name in numbers]
-        experts = _listed_experts(numbers, plan)
+        experts, lasting = _listed_experts(numbers, plan), _lasting(numbers, plan)
         carrier: Carrier[Any]
         if device == CPU:
             on_disk = [[extents[binding.name] for binding in part.bindings] for part in mine]
-            staging = plan.staging_bytes
-            carrier = HostCarrier(on_disk, optional=experts, staging_bytes=staging, traffic=traffic, trace=trace)
+            carrier = HostCarrier(
+                on_disk,
+                staging_bytes=plan.staging_bytes,
+                optional=experts,
+                lasting=lasting,
+                traffic=traffic,
+                trace=trace,
+            )
         else:
             sources = [[_source(binding, extents) for binding in part.bindings] for part in mine]
-            staging, link = plan.reserves.get(device, 0), links(device)
-            carrier = LinkCarrier(sources, link, optional=experts, staging_bytes=staging, traffic=traffic, trace=trace)
+            carrier = LinkCarrier(
+                sources,
+                links(device),
+                staging_bytes=plan.reserves.get(device, 0),
+                optional=experts,
+                lasting=lasting,
+                traffic=traffic,
+                trace=trace,
+            )
         lookahead: Lookahead[Any] = Lookahead(carrier, order, experts=experts, traffic=traffic, trace=trace)
         for part in mine:
             part.lookahead, part.number = lookahead, numbers[part.name]
@@ -134,3 +148,13 @@ def _listed_experts(numbers: Mapping[str, int], plan: DispatchPlan) -> list[list
         if expert := plan.parts[name].listed_expert:
             found.setdefault(expert, []).append(number)
     return list(found.values())
+
+
+def _lasting(numbers: Mapping[str, int], plan: DispatchPlan) -> set[int]:
+    """Return the parts, by their ``numbers``, that are there while others come: those of modules around modules."""
+    inside: Counter[str] = Counter()
+    for name in numbers:
+        inside.update({above for caller in plan.parts[name].callers for above in upward(caller)})
+    return {
+        number for name, number in numbers.items() if any(inside[caller] > 1 for caller in plan.parts[name].callers)
+    }

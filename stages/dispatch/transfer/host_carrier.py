@@ -26,7 +26,8 @@ ALIGNED_TENSORS = 32
 class HostCarrier:
     """Brings parts that lie at the extents ``parts`` into staging memory of ``staging_bytes`` on the host.
 
-    Which of them a pass uses is certain, but for groups that are ``optional``.
+    Which of them a pass uses is certain, but for groups that are ``optional``. The ``lasting`` ones are there while
+    others come and go.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class HostCarrier:
         staging_bytes: int,
         traffic: Traffic,
         optional: Sequence[Sequence[int]] = (),
+        lasting: Collection[int] = (),
         trace: Trace | None = None,
     ) -> None:
+        self._lasting = lasting
         self._layouts = [lay_out_reads(extents) for extents in parts]
         self._chunks = [layout.chunks() for layout in self._layouts]
         self.sizes = [layout.size for layout in self._layouts]
@@ -61,7 +64,7 @@ class HostCarrier:
         """Return memory for ``part``, or null if there is none free; small parts have an arena of their own."""
         if part in self._small_parts:
             return self._small.take(self.sizes[part])
-        return self._staging.take(part, ahead=ahead)
+        return self._staging.take(part, ahead=ahead, at_end=part in self._lasting)
 
     def beyond(self, part: int) -> Bytes:
         """Return new memory for ``part``."""

@@ -49,7 +49,7 @@ class LinkCarrier:
 
     The staging memory is as large as the largest part, or as ``staging_bytes`` if that is more, or as all parts if
     that is less. The memory of the host tensors is best pinned. Which parts a pass uses is certain, but for groups that
-    are ``optional``.
+    are ``optional``; ``lasting`` ones are there while others come and go.
     """
 
     def __init__(
@@ -60,8 +60,10 @@ class LinkCarrier:
         staging_bytes: int,
         traffic: Traffic,
         optional: Sequence[Sequence[int]] = (),
+        lasting: Collection[int] = (),
         trace: Trace | None = None,
     ) -> None:
+        self._lasting = lasting
         self._link, self._traffic, self._trace = link, traffic, trace
         self._layouts = [lay_out(sources, link_room=staging_bytes) for sources in parts]
         self.sizes = [layout.size for layout in self._layouts]
@@ -98,7 +100,8 @@ class LinkCarrier:
     def take(self, part: int, *, ahead: bool = False) -> torch.Tensor | None:
         """Return staging memory for ``part``, or null if there is none free."""
         assert self._staging is not None
-        return self._staging.take(part, ahead=ahead, at_end=self.sizes[part] <= SMALL_BYTES)
+        at_end = part in self._lasting or self.sizes[part] <= SMALL_BYTES
+        return self._staging.take(part, ahead=ahead, at_end=at_end)
 
     def beyond(self, part: int) -> torch.Tensor:
         """Return new memory for ``part``; a ``BudgetError`` where the accelerator is full."""

@@ -121,9 +121,10 @@ def test_what_is_less_than_a_layer_streams_part_by_part() -> None:
         assert reserves(model, placement, {CPU: None}) == {CPU: 260}
 
 
-def test_where_parts_are_there_together_a_whole_layer_must_be() -> None:
-    model = outline({"layer.table": 60, "layer.a.weight": 100, "b.weight": 70}, classes={"layer": "L"}, no_split=["L"])
-    assert least_reserves(model, Placement(dict.fromkeys(model.sizes, DISK), CPU)) == {CPU: 160}
+def test_what_is_there_beside_other_parts_has_its_place_beside_a_layer() -> None:
+    model = outline({"table": 60, "layer.a.weight": 100, "layer.b.weight": 70}, classes={"layer": "L"}, no_split=["L"])
+    placement = Placement(dict.fromkeys(model.sizes, DISK), CPU)
+    assert least_reserves(model, placement) == layer_reserves(model, placement) == {CPU: 170 + 60}
 
 
 def test_where_no_rehearsal_saw_what_borrows_what_a_whole_layer_is_there_at_once() -> None:

@@ -21,7 +21,7 @@ def placed(model: Outline, budgets: Budgets, policy: str = "sequential") -> dict
     return fold(model, placement.homes)
 
 
-THREE = {"a": 4_000_000, "b": 4_000_000, "layer.weight": 4_000_000, "layer.bias": 4_000}
+THREE = {"a.weight": 4_000_000, "b.weight": 4_000_000, "layer.weight": 4_000_000, "layer.bias": 4_000}
 
 
 @pytest.mark.parametrize(
