@@ -82,7 +82,7 @@ def reserves(outline: Outline, placement: Placement, budgets: Budgets) -> dict[D
     held, slots = resident_bytes(outline, placement.homes), least_slots(outline, placement)
     found: dict[DeviceId, int] = {}
     for device, count in whole.items():
-        budget = budgets.get(device, 0)
+        budget = budgets.get(device)
         left = count if budget is None else budget - held.get(device, 0) - slots.get(device, 0)
         found[device] = max(least[device], min(count, left))
     return found
