@@ -50,7 +50,6 @@ def saved(folder: Path, name: str, experts: str | None) -> Any:
     ("name", "experts", "beside"),
     [
         ("Mixtral", "grouped_mm", 0),
-        ("Mixtral", "batched_mm", 60_000),
         ("gpt-oss", "eager", 20_000),
         ("Llama 4", None, 60_000),
     ],

@@ -113,7 +113,7 @@ def calls(model: Any, asked: Asked, **options: Any) -> list[Call]:
 
 def opened(folder: Path, **options: Any) -> LoadedModel:
     """Load the checkpoint that was ``saved``, on disk unless ``options`` say otherwise."""
-    return load(folder / "checkpoint", cache=folder / "cache", **{**ON_DISK, **options})
+    return load(folder / "checkpoint", cache=folder / "cache", max_length=64, **{**ON_DISK, **options})
 
 
 def options_of(setting: Setting, folder: Path, whole: int) -> dict[str, Any]:
