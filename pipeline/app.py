@@ -58,8 +58,8 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
     from pipeline.hydra_arguments import refuse_arguments
     from pipeline.hydra_errors import guarded_composing
     from pipeline.hydra_task import Task
-    from pipeline.launchers import register_launchers
-    from pipeline.sweep_results import exit_code
+    from pipeline.sweeps.launchers import register_launchers
+    from pipeline.sweeps.results import exit_code
 
     heed_signals()
     task = Task(started, show_all, tuple(sys.argv[1:]), trusted)
@@ -84,7 +84,7 @@ def _close(task: Task) -> None:
     """Show what came of every job of a sweep, whatever ended the sweep, and let others go on with it."""
     from rich.markup import escape
 
-    from pipeline.sweep_results import show_sweep
+    from pipeline.sweeps.results import show_sweep
     from pipeline.terminal import Screen
     from pipeline.tracking.trackers import end_sweep
 

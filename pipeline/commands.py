@@ -23,7 +23,7 @@ offstage = partial(_enter, "offstage", "pipeline.app")
 cache = partial(_enter, "offstage-cache", "pipeline.cache.command")
 replay = partial(_enter, "offstage-replay", "pipeline.replay_command")
 report = partial(_enter, "offstage-report", "pipeline.report.command")
-sweep = partial(_enter, "offstage-sweep", "pipeline.sweep_command")
+sweep = partial(_enter, "offstage-sweep", "pipeline.sweeps.command")
 job = partial(_enter, "offstage", "pipeline.job")
 """One job in this process, which another waits for."""
 tracker = partial(_enter, "offstage", "pipeline.tracking.store_process")

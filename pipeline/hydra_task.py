@@ -25,7 +25,7 @@ from pipeline.job_folder import JobFolder
 from pipeline.job_process import supervise
 from pipeline.objective import number_of
 from pipeline.record import RunRecord, never_left_running
-from pipeline.sweep import Sweep
+from pipeline.sweeps.sweep import Sweep
 from pipeline.tracking.trackers import require_tracker, track
 
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config import register
 from pipeline.hydra_task import Task
-from pipeline.launchers import register_launchers
+from pipeline.sweeps.launchers import register_launchers
 from tests.e2e.conftest import Finished
 
 pytest.importorskip("optuna")

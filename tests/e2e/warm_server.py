@@ -24,7 +24,7 @@ from typing import Any, Literal, TextIO
 
 ROOT = Path(__file__).parents[2]
 _IMPORTED = (
-    "pipeline.app", "pipeline.launchers", "pipeline.job", "pipeline.runner", "pipeline.sweep_results",
+    "pipeline.app", "pipeline.sweeps.launchers", "pipeline.job", "pipeline.runner", "pipeline.sweeps.results",
     "hydra._internal.hydra", "hydra._internal.core_plugins.importlib_resources_config_source", "rich._emoji_codes",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama", "stages.plan.stage", "stages.shard_load.stage", "stages.dispatch.stage",

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
-from pipeline.sweep import Sweep
-from pipeline.sweep_record import find_record, own_overrides
-from pipeline.sweep_results import reason, settled, told
+from pipeline.sweeps.record import find_record, own_overrides
+from pipeline.sweeps.results import reason, settled, told
+from pipeline.sweeps.sweep import Sweep
 from pipeline.terminal import shorten, show_line
 
 _REFRESH_SECONDS = 1.0

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.record import RunRecord
-from pipeline.sweep_results import show_sweep
+from pipeline.sweeps.results import show_sweep
 from tests.pipeline.report.sample_runs import sample, write_failure, write_run
-from tests.pipeline.sample_sweeps import sweep_of
+from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 
 def test_figures_that_were_measured_earlier_or_while_others_computed_are_said_to_be_so(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_figures_that_were_measured_earlier_or_while_others_computed_are_said_to
     write_run(tmp_path / "1", samples=[sample(0.5, earlier=True)], cached=True)
     write_failure(tmp_path / "2")
     RunRecord.load(tmp_path / "1").note_enforcement(bytes_allowed=None, how="nothing was loaded")
-    console = Console(file=io.StringIO(), width=200)
+    console = Console(file=io.StringIO(), width=400)
     given = (("device_map=sequential",), ("device_map=sequential",), ())
     jobs = [replace(job, overrides=overrides) for job, overrides in zip(sweep_of(3).jobs, given, strict=True)]
     show_sweep(console, tmp_path, replace(sweep_of(3), jobs=tuple(jobs)), ended=range(3))

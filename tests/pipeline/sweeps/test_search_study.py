@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.objective import Limit, Objective
-from pipeline.search_config import SAMPLERS
+from pipeline.sweeps.search_config import SAMPLERS
 
 optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, IntDistribution  # noqa: E402
 
-from pipeline.search_space import SearchSpace  # noqa: E402
-from pipeline.search_study import Direction, SearchStudy  # noqa: E402
+from pipeline.sweeps.search_space import SearchSpace  # noqa: E402
+from pipeline.sweeps.search_study import Direction, SearchStudy  # noqa: E402
 
 MEGABYTE = 10**6
 BUDGETS = SearchSpace({"budget": IntDistribution(300 * MEGABYTE, 2280 * MEGABYTE, step=20 * MEGABYTE)}, ("seed=0",))

@@ -20,7 +20,7 @@ print(json.dumps([found, list(sys.modules)]))
 CHOSEN = """
 from hydra import compose, initialize_config_module
 from pipeline.config import register
-from pipeline.launchers import register_launchers
+from pipeline.sweeps.launchers import register_launchers
 register_launchers()
 register()
 with initialize_config_module("conf", version_base="1.3"):

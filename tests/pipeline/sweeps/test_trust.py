@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.sweep_command import main
-from pipeline.sweep_record import SweepRecord
-from pipeline.sweep_trust import named_code, refuse_untrusted, resume_command
-from tests.pipeline.sample_sweeps import sweep_of
+from pipeline.sweeps.command import main
+from pipeline.sweeps.record import SweepRecord
+from pipeline.sweeps.trust import named_code, refuse_untrusted, resume_command
+from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 
 def began_with(*command: str) -> SweepRecord:

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 
 from pipeline.errors import ConfigError
-from pipeline.sweep_record import SweepRecord
+from pipeline.sweeps.record import SweepRecord
 
 _OWN = re.compile(
     r"-m|--multirun|hydra\.(mode=MULTIRUN|sweep\.(dir|subdir)=.*|sweeper\.max_batch_size=\d+)"

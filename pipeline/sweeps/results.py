@@ -17,8 +17,8 @@ from rich.table import Table
 from pipeline.errors import KilledError, StorageError
 from pipeline.hydra_task import Outcome
 from pipeline.provenance import provenance
-from pipeline.sweep_record import SweepJob, SweepRecord, find_record, own_overrides
-from pipeline.sweep_trust import resume_command
+from pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides
+from pipeline.sweeps.trust import resume_command
 from pipeline.terminal import shorten
 
 LOST = "its process was lost before it could say why; see .submitit in the sweep's folder"

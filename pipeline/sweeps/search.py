@@ -21,11 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.atomic_files import replace_file
 from pipeline.errors import ConfigError
 from pipeline.hydra_arguments import refuse_launcher
-from pipeline.search_study import Direction, SearchStudy, Tried
+from pipeline.sweeps.search_study import Direction, SearchStudy, Tried
 
 if TYPE_CHECKING:
     from pipeline.objective import Objective
-    from pipeline.search_space import Proposal
+    from pipeline.sweeps.search_space import Proposal
 
 
 class OptunaSearch(Sweeper):
@@ -61,7 +61,7 @@ class OptunaSearch(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Search; ``arguments`` are those of the command line. What came of it goes to the sweep's folder."""
-        from pipeline.search_space import read_space
+        from pipeline.sweeps.search_space import read_space
 
         assert self.hydra_context is not None
         assert self.config is not None
@@ -89,7 +89,7 @@ class OptunaSearch(Sweeper):
     def _check_job(self, proposal: Proposal) -> None:
         """Raise all that can be seen to be wrong with the first job, before it begins: the others are like it."""
         from pipeline.runner import check_config
-        from pipeline.sweep_preparation import compose_job
+        from pipeline.sweeps.preparation import compose_job
 
         assert self.hydra_context is not None
         assert self.config is not None
@@ -104,7 +104,7 @@ class OptunaSearch(Sweeper):
     def _came_to(self, folder: Path, number: int) -> Objective | None:
         from pipeline.hydra_task import Task
         from pipeline.objective import objective_of
-        from pipeline.sweep_results import settled
+        from pipeline.sweeps.results import settled
 
         assert isinstance(self.task_function, Task)
         assert self.task_function.sweep is not None

@@ -18,7 +18,7 @@ from pipeline.errors import ConfigError
 from pipeline.foreign_record import named_code
 from pipeline.hydra_arguments import refuse_empty_sweeps
 from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
-from pipeline.sweep_record import SweepJob, SweepRecord
+from pipeline.sweeps.record import SweepJob, SweepRecord
 
 
 def describe_sweep(loader: Any, config: DictConfig, command: Sequence[str]) -> SweepRecord:

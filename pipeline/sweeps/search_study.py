@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
     from pipeline.objective import Objective
-    from pipeline.search_space import Proposal, SearchSpace
+    from pipeline.sweeps.search_space import Proposal, SearchSpace
 
 Direction = Literal["minimize", "maximize"]
 _ENDED = "ended well"

@@ -13,7 +13,7 @@ from pipeline.atomic_files import mendable
 from pipeline.cache.locks import locked
 from pipeline.errors import StorageError
 from pipeline.record import RECORD
-from pipeline.sweep_record import SWEEP, SweepJob, SweepRecord, find_record
+from pipeline.sweeps.record import SWEEP, SweepJob, SweepRecord, find_record
 
 
 class Sweep:

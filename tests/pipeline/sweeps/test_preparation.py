@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
 from pipeline.config import register
-from pipeline.sweep_preparation import MachinePreparation
+from pipeline.sweeps.preparation import MachinePreparation
 
 
 class Loader:

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from pipeline import app
 from pipeline.command_exit import run_command
-from pipeline.sweep_record import SweepRecord
-from pipeline.sweep_trust import refuse_untrusted
+from pipeline.sweeps.record import SweepRecord
+from pipeline.sweeps.trust import refuse_untrusted
 
 NAME = "offstage-sweep"
 _FOLDER = "hydra.sweep.dir="

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.record import RunRecord
-from pipeline.sweep import Sweep
-from pipeline.sweep_progress import SweepProgress, duration
-from tests.pipeline.sample_sweeps import sweep_of
+from pipeline.sweeps.progress import SweepProgress, duration
+from pipeline.sweeps.sweep import Sweep
+from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
-    from pipeline.sweep import Sweep
-    from pipeline.sweep_preparation import MachinePreparation
-    from pipeline.sweep_progress import SweepProgress
+    from pipeline.sweeps.preparation import MachinePreparation
+    from pipeline.sweeps.progress import SweepProgress
+    from pipeline.sweeps.sweep import Sweep
     from pipeline.tracking.trackers import SweepTracking
 
 
@@ -39,11 +39,11 @@ class SweepLauncher:
     def _begin_sweep(self, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Open the sweep's folder for the task. Raises what is wrong with the jobs, or why they may not run there."""
         from pipeline.hydra_task import Task
-        from pipeline.sweep import Sweep
-        from pipeline.sweep_jobs import describe_sweep
-        from pipeline.sweep_preparation import MachinePreparation
-        from pipeline.sweep_progress import SweepProgress
-        from pipeline.sweep_trust import refuse_untrusted
+        from pipeline.sweeps.jobs import describe_sweep
+        from pipeline.sweeps.preparation import MachinePreparation
+        from pipeline.sweeps.progress import SweepProgress
+        from pipeline.sweeps.sweep import Sweep
+        from pipeline.sweeps.trust import refuse_untrusted
         from pipeline.tracking.trackers import SweepTracking
 
         command = task_function.command if isinstance(task_function, Task) else ()
@@ -81,8 +81,8 @@ class SweepLauncher:
         self._preparation.prepare(self.hydra_context.config_loader, self.config, [*numbered.values()])
 
     def _is_done(self, number: int, overrides: Sequence[str]) -> bool:
-        from pipeline.sweep_jobs import describe_job
-        from pipeline.sweep_trust import refuse_untrusted
+        from pipeline.sweeps.jobs import describe_job
+        from pipeline.sweeps.trust import refuse_untrusted
 
         if self._sweep is None or self.hydra_context is None or self.config is None:
             return False
@@ -95,7 +95,7 @@ class SweepLauncher:
     def _completed(self, number: int, overrides: Sequence[str]) -> JobReturn:
         """Return what stands for a job that was run before, with the number that it came to."""
         from pipeline.objective import number_of
-        from pipeline.sweep_record import find_record
+        from pipeline.sweeps.record import find_record
 
         job = self._sweep.job(number) if self._sweep is not None else None
         record = find_record(self._sweep.folder, job) if self._sweep is not None and job is not None else None

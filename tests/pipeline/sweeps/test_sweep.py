@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.errors import ConfigError, StorageError
 from pipeline.record import RunRecord
-from pipeline.sweep import Sweep
-from pipeline.sweep_record import SWEEP, SweepRecord
-from tests.pipeline.sample_sweeps import sweep_of
+from pipeline.sweeps.record import SWEEP, SweepRecord
+from pipeline.sweeps.sweep import Sweep
+from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 
 def finish_job(folder: Path, number: int, status: Any) -> None:

@@ -33,8 +33,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.command_exit import heed_signals
 from pipeline.config import register
-from pipeline.search_config import register_sweepers
-from pipeline.sweep_launcher import SweepLauncher
+from pipeline.sweeps.search_config import register_sweepers
+from pipeline.sweeps.sweep_launcher import SweepLauncher
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENDING_SECONDS = 15.0
