@@ -106,8 +106,11 @@ class Cost:
         """Return the least seconds in which a token's weights could be moved, as they lie under ``plan``."""
         if not self.steps:
             return None
-        streamed = max(self.streamed_bytes, self.storage_bytes) / self.steps
-        return bound_seconds(plan, streamed_bytes=streamed, storage_bytes=self.storage_bytes / self.steps)
+        members = max(1.0, self.steps / self.passes) if self.passes else 1.0
+        streamed, read = (
+            count * members / self.steps for count in (max(self.streamed_bytes, self.storage_bytes), self.storage_bytes)
+        )
+        return bound_seconds(plan, streamed_bytes=streamed, storage_bytes=read, members=members)
 
     def metrics(self, plan: Plan) -> Metrics:
         """Return the run record's metrics of decoding under ``plan``, null where no token came after the first."""

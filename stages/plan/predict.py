@@ -264,14 +264,14 @@ def _computes(outline: Outline, plan: Plan, name: str) -> DeviceId:
     return next((device for device in inside if device is not None), plan.main_device)
 
 
-def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float) -> float:
-    """Return the least seconds that a token can take for which so much was streamed, ``storage_bytes`` of it read.
+def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, members: float = 1) -> float:
+    """Return the least seconds of a token in a pass for which so much was streamed, ``storage_bytes`` of it read.
 
-    The rates are those that ``plan`` was made with.
+    A pass has a token for each of ``members``. The rates are those that ``plan`` was made with.
     """
     streamed = {DISK: storage_bytes, CPU: streamed_bytes - storage_bytes}
     used = plan.used_bytes or plan.resident_bytes
-    seconds = token_seconds(streamed, used, main=plan.main_device, rates=Rates(**plan.rates))
+    seconds = token_seconds(streamed, used, main=plan.main_device, rates=Rates(**plan.rates), members=members)
     return max(seconds.values())
 
 
@@ -281,7 +281,7 @@ def token_seconds(
     *,
     main: DeviceId,
     rates: Rates,
-    members: int = 1,
+    members: float = 1,
 ) -> dict[str, float]:
     """Return the seconds that a token takes storage, the link, and either memory; the largest bounds it.
 

@@ -108,3 +108,12 @@ def test_of_batches_in_lockstep_decoding_begins_with_the_first_token_of_all_and_
     assert found.token_seconds == [1.0, 2.0, 4.0]
     assert metrics["passes"] == 7
     assert "passes" not in cost().metrics(PLAN)
+
+
+def test_tokens_that_share_a_pass_share_what_is_read_and_not_the_reading_of_memory() -> None:
+    found = Cost()
+    spans = [TimedBatch(0.0, [1.0, 2.0, 3.0], 1, NOTHING, Traffic(streamed_bytes=60)) for _ in range(4)]
+    found.add(*spans, passes=2)
+    assert (found.steps, found.streamed_bytes) == (8, 60)
+    assert found.bound_seconds(PLAN) == (80 + 30) / 1000
+    assert found.bound_seconds(replace(PLAN, main_device=0)) == 30 / 10 / 4
