@@ -9,11 +9,15 @@ budget instead. What it holds beyond is a caller's data, another model say, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.cgroup_files import memory_limits, read_lines
 
-PROCESS_BYTES = 290 * 10**6
+_SCIPY_BYTES = 23 * 10**6
+"""What scipy takes, which transformers imports where it is installed."""
+
+PROCESS_BYTES = 290 * 10**6 + (_SCIPY_BYTES if find_spec("scipy") is not None else 0)
 """What the process holds on the host beside weights: Python, torch and transformers, imported and warm."""
 
 PEFT_BYTES = 18 * 10**6
