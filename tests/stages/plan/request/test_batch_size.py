@@ -63,7 +63,7 @@ def test_beside_a_given_budget_it_is_the_largest_that_fits(memory: str, size: in
 
 
 def test_no_batch_takes_the_place_of_weights_that_a_budget_has() -> None:
-    plans = [planned(memory, max_memory={"cpu": "250MB"}) for memory in ("1GiB", "2GiB", "8GiB")]
+    plans = [planned(memory, max_memory={"cpu": "250MB"}) for memory in ("1150MB", "2GiB", "8GiB")]
     assert [plan.batch_size for plan in plans] == [32, 128, 256]
     assert plans[0].homes == plans[1].homes == plans[2].homes
 
