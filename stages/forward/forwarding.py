@@ -71,7 +71,7 @@ class Forwarded:
             self.trace.save(file.with_name(TRACE_NAME))
 
 
-class Session:
+class ForwardSession:
     """The placed model and what it is given, to be called as often as is wanted; ``passes`` counts."""
 
     def __init__(self, inputs: ForwardInputs, context: Context) -> None:
@@ -119,7 +119,7 @@ class Session:
         return cost, joined, together
 
 
-def perform(session: Session) -> Forwarded:
+def perform(session: ForwardSession) -> Forwarded:
     """Call the model of ``session`` with all that it is given, and say what came out."""
     inputs, dispatched = session.inputs, session.dispatched
     tensors, together, sample = session.run()

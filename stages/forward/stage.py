@@ -16,7 +16,7 @@ from stages.inference.measured_stage import MeasuredStage
 from stages.inputs.libraries import media_libraries
 
 if TYPE_CHECKING:
-    from stages.forward.forwarding import Session
+    from stages.forward.forwarding import ForwardSession
 
 FILE_NAME = "forward.json"
 _SHOWN = 20
@@ -62,17 +62,17 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
 
     def build(self, inputs: ForwardInputs, context: Context, folder: Path) -> Any:
         """Call the model, and write what it returned."""
-        from stages.forward.forwarding import Session, perform
+        from stages.forward.forwarding import ForwardSession, perform
 
-        session = Session(inputs, context)
+        session = ForwardSession(inputs, context)
         perform(session).save(folder / FILE_NAME)
         return session
 
-    def revive(self, inputs: ForwardInputs, context: Context) -> Session:
+    def revive(self, inputs: ForwardInputs, context: Context) -> ForwardSession:
         """Return the model and what it is given, ready to be called."""
-        from stages.forward.forwarding import Session
+        from stages.forward.forwarding import ForwardSession
 
-        return Session(inputs, context)
+        return ForwardSession(inputs, context)
 
     def report(self, artifact: Artifact) -> Report:
         """Return what the outputs are, metrics and measured memory, and a table for the screen."""

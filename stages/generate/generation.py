@@ -64,7 +64,7 @@ class Generation:
             self.trace.save(file.with_name(TRACE_NAME))
 
 
-class Session:
+class GenerationSession:
     """The placed model and what it is asked, made ready to be asked as often as is wanted; ``passes`` counts.
 
     ``is_chat`` is as in ``Generation``.
@@ -125,7 +125,7 @@ def outputs_of(progress: Progress) -> list[dict[str, Any]]:
     return [{name: row[name] for name in _TOLD if name in row} for row in progress.settle()]
 
 
-def perform(session: Session, context: Context, folder: Path) -> Generation:
+def perform(session: GenerationSession, context: Context, folder: Path) -> Generation:
     """Generate what ``session`` is asked, on the live model of the stage dispatch.
 
     Each batch is kept in ``folder`` as it finishes; those that are there already, of a run that was killed, are taken.

@@ -22,7 +22,7 @@ from stages.plan.request.prompt_media import located_prompts
 from stages.plan.request.prompts import check_prompts, check_seed, read_prompts
 
 if TYPE_CHECKING:
-    from stages.generate.generation import Session
+    from stages.generate.generation import GenerationSession
 
 FILE_NAME = "generation.json"
 _APART = ("prompts", "prompts_file", ASSISTANT)
@@ -107,17 +107,17 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
 
     def build(self, inputs: GenerateInputs, context: Context, folder: Path) -> Any:
         """Generate, and write ``generation.json`` and ``generations.jsonl``, which grows by a line a sequence."""
-        from stages.generate.generation import Session, perform
+        from stages.generate.generation import GenerationSession, perform
 
-        session = Session(inputs, context)
+        session = GenerationSession(inputs, context)
         perform(session, context, folder).save(folder / FILE_NAME)
         return session
 
-    def revive(self, inputs: GenerateInputs, context: Context) -> Session:
+    def revive(self, inputs: GenerateInputs, context: Context) -> GenerationSession:
         """Return the model and what it is asked, ready to be asked."""
-        from stages.generate.generation import Session
+        from stages.generate.generation import GenerationSession
 
-        return Session(inputs, context)
+        return GenerationSession(inputs, context)
 
     def report(self, artifact: Artifact) -> Report:
         """Return the outputs, metrics and measured memory of the generation, and the texts for the screen."""

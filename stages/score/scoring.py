@@ -62,7 +62,7 @@ class Scores:
             self.trace.save(file.with_name(TRACE_NAME))
 
 
-class Session:
+class ScoringSession:
     """The placed model and the windows that it is to score, as often as is wanted; ``passes`` counts."""
 
     def __init__(self, inputs: ScoreInputs, context: Context) -> None:
@@ -121,7 +121,7 @@ class Session:
         return cost
 
 
-def perform(session: Session, folder: Path) -> Scores:
+def perform(session: ScoringSession, folder: Path) -> Scores:
     """Score what ``session`` has.
 
     Each batch of windows is kept in ``folder`` as it finishes; those that are there already, of a run that was killed,

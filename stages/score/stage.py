@@ -18,7 +18,7 @@ from stages.score.inputs import SCORES, ScoreInputs
 from stages.score.metrics import told_text
 
 if TYPE_CHECKING:
-    from stages.score.scoring import Session
+    from stages.score.scoring import ScoringSession
 
 FILE_NAME = "score.json"
 _SHOWN = 20
@@ -84,17 +84,17 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
 
     def build(self, inputs: ScoreInputs, context: Context, folder: Path) -> Any:
         """Score, and write ``score.json`` and ``scores.jsonl``, which grows by a line a window."""
-        from stages.score.scoring import Session, perform
+        from stages.score.scoring import ScoringSession, perform
 
-        session = Session(inputs, context)
+        session = ScoringSession(inputs, context)
         perform(session, folder).save(folder / FILE_NAME)
         return session
 
-    def revive(self, inputs: ScoreInputs, context: Context) -> Session:
+    def revive(self, inputs: ScoreInputs, context: Context) -> ScoringSession:
         """Return the model and the windows, ready to be scored."""
-        from stages.score.scoring import Session
+        from stages.score.scoring import ScoringSession
 
-        return Session(inputs, context)
+        return ScoringSession(inputs, context)
 
     def report(self, artifact: Artifact) -> Report:
         """Return the scores of each text, metrics and measured memory, and a table for the screen."""
