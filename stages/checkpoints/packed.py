@@ -1,0 +1,115 @@
+"""Tensors that rest in fewer bytes than they are used in, and the seam of what unpacks them.
+
+A packed tensor is some extents at rest, such as codes and their scales, and a codec. It is read and unpacked block by
+block, each in the thread that read it, straight to where the tensor is used; so a whole tensor is never held twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.shard_files import ShardFile
+from stages.machine.aligned_memory import Bytes
+from stages.units import DTYPE_BYTES
+
+BLOCK_BYTES = 4 * 2**20
+"""What a block unpacks to at most, unless one row of its tensor is more."""
+
+SCRATCH_BYTES = 4 * 2**20
+"""What unpacking a block may take at most beside what was read and what comes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlock:
+    """What is read and unpacked at once: byte ranges at rest (extents of ``uint8``), and ``begin`` to ``end`` of what
+    the codec counts its blocks by, rows as a rule.
+
+    The first range has the bulk; the others, such as scales, are small.
+    """
+
+    spans: tuple[Extent, ...]
+    begin: int
+    end: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes at rest."""
+        return sum(span.bytes for span in self.spans)
+
+
+class Codec(Protocol):
+    """How the bytes of one kind of packed tensor become the tensor in use. Frozen, compared by value."""
+
+    @property
+    def name(self) -> str:
+        """What its rate is known by: ``fp8``, ``mxfp4``, ``q4_k``, ``zstd``."""
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes that it unpacks to."""
+
+    def blocks(self, tensor: PackedTensor) -> tuple[PackedBlock, ...]:
+        """Return the blocks of ``tensor``: together all of it, each on its own."""
+
+    def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
+        """Write what comes of ``block`` to its place in ``target``, the bytes of the whole tensor in use.
+
+        ``data`` has the bytes of the block's spans. Several threads unpack blocks of one tensor at a time. Takes
+        ``SCRATCH_BYTES`` at most; a ``CheckpointError`` names the file of bytes that can't be right.
+        """
+
+    def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
+        """Return rows ``begin`` to ``end`` of the tensor's first dimension as a tensor; null where they can't be read
+        alone.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A tensor of ``dtype`` and ``shape`` in use that rests packed: ``parts`` are its extents at rest.
+
+    It takes the place of an ``Extent`` wherever a tensor on disk is brought from.
+    """
+
+    codec: Codec
+    parts: tuple[Extent, ...]
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor in use."""
+        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+
+    @property
+    def rest_bytes(self) -> int:
+        """The bytes at rest."""
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def file(self) -> ShardFile:
+        """The file of its bulk."""
+        return self.parts[0].file
+
+    @property
+    def begin(self) -> int:
+        """Where in that file its bulk begins."""
+        return self.parts[0].begin
+
+
+AtRest = Extent | PackedTensor
+"""Where a tensor on disk is brought from."""
+
+
+def rest_bytes(source: AtRest) -> int:
+    """Return what ``source`` takes at rest, in bytes: what is read to bring it once."""
+    return source.rest_bytes if isinstance(source, PackedTensor) else source.bytes
+
+
+def files_of(source: AtRest) -> tuple[ShardFile, ...]:
+    """Return the files that ``source`` lies in."""
+    return tuple(part.file for part in source.parts) if isinstance(source, PackedTensor) else (source.file,)
