@@ -16,10 +16,10 @@ from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.adapted_model import Unadapted, without_adapter
+from stages.empty_init.names import Naming, Step
 from stages.empty_init.skeleton import Skeleton, parent
 from stages.shard_load.checkpoint_match import match_checkpoint
 from stages.shard_load.load import Load, prepare
-from stages.shard_load.names import Naming, Step
 from stages.units import DeviceId
 
 _PREFIX = "base_model.model."

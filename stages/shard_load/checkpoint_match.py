@@ -17,9 +17,9 @@ from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
+from stages.empty_init.names import Naming, Step, ignorable, name_tensors
+from stages.empty_init.siblings import missing_sibling
 from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
-from stages.shard_load.names import Naming, Step, ignorable, name_tensors
-from stages.shard_load.siblings import missing_sibling
 
 _log = logging.getLogger(__name__)
 

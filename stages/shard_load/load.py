@@ -15,12 +15,12 @@ from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import SourceReader, open_reader
+from stages.empty_init.merges import sources_in_order
+from stages.empty_init.names import Step
 from stages.empty_init.skeleton import Skeleton, TensorSpec
 from stages.machine.aligned_memory import HostBlock
 from stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
-from stages.shard_load.conversions import sources_in_order
 from stages.shard_load.expert_rows import Rows, locate_rows
-from stages.shard_load.names import Step
 from stages.shard_load.offload_store import StoredTensor
 from stages.units import CPU, DISK, DeviceId
 
@@ -126,7 +126,7 @@ class Load:
 
     def extent_of(self, step: Step) -> Extent | None:
         """Return where the one tensor lies that ``step`` takes as it is; null if it makes one, or in a pickle."""
-        names = sources_in_order(step, self.reader) if len(step.sources) == 1 else ()
+        names = sources_in_order(step, self.reader.entries) if len(step.sources) == 1 else ()
         extent = self.source_extent(names[0]) if names else None
         return extent if extent is not None and (extent.shape,) == tuple(step.targets.values()) else None
 
@@ -141,7 +141,7 @@ class Load:
     @cached_property
     def _expert_sources(self) -> Mapping[str, tuple[str, ...]]:
         origins = self.match.origins
-        return {spec.name: sources_in_order(origins[spec.name][0], self.reader) for spec in self.experts}
+        return {spec.name: sources_in_order(origins[spec.name][0], self.reader.entries) for spec in self.experts}
 
     def _rows_in_place(self, spec: TensorSpec) -> Rows:
         sources = self._expert_sources[spec.name]

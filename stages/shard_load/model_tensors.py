@@ -9,10 +9,10 @@ import torch
 from stages.checkpoints.bulk_reader import BulkReader, TensorRead, can_be_cut, read_into_new_memory
 from stages.checkpoints.byte_bar import byte_bar
 from stages.checkpoints.dtypes import torch_dtype
+from stages.empty_init.names import Step
 from stages.machine.devices import Devices
 from stages.shard_load.conversions import build
 from stages.shard_load.load import Load
-from stages.shard_load.names import Step
 from stages.units import CPU, DISK
 
 Progress = Callable[[int], object]

@@ -13,9 +13,10 @@ from transformers.core_model_loading import (
 
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile
+from stages.empty_init.merges import sources_in_order
+from stages.empty_init.names import Step
 from stages.shard_load import conversions
-from stages.shard_load.conversions import build, sources_in_order
-from stages.shard_load.names import Step
+from stages.shard_load.conversions import build
 
 FILE = ShardFile("f", Path("f"), 0, None, "")
 
@@ -76,7 +77,7 @@ def test_a_tensor_is_transposed_where_its_shape_asks_for_that(stored: tuple[int,
     step = Step({"w": (4, 6)}, (("w", "w"),), WeightConverter("w", "w", [Transpose(0, 1, check_dims=True)]))
     ((_, made),) = build(model, step, reader=reader, dtypes={"w": "float32"}, fill=reader.fill)
     assert torch.equal(made, conversions._converted(model, step, reader=reader, dtype=torch.float32)["w"])
-    assert sources_in_order(step, reader) == (("w",) if stored == (4, 6) else ())
+    assert sources_in_order(step, reader.entries) == (("w",) if stored == (4, 6) else ())
 
 
 def test_a_split_is_left_to_transformers() -> None:

@@ -22,13 +22,13 @@ from stages.checkpoints.shard_files import ShardFile
 from stages.empty_init import init_empty_weights
 from stages.empty_init.adapted_model import add_adapter
 from stages.empty_init.describe import describe
+from stages.empty_init.merges import sources_in_order
+from stages.empty_init.names import Step
 from stages.shard_load import OffloadedWeightsLoader
 from stages.shard_load.adapter import prepare_adapted
 from stages.shard_load.checkpoint_in_model import fill_model
-from stages.shard_load.conversions import sources_in_order
 from stages.shard_load.expert_rows import locate_rows, read_rows
 from stages.shard_load.load import prepare
-from stages.shard_load.names import Step
 from stages.shard_load.placed_weights import expert_rows
 from stages.shard_load.stage import ShardLoadStage
 from tests.stages.empty_init.test_experts import CONFIGS
@@ -256,4 +256,4 @@ def test_sources_that_do_not_lie_in_one_piece_have_no_order(chain: str) -> None:
     named = [(f"a.*.{name[-2:]}", name) for name in sources if f"a.*.{name[-2:]}" in patterns]
     shape = {"transposed": (2, 6, 4), "joined within their steps": (2, 4, 12)}.get(chain, (4, 2, 6))
     step = Step({"a.merged": shape}, tuple(named), WeightConverter(patterns, "a.merged", OTHER_CHAINS[chain]))
-    assert sources_in_order(step, MemoryReader(sources)) == ()
+    assert sources_in_order(step, MemoryReader(sources).entries) == ()

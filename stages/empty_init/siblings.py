@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def _numbered(names: Sequence[str]) -> _Numbered | None:
     return _Numbered(".".join(before), ".".join(after), frozenset(map(int, columns[varying[0]])))
 
 
-def unlike_sibling(sources: Sequence[tuple[str, str]], entries: Mapping[str, Extent]) -> str | None:
+def unlike_sibling(sources: Sequence[tuple[str, str]], entries: Mapping[str, AtRest]) -> str | None:
     """Return what is wrong with the first of ``sources`` that hasn't the shape of most of its pattern; null if none."""
     for names in _by_pattern(sources).values():
         ((usual, _),) = Counter(entries[name].shape for name in names).most_common(1)

@@ -19,8 +19,8 @@ from torch import nn
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.shard_load.siblings import missing_sibling, unlike_sibling
+from stages.checkpoints.packed import AtRest
+from stages.empty_init.siblings import missing_sibling, unlike_sibling
 
 
 class Converter(Protocol):
@@ -65,7 +65,7 @@ class Naming:
     together: str = "config.json and the weights"
 
 
-def name_tensors(model: nn.Module, entries: Mapping[str, Extent]) -> Naming:
+def name_tensors(model: nn.Module, entries: Mapping[str, AtRest]) -> Naming:
     """Return how the tensors of ``model`` are made from the checkpoint's ``entries``."""
     from transformers import PreTrainedModel
 
@@ -96,7 +96,7 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile(joined) if joined else None
 
 
-def _converted(model: Any, entries: Mapping[str, Extent]) -> Naming:
+def _converted(model: Any, entries: Mapping[str, AtRest]) -> Naming:
     """Return the naming of a transformers model, renamed and grouped as its own loader does it."""
     from transformers.core_model_loading import dot_natural_key
 
@@ -145,7 +145,7 @@ class _Renamer:
 
 
 def _step(
-    rename: _Renamer, target: str, index: int, sources: list[tuple[str, str]], entries: Mapping[str, Extent]
+    rename: _Renamer, target: str, index: int, sources: list[tuple[str, str]], entries: Mapping[str, AtRest]
 ) -> Step:
     if index < 0:
         if len(sources) > 1:
@@ -164,7 +164,7 @@ def _step(
     return Step(shapes, tuple(sources), converter)
 
 
-def _unmade(target: str, sources: list[tuple[str, str]], entries: Mapping[str, Extent]) -> CheckpointError | None:
+def _unmade(target: str, sources: list[tuple[str, str]], entries: Mapping[str, AtRest]) -> CheckpointError | None:
     """Return an error that names the one of ``sources`` by which ``target`` can't be made, if it can be told."""
     missing, unlike, path = missing_sibling(sources), unlike_sibling(sources, entries), entries[sources[0][1]].file.path
     wrong = unlike or (f"{missing!r} is missing" if missing else None)
@@ -173,7 +173,7 @@ def _unmade(target: str, sources: list[tuple[str, str]], entries: Mapping[str, E
     return CheckpointError(f"{path.parent}: {wrong}, so {target!r} can't be made; get the checkpoint again")
 
 
-def _without_data(entry: Extent) -> torch.Tensor:
+def _without_data(entry: AtRest) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
 
 
