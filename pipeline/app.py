@@ -59,7 +59,6 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
     from pipeline.hydra_errors import guarded_composing
     from pipeline.hydra_task import Task
     from pipeline.sweeps.launchers import register_launchers
-    from pipeline.sweeps.results import exit_code
 
     heed_signals()
     task = Task(started, show_all, tuple(sys.argv[1:]), trusted)
@@ -77,19 +76,19 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
         code = guarded_composing(compose, show_all=show_all)
     finally:
         _close(task)
-    return code or exit_code(task.outcomes)
+    return code or task.code
 
 
 def _close(task: Task) -> None:
     """Show what came of every job of a sweep, whatever ended the sweep, and let others go on with it."""
+    if task.sweep is None:
+        return
     from rich.markup import escape
 
     from pipeline.sweeps.results import show_sweep
     from pipeline.terminal import Screen
     from pipeline.tracking.trackers import end_sweep
 
-    if task.sweep is None:
-        return
     if task.sweep.jobs:
         screen = Screen(soft_wrap=True)
         show_sweep(screen, task.sweep.folder, task.sweep.record, [outcome.number for outcome in task.outcomes])

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -22,11 +23,12 @@ from pipeline.hydra_arguments import refuse_launcher
 from pipeline.hydra_errors import guarded_composing
 from pipeline.job import perform
 from pipeline.job_folder import JobFolder
-from pipeline.job_process import supervise
 from pipeline.objective import number_of
 from pipeline.record import RunRecord, never_left_running
-from pipeline.sweeps.sweep import Sweep
-from pipeline.tracking.trackers import require_tracker, track
+from pipeline.tracking.options import usable_tracker
+
+if TYPE_CHECKING:
+    from pipeline.sweeps.sweep import Sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,12 @@ class Task:
     outcomes: list[Outcome] = field(default_factory=list)
     conclusion: str = ""
     _number: float | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code of the first job that didn't end well, 0 if all did."""
+        codes = (1 if outcome.code is None else outcome.code for outcome in self.outcomes)
+        return next((code for code in codes if code), 0)
 
     def __reduce__(self) -> tuple[type[Task], tuple[float, bool]]:
         return Task, (self.started, self.show_all)
@@ -95,6 +103,10 @@ class Task:
         record = start_record(config)
         sweep = sweep_folder() if folder is not None else None
         with never_left_running(record):
+            if usable_tracker(record.config) is None:
+                return self._carry_out(record, started, folder)
+            from pipeline.tracking.trackers import require_tracker, track
+
             require_tracker(record.config, sweep=sweep)
             try:
                 return self._carry_out(record, started, folder)
@@ -105,6 +117,8 @@ class Task:
         capped = record.config["enforce_memory"] is True
         if folder is None and not capped:
             return perform(record, started=started)
+        from pipeline.job_process import supervise
+
         options = ["--logging", job_logging()]
         lock = folder.lock if folder is not None else None
         return supervise(record, capped=capped, options=options, show_all=self.show_all, lock=lock)

@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline.errors import KilledError, StorageError
-from pipeline.hydra_task import Outcome
 from pipeline.provenance import provenance
 from pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides
 from pipeline.sweeps.trust import resume_command
@@ -27,12 +26,6 @@ _FIGURES = {"s/token": "decode_seconds_per_token", "perplexity": "perplexity"}
 _MOMENT, _PATIENCE = 0.05, 10.0
 """Seconds between looks at a record that isn't closed, and how long a job is given to close it."""
 _COLOURS = {"completed": "green", "failed": "red", "interrupted": "yellow", "not begun": "dim"}
-
-
-def exit_code(outcomes: Sequence[Outcome]) -> int:
-    """Return the exit code of the first job that didn't end well, 0 if all did."""
-    codes = (1 if outcome.code is None else outcome.code for outcome in outcomes)
-    return next((code for code in codes if code), 0)
 
 
 def settled(folder: Path, job: SweepJob) -> Mapping[str, Any]:

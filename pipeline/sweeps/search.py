@@ -21,11 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 from pipeline.atomic_files import replace_file
 from pipeline.errors import ConfigError
 from pipeline.hydra_arguments import refuse_launcher
-from pipeline.sweeps.search_study import Direction, SearchStudy, Tried
 
 if TYPE_CHECKING:
     from pipeline.objective import Objective
     from pipeline.sweeps.search_space import Proposal
+    from pipeline.sweeps.search_study import Direction, SearchStudy, Tried
 
 
 class OptunaSearch(Sweeper):
@@ -49,6 +49,8 @@ class OptunaSearch(Sweeper):
         )
 
     def _check(self) -> None:
+        from pipeline.sweeps.search_study import Direction
+
         if find_spec("optuna") is None or find_spec("scipy") is None:
             raise ConfigError("hydra/sweeper=optuna: Optuna isn't installed; pip install 'offstage-pipeline[search]'")
         if self.direction not in get_args(Direction):
@@ -62,6 +64,7 @@ class OptunaSearch(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Search; ``arguments`` are those of the command line. What came of it goes to the sweep's folder."""
         from pipeline.sweeps.search_space import read_space
+        from pipeline.sweeps.search_study import SearchStudy
 
         assert self.hydra_context is not None
         assert self.config is not None

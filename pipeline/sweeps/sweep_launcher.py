@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from pipeline.tracking.trackers import SweepTracking
 
 
-class SweepLauncher:
+class SweepLauncher(ABC):
     """Stands before one of Hydra's launchers, which runs jobs and knows nothing of the sweep around them.
 
     Of a task that isn't this command's, in a program that chose one of these launchers, every job is run.
@@ -64,9 +65,9 @@ class SweepLauncher:
         ran = self._run(waiting) if waiting else {}
         return [ran[number] if number in ran else self._completed(number, own) for number, own in numbered.items()]
 
+    @abstractmethod
     def _run(self, numbered: Mapping[int, Sequence[str]]) -> dict[int, JobReturn]:
         """Run the jobs with these overrides and return what each came to, by its number."""
-        raise NotImplementedError
 
     def _track(self, numbered: Mapping[int, Sequence[str]]) -> None:
         """Have the trackers of the jobs know the sweep, before any work: one that can't be reached ends it here."""

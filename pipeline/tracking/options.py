@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from pipeline.errors import Fault, closest
-from pipeline.typed_config import absolute, read
+from pipeline.typed_config import absolute, read, type_faults
 
 TRACKERS = ("mlflow", "trackio")
 _LONGEST_EXPERIMENT = 250
@@ -45,6 +45,15 @@ def read_tracker(config: Mapping[str, Any]) -> TrackerConfig:
 def located(folder: str) -> str:
     """Return ``folder`` as an absolute path; an address, which is no folder, as it is."""
     return folder if "://" in folder else absolute(folder)
+
+
+def usable_tracker(config: Mapping[str, Any]) -> TrackerConfig | None:
+    """Return the tracker of ``config``; null where it names none, and where the config's checks find fault with it."""
+    node = config.get("tracker")
+    if not isinstance(node, Mapping) or list(type_faults(TrackerConfig, node)):
+        return None
+    given = read_tracker(config)
+    return None if given.kind is None or list(check_tracker(config)) else given
 
 
 def check_tracker(config: Mapping[str, Any]) -> Iterator[Fault]:

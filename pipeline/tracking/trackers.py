@@ -7,7 +7,7 @@ that isn't there is an error before any work; one that goes away later is a warn
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.errors import StorageError
 from pipeline.stage import Config
-from pipeline.tracking.options import TrackerConfig, check_tracker, located, read_tracker
+from pipeline.tracking.options import TrackerConfig, located, usable_tracker
 from pipeline.tracking.run_ids import find_id, read_ids
 from pipeline.tracking.store_process import ask
-from pipeline.typed_config import type_faults
 
 _log = logging.getLogger("offstage")
 _PARTS = ("parameters", "metrics", "tags", "status", "files")
 _WHERE = ("tracker", "experiment", "outputs")
 """The overrides of a job that may change where it is logged."""
-
-
-def usable_tracker(config: Config) -> TrackerConfig | None:
-    """Return the tracker of ``config``; null where it names none, and where the config's checks find fault with it."""
-    node = config.get("tracker")
-    if not isinstance(node, Mapping) or list(type_faults(TrackerConfig, node)):
-        return None
-    given = read_tracker(config)
-    return None if given.kind is None or list(check_tracker(config)) else given
 
 
 def require_tracker(config: Config, *, sweep: Path | None = None) -> None:

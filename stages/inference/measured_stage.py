@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -22,9 +23,9 @@ class MeasuredStage(Stage[Inputs]):
     results: ClassVar[str]
     seconds: ClassVar[str]
 
+    @abstractmethod
     def told(self, outputs: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> str:
         """Return the line of the screen: what came out, and how fast."""
-        raise NotImplementedError
 
     def lacks_figures(self, context: Context) -> bool:
         """Return whether fewer samples are kept than the keys ``measure`` ask for."""

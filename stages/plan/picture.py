@@ -7,7 +7,7 @@ Mid-tone fills and ``currentColor`` on no background are read on a light page as
 from __future__ import annotations
 
 from collections.abc import Mapping
-from xml.sax.saxutils import escape, quoteattr
+from html import escape
 
 from stages.plan.plan import Plan
 from stages.plan.table import rows, slots_told
@@ -38,7 +38,7 @@ def draw(plan: Plan, sizes: Mapping[str, int]) -> str:
     width, height = _LEFT + _BAR + 30, 30 + _ROW * len(devices)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        f' role="img" aria-label={quoteattr(f"plan: {plan.policy}")}>\n{_STYLE}\n' + "\n".join(bars) + "\n</svg>\n"
+        f' role="img" aria-label="{escape(f"plan: {plan.policy}")}">\n{_STYLE}\n' + "\n".join(bars) + "\n</svg>\n"
     )
 
 

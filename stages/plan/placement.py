@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from stages.empty_init.skeleton import parent, upward
 from stages.plan.expert_slots import LEAST, ROOMY, pools
@@ -78,7 +80,7 @@ def reserves(outline: Outline, placement: Placement, budgets: Budgets) -> dict[D
     That is a layer's, or what ``budgets`` leave beside the weights and a slot, if that is less; but at the least what
     is in use at once.
     """
-    whole, least = layer_reserves(outline, placement), least_reserves(outline, placement)
+    whole, least = _reserves(outline, placement)
     held, slots = resident_bytes(outline, placement.homes), least_slots(outline, placement)
     found: dict[DeviceId, int] = {}
     for device, count in whole.items():
@@ -95,41 +97,42 @@ def least_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int
     are there together, where no rehearsal saw how it is, and where experts are modules in a list, it is as much as for
     a layer.
     """
-    if outline.skeleton.unrehearsed is not None or outline.listed or _beside(outline, placement):
-        return layer_reserves(outline, placement)
-    found: Counter[DeviceId] = Counter()
-    for sizes in _parts(outline, placement).values():
-        found |= sizes
-    return dict(found)
+    return _reserves(outline, placement)[1]
 
 
 def layer_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
     """Return the bytes of the largest streamed layer on each device that computes one, and what is there beside it."""
-    found: Counter[DeviceId] = Counter()
-    for layer in outline.layers:
-        device = execution_device(outline, layer, placement)
-        leaders = {outline.skeleton.leader(name) for name in _streamed(outline, layer, placement, device)}
-        found |= Counter({device: _at_once(outline, leaders)})
-    return dict(found + _beside(outline, placement)) if found else {}
+    return _reserves(outline, placement)[0]
 
 
-def _parts(outline: Outline, placement: Placement) -> dict[str, Counter[DeviceId]]:
-    """Return what each module holds that is streamed to a device, in bytes."""
+def _reserves(outline: Outline, placement: Placement) -> tuple[dict[DeviceId, int], dict[DeviceId, int]]:
+    """Return the bytes of the largest layer that each device computes of what is streamed, and the least it can keep.
+
+    Both come of one walk over the layers, and count what is there beside a layer or part.
+    """
+    layers: Counter[DeviceId] = Counter()
     parts: dict[str, Counter[DeviceId]] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
-        for name in _streamed(outline, layer, placement, device):
+        streamed = _streamed(outline, layer, placement, device)
+        layers |= Counter({device: _at_once(outline, set(map(outline.skeleton.leader, streamed)))})
+        for name in streamed:
             parts.setdefault(parent(name), Counter())[device] += outline.sizes[name]
-    return parts
+    rehearsed = outline.skeleton.unrehearsed is None
+    beside = _beside(outline, parts) if rehearsed else Counter[DeviceId]()
+    whole = dict(layers + beside) if layers else {}
+    if not rehearsed or outline.listed or beside:
+        return whole, whole
+    return whole, dict(reduce(or_, parts.values(), Counter[DeviceId]()))
 
 
-def _beside(outline: Outline, placement: Placement) -> Counter[DeviceId]:
-    """Return the most bytes of streamed parts that are there together, beside the largest of them, on each device.
+def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
+    """Return the most bytes of streamed ``parts`` that are there together, beside the largest, on each device.
 
     A part is there while its module runs, or one that borrows its weights; those of modules around that are there too.
     """
     callers: dict[str, list[Counter[DeviceId]]] = {}
-    for module, sizes in _parts(outline, placement).items() if outline.skeleton.unrehearsed is None else ():
+    for module, sizes in parts.items():
         for caller in (module, *outline.skeleton.borrowers.get(module, ())):
             callers.setdefault(caller, []).append(sizes)
     found: Counter[DeviceId] = Counter()

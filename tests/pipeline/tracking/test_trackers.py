@@ -10,8 +10,9 @@ import pytest
 
 from pipeline.record import RunRecord, StageRecord, Status
 from pipeline.stage import Report
+from pipeline.tracking.options import usable_tracker
 from pipeline.tracking.run_ids import find_id, read_ids
-from pipeline.tracking.trackers import track, usable_tracker
+from pipeline.tracking.trackers import track
 
 
 def finished(
