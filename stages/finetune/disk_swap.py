@@ -8,7 +8,6 @@ before anything is written to it, so a full disk shows in the forward pass.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import tempfile
 import threading
@@ -29,7 +28,7 @@ from stages.dispatch.transfer.carrier import reader_pool
 from stages.dispatch.transfer.trace import Trace
 from stages.finetune.host_swap import Rooms
 from stages.finetune.swap import GrowingArena, span
-from stages.machine.aligned_memory import ALIGNMENT, align_up, private_bytes, private_memory
+from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, buffer_bytes, private_bytes
 from stages.units import format_bytes
 
 BLOCK_BYTES = 4 * 2**20
@@ -145,7 +144,7 @@ class DiskSwap:
         self._folder, self._rooms = folder, rooms
         self._arena: GrowingArena[FileRegion] = GrowingArena()
         self._lock = threading.Lock()
-        self._buffers: SimpleQueue[mmap.mmap | None] = SimpleQueue()
+        self._buffers: SimpleQueue[Bytes | None] = SimpleQueue()
         for _ in range(IN_FLIGHT):
             self._buffers.put(None)  # made when it is first wanted
 
@@ -156,7 +155,8 @@ class DiskSwap:
         writes: list[Future[None]] = []
         for begin in range(0, source.nbytes, BLOCK_BYTES):
             part = source[begin : begin + BLOCK_BYTES]
-            buffer = self._buffers.get() or private_memory(BLOCK_BYTES)
+            kept = self._buffers.get()
+            buffer = buffer_bytes(BLOCK_BYTES) if kept is None else kept
             torch.frombuffer(buffer, dtype=torch.uint8, count=part.nbytes).copy_(part)
             block = _BlockWrite(region, begin, align_up(part.nbytes), trace)
             writes.append(reader_pool().submit(self._write, buffer, block))
@@ -176,10 +176,10 @@ class DiskSwap:
             return ScratchFile(self._folder, self._arena.wanted(size))
         return ScratchFile(self._folder, size)
 
-    def _write(self, buffer: mmap.mmap, block: _BlockWrite) -> None:
+    def _write(self, buffer: Bytes, block: _BlockWrite) -> None:
         try:
             with span(block.trace, "out", "write", block.length):
-                block.region.file.write(memoryview(buffer)[: block.length], block.region.begin + block.begin)
+                block.region.file.write(buffer[: block.length].data, block.region.begin + block.begin)
         finally:
             self._buffers.put(buffer)
 

@@ -29,6 +29,8 @@ TENSOR_ALIGNMENT = 64
 _SMALL_BYTES = 2**18
 """Smaller tensors come from torch's own allocator: a map each would cost more than it saves."""
 
+_HUGE_PAGE_BYTES = 2 * 2**20
+
 
 def align_down(offset: int) -> int:
     """Return the last aligned offset that isn't beyond ``offset``."""
@@ -59,6 +61,20 @@ def with_huge_pages(memory: mmap.mmap) -> mmap.mmap:
 def private_bytes(size: int) -> Bytes:
     """Return an array of ``size`` bytes of private memory, which is given back when its last view is gone."""
     return np.frombuffer(private_memory(max(size, 1)), np.uint8)
+
+
+def buffer_bytes(size: int) -> Bytes:
+    """Return an array of ``size`` bytes for storage to read into or write from, in huge pages as far as whole ones fit.
+
+    A storage device is given a list of pieces, each in one piece in memory. Where each costs it time, as in a virtual
+    machine, reads into huge pages are twice as fast: 2 MiB are one piece there, and not 512.
+    """
+    memory = private_memory(max(size, 1) + _HUGE_PAGE_BYTES)  # what isn't touched takes none
+    skipped = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE_BYTES
+    length = size // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    if length and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE, skipped, length)
+    return np.frombuffer(memory, np.uint8, max(size, 1), skipped)
 
 
 def tensor_in(memory: Bytes | mmap.mmap, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -52,7 +52,7 @@ def local_rates(
     """
     wanted: dict[str, tuple[str, Callable[[], int | None]]] = {"host": ("host", probes.copy_speed)}
     if sample is not None:
-        wanted["storage"] = f"storage {sample.stat().st_dev}", lambda: probes.read_speed(sample)
+        wanted["storage"] = f"storage {sample.stat().st_dev} again", lambda: probes.read_speed(sample)
     if accelerators:
         wanted["link"] = f"link {accelerators[0]}", probes.link_speed
         wanted["device"] = f"device {accelerators[0]}", probes.device_speed

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from stages.machine.aligned_memory import buffer_bytes
+
 CHUNK_BYTES = 2 * 2**20
 MOST_BYTES = 3 * 10**9
 THREADS = 4
@@ -78,7 +80,7 @@ def _bandwidth(places: Sequence[Place], size: int, threads: int, *, write: bool 
     flags = (os.O_WRONLY if write else os.O_RDONLY) | os.O_DIRECT
     move = os.pwritev if write else os.preadv
     descriptors = {file: os.open(file, flags) for file in {file for file, _ in places}}
-    buffers = [mmap.mmap(-1, size) for _ in range(threads)]
+    buffers = [buffer_bytes(size).data for _ in range(threads)]
     for buffer in buffers:
         buffer[:] = os.urandom(size)  # zeros might never reach the storage
 

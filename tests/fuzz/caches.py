@@ -28,7 +28,7 @@ TENSORS = {
     "b.bias": torch.arange(5, dtype=torch.int16),
     "c": torch.ones(3).half(),
 }
-RATES = {"host": 10**10, "storage 64512": 2 * 10**9}
+RATES = {"host": 10**10, "storage 64512 again": 2 * 10**9}
 KERNELS = {"torch 2; x86": {"mm bfloat16": [0, 0, 2.0], "bmm bfloat16": [0.5, 1, 4]}}
 
 

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import torch
 
 from stages.dispatch.transfer.link import Event, Link, pin
-from stages.machine.aligned_memory import Bytes, private_bytes
+from stages.machine.aligned_memory import Bytes, buffer_bytes
 
 
 class Buffer:
@@ -32,7 +32,7 @@ class PinnedBuffers:
 
     def __init__(self, link: Link, *, count: int, size: int) -> None:
         self._link = link
-        self._memory = private_bytes(count * size)
+        self._memory = buffer_bytes(count * size)
         self._unpin = pin(link, self._memory)
         self._free: SimpleQueue[Buffer] = SimpleQueue()
         for begin in range(0, count * size, size):
