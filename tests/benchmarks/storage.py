@@ -80,9 +80,9 @@ def _bandwidth(places: Sequence[Place], size: int, threads: int, *, write: bool 
     flags = (os.O_WRONLY if write else os.O_RDONLY) | os.O_DIRECT
     move = os.pwritev if write else os.preadv
     descriptors = {file: os.open(file, flags) for file in {file for file, _ in places}}
-    buffers = [buffer_bytes(size).data for _ in range(threads)]
-    for buffer in buffers:
-        buffer[:] = os.urandom(size)  # zeros might never reach the storage
+    memory = buffer_bytes(threads * size).data
+    memory[:] = os.urandom(threads * size)  # zeros might never reach the storage
+    buffers = [memory[begin : begin + size] for begin in range(0, threads * size, size)]
 
     def work(number: int) -> int:
         mine = places[number::threads]
