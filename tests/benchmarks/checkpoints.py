@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,18 @@ def write_shards(
     there for them.
     """
     generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape, spread in tensors:
+            noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
+            tensor = noise * spread if len(shape) > 1 else torch.ones(shape)
+            yield name, (arranged[name]() if arranged and name in arranged else tensor).to(dtype)
+
+    save_shards(drawn(), folder)
+
+
+def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write ``tensors`` by their names in shards into ``folder``, one shard in memory at a time; last their index."""
     pending: dict[str, torch.Tensor] = {}
     weight_map: dict[str, str] = {}
     total = 0
@@ -151,11 +163,7 @@ def write_shards(
         weight_map.update(dict.fromkeys(pending, name))
         pending.clear()
 
-    for name, shape, spread in tensors:
-        noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
-        tensor = (noise * spread if len(shape) > 1 else torch.ones(shape)).to(dtype)
-        if arranged and name in arranged:
-            tensor = arranged[name]().to(dtype)
+    for name, tensor in tensors:
         if sum(each.nbytes for each in pending.values()) + tensor.nbytes > SHARD_BYTES and pending:
             flush()
         pending[name] = tensor

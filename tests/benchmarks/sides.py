@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.benchmarks import airllm
 from tests.benchmarks.caps import run_capped
+from tests.benchmarks.throttle import throttled
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 COMMAND = [sys.executable, "-c", "from pipeline.app import main; main()"]
@@ -79,13 +80,17 @@ Side = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all sides have in common: the ``cap`` in bytes, the new ``tokens``, and the seconds that a side may take."""
+    """What all sides have in common: the ``cap`` in bytes, the new ``tokens``, and the seconds that a side may take.
+
+    ``read_rate`` is what the storage gives a second, in bytes; null: what it has.
+    """
 
     checkpoint: Path
     work: Path
     cap: int
     tokens: int
     timeout_seconds: float
+    read_rate: int | None = None
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:
@@ -139,6 +144,8 @@ def offstage_side(setting: Setting, options: Sequence[str]) -> Side:
         "predicted": metrics["predicted_seconds_per_token"],
         "predicted_peak": record["memory"]["predicted"].get("cpu"),
         "streamed": metrics["streamed_bytes_per_token"],
+        "predicted_streamed": metrics["predicted_streamed_bytes_per_token"],
+        "load": metrics["load_seconds"],
         "stall": metrics["stall_seconds_per_token"],
         "bound": metrics["bound"],
         "peak": metrics["peak_host_bytes"],
@@ -191,7 +198,8 @@ def _printed(setting: Setting, command: Sequence[str]) -> Side:
 def _run(setting: Setting, command: Sequence[str]) -> subprocess.CompletedProcess[str] | Side:
     """Run ``command`` under the cap; return it finished, or why it isn't."""
     try:
-        done = run_capped(command, setting.cap, cwd=setting.work, timeout_seconds=setting.timeout_seconds)
+        with throttled(setting.work, setting.read_rate) as enter:
+            done = run_capped(enter(command), setting.cap, cwd=setting.work, timeout_seconds=setting.timeout_seconds)
     except subprocess.TimeoutExpired:
         return {"seconds": None, "failed": f"not done after {setting.timeout_seconds:.0f} s"}
     if not done.returncode:
