@@ -1,0 +1,113 @@
+"""The blocks that ggml packs weights in, as float32: 32 values with a scale each, and plain values.
+
+A block is some values of one row and what they are scaled by; how the bytes lie is the format's. Each function computes
+what the ``gguf`` package's ``dequantize`` does, operation for operation, so that the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stages.checkpoints.codecs.k_quants import unpack_q4_k, unpack_q5_k, unpack_q6_k
+
+Blocks = npt.NDArray[np.uint8]
+Values = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """One of ggml's types: ``elements`` values lie in ``bytes``; ``unpack`` writes blocks (n, bytes) to (n, elements).
+
+    ``code`` is its number in a file.
+    """
+
+    code: int
+    elements: int
+    bytes: int
+    unpack: Callable[[Blocks, Values], None]
+
+
+def _scales(blocks: Blocks, begin: int) -> Values:
+    """Return the float16 at byte ``begin`` of each block, as a column."""
+    return np.ascontiguousarray(blocks[:, begin : begin + 2]).view(np.float16).astype(np.float32)
+
+
+def _unpack_q8_0(blocks: Blocks, out: Values) -> None:
+    out[...] = blocks[:, 2:].view(np.int8)
+    out *= _scales(blocks, 0)
+
+
+def _unpack_q4_0(blocks: Blocks, out: Values) -> None:
+    _nibbles(blocks[:, 2:], out)
+    out -= np.float32(8)
+    out *= _scales(blocks, 0)
+
+
+def _unpack_q4_1(blocks: Blocks, out: Values) -> None:
+    _nibbles(blocks[:, 4:], out)
+    out *= _scales(blocks, 0)
+    out += _scales(blocks, 2)
+
+
+def _unpack_q5_0(blocks: Blocks, out: Values) -> None:
+    _five_bits(blocks[:, 6:], blocks[:, 2:6], out)
+    out -= np.float32(16)
+    out *= _scales(blocks, 0)
+
+
+def _unpack_q5_1(blocks: Blocks, out: Values) -> None:
+    _five_bits(blocks[:, 8:], blocks[:, 4:8], out)
+    out *= _scales(blocks, 0)
+    out += _scales(blocks, 2)
+
+
+def _nibbles(packed: Blocks, out: Values) -> None:
+    """Write the low halves of 16 bytes, then the high ones."""
+    out[:, :16] = packed & np.uint8(15)
+    out[:, 16:] = packed >> np.uint8(4)
+
+
+def _five_bits(packed: Blocks, fifth: Blocks, out: Values) -> None:
+    """Do as ``_nibbles``, with a fifth bit for each value from four bytes more."""
+    bits = np.unpackbits(np.ascontiguousarray(fifth), axis=1, bitorder="little")
+    bits <<= np.uint8(4)
+    bits[:, :16] |= packed & np.uint8(15)
+    bits[:, 16:] |= packed >> np.uint8(4)
+    out[...] = bits
+
+
+def _unpack_f32(blocks: Blocks, out: Values) -> None:
+    out[...] = np.ascontiguousarray(blocks).view(np.float32)
+
+
+def _unpack_f16(blocks: Blocks, out: Values) -> None:
+    out[...] = np.ascontiguousarray(blocks).view(np.float16)
+
+
+def _unpack_bf16(blocks: Blocks, out: Values) -> None:
+    bits = out.view(np.uint32)
+    bits[...] = np.ascontiguousarray(blocks).view(np.uint16)
+    bits <<= np.uint32(16)
+
+
+FORMATS: Mapping[str, BlockFormat] = {
+    "f32": BlockFormat(0, 1, 4, _unpack_f32),
+    "f16": BlockFormat(1, 1, 2, _unpack_f16),
+    "bf16": BlockFormat(30, 1, 2, _unpack_bf16),
+    "q4_0": BlockFormat(2, 32, 18, _unpack_q4_0),
+    "q4_1": BlockFormat(3, 32, 20, _unpack_q4_1),
+    "q5_0": BlockFormat(6, 32, 22, _unpack_q5_0),
+    "q5_1": BlockFormat(7, 32, 24, _unpack_q5_1),
+    "q8_0": BlockFormat(8, 32, 34, _unpack_q8_0),
+    "q4_k": BlockFormat(12, 256, 144, unpack_q4_k),
+    "q5_k": BlockFormat(13, 256, 176, unpack_q5_k),
+    "q6_k": BlockFormat(14, 256, 210, unpack_q6_k),
+}
+"""The types that are served, by the name that ggml gives them, in small letters."""
+
+PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+"""Those that are plain values, and torch's names for them."""
