@@ -3,7 +3,8 @@
 What the page cache holds is copied from there, straight into the tensors. All else is read directly (``O_DIRECT``),
 since the page cache would only hold a second copy of weights that are in memory already. A tensor whose memory is laid
 out for it (``Room``) is read into in place. Others, small ones and such as must be cast, come by way of an aligned
-buffer, neighbours together. So the memory held is that of the tensors and the few buffers.
+buffer, neighbours together; so does what rests packed, and the thread that read it unpacks it to where it stays. So the
+memory held is that of the tensors and the few buffers.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from numpy.typing import NDArray
 from stages.checkpoints.direct_file import Chunk, DirectFile, cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_pieces
+from stages.checkpoints.packed_reads import read_block, read_span, room_at_rest
 from stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
-from stages.checkpoints.shard_files import ShardFile, read_into
-from stages.machine.aligned_memory import align_down, align_up, byte_view, private_memory
+from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+from stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_bytes, private_memory
 from stages.machine.devices import Devices
 from stages.units import DeviceId
 
@@ -46,18 +49,18 @@ _ALONE_ELEMENTS = 2**15 - 1
 class TensorRead:
     """One tensor to read: where it lies, and the contiguous tensor that it is to fill, in that one's dtype.
 
-    ``memory``, where there is one, is the aligned memory around the target, from the aligned offset before its extent
-    to the one after it.
+    What is packed is unpacked to that dtype. ``memory``, where there is one, is the aligned memory around the target,
+    from the aligned offset before its extent to the one after it.
     """
 
-    extent: Extent
+    extent: AtRest
     target: torch.Tensor
     memory: memoryview | None = None
 
 
-def read_into_new_memory(extent: Extent, dtype: torch.dtype, *, devices: Devices, device: DeviceId) -> TensorRead:
+def read_into_new_memory(extent: AtRest, dtype: torch.dtype, *, devices: Devices, device: DeviceId) -> TensorRead:
     """Return the piece that reads ``extent`` into new memory on ``device`` as ``dtype``."""
-    if torch_dtype(extent.dtype) != dtype:
+    if isinstance(extent, PackedTensor) or torch_dtype(extent.dtype) != dtype:
         return TensorRead(extent, devices.room(extent.shape, dtype, device).tensor)
     room = devices.room(extent.shape, dtype, device, offset=extent.begin)
     return TensorRead(extent, room.tensor, room.memory)
@@ -81,6 +84,21 @@ class _OpenFile:
             read_into(self.file.descriptor, target[:wanted], offset=offset, path=self.path)
         else:
             self.file.read(target, offset=offset, wanted=wanted)
+
+    def read_chunk(self, chunk: Chunk, target: memoryview) -> None:
+        """Read ``chunk``, of this file or another of the checkpoint's, into ``target``."""
+        if chunk.file.path == self.path:
+            self.read(target, offset=chunk.offset, wanted=chunk.wanted)
+        else:
+            with opened_shard(chunk.file) as descriptor:
+                read_into(descriptor, target[: chunk.wanted], offset=chunk.offset, path=chunk.file.path)
+
+    def read_span(self, span: Extent, target: memoryview) -> None:
+        """Read ``span``, of this file or another of the checkpoint's, through the page cache."""
+        if span.file.path == self.path:
+            read_into(self.file.descriptor, target, offset=span.begin, path=self.path)
+        else:
+            read_span(span, target)
 
 
 class _FileRead(Protocol):
@@ -143,6 +161,43 @@ class _Block:
             _copy(part.target, data[part.begin - start : part.end - start].view(part.dtype))
 
 
+@dataclass(frozen=True, slots=True)
+class _BlockRead:
+    """A block of a packed tensor, unpacked to its place in ``target``: the bytes of the whole tensor."""
+
+    tensor: PackedTensor
+    block: PackedBlock
+    target: Bytes
+
+    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Read by way of a buffer, or of new memory where the block is larger than that."""
+        buffer = buffers.get()
+        try:
+            room = room_at_rest(self.block)
+            memory = np.frombuffer(buffer, np.uint8) if room <= BLOCK_BYTES else private_bytes(room)
+            data, count = read_block(self.block, memory, small=source.read_span, direct=source.read_chunk)
+            self.tensor.codec.unpack(self.tensor, self.block, data, self.target)
+        finally:
+            buffers.put(buffer)
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class _PieceRead:
+    """A packed tensor, or rows of one, that goes to an accelerator: ``target`` is its bytes there."""
+
+    tensor: PackedTensor
+    target: torch.Tensor
+
+    def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
+        """Unpack on the host, and copy."""
+        made = private_bytes(self.tensor.bytes)
+        blocks = self.tensor.codec.blocks(self.tensor)
+        count = sum(_BlockRead(self.tensor, block, made).read(source, buffers) for block in blocks)
+        self.target.copy_(torch.from_numpy(made)[: self.tensor.bytes])
+        return count
+
+
 class BulkReader:
     """Reads pieces with ``IN_FLIGHT`` threads, each with a buffer of ``BLOCK_BYTES``; a context manager."""
 
@@ -193,8 +248,10 @@ def _jobs(pieces: Iterable[TensorRead]) -> list[_FileRead]:
     in_place: list[_FileRead] = []
     parts: list[_TensorSlice] = []
     for piece in (piece for piece in pieces if piece.target.numel()):
-        if piece.memory is None:
-            parts += _slices(piece)
+        if isinstance(piece.extent, PackedTensor):
+            in_place += _unpack_in_place(piece.extent, piece.target)
+        elif piece.memory is None:
+            parts += _slices(piece.extent, piece.target)
         else:
             in_place += _read_in_place(piece.extent, piece.memory)
     return in_place + list(_blocks(parts))
@@ -207,10 +264,20 @@ def _read_in_place(extent: Extent, memory: memoryview) -> Iterator[_DirectRead]:
         yield _DirectRead(chunk, memory[chunk.offset - start : chunk.offset - start + chunk.length])
 
 
-def _slices(piece: TensorRead) -> Iterator[_TensorSlice]:
+def _unpack_in_place(tensor: PackedTensor, target: torch.Tensor) -> Iterator[_FileRead]:
+    """Yield the reads that unpack ``tensor`` into ``target``: its blocks on the host, else its pieces."""
+    if target.is_cpu:
+        place = np.frombuffer(byte_view(target), np.uint8)
+        yield from (_BlockRead(tensor, block, place) for block in tensor.codec.blocks(tensor))
+    else:
+        flat = target.view(-1).view(torch.uint8)
+        yield from (_PieceRead(part, flat[begin : begin + part.bytes]) for begin, part in in_pieces(tensor))
+
+
+def _slices(extent: Extent, target: torch.Tensor) -> Iterator[_TensorSlice]:
     """Yield the parts of a tensor, none larger than a buffer."""
-    flat, begin, dtype = piece.target.view(-1), piece.extent.begin, torch_dtype(piece.extent.dtype)
-    for chunk in cut(piece.extent, BLOCK_BYTES):
+    flat, begin, dtype = target.view(-1), extent.begin, torch_dtype(extent.dtype)
+    for chunk in cut(extent, BLOCK_BYTES):
         target = flat[(chunk.begin - begin) // dtype.itemsize : (chunk.end - begin) // dtype.itemsize]
         yield _TensorSlice(chunk.begin, chunk.end, target, dtype)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stages.checkpoints.extents import Extent
@@ -113,3 +113,25 @@ def rest_bytes(source: AtRest) -> int:
 def files_of(source: AtRest) -> tuple[ShardFile, ...]:
     """Return the files that ``source`` lies in."""
     return tuple(part.file for part in source.parts) if isinstance(source, PackedTensor) else (source.file,)
+
+
+def in_dtype(source: AtRest, dtype: str) -> AtRest | None:
+    """Return ``source`` as what is brought from there in ``dtype``; null where it would have to be cast."""
+    if isinstance(source, PackedTensor) and dtype in source.codec.dtypes:
+        return source if source.dtype == dtype else replace(source, dtype=dtype)
+    return source if source.dtype == dtype else None
+
+
+def in_pieces(tensor: PackedTensor) -> list[tuple[int, PackedTensor]]:
+    """Return ``tensor`` as tensors one after the other, and where in its bytes in use each begins.
+
+    They are rows of it, of ``BLOCK_BYTES`` together where so few can be read alone; else as few as can, or all.
+    """
+    count = tensor.shape[0] if tensor.shape else 1
+    row_bytes = tensor.bytes // max(1, count)
+    step = 1 << (max(1, BLOCK_BYTES // max(1, row_bytes)).bit_length() - 1)
+    while step < count and tensor.codec.rows(tensor, step, min(2 * step, count)) is None:
+        step *= 2
+    found = [(begin, tensor.codec.rows(tensor, begin, min(begin + step, count))) for begin in range(0, count, step)]
+    rows = [(begin * row_bytes, piece) for begin, piece in found if piece is not None]
+    return rows if len(rows) == len(found) > 1 else [(0, tensor)]

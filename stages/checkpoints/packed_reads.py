@@ -1,15 +1,56 @@
-"""Reading packed tensors whole, in the thread that asks."""
+"""Reading packed tensors: a block at a time, and whole in the thread that asks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from stages.checkpoints.direct_file import Chunk
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import PackedTensor
+from stages.checkpoints.packed import PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import opened_shard, read_into
-from stages.machine.aligned_memory import Bytes, byte_view, room_for
+from stages.machine.aligned_memory import Bytes, align_down, byte_view, room_for
+
+SMALL_SPAN_BYTES = 64 * 2**10
+"""Smaller spans, such as scales, are read through the page cache: an aligned read brings more than is asked for."""
+
+ReadSmall = Callable[[Extent, memoryview], object]
+"""Fills the memory with a span."""
+
+ReadChunk = Callable[[Chunk, memoryview], object]
+"""Reads a chunk directly into the aligned memory, ``chunk.length`` bytes."""
+
+
+def room_at_rest(block: PackedBlock) -> int:
+    """Return the aligned memory that ``block`` is read into, but for its small spans; in bytes."""
+    return sum(_chunk(span).length for span in block.spans if span.bytes >= SMALL_SPAN_BYTES)
+
+
+def read_block(block: PackedBlock, buffer: Bytes, *, small: ReadSmall, direct: ReadChunk) -> tuple[list[Bytes], int]:
+    """Return the bytes of the spans of ``block``, and how many were read.
+
+    Large spans lie in ``buffer``, which is aligned and has ``room_at_rest`` bytes at least.
+    """
+    data: list[Bytes] = []
+    begin, count = 0, 0
+    for span in block.spans:
+        if span.bytes < SMALL_SPAN_BYTES:
+            data.append(np.empty(span.bytes, np.uint8))
+            small(span, data[-1].data)
+            count += span.bytes
+            continue
+        chunk = _chunk(span)
+        direct(chunk, buffer[begin : begin + chunk.length].data)
+        data.append(buffer[begin + chunk.skipped : begin + chunk.wanted])
+        begin, count = begin + chunk.length, count + chunk.wanted
+    return data, count
+
+
+def _chunk(span: Extent) -> Chunk:
+    return Chunk(span.file, align_down(span.begin), span.begin, span.end)
 
 
 def read_packed(tensor: PackedTensor) -> torch.Tensor:
@@ -24,11 +65,13 @@ def fill_packed(tensor: PackedTensor, target: torch.Tensor) -> None:
     """Read and unpack ``tensor`` into ``target``: contiguous, on the cpu, of its dtype and shape, not empty."""
     place = np.frombuffer(byte_view(target), np.uint8)
     for block in tensor.codec.blocks(tensor):
-        tensor.codec.unpack(tensor, block, [_read(span) for span in block.spans], place)
+        data = [np.empty(span.bytes, np.uint8) for span in block.spans]
+        for span, memory in zip(block.spans, data, strict=True):
+            read_span(span, memory.data)
+        tensor.codec.unpack(tensor, block, data, place)
 
 
-def _read(span: Extent) -> Bytes:
-    data = np.empty(span.bytes, np.uint8)
+def read_span(span: Extent, target: memoryview) -> None:
+    """Fill ``target`` with the bytes at ``span``, through the page cache, if its file is what it was."""
     with opened_shard(span.file) as descriptor:
-        read_into(descriptor, data.data, offset=span.begin, path=span.file.path)
-    return data
+        read_into(descriptor, target, offset=span.begin, path=span.file.path)

@@ -21,6 +21,8 @@ from stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, check_index
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.legacy_pickle import check_storages
+from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
+from stages.checkpoints.packed_reads import fill_packed, read_packed
 from stages.checkpoints.safetensors_header import check_name
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
 from stages.machine.aligned_memory import byte_view
@@ -36,7 +38,7 @@ class SourceReader(Protocol):
     """Reads a checkpoint's tensors by the checkpoint's own names."""
 
     @property
-    def entries(self) -> Mapping[str, Extent]:
+    def entries(self) -> Mapping[str, AtRest]:
         """Every tensor of the checkpoint."""
 
     def borrow(self, name: str) -> torch.Tensor:
@@ -61,23 +63,24 @@ class SafetensorsReader:
     """Reads tensors of safetensors files."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.entries = checkpoint.entries
+        self.entries: Mapping[str, AtRest] = checkpoint.entries
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as the checkpoint has it."""
         return read_extent(self.entries[name])
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor in ``dtype``."""
-        return self.borrow(name).to(dtype)
+        """Return the tensor in ``dtype``: what is packed is unpacked to it where its codec can."""
+        source = in_dtype(self.entries[name], dtype_name(dtype)) or self.entries[name]
+        return read_extent(source).to(dtype)
 
     def fill(self, name: str, target: torch.Tensor) -> None:
         """Copy the tensor into ``target``: straight from the file where it is contiguous and of the same dtype."""
-        extent = self.entries[name]
-        if target.is_contiguous() and target.dtype == torch_dtype(extent.dtype):
-            fill_from(extent, target)
+        source = in_dtype(self.entries[name], dtype_name(target.dtype))
+        if target.is_contiguous() and source is not None:
+            fill_from(source, target)
         else:
-            target.copy_(read_extent(extent))
+            target.copy_(read_extent(source or self.entries[name]))
 
     def release(self) -> None:
         """Do nothing: no file is held."""
@@ -93,7 +96,7 @@ class PickleReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._held: tuple[ShardFile | None, Mapping[str, torch.Tensor]] = (None, {})
-        self.entries = self._scan()
+        self.entries: Mapping[str, AtRest] = self._scan()
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as a view of its file."""
@@ -129,16 +132,22 @@ class PickleReader:
         return entries
 
 
-def read_extent(extent: Extent) -> torch.Tensor:
-    """Return the tensor that lies at ``extent``, on the cpu, in new memory."""
+def read_extent(extent: AtRest) -> torch.Tensor:
+    """Return the tensor that lies at ``extent``, on the cpu, in new memory; one that is packed is unpacked."""
+    if isinstance(extent, PackedTensor):
+        return read_packed(extent)
     tensor = torch.empty(extent.shape, dtype=torch_dtype(extent.dtype))
     fill_from(extent, tensor)
     return tensor
 
 
-def fill_from(extent: Extent, tensor: torch.Tensor) -> None:
+def fill_from(extent: AtRest, tensor: torch.Tensor) -> None:
     """Read what lies at ``extent`` into ``tensor``: contiguous, on the cpu, of its dtype and shape."""
-    if tensor.numel():
+    if not tensor.numel():
+        return
+    if isinstance(extent, PackedTensor):
+        fill_packed(extent, tensor)
+    else:
         with opened_shard(extent.file) as descriptor:
             read_into(descriptor, byte_view(tensor), offset=extent.begin, path=extent.file.path)
 

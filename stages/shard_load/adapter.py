@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.adapted_model import Unadapted, without_adapter
 from stages.empty_init.names import Naming, Step
@@ -56,7 +56,7 @@ def prepare_adapted(
     return [replace(base, names=plain), Load(model, own, homes, adapter, reader, match)]
 
 
-def _naming(unadapted: Unadapted, entries: Mapping[str, Extent]) -> Naming:
+def _naming(unadapted: Unadapted, entries: Mapping[str, AtRest]) -> Naming:
     """Return what each tensor of the adapter's file is in the model."""
     known = {outer: outer for outer in unadapted.names.values()} | dict(unadapted.added)
     targets = {name: known.get(name.removeprefix(_PREFIX)) for name in entries}

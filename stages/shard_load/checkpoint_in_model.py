@@ -16,7 +16,6 @@ from torch import nn
 from pipeline.errors import ConfigError
 from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
@@ -88,6 +87,7 @@ def load_checkpoint_in_model(  # the field's signature
     homes = _homes(skeleton, device_map or {"": CPU}, offload_buffers=offload_buffers)
     source = open_checkpoint(Path(checkpoint))
     load = prepare(model, skeleton, homes=homes, checkpoint=source, strict=strict, partial=not strict)
+    load = replace(load, serves_packed=False)  # the field's index of what lies on disk has no word for it
     if load.on_disk and offload_folder is None:
         raise ConfigError("offload_folder: tensors are mapped to disk, and no folder is given to keep their index in")
     folder = None if offload_folder is None else Path(offload_folder)
@@ -164,7 +164,7 @@ def _references(load: Load) -> dict[str, dict[str, object]]:
             files = dict.fromkeys(str(load.reader.entries[name].file.path.absolute()) for name in names)
             found[spec.name] = {**known, "safetensors_files": list(files), "weight_names": list(names)}
             continue
-        extent: Extent | None = load.served.get(spec.name)
+        extent = load.served.get(spec.name)
         (source, *_) = [*load.match.origins[spec.name][0].source_names, ""]
         where = {"file": f"{spec.name}.dat"}
         if extent is not None:

@@ -16,7 +16,7 @@ from torch import nn
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest
 from stages.empty_init.names import Naming, Step, ignorable, name_tensors
 from stages.empty_init.siblings import missing_sibling
 from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
@@ -66,7 +66,7 @@ def match_checkpoint(
     skeleton: Skeleton,
     *,
     checkpoint: Checkpoint,
-    entries: Mapping[str, Extent],
+    entries: Mapping[str, AtRest],
     strict: bool = True,
     partial: bool = False,
     naming: Naming | None = None,
@@ -121,7 +121,7 @@ def _twins(made: Mapping[str, Step], present: list[str]) -> list[tuple[str, str]
     return [(sources[0], other) for other in sources[1:]]
 
 
-def _check_fit(misfits: _Misfits, spec: TensorSpec, *, step: Step, target: str, entries: Mapping[str, Extent]) -> None:
+def _check_fit(misfits: _Misfits, spec: TensorSpec, *, step: Step, target: str, entries: Mapping[str, AtRest]) -> None:
     shape = step.targets[target]
     if shape != spec.shape:
         missing = missing_sibling(step.sources) if step.converter else None
@@ -179,7 +179,7 @@ def _raise_misfits(checkpoint: Checkpoint, skeleton: Skeleton, misfits: _Misfits
     )
 
 
-def _by_place(origins: Mapping[str, tuple[Step, str]], entries: Mapping[str, Extent]) -> dict[str, tuple[Step, str]]:
+def _by_place(origins: Mapping[str, tuple[Step, str]], entries: Mapping[str, AtRest]) -> dict[str, tuple[Step, str]]:
     """Return ``origins`` in the order in which the first sources lie in the files, so that reads run forward."""
 
     def place(item: tuple[str, tuple[Step, str]]) -> tuple[str, int]:

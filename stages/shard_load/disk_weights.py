@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest
 from stages.checkpoints.readers import read_extent
 from stages.shard_load.expert_rows import Rows, read_rows
 
@@ -14,11 +14,11 @@ from stages.shard_load.expert_rows import Rows, read_rows
 class DiskWeights(Mapping[str, torch.Tensor]):
     """Every tensor of a model that lies on disk, by its name, tied names included.
 
-    ``offloaded[name]`` reads the tensor now, on the cpu, in new memory. A file that changed since it was
+    ``offloaded[name]`` reads the tensor now, as it is used, on the cpu, in new memory. A file that changed since it was
     recorded is a ``CheckpointError``.
     """
 
-    def __init__(self, extents: Mapping[str, Extent], rows: Mapping[str, Rows] | None = None) -> None:
+    def __init__(self, extents: Mapping[str, AtRest], rows: Mapping[str, Rows] | None = None) -> None:
         self._extents, self._rows = dict(extents), dict(rows or {})
         self._names = dict.fromkeys((*self._extents, *self._rows))
 
@@ -36,7 +36,7 @@ class DiskWeights(Mapping[str, torch.Tensor]):
         return name in self._names
 
     @property
-    def extents(self) -> Mapping[str, Extent]:
+    def extents(self) -> Mapping[str, AtRest]:
         """Where each tensor lies that is in one piece, for a reader that has buffers of its own."""
         return self._extents
 

@@ -14,50 +14,60 @@ from dataclasses import replace
 import torch
 
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest, PackedTensor
 from stages.checkpoints.readers import fill_from
 from stages.machine.aligned_memory import room_for
 
-Rows = tuple[tuple[Extent, ...], ...]
-"""For each expert the extents that are its row: one after the other, as they are, along the row's first dimension."""
+Rows = tuple[tuple[AtRest, ...], ...]
+"""For each expert the places that its row is brought from: one after the other, along the row's first dimension."""
 
 
-def locate_rows(extents: Sequence[Extent], shape: tuple[int, ...], dtype: str) -> Rows:
-    """Return the rows of the tensor of ``shape`` and ``dtype`` that is these ``extents``, one after the other.
+def locate_rows(sources: Sequence[AtRest], shape: tuple[int, ...], dtype: str) -> Rows:
+    """Return the rows of the tensor of ``shape`` and ``dtype`` that is these ``sources``, one after the other.
 
-    Empty where the tensor isn't that, or an extent begins or ends within a row other than at a step of that row's first
-    dimension.
+    Empty where the tensor isn't that, or a source begins or ends within a row other than at a step of that row's first
+    dimension, or rests packed so that no row of it can be read alone.
     """
     steps, width = math.prod(shape[1:2]), math.prod(shape[2:])
-    lengths = [math.prod(extent.shape) for extent in extents]
+    lengths = [math.prod(source.shape) for source in sources]
     if len(shape) < 2 or not math.prod(shape) or sum(lengths) != math.prod(shape):
         return ()
-    if any(length % width for length in lengths) or any(extent.dtype != dtype for extent in extents):
+    if any(length % width for length in lengths) or any(source.dtype != dtype for source in sources):
         return ()
-    rows: list[list[Extent]] = [[] for _ in range(shape[0])]
+    rows: list[list[AtRest]] = [[] for _ in range(shape[0])]
     begin = 0
-    for extent, length in zip(extents, lengths, strict=True):
-        for row, piece in _cut(extent, begin, steps=steps, rest=shape[2:]):
+    for source, length in zip(sources, lengths, strict=True):
+        for row, piece in _cut(source, begin, steps=steps, rest=shape[2:]):
+            if piece is None:
+                return ()
             rows[row].append(piece)
         begin += length // width
     return tuple(map(tuple, rows))
 
 
-def _cut(extent: Extent, begin: int, *, steps: int, rest: tuple[int, ...]) -> Iterator[tuple[int, Extent]]:
-    """Yield the parts of ``extent`` that lie in one row each, and which row.
+def _cut(source: AtRest, begin: int, *, steps: int, rest: tuple[int, ...]) -> Iterator[tuple[int, AtRest | None]]:
+    """Yield the parts of ``source`` that lie in one row each, and which row; null for one that can't be read alone.
 
     It begins ``begin`` steps into the tensor; a row is ``steps`` long, and a step has the shape ``rest``.
     """
-    piece = replace(extent, shape=(1, *rest))
-    end = begin + math.prod(extent.shape) // math.prod(rest)
+    end = begin + math.prod(source.shape) // math.prod(rest)
     at = begin
     while at < end:
         stop = min(end, (at // steps + 1) * steps)
-        shape = (stop - at, *rest)
-        whole = shape == extent.shape  # as it is, then: a large model has tens of thousands of them
-        offset = extent.begin + (at - begin) * piece.bytes
-        yield at // steps, extent if whole else replace(extent, begin=offset, shape=shape)
+        yield at // steps, _part(source, at - begin, stop - begin, rest=rest)
         at = stop
+
+
+def _part(source: AtRest, begin: int, end: int, *, rest: tuple[int, ...]) -> AtRest | None:
+    """Return steps ``begin`` to ``end`` of ``source``, each of the shape ``rest``."""
+    shape = (end - begin, *rest)
+    if shape == source.shape:  # as it is, then: a large model has tens of thousands of them
+        return source
+    if isinstance(source, PackedTensor):
+        steps = math.prod(source.shape[1:]) // math.prod(rest)  # in one of the source's own rows
+        return source.codec.rows(source, begin // steps, end // steps) if begin % steps == end % steps == 0 else None
+    part = replace(source, shape=shape)
+    return replace(part, begin=source.begin + part.bytes // (end - begin) * begin)
 
 
 def rows_shape(rows: Rows) -> tuple[int, ...]:
@@ -67,7 +77,10 @@ def rows_shape(rows: Rows) -> tuple[int, ...]:
 
 
 def read_rows(rows: Rows) -> torch.Tensor:
-    """Return the tensor that has these ``rows``, on the cpu, in new memory."""
+    """Return the tensor that has these ``rows``, on the cpu, in new memory.
+
+    Not for rows of a packed stack, which lies in one piece: those keep its dimensions.
+    """
     tensor = room_for(rows_shape(rows), torch_dtype(rows[0][0].dtype)).tensor
     for row, pieces in zip(tensor, rows, strict=True):
         start = 0

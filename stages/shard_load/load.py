@@ -14,6 +14,7 @@ from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest, in_dtype, rest_bytes
 from stages.checkpoints.readers import SourceReader, open_reader
 from stages.empty_init.merges import sources_in_order
 from stages.empty_init.names import Step
@@ -31,7 +32,7 @@ class Load:
 
     Tensors bound for the host are read into ``host``, if there is such a block. ``names`` are those that tensors have
     where what is loaded is used, if they are others than ``model`` has; ``routed`` has, by these, the tensors of which
-    single experts are read from disk.
+    single experts are read from disk. ``serves_packed`` is false where whoever reads what lies on disk can't unpack it.
     """
 
     model: nn.Module
@@ -43,6 +44,7 @@ class Load:
     host: HostBlock | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     routed: Collection[str] = ()
+    serves_packed: bool = True
 
     @cached_property
     def on_disk(self) -> tuple[TensorSpec, ...]:
@@ -55,8 +57,8 @@ class Load:
         return tuple(self.skeleton.by_name[name] for name in self.match.origins if self.homes[name] != DISK)
 
     @cached_property
-    def served(self) -> Mapping[str, Extent]:
-        """Where those tensors lie that can be served whole from the checkpoint as they are."""
+    def served(self) -> Mapping[str, AtRest]:
+        """Where those tensors lie that can be served whole from the checkpoint: as they are, or unpacked."""
         extents = ((spec.name, self._in_place(spec)) for spec in self.on_disk)
         return {name: extent for name, extent in extents if extent is not None}
 
@@ -121,22 +123,30 @@ class Load:
         return self.names.get(name, name)
 
     def source_bytes(self, step: Step) -> int:
-        """Return the bytes of the tensors in the checkpoint that ``step`` reads."""
-        return sum(self.reader.entries[name].bytes for name in step.source_names)
+        """Return the bytes of the tensors in the checkpoint that ``step`` reads, as they rest."""
+        return sum(rest_bytes(self.reader.entries[name]) for name in step.source_names)
 
-    def extent_of(self, step: Step) -> Extent | None:
+    def extent_of(self, step: Step) -> AtRest | None:
         """Return where the one tensor lies that ``step`` takes as it is; null if it makes one, or in a pickle."""
         names = sources_in_order(step, self.reader.entries) if len(step.sources) == 1 else ()
         extent = self.source_extent(names[0]) if names else None
         return extent if extent is not None and (extent.shape,) == tuple(step.targets.values()) else None
 
-    def source_extent(self, name: str) -> Extent | None:
+    def source_extent(self, name: str) -> AtRest | None:
         """Return where the tensor that the checkpoint calls ``name`` lies; null if in a pickle."""
         return self.reader.entries[name] if self.checkpoint.format == "safetensors" else None
 
-    def _in_place(self, spec: TensorSpec) -> Extent | None:
+    def source_in_dtype(self, name: str, dtype: str) -> AtRest:
+        """Return where the tensor that the checkpoint calls ``name`` lies, unpacked to ``dtype`` where it is packed."""
+        source = self.reader.entries[name]
+        return in_dtype(source, dtype) or source
+
+    def _in_place(self, spec: TensorSpec) -> AtRest | None:
         extent = self.extent_of(self.match.origins[spec.name][0])
-        return extent if extent is not None and extent.dtype == spec.dtype else None
+        return self._served_as(extent, spec.dtype) if extent is not None else None
+
+    def _served_as(self, source: AtRest, dtype: str) -> AtRest | None:
+        return in_dtype(source, dtype) if self.serves_packed or isinstance(source, Extent) else None
 
     @cached_property
     def _expert_sources(self) -> Mapping[str, tuple[str, ...]]:
@@ -146,7 +156,8 @@ class Load:
     def _rows_in_place(self, spec: TensorSpec) -> Rows:
         sources = self._expert_sources[spec.name]
         extents = [extent for name in sources if (extent := self.source_extent(name)) is not None]
-        return locate_rows(extents, spec.shape, spec.dtype)
+        served = [place for extent in extents if (place := self._served_as(extent, spec.dtype)) is not None]
+        return locate_rows(served, spec.shape, spec.dtype)
 
 
 def prepare(

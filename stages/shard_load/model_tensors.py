@@ -8,7 +8,8 @@ import torch
 
 from stages.checkpoints.bulk_reader import BulkReader, TensorRead, can_be_cut, read_into_new_memory
 from stages.checkpoints.byte_bar import byte_bar
-from stages.checkpoints.dtypes import torch_dtype
+from stages.checkpoints.dtypes import dtype_name, torch_dtype
+from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
 from stages.empty_init.names import Step
 from stages.machine.devices import Devices
 from stages.shard_load.conversions import build
@@ -74,8 +75,16 @@ def _passing_bytes(load: Load, step: Step) -> int:
 
 
 def _is_plain(load: Load, step: Step) -> bool:
-    extent = load.extent_of(step)
-    return extent is not None and can_be_cut(extent)
+    return _plain_source(load, step) is not None
+
+
+def _plain_source(load: Load, step: Step) -> AtRest | None:
+    """Return where the one tensor that ``step`` makes is read from in bulk; null where it must be built."""
+    source = load.extent_of(step)
+    if isinstance(source, PackedTensor):
+        (leader,) = load.match.leaders[id(step)].values()
+        return in_dtype(source, load.skeleton.by_name[leader].dtype)
+    return source if source is not None and can_be_cut(source) else None
 
 
 def _pieces(load: Load, steps: Iterable[Step], devices: Devices) -> dict[str, TensorRead]:
@@ -83,7 +92,7 @@ def _pieces(load: Load, steps: Iterable[Step], devices: Devices) -> dict[str, Te
     pieces: dict[str, TensorRead] = {}
     for step in steps:
         (leader,) = load.match.leaders[id(step)].values()
-        spec, extent, home = load.skeleton.by_name[leader], load.extent_of(step), load.homes[leader]
+        spec, extent, home = load.skeleton.by_name[leader], _plain_source(load, step), load.homes[leader]
         assert extent is not None
         dtype = torch_dtype(spec.dtype)
         if load.host is not None and home == CPU:
@@ -134,9 +143,13 @@ def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkRead
     """Fill each view with the tensor beside it: in bulk where the view is contiguous, else one by one."""
     pieces = []
     for name, view in places:
-        extent = load.source_extent(name)
-        if extent is not None and can_be_cut(extent) and view.is_contiguous() and view.shape == extent.shape:
-            pieces.append(TensorRead(extent, view))
+        source = load.source_extent(name)
+        if isinstance(source, PackedTensor):
+            source = in_dtype(source, dtype_name(view.dtype))
+        elif source is not None and not can_be_cut(source):
+            source = None
+        if source is not None and view.is_contiguous() and view.shape == source.shape:
+            pieces.append(TensorRead(source, view))
         else:
             load.reader.fill(name, view)
     bulk.read(pieces, progress)

@@ -18,6 +18,7 @@ from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.byte_bar import byte_bar
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest, rest_bytes
 from stages.checkpoints.readers import read_extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.empty_init.skeleton import parent
@@ -128,9 +129,9 @@ def joined(pieces: Sequence[PlacedWeights]) -> PlacedWeights:
     )
 
 
-def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Extent]:
+def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, AtRest]:
     """Return where every tensor is that lies on disk in one piece, tied names included."""
-    by_name: dict[str, Extent] = {}
+    by_name: dict[str, AtRest] = {}
     for spec in load.on_disk:
         if spec.name in load.served_by_row:
             continue
@@ -181,11 +182,12 @@ def refuse_infinite(load: Load, name: str, tensor: torch.Tensor, *, source: str 
 def refuse_infinite_served(load: Load) -> None:
     """Check the tensors that are served from the checkpoint, and so are never read here otherwise."""
     parts = [(name, source) for name, sources in load.served_by_row.items() for source in sources]
-    extents = [*load.served.values(), *(load.reader.entries[source] for _, source in parts)]
-    with byte_bar("checking", sum(extent.bytes for extent in extents)) as bar:
-        for (name, source), extent in zip([*((name, None) for name in load.served), *parts], extents, strict=True):
-            refuse_infinite(load, name, read_extent(extent), source=source)
-            bar.update(extent.bytes)
+    dtypes = load.skeleton.by_name
+    places = [*load.served.values(), *(load.source_in_dtype(source, dtypes[name].dtype) for name, source in parts)]
+    with byte_bar("checking", sum(map(rest_bytes, places))) as bar:
+        for (name, source), place in zip([*((name, None) for name in load.served), *parts], places, strict=True):
+            refuse_infinite(load, name, read_extent(place), source=source)
+            bar.update(rest_bytes(place))
 
 
 def _bind_home(load: Load, name: str, tensor: torch.Tensor, devices: Devices) -> None:

@@ -23,6 +23,7 @@ from stages.shard_load.offload_store import open_store
 from stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
+    from stages.checkpoints.packed import AtRest
     from stages.checkpoints.shard_files import ShardFile
     from stages.machine.devices import Devices
     from stages.shard_load.load import Load
@@ -216,13 +217,13 @@ def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
 
     whole: dict[str, object] = {
         name: {
-            "source": "checkpoint" if extent.file.mtime_ns is not None else "store",
-            "file": extent.file.name,
-            "dtype": extent.dtype,
-            "shape": list(extent.shape),
-            "offsets": [extent.begin, extent.end],
+            "source": "checkpoint" if source.file.mtime_ns is not None else "store",
+            "file": source.file.name,
+            "dtype": source.dtype,
+            "shape": list(source.shape),
+            **_offsets(source),
         }
-        for name, extent in extents(load, files).items()
+        for name, source in extents(load, files).items()
     }
     specs = load.skeleton.by_name
     return whole | {
@@ -234,6 +235,16 @@ def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
         }
         for name, sources in load.served_by_row.items()
     }
+
+
+def _offsets(source: AtRest) -> dict[str, object]:
+    """Return where in its file a tensor lies; of one that rests packed where each of its parts does, and the codec."""
+    from stages.checkpoints.packed import PackedTensor
+
+    if isinstance(source, PackedTensor):
+        parts = [{"file": part.file.name, "offsets": [part.begin, part.end]} for part in source.parts]
+        return {"codec": source.codec.name, "parts": parts}
+    return {"offsets": [source.begin, source.end]}
 
 
 def _load_report(loads: Sequence[Load]) -> dict[str, object]:

@@ -139,7 +139,7 @@ class ExpertPool:
         arrival = self._arriving[expert, attribute] = RowArrival()
         target = self._memory.row(attribute, slot)
         self._carrier.bring(self._layers[expert[0]].rows[attribute][expert[1]], target, arrival)
-        return target.nbytes
+        return arrival.bytes
 
     def wait(self, experts: Iterable[Expert], attribute: str) -> None:
         """Wait for the tensor ``attribute`` of those of ``experts`` where it is on its way.

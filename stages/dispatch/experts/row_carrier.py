@@ -1,7 +1,8 @@
 """Bringing experts into slots: each row from its places in the checkpoint, or from the host over the link.
 
 What is read passes through a few aligned buffers, since direct reads can't choose where a row begins; what waits on
-the host is copied from where it waits. Copies follow all computing that was asked for before.
+the host is copied from where it waits. What rests packed is unpacked into a slot on the host, and by way of a buffer
+into one on an accelerator. Copies follow all computing that was asked for before.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ import torch
 
 from stages.checkpoints.direct_file import Chunk, cut
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, files_of, in_pieces, rest_bytes
+from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import ChunkReader, Traffic, reader_pool
+from stages.dispatch.transfer.host_link import HostLink
 from stages.dispatch.transfer.link import Event, Link
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
+from stages.machine.aligned_memory import align_up
 from stages.machine.probes import CHUNK_BYTES, READERS
 
-RowSource = tuple[Extent, ...] | torch.Tensor
+RowSource = tuple[AtRest, ...] | torch.Tensor
 """Where a row waits: in places on disk, one after the other, or on the host."""
 
 
 @dataclass(slots=True)
 class RowArrival:
-    """An expert on its way into a slot: what is under way, and its bytes."""
+    """An expert on its way into a slot: what is under way, and its bytes as they rest."""
 
     pieces: list[Future[tuple[int, Event, int]]] = field(default_factory=list)
     bytes: int = 0
@@ -42,24 +47,59 @@ class RowCarrier:
         self, link: Link, sources: Sequence[RowSource], *, traffic: Traffic, trace: Trace | None = None
     ) -> None:
         self._link, self._traffic, self._trace = link, traffic, trace
-        extents = [extent for source in sources if isinstance(source, tuple) for extent in source]
-        self._reader = ChunkReader({extent.file for extent in extents}, trace)
-        longest = max((chunk.length for extent in extents for chunk in cut(extent, CHUNK_BYTES)), default=0)
-        self._buffers = PinnedBuffers(link, count=READERS, size=longest) if longest else None
+        places = [place for source in sources if isinstance(source, tuple) for place in source]
+        self._reader = ChunkReader({file for place in places for file in files_of(place)}, trace)
+        packed = [place for place in places if isinstance(place, PackedTensor)]
+        self._unpacks_in_place = isinstance(link, HostLink)
+        self._blocks = BlockReader(self._reader, packed)
+        lengths = [c.length for place in places if isinstance(place, Extent) for c in cut(place, CHUNK_BYTES)]
+        passed_on = () if self._unpacks_in_place else packed
+        lengths += [align_up(piece.bytes) for tensor in passed_on for _, piece in in_pieces(tensor)]
+        self._buffers = PinnedBuffers(link, count=READERS, size=max(lengths)) if lengths else None
         self._order, self._ordering = count(), threading.Lock()
 
     def bring(self, source: RowSource, target: torch.Tensor, arrival: RowArrival) -> None:
         """Start what fills ``target`` (the bytes of one row) from ``source``, as a part of ``arrival``."""
-        arrival.bytes += target.nbytes
+        arrival.bytes += target.nbytes if isinstance(source, torch.Tensor) else sum(map(rest_bytes, source))
         after = self._link.computed()
         if isinstance(source, torch.Tensor):
             done: Future[tuple[int, Event, int]] = Future()
             done.set_result(self._copy(source.detach().reshape(-1).view(torch.uint8), target, after, stored=0))
             arrival.pieces.append(done)
             return
+        begin = 0
+        for place in source:
+            arrival.pieces += self._jobs(place, target[begin : begin + place.bytes], after)
+            begin += place.bytes
+
+    def _jobs(self, place: AtRest, target: torch.Tensor, after: Event) -> Iterator[Future[tuple[int, Event, int]]]:
+        """Start what fills ``target`` with what lies at ``place``."""
         pool = reader_pool()
-        for chunk, begin in _chunks(source):
-            arrival.pieces.append(pool.submit(self._pass_on, chunk, target, begin, after))
+        if isinstance(place, Extent):
+            for chunk in cut(place, CHUNK_BYTES):
+                yield pool.submit(self._pass_on, chunk, target, chunk.begin - place.begin, after)
+        elif self._unpacks_in_place:
+            for block in place.codec.blocks(place):
+                yield pool.submit(self._unpack, place, block, target)
+        else:
+            for begin, piece in in_pieces(place):
+                yield pool.submit(self._unpack_and_pass_on, piece, target, begin, after)
+
+    def _unpack(self, tensor: PackedTensor, block: PackedBlock, target: torch.Tensor) -> tuple[int, Event, int]:
+        """Read a block and unpack it to its place in ``target``; on the host there is nothing to follow."""
+        return 0, None, self._blocks.bring(tensor, block, target.numpy())
+
+    def _unpack_and_pass_on(
+        self, tensor: PackedTensor, target: torch.Tensor, begin: int, after: Event
+    ) -> tuple[int, Event, int]:
+        """Unpack a tensor, or rows of one, and have them copied to ``begin`` in ``target``."""
+        assert self._buffers is not None
+        with self._buffers.lend() as (buffer, _):
+            stored = self._blocks.bring_whole(tensor, buffer.memory[: tensor.bytes])
+            source = buffer.tensor[: tensor.bytes]
+            copied = self._copy(source, target[begin : begin + len(source)], after, stored=stored)
+            buffer.copied = copied[1]
+        return copied
 
     def _pass_on(self, chunk: Chunk, target: torch.Tensor, begin: int, after: Event) -> tuple[int, Event, int]:
         """Read one chunk and have it copied to ``begin`` in ``target``; runs in a thread of the pool."""
@@ -96,12 +136,3 @@ class RowCarrier:
         if self._buffers is not None:
             self._buffers.close()
         self._reader.close()
-
-
-def _chunks(places: Sequence[Extent]) -> Iterator[tuple[Chunk, int]]:
-    """Yield the reads that bring a row, and where in the row the bytes of each begin."""
-    begin = 0
-    for extent in places:
-        for chunk in cut(extent, CHUNK_BYTES):
-            yield chunk, begin + chunk.begin - extent.begin
-        begin += extent.bytes

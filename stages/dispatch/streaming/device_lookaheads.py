@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest
 from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.streaming.bindings import Binding, settle
 from stages.dispatch.streaming.lookahead import Lookahead
@@ -48,7 +48,7 @@ def open_lookaheads(
     parts: Sequence[StreamedPart],
     plan: DispatchPlan,
     *,
-    extents: Mapping[str, Extent],
+    extents: Mapping[str, AtRest],
     links: Links,
     traffic: Traffic,
     trace: Trace | None,
@@ -137,7 +137,7 @@ def pin_waiting(
         yield pin(links(apart[0]), block.memory)
 
 
-def _source(binding: Binding, extents: Mapping[str, Extent]) -> Extent | torch.Tensor:
+def _source(binding: Binding, extents: Mapping[str, AtRest]) -> AtRest | torch.Tensor:
     return extents[binding.name] if binding.host is None else binding.host
 
 

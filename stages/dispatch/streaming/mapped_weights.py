@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.mapped_file import MappedFile
+from stages.checkpoints.packed import AtRest
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.streaming.bindings import Binding
 
@@ -15,7 +16,7 @@ from stages.dispatch.streaming.bindings import Binding
 class MappedWeights:
     """The maps of one model's shards; a context manager that closes the files."""
 
-    def __init__(self, extents: Mapping[str, Extent]) -> None:
+    def __init__(self, extents: Mapping[str, AtRest]) -> None:
         self._extents = extents
         self._stack = ExitStack()
         self._files: dict[ShardFile, MappedFile] = {}
@@ -34,6 +35,7 @@ class MappedWeights:
         files = []
         for binding in bindings:
             extent = self._extents[binding.name]
+            assert isinstance(extent, Extent), binding.name
             file = self._open(extent.file)
             file.advise(extent, mmap.MADV_RANDOM if looked_up else mmap.MADV_WILLNEED)
             binding.host = file.tensor(extent)

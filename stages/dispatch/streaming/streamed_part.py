@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.checkpoints.extents import Extent
 from stages.checkpoints.mapped_file import MappedFile
+from stages.checkpoints.packed import AtRest, PackedTensor
 from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.streaming.bindings import Binding, make_binding
 from stages.dispatch.streaming.lookahead import Lookahead
@@ -71,7 +71,7 @@ class StreamedPart:
 
 
 def streamed_parts(
-    model: nn.Module, plan: DispatchPlan, extents: Mapping[str, Extent], *, devices: Devices, stack: ExitStack
+    model: nn.Module, plan: DispatchPlan, extents: Mapping[str, AtRest], *, devices: Devices, stack: ExitStack
 ) -> Iterator[StreamedPart]:
     """Yield the parts that are bound for each use, those that are used in maps of their shards mapped until ``stack``
     is closed.
@@ -85,7 +85,9 @@ def streamed_parts(
                 continue
             # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
             if apart or serving == "copy" or tensor in extents:
-                bindings[serving].append(make_binding(model, tensor, on_disk=tensor in extents))
+                bindings[_way(serving, extents.get(tensor))].append(
+                    make_binding(model, tensor, on_disk=tensor in extents)
+                )
         if apart and (brought := bindings["copy"] + bindings["direct"]):
             yield StreamedPart(name, brought, part.execution)
         if not apart and bindings["direct"]:
@@ -97,3 +99,8 @@ def streamed_parts(
                 files = maps.use(mapped, looked_up=looked_up)
                 count = 0 if looked_up else sum(extents[binding.name].bytes for binding in mapped)
                 yield StreamedPart(name, mapped, CPU, brought=False, files=files, streamed_bytes=count)
+
+
+def _way(serving: Serving, source: AtRest | None) -> Serving:
+    """Return how a tensor that lies at ``source`` is served: what rests packed can't be used in a map, and is read."""
+    return "direct" if isinstance(source, PackedTensor) and serving in ("map", "rows") else serving

@@ -12,7 +12,8 @@ from typing import Any, Generic, Protocol
 import torch
 
 from stages.checkpoints.direct_file import Chunk, DirectFile
-from stages.checkpoints.shard_files import ShardFile
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.shard_files import ShardFile, read_into
 from stages.dispatch.transfer.arena import Region
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.probes import READERS
@@ -45,6 +46,12 @@ class ChunkReader:
         ):
             return file.read(target, offset=chunk.offset, wanted=chunk.wanted)
 
+    def read_small(self, span: Extent, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at ``span``, through the page cache, if its file is what it was."""
+        file = self._files[span.file]
+        file.check()
+        read_into(file.descriptor, target, offset=span.begin, path=span.file.path)
+
     def close(self) -> None:
         """Close the files; closing again does nothing."""
         for file in self._files.values():
@@ -55,11 +62,11 @@ class ChunkReader:
 class Traffic:
     """What streaming has cost so far.
 
-    ``streamed_bytes`` were brought to where they compute, ``storage_bytes`` of them read from storage and
-    ``link_bytes`` copied to an accelerator for it. Forwards waited ``stall_seconds``; reads waited ``link_seconds``,
-    summed over the threads, until the link had taken what was read before. ``overflow_bytes`` is the most that lay
-    outside the staging memory at once. Experts that tokens were routed to lay in a slot ``expert_hits`` times, counted
-    once a call of their layer, and were brought ``expert_misses`` times.
+    ``streamed_bytes`` were brought to where they compute, counted as they rest, ``storage_bytes`` of them read from
+    storage; ``link_bytes`` were copied to an accelerator for it, unpacked. Forwards waited ``stall_seconds``; reads
+    waited ``link_seconds``, summed over the threads, until the link had taken what was read before. ``overflow_bytes``
+    is the most that lay outside the staging memory at once. Experts that tokens were routed to lay in a slot
+    ``expert_hits`` times, counted once a call of their layer, and were brought ``expert_misses`` times.
     """
 
     streamed_bytes: int = 0
@@ -94,7 +101,7 @@ class Carrier(Protocol[Region]):
 
     @property
     def streamed(self) -> Sequence[int]:
-        """The bytes of each part's tensors."""
+        """The bytes of each part's tensors, as they rest."""
 
     @property
     def kept(self) -> Collection[int]:

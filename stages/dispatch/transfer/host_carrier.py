@@ -1,17 +1,18 @@
-"""From storage to the host: parts are read straight into the memory in which the host computes with them."""
+"""From storage to the host: parts are read, or unpacked, straight into the memory in which the host uses them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from stages.checkpoints.direct_file import Chunk
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, files_of
 from stages.dispatch.transfer.arena import Arena, HostMemory
+from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.part_layout import lay_out_reads
 from stages.dispatch.transfer.staging import Staging
@@ -22,9 +23,12 @@ SMALL_ARENA_BYTES = 2**20
 ALIGNED_TENSORS = 32
 """Tensors on their way at once that the staging memory has alignment to spare for."""
 
+Read = TypeVar("Read")
+Target = TypeVar("Target", memoryview, Bytes)
+
 
 class HostCarrier:
-    """Brings parts that lie at the extents ``parts`` into staging memory of ``staging_bytes`` on the host.
+    """Brings parts that lie at the places ``parts`` into staging memory of ``staging_bytes`` on the host.
 
     Which of them a pass uses is certain, but for groups that are ``optional``. The ``lasting`` ones are there while
     others come and go.
@@ -32,7 +36,7 @@ class HostCarrier:
 
     def __init__(
         self,
-        parts: Sequence[Sequence[Extent]],
+        parts: Sequence[Sequence[AtRest]],
         *,
         staging_bytes: int,
         traffic: Traffic,
@@ -41,10 +45,10 @@ class HostCarrier:
         trace: Trace | None = None,
     ) -> None:
         self._lasting = lasting
-        self._layouts = [lay_out_reads(extents) for extents in parts]
+        self._layouts = [lay_out_reads(sources) for sources in parts]
         self._chunks = [layout.chunks() for layout in self._layouts]
         self.sizes = [layout.size for layout in self._layouts]
-        self.streamed = [layout.bytes for layout in self._layouts]
+        self.streamed = [layout.rest_bytes for layout in self._layouts]
         options = {part for group in optional for part in group}
         small = {part for part, size in enumerate(self.sizes) if size <= SMALL_BYTES and part not in options}
         large = [0 if part in small else size for part, size in enumerate(self.sizes)]
@@ -53,7 +57,9 @@ class HostCarrier:
         self._small = Arena(HostMemory(min(SMALL_ARENA_BYTES, sum(self.sizes[part] for part in small))))
         self._small_parts = small
         self._traffic = traffic
-        self._reader = ChunkReader({extent.file for extents in parts for extent in extents}, trace)
+        sources = [source for part in parts for source in part]
+        self._reader = ChunkReader({file for source in sources for file in files_of(source)}, trace)
+        self._blocks = BlockReader(self._reader, [source for source in sources if isinstance(source, PackedTensor)])
 
     @property
     def kept(self) -> Collection[int]:
@@ -73,16 +79,21 @@ class HostCarrier:
     def bring(self, part: int, delivery: Delivery[Bytes]) -> None:
         """Start the reads that fill the region with ``part``."""
         assert delivery.region is not None
-        pool, data = reader_pool(), delivery.region.data
+        data = delivery.region.data
         for chunk, begin in self._chunks[part]:
-            target = [data[begin - chunk.skipped :][: chunk.length]]
-            read = pool.submit(self._read, chunk, target)
-            read.add_done_callback(partial(_forget, target))
-            delivery.arriving.append(read)
+            _submit(delivery, self._read, chunk, [data[begin - chunk.skipped :][: chunk.length]])
+        for piece in self._layouts[part].packed:
+            target = delivery.region[piece.begin : piece.begin + piece.bytes]
+            for block in piece.source.codec.blocks(piece.source):
+                _submit(delivery, self._unpack, (piece.source, block), [target])
 
     def _read(self, chunk: Chunk, target: list[memoryview]) -> int:
         """Read ``chunk`` into what ``target`` holds. Once that is done nothing here holds the region any more."""
         return self._reader.read(chunk, target.pop())
+
+    def _unpack(self, what: tuple[PackedTensor, PackedBlock], target: list[Bytes]) -> int:
+        """Read a block and unpack it into what ``target`` holds, the bytes of its tensor."""
+        return self._blocks.bring(*what, target.pop())
 
     def count(self, arrived: Iterable[Future[Any]]) -> None:
         """Count what was read."""
@@ -103,6 +114,15 @@ class HostCarrier:
         self._reader.close()
 
 
-def _forget(target: list[memoryview], _read: Future[int]) -> None:
+def _submit(
+    delivery: Delivery[Bytes], work: Callable[[Read, list[Target]], int], what: Read, target: list[Target]
+) -> None:
+    """Have a thread of the pool do ``work``, as a part of ``delivery``."""
+    read = reader_pool().submit(work, what, target)
+    read.add_done_callback(partial(_forget, target))
+    delivery.arriving.append(read)
+
+
+def _forget(target: list[Target], _read: Future[int]) -> None:
     """Let go of the memory of a read that was cancelled, which goes on waiting in the queue of the pool."""
     target.clear()

@@ -1,7 +1,8 @@
 """Over the link: parts come from storage or from the host into staging memory of the accelerator, ahead of use.
 
 What waits on the host is copied from where it waits, by order of the thread that runs the model, which never waits for
-it. What waits on disk is read into pinned buffers, and copied on by the thread that read it as soon as it is there.
+it. What waits on disk is read into pinned buffers, or unpacked there, and copied on by the thread that read it as soon
+as it is there.
 Computing follows the copies of what it uses; a copy follows all computing that was asked for before its region was
 taken, and so the last use of what was there before.
 """
@@ -12,13 +13,15 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import torch
 
 from stages.checkpoints.direct_file import Chunk
+from stages.checkpoints.packed import PackedTensor, files_of, in_pieces
+from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Event, Link
 from stages.dispatch.transfer.part_layout import Source, lay_out
@@ -45,7 +48,7 @@ class _Arrival:
 
 
 class LinkCarrier:
-    """Brings ``parts`` over ``link``: each tensor from its extent on disk, or from the host tensor given.
+    """Brings ``parts`` over ``link``: each tensor from its place on disk, or from the host tensor given.
 
     The staging memory is as large as the largest part, or as ``staging_bytes`` if that is more, or as all parts if
     that is less. The memory of the host tensors is best pinned. Which parts a pass uses is certain, but for groups that
@@ -67,25 +70,34 @@ class LinkCarrier:
         self._link, self._traffic, self._trace = link, traffic, trace
         self._layouts = [lay_out(sources, link_room=staging_bytes) for sources in parts]
         self.sizes = [layout.size for layout in self._layouts]
-        self.streamed = [layout.bytes for layout in self._layouts]
+        self.streamed = [layout.rest_bytes for layout in self._layouts]
         whole = sum(align_up(size, DEVICE_ALIGNMENT) for size in self.sizes)
         room = max(1, *self.sizes, min(staging_bytes, whole))
         self._staging: Staging[torch.Tensor] | None = Staging(
             link.memory, self.sizes, optional=optional, room=room, alignment=DEVICE_ALIGNMENT
         )
         self._chunks = [layout.chunks() for layout in self._layouts]
+        self._pieces = [
+            [(piece, placed.begin + begin) for placed in layout.packed for begin, piece in in_pieces(placed.source)]
+            for layout in self._layouts
+        ]
         self._buffers = self._pin_buffers(staging_bytes)
         self._order, self._ordering = count(), threading.Lock()
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if trace is not None else None
-        self._reader = ChunkReader({chunk.file for chunks in self._chunks for chunk, _ in chunks}, trace)
+        packed = [piece for pieces in self._pieces for piece, _ in pieces]
+        files = {chunk.file for chunks in self._chunks for chunk, _ in chunks}
+        self._reader = ChunkReader(files.union(*map(files_of, packed)), trace)
+        self._blocks = BlockReader(self._reader, packed)
 
     def _pin_buffers(self, staging_bytes: int) -> PinnedBuffers | None:
         """Return the buffers for reads, if there are reads: together at most the staging, unless one alone is more."""
         lengths = [chunk.length for chunks in self._chunks for chunk, _ in chunks]
+        lengths += [align_up(piece.bytes) for pieces in self._pieces for piece, _ in pieces]
         if not lengths:
             return None
         size = max(lengths)
-        return PinnedBuffers(self._link, count=max(1, min(BUFFERS, len(lengths), staging_bytes // size)), size=size)
+        count = min(BUFFERS, len(lengths), staging_bytes // size, PINNED_BYTES // size)
+        return PinnedBuffers(self._link, count=max(1, count), size=size)
 
     @property
     def pinned_bytes(self) -> int:
@@ -119,6 +131,8 @@ class LinkCarrier:
         pool = reader_pool()
         for chunk, begin in self._chunks[part]:
             delivery.arriving.append(pool.submit(self._pass_on, chunk, delivery, begin=begin, after=after))
+        for packed, begin in self._pieces[part]:
+            delivery.arriving.append(pool.submit(self._unpack, packed, delivery, begin=begin, after=after))
 
     def _pass_on(self, chunk: Chunk, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
         """Read one chunk and have it copied on to ``begin`` in the region; runs in a thread of the pool.
@@ -131,7 +145,16 @@ class LinkCarrier:
             source = buffer.tensor[chunk.skipped : chunk.wanted]
             arrival = self._copy(source, delivery, begin=begin, after=after)
             buffer.copied = arrival.done
-        return _Arrival(arrival.number, arrival.done, arrival.copied_bytes, chunk.wanted, waited)
+        return replace(arrival, stored_bytes=chunk.wanted, waited_seconds=waited)
+
+    def _unpack(self, packed: PackedTensor, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
+        """Unpack one tensor, or rows of one, and have them copied on to ``begin`` in the region."""
+        assert self._buffers is not None
+        with self._buffers.lend() as (buffer, waited):
+            stored = self._blocks.bring_whole(packed, buffer.memory[: packed.bytes])
+            arrival = self._copy(buffer.tensor[: packed.bytes], delivery, begin=begin, after=after)
+            buffer.copied = arrival.done
+        return replace(arrival, stored_bytes=stored, waited_seconds=waited)
 
     def _copy(self, source: torch.Tensor, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
         """Ask for one copy. The lock makes the order of the numbers that of the copies."""

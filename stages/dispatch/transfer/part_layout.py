@@ -10,11 +10,12 @@ import torch
 from stages.checkpoints.direct_file import Chunk, cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
 from stages.machine.aligned_memory import align_down, align_up
 from stages.machine.probes import CHUNK_BYTES
 
-Source = Extent | torch.Tensor
+Source = AtRest | torch.Tensor
 """Where a streamed tensor waits: on disk, or on the host."""
 
 
@@ -28,16 +29,23 @@ class PlacedTensor:
     @property
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
-        return torch_dtype(self.source.dtype) if isinstance(self.source, Extent) else self.source.dtype
+        return self.source.dtype if isinstance(self.source, torch.Tensor) else torch_dtype(self.source.dtype)
 
     @property
     def bytes(self) -> int:
-        """The tensor's size."""
+        """The tensor's size in use."""
         return _bytes(self.source)
 
     def view(self, region: torch.Tensor) -> torch.Tensor:
         """Return the tensor, where it lies in ``region``."""
         return region[self.begin : self.begin + self.bytes].view(self.dtype).view(self.source.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPacked(PlacedTensor):
+    """One that is unpacked to its place."""
+
+    source: PackedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,21 @@ class PartLayout:
     size: int
 
     @property
-    def bytes(self) -> int:
-        """The size of the tensors."""
-        return sum(piece.bytes for piece in self.pieces)
+    def rest_bytes(self) -> int:
+        """The size of the tensors as they rest."""
+        return sum(_rest_bytes(piece.source) for piece in self.pieces)
+
+    @property
+    def packed(self) -> list[PlacedPacked]:
+        """Those of the tensors that rest packed, and aren't empty."""
+        return [
+            PlacedPacked(piece.source, piece.begin)
+            for piece in self.pieces
+            if isinstance(piece.source, PackedTensor) and piece.bytes
+        ]
 
     def chunks(self) -> list[tuple[Chunk, int]]:
-        """Return the reads that bring what waits on disk, and where in the region the tensor's bytes of each begin."""
+        """Return the reads that bring what lies on disk unpacked, and where in the region each one's bytes begin."""
         on_disk = ((piece.source, piece.begin) for piece in self.pieces if isinstance(piece.source, Extent))
         return [(c, begin + c.begin - extent.begin) for extent, begin in on_disk for c in cut(extent, CHUNK_BYTES)]
 
@@ -75,19 +92,30 @@ def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
     return PartLayout(tuple(PlacedTensor(source, begins[place]) for place, source in enumerate(sources)), size)
 
 
-def lay_out_reads(extents: Sequence[Extent]) -> PartLayout:
-    """Return where a part's tensors go on the host: each as far from an aligned place as it is in its file."""
+def lay_out_reads(sources: Sequence[AtRest]) -> PartLayout:
+    """Return where a part's tensors go on the host: each as far from an aligned place as it is in its file.
+
+    What is unpacked is laid at an aligned place.
+    """
     pieces, size = [], 0
-    for extent in extents:
-        start = align_down(extent.begin)
-        pieces.append(PlacedTensor(extent, size + extent.begin - start))
-        size += align_up(extent.end) - start
+    for source in sources:
+        if isinstance(source, PackedTensor):
+            pieces.append(PlacedTensor(source, size))
+            size += align_up(source.bytes)
+            continue
+        start = align_down(source.begin)
+        pieces.append(PlacedTensor(source, size + source.begin - start))
+        size += align_up(source.end) - start
     return PartLayout(tuple(pieces), size)
 
 
 def _bytes(source: Source) -> int:
-    return source.bytes if isinstance(source, Extent) else source.nbytes
+    return source.nbytes if isinstance(source, torch.Tensor) else source.bytes
+
+
+def _rest_bytes(source: Source) -> int:
+    return source.nbytes if isinstance(source, torch.Tensor) else rest_bytes(source)
 
 
 def _width(source: Source) -> int:
-    return torch_dtype(source.dtype).itemsize if isinstance(source, Extent) else source.dtype.itemsize
+    return (source.dtype if isinstance(source, torch.Tensor) else torch_dtype(source.dtype)).itemsize

@@ -1,0 +1,50 @@
+"""Packed tensors on their way: read block by block, and unpacked in the thread that read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+
+from stages.checkpoints.packed import PackedBlock, PackedTensor
+from stages.checkpoints.packed_reads import read_block, room_at_rest
+from stages.dispatch.transfer.carrier import ChunkReader
+from stages.machine.aligned_memory import Bytes, private_bytes
+from stages.machine.probes import READERS
+
+
+class BlockReader:
+    """Brings blocks of packed ``tensors``, whose files ``reader`` has open.
+
+    Each reading thread has a buffer while it brings one: as large as the largest block at rest.
+    """
+
+    def __init__(self, reader: ChunkReader, tensors: Iterable[PackedTensor]) -> None:
+        self._reader = reader
+        rooms = [room_at_rest(block) for tensor in tensors for block in tensor.codec.blocks(tensor)]
+        self.bytes = READERS * max(rooms, default=0)
+        self._buffers: SimpleQueue[Bytes] = SimpleQueue()
+        for _ in range(READERS if rooms else 0):
+            self._buffers.put(private_bytes(max(rooms)))
+
+    def bring(self, tensor: PackedTensor, block: PackedBlock, target: Bytes) -> int:
+        """Read ``block`` and unpack it to its place in ``target``, the bytes of all of ``tensor``.
+
+        Returns how many bytes were read.
+        """
+        with self._lend() as buffer:
+            data, count = read_block(block, buffer, small=self._reader.read_small, direct=self._reader.read)
+            tensor.codec.unpack(tensor, block, data, target)
+        return count
+
+    def bring_whole(self, tensor: PackedTensor, target: Bytes) -> int:
+        """Read all of ``tensor`` and unpack it into ``target``; return how many bytes were read."""
+        return sum(self.bring(tensor, block, target) for block in tensor.codec.blocks(tensor))
+
+    @contextmanager
+    def _lend(self) -> Iterator[Bytes]:
+        buffer = self._buffers.get()
+        try:
+            yield buffer
+        finally:
+            self._buffers.put(buffer)
