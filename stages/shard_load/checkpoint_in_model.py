@@ -16,6 +16,7 @@ from torch import nn
 from pipeline.errors import ConfigError
 from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
+from stages.checkpoints.packed import PackedTensor
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
@@ -154,10 +155,20 @@ def _claimed(folder: Path, load: Load) -> OffloadStore:
     return OffloadStore(folder)
 
 
+def _sources_as_they_are(load: Load, spec: TensorSpec) -> Sequence[str]:
+    """Return the tensors of the checkpoint that ``spec`` is served from; none where the folder has it."""
+    return () if spec.name in load.stored else load.match.origins[spec.name][0].source_names
+
+
 def _references(load: Load) -> dict[str, dict[str, object]]:
-    """Return index entries for what is not in a file of its own name: tensors in the checkpoint, and tied names."""
+    """Return index entries for what is not in a file of its own name: tensors in the checkpoint, and tied names.
+
+    The field has no word for what rests packed there: no index has it.
+    """
     found: dict[str, dict[str, object]] = {}
     for spec in load.on_disk:
+        if any(isinstance(load.reader.entries[name], PackedTensor) for name in _sources_as_they_are(load, spec)):
+            continue
         known: dict[str, object] = {"dtype": spec.dtype, "shape": list(spec.shape)}
         if spec.name in load.served_by_row:
             names = load.served_by_row[spec.name]
