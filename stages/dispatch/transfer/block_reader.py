@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from stages.checkpoints.packed import PackedBlock, PackedTensor
 from stages.checkpoints.packed_reads import read_block, room_at_rest
 from stages.dispatch.transfer.carrier import ChunkReader
-from stages.machine.aligned_memory import Bytes, private_bytes
+from stages.machine.aligned_memory import Bytes, buffer_bytes
 from stages.machine.probes import READERS
 
 
@@ -25,7 +25,7 @@ class BlockReader:
         self.bytes = READERS * max(rooms, default=0)
         self._buffers: SimpleQueue[Bytes] = SimpleQueue()
         for _ in range(READERS if rooms else 0):
-            self._buffers.put(private_bytes(max(rooms)))
+            self._buffers.put(buffer_bytes(max(rooms)))
 
     def bring(self, tensor: PackedTensor, block: PackedBlock, target: Bytes) -> int:
         """Read ``block`` and unpack it to its place in ``target``, the bytes of all of ``tensor``.
