@@ -16,6 +16,7 @@ from pipeline.errors import CheckpointError, ConfigError
 from pipeline.plain_data import walk
 from pipeline.regular_files import read_object, read_regular
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
+from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from stages.checkpoints.config_files import parse_config
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
 from stages.checkpoints.safetensors_header import read_header
@@ -167,6 +168,16 @@ def quantization_fault(folder: Path) -> str | None:
         f"{str(folder / 'config.json')!r} declares quantised weights ({key}, quant_method: {str(method)[:40]!r}), "
         f"which aren't served; give a checkpoint of plain weights, or take {key} out of the config if these are"
     )
+
+
+def open_packed(model: Mapping[str, Any]) -> Checkpoint | None:
+    """Open the checkpoint of the config's ``model`` with its headers, if its tensors rest packed, by what it says."""
+    if model["kind"] != "pretrained":
+        return None
+    configs = (config for _, config in walk(read_config(checkpoint_folder(model))) if isinstance(config, Mapping))
+    if not str(model["path"]).endswith(".gguf") and not any(config.get(_QUANTISED[0]) for config in configs):
+        return None
+    return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))
 
 
 def constructor_arguments(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,18 +23,34 @@ FILE_NAME = "skeleton.json"
 
 
 @dataclass(frozen=True, slots=True)
+class PackedSpec:
+    """What a tensor rests in, where that is other than as it is used: the name of its ``codec``, and its ``bytes``.
+
+    A thread that unpacks it takes ``working_bytes`` at most: what it reads into, and what is made on the way.
+    """
+
+    codec: str
+    bytes: int
+    working_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One parameter or buffer: dotted ``name``, ``shape`` in elements, ``dtype`` as torch names it (``bfloat16``)."""
+    """One parameter or buffer: dotted ``name``, ``shape`` in elements, ``dtype`` as torch names it (``bfloat16``).
+
+    ``packed`` is null where it rests as it is used, and where it must be made of what the checkpoint has.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     kind: Literal["parameter", "buffer"] = "parameter"
     persistent: bool = True
+    packed: PackedSpec | None = None
 
     @property
     def bytes(self) -> int:
-        """The size of the tensor's data in bytes."""
+        """The size of the tensor's data in bytes, as it is used."""
         return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
 
 
@@ -193,7 +209,7 @@ class Skeleton:
 def from_json(data: Mapping[str, Any]) -> Skeleton:
     """Return the skeleton that ``skeleton.json`` holds."""
     fields = dict(data)
-    fields["tensors"] = tuple(TensorSpec(**{**t, "shape": tuple(t["shape"])}) for t in data["tensors"])
+    fields["tensors"] = tuple(map(_tensor_spec, data["tensors"]))
     fields["modules"] = tuple(ModuleSpec(**m) for m in data["modules"])
     fields["tied"] = tuple(tuple(group) for group in data["tied"])
     for key in ("no_split", "order", "calls"):
@@ -204,6 +220,11 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
     )
     fields["experts"] = tuple(ExpertsSpec(**{**e, "tensors": tuple(e["tensors"])}) for e in data["experts"])
     return Skeleton(**fields)
+
+
+def _tensor_spec(data: Mapping[str, Any]) -> TensorSpec:
+    packed = PackedSpec(**data["packed"]) if data.get("packed") else None
+    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "packed": packed})
 
 
 def parent(name: str) -> str:

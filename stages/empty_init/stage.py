@@ -15,12 +15,14 @@ from pipeline.typed_config import PATHS, absolute, fits, unknown_keys
 from stages.calls.options import ForwardOptions, asked_of, identity as asked_identity
 from stages.checkpoints.adapters import adapter_folder, read_settings
 from stages.checkpoints.bounds import bounded
+from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot, located
 from stages.checkpoints.shard_files import check_texts
 from stages.empty_init.identity import (
     MODEL_KEYS,
     WHERE_CODE_IS_FOUND,
     identity,
+    open_packed,
     pipeline_fault,
     quantization_fault,
     resolve_dtype,
@@ -56,14 +58,17 @@ class EmptyInitInputs:
     """The skeleton depends on the model's identity and the dtype; ``node`` is the config's ``model``.
 
     Where a run calls the forward with something of its own, it is rehearsed with that: ``rehearsed`` says with what,
-    and how it becomes the forward's arguments; ``given`` are the options that ask for it.
+    and how it becomes the forward's arguments; ``given`` are the options that ask for it. ``headers`` are the digests
+    of those of a checkpoint whose tensors rest packed, which is ``opened``.
     """
 
     model: Mapping[str, object]
     dtype: str
+    headers: tuple[str, ...] | None
     rehearsed: Mapping[str, object] | None
     node: Mapping[str, Any] = field(compare=False)
     given: ForwardOptions | None = field(compare=False)
+    opened: Checkpoint | None = field(compare=False)
 
 
 class EmptyInitStage(Stage[EmptyInitInputs]):
@@ -73,7 +78,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 11
+    version = 12
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
@@ -108,7 +113,16 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         """Return what the model is, as far as it can be told without its code."""
         model, given = context.config["model"], asked_of(context.config)
         asked = None if given is None else {**asked_identity(given, values=False), "text": text_identity(model)}
-        return EmptyInitInputs(identity(model), resolve_dtype(context.config), asked, model, given)
+        named, opened = identity(model), open_packed(model)
+        return EmptyInitInputs(
+            named,
+            resolve_dtype(context.config),
+            headers=None if opened is None else tuple(file.digest for file in opened.files),
+            rehearsed=asked,
+            node=model,
+            given=given,
+            opened=opened,
+        )
 
     def build(self, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
         """Write ``skeleton.json`` and return the model on meta."""
@@ -120,6 +134,11 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         with _bounds(inputs.node):
             model = build_model(inputs.node, inputs.dtype)
             described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)
+        if inputs.opened is not None:
+            from stages.empty_init.packing import with_packed
+
+            adapted = adapter_folder(inputs.node) is not None
+            described = with_packed(described, model, inputs.opened, adapted=adapted)
         described.save(folder)
         return model
 

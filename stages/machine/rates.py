@@ -24,12 +24,16 @@ _LEAST, _MOST = 10**4, 10**15
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second of storage, host memory, the link to an accelerator, and an accelerator's memory."""
+    """Bytes a second of storage, host memory, the link to an accelerator, and an accelerator's memory.
+
+    ``unpacking`` is how fast the threads that read unpack together what rests packed, in bytes as they are used.
+    """
 
     storage: int = 10**9
     host: int = 10 * 10**9
     link: int = 12 * 10**9
     device: int = 800 * 10**9
+    unpacking: int = 4 * 10**9
 
 
 def read_rates(hardware: Mapping[str, Any]) -> Rates:

@@ -25,13 +25,14 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
     require_fit(outline, placement, allowance.budgets)
     skeleton = outline.skeleton
     computing = execution_devices(outline, placement)
-    held = resident_bytes(outline, placement.homes)
+    held = resident_bytes(outline, placement.homes, placement.packed)
     devices = in_tier_order([*allowance.budgets, *held])
     homes = {name: placement.homes[skeleton.leader(name)] for name in outline.sizes}
     execution = {
         module: computing[outline.layer_of[tensors[0]].name] for module, tensors in outline.direct.items() if tensors
     }
-    serving, kept = serve(outline, homes, execution, io=io), reserves(outline, placement, allowance.budgets)
+    serving = serve(outline, homes, execution, io=io, packed=placement.packed)
+    kept = reserves(outline, placement, allowance.budgets)
     sharing = pools(outline, offstage_in(outline, serving, execution))
     return Plan(
         policy=policy,
@@ -78,7 +79,7 @@ def _two_parts(outline: Outline, serving: Mapping[str, Serving]) -> int:
     """Return the bytes of the two largest parts that the host reads for each use: what one module holds is a part."""
     parts = Counter[str]()
     for name in serving:
-        if serving[name] == "direct":
+        if serving[name] in ("direct", "packed"):
             parts[parent(name)] += outline.sizes[name]
     return sum(sorted(parts.values())[-2:])
 

@@ -17,7 +17,8 @@ from stages.empty_init.skeleton import ExpertsSpec
 from stages.plan.expert_banks import kept_share, wanted
 from stages.plan.outline import ExpertKind, Outline
 from stages.plan.serving import Serving
-from stages.units import DeviceId
+from stages.plan.token_time import Brought
+from stages.units import DISK, DeviceId
 
 ROOMY, LEAST = 2, 1
 """The slots of each kind that one is read into while the other computes, and those that suffice."""
@@ -83,14 +84,14 @@ class ExpertTraffic:
     What lies there anyway, and not in a slot, is ``resident``.
     """
 
-    brought: Mapping[DeviceId, float]
+    brought: Brought
     found: Mapping[DeviceId, float]
     resident: Mapping[DeviceId, float]
 
     @property
     def hit_rate(self) -> float:
         """The share of what isn't resident that is in slots."""
-        found, brought = sum(self.found.values()), sum(self.brought.values())
+        found, brought = sum(self.found.values()), self.brought.used
         return found / (found + brought) if found + brought else 0.0
 
 
@@ -162,15 +163,19 @@ def expert_traffic(
 
     ``slots`` are the bytes of the pool on each device that computes them.
     """
-    brought, found, resident = (defaultdict[DeviceId, float](float) for _ in range(3))
+    found, resident = (defaultdict[DeviceId, float](float) for _ in range(2))
+    brought = Brought()
     rates = _hit_rates(outline, offstage, slots=slots, routing=routing)
     for module, experts in outline.experts.items():
         for name in experts.tensors:
+            share = routing.distinct(experts) / experts.count
             used = routing.distinct(experts) * outline.sizes[name] / experts.count
             if module not in offstage:
                 resident[homes[name]] += used
                 continue
-            device = offstage[module]
-            brought[homes[name]] += used * (1 - rates[module])
+            device, missed = offstage[module], 1 - rates[module]
+            packed = name in outline.packed and homes[name] == DISK
+            rest = outline.rest_sizes[name] * share if packed else used
+            brought.add(homes[name], rest * missed, unpacked=used * missed if packed else None)
             found[device] += used * rates[module]
     return ExpertTraffic(brought, found, resident)

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent
+from stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,18 @@ class Outline:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every tensor by name."""
+        """Bytes of every tensor by name, as it is used."""
         return {tensor.name: tensor.bytes for tensor in self.skeleton.tensors}
+
+    @cached_property
+    def packed(self) -> dict[str, PackedSpec]:
+        """What those tensors rest in, by name, that rest otherwise than as they are used."""
+        return {tensor.name: tensor.packed for tensor in self.skeleton.tensors if tensor.packed is not None}
+
+    @cached_property
+    def rest_sizes(self) -> dict[str, int]:
+        """Bytes of every tensor by name, as it rests on disk."""
+        return self.sizes | {name: packed.bytes for name, packed in self.packed.items()}
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -125,9 +135,10 @@ class Outline:
 
     @cached_property
     def lookups(self) -> frozenset[str]:
-        """The tensors that are only ever looked up row by row."""
+        """The tensors that are only ever looked up row by row; one that rests packed is brought whole."""
         tables = {module.name for module in self.skeleton.modules if module.looks_up} if self.gathers else set()
-        return frozenset(name for name in self.sizes if parent(name) in tables - self.skeleton.borrowers.keys())
+        looked_up = (name for name in self.sizes if parent(name) in tables - self.skeleton.borrowers.keys())
+        return frozenset(looked_up) - self.packed.keys()
 
     @cached_property
     def experts(self) -> dict[str, ExpertsSpec]:

@@ -10,7 +10,7 @@ however many a layer has.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -18,7 +18,8 @@ from operator import or_
 from stages.empty_init.skeleton import parent, upward
 from stages.plan.expert_slots import LEAST, ROOMY, pools
 from stages.plan.outline import Layer, Outline
-from stages.plan.serving import Serving, is_offstage, is_streamed, serving_of, waits_on
+from stages.plan.serving import Serving, is_offstage, is_streamed, is_unpacked, serving_of, waits_on
+from stages.plan.token_time import Brought
 from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 Budgets = Mapping[DeviceId, int | None]
@@ -30,10 +31,14 @@ Homes = Mapping[str, DeviceId]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a policy decides: the ``homes`` of all leaders, and the ``main`` device, which computes what is streamed."""
+    """What a policy decides: the ``homes`` of all leaders, and the ``main`` device, which computes what is streamed.
+
+    Of those on the host some lie there ``packed``: as they rest on disk, to be unpacked for each use.
+    """
 
     homes: Homes
     main: DeviceId
+    packed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ def reserves(outline: Outline, placement: Placement, budgets: Budgets) -> dict[D
     is in use at once.
     """
     whole, least = _reserves(outline, placement)
-    held, slots = resident_bytes(outline, placement.homes), least_slots(outline, placement)
+    held, slots = resident_bytes(outline, placement.homes, placement.packed), least_slots(outline, placement)
     found: dict[DeviceId, int] = {}
     for device, count in whole.items():
         budget = budgets.get(device)
@@ -160,7 +165,10 @@ def _at_once(outline: Outline, leaders: Iterable[str]) -> int:
 
 def _streamed(outline: Outline, layer: Layer, placement: Placement, device: DeviceId) -> dict[str, Serving]:
     """Return how each tensor of ``layer`` is served that is streamed to ``device``."""
-    served = {name: serving_of(outline, name, placement.homes, computes=device) for name in layer.tensors}
+    served = {
+        name: serving_of(outline, name, placement.homes, computes=device, packed=placement.packed)
+        for name in layer.tensors
+    }
     return {name: serving for name, serving in served.items() if serving is not None and is_streamed(serving)}
 
 
@@ -189,25 +197,29 @@ def kept_free(outline: Outline, placement: Placement, slots: int = LEAST) -> dic
     return {device: kept.get(device, 0) + least.get(device, 0) for device in {**kept, **least}}
 
 
-def streamed_bytes(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
-    """Return the bytes that are brought in for each token, by where they wait. Each use of a tied tensor counts.
+def streamed_bytes(outline: Outline, placement: Placement) -> Brought:
+    """Return the bytes that are brought in for each token. Each use of a tied tensor counts.
 
     Of experts in lists those count that a token uses.
     """
-    found: dict[DeviceId, int] = {}
+    found = Brought()
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
         for name, serving in _streamed(outline, layer, placement, device).items():
             count, used = outline.listed.get(name, (1, 1))
-            found[waits_on(serving)] = found.get(waits_on(serving), 0) + outline.sizes[name] * used // count
+            packed = is_unpacked(outline, name, serving)
+            size = (outline.rest_sizes if packed else outline.sizes)[name] * used // count
+            unpacked = outline.sizes[name] * used // count if packed else None
+            found.add(waits_on(serving), size, unpacked=unpacked)
     return found
 
 
-def resident_bytes(outline: Outline, homes: Homes) -> dict[DeviceId, int]:
-    """Return the bytes that lie on each device, in the order of the tiers."""
+def resident_bytes(outline: Outline, homes: Homes, packed: Collection[str] = ()) -> dict[DeviceId, int]:
+    """Return the bytes that lie on each device, in the order of the tiers; on the host some lie ``packed``."""
     held = dict.fromkeys(in_tier_order(homes.values()), 0)
     for leader, device in homes.items():
-        held[device] += outline.sizes[leader]
+        sizes = outline.rest_sizes if device == DISK or (device == CPU and leader in packed) else outline.sizes
+        held[device] += sizes[leader]
     return held
 
 
@@ -225,7 +237,7 @@ def find_shortage(
     The reserve is a layer's; if ``tight``, the least. A device that ``budgets`` doesn't list holds nothing, except that
     disk is then unlimited.
     """
-    held, least = resident_bytes(outline, placement.homes), least_slots(outline, placement, slots)
+    held, least = resident_bytes(outline, placement.homes, placement.packed), least_slots(outline, placement, slots)
     kept = least_reserves(outline, placement) if tight else layer_reserves(outline, placement)
     for device in in_tier_order([*held, *kept, *least]):
         budget = budgets.get(device, None if device == DISK else 0)

@@ -1,10 +1,4 @@
-"""What each device will hold at its peak, and how long a token will take.
-
-Decoding is bound by the movement of weights: each token reads the resident weights once from the memory they lie in,
-and the streamed ones once from where they wait; of a mixture's experts those that it is routed to. Reading ahead
-overlaps these, so a token takes as long as the slowest of storage, link and memory (the roofline argument, with bytes
-in place of operations).
-"""
+"""What each device will hold at its peak, and how long a token will take."""
 
 from __future__ import annotations
 
@@ -23,7 +17,8 @@ from stages.plan.expert_slots import SINGLE, ExpertTraffic, Routing, expert_traf
 from stages.plan.outline import Outline
 from stages.plan.plan import SIMULATED, Plan
 from stages.plan.request.geometry import Geometry, Request
-from stages.plan.serving import is_streamed, waits_on
+from stages.plan.serving import is_streamed, is_unpacked, waits_on
+from stages.plan.token_time import HOST, UNPACKING, Brought, slowest, token_seconds
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
 PINNED_BYTES = 16 * 2**20
@@ -157,29 +152,40 @@ def predict(
     """
     offstage = offstage_in(outline, plan.serving, plan.execution)
     experts = expert_traffic(outline, plan.homes, offstage, slots=plan.slots, routing=routing)
-    streamed = Counter({device: round(count) for device, count in experts.brought.items()})
-    for name, serving in plan.serving.items():
-        if is_streamed(serving):
-            used_share = routing.share(*outline.listed[name]) if name in outline.listed else 1
-            waits = CPU if pages_stay and serving == "map" else waits_on(serving)
-            streamed[waits] += round(outline.sizes[name] * used_share)
+    brought = _brought(outline, plan, experts, routing, pages_stay=pages_stay)
     used = _used_bytes(outline, plan, experts, routing)
-    seconds = token_seconds(streamed, used, main=plan.main_device, rates=rates, members=members)
-    bound = max(seconds, key=lambda name: seconds[name])
-    forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": round(sum(streamed.values()) / members)}
+    seconds = token_seconds(brought, used, main=plan.main_device, rates=rates, members=members)
+    bound, slowest_seconds = slowest(seconds)
+    forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": round(brought.bytes / members)}
+    if brought.unpacked:
+        forecast["packed_bytes_per_token"] = round(brought.packed / members)
+        forecast["unpacked_bytes_per_token"] = round(brought.unpacked / members)
     if offstage:
-        forecast["expert_bytes_per_token"] = round(sum(experts.brought.values()) / members)
+        forecast["expert_bytes_per_token"] = round(experts.brought.bytes / members)
         forecast["expert_hit_rate"] = round(experts.hit_rate, 4)
-    forecast |= {"seconds_per_token": seconds[bound], "bound": bound}
-    if streamed.total():
+    forecast |= {"seconds_per_token": slowest_seconds, "bound": bound}
+    if brought.bytes:
         forecast["forwards_for_free"] = round(_carried(seconds, members), 2)
-    if streamed.get(DISK):
+    if brought.at_rest.get(DISK):
         forecast["storage_bandwidth_bytes_per_second"] = rates.storage
-    through = sum(outline.sizes[name] for name, serving in plan.serving.items() if serving == "direct")
-    peaks = _peaks(outline, plan, needs, through=through)
+    peaks = _peaks(outline, plan, needs)
     return replace(
         plan, predicted=peaks, forecast=forecast, used_bytes=used, rates=asdict(rates), pass_tokens=routing.tokens
     )
+
+
+def _brought(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: Routing, *, pages_stay: bool) -> Brought:
+    """Return what a pass brings: of experts what is expected, of all else that is streamed each use."""
+    whole = Counter({device: round(count) for device, count in experts.brought.at_rest.items()})
+    found = Brought(whole, experts.brought.packed, experts.brought.unpacked)
+    for name, serving in plan.serving.items():
+        if is_streamed(serving):
+            share = routing.share(*outline.listed[name]) if name in outline.listed else 1
+            waits = CPU if pages_stay and serving == "map" else waits_on(serving)
+            packed = is_unpacked(outline, name, serving)
+            size = (outline.rest_sizes if packed else outline.sizes)[name]
+            found.add(waits, round(size * share), unpacked=outline.sizes[name] * share if packed else None)
+    return found
 
 
 def _carried(seconds: Mapping[str, float], members: int) -> float:
@@ -187,24 +193,33 @@ def _carried(seconds: Mapping[str, float], members: int) -> float:
 
     ``seconds`` are a token's, of which a pass has ``members``.
     """
-    computing = max(seconds["host memory"], seconds["device memory"])
-    return members * max(seconds["storage"], seconds["link"]) / computing if computing else 0.0
+    computing, waiting = max(seconds[HOST], seconds["device memory"]), max(seconds["storage"], seconds["link"])
+    if seconds[HOST]:  # the cores that compute unpack too
+        waiting = max(0.0, waiting - seconds[UNPACKING])
+    return members * max(waiting, 0 if seconds[HOST] else seconds[UNPACKING]) / computing if computing else 0.0
 
 
 def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: Routing) -> dict[DeviceId, int]:
     """Return the bytes that a token reads of what each device holds: all weights, but only those experts it uses."""
     used = Counter(plan.resident_bytes)
     for name in outline.expert_tensors:
-        used[plan.homes[name]] -= outline.sizes[name]
+        used[plan.homes[name]] -= _lying_bytes(outline, plan, name)
     for name, experts_of in outline.listed.items():
-        used[plan.homes[name]] -= round(outline.sizes[name] * (1 - routing.share(*experts_of)))
+        used[plan.homes[name]] -= round(_lying_bytes(outline, plan, name) * (1 - routing.share(*experts_of)))
     for there in (experts.resident, experts.found):
         used.update({device: round(count) for device, count in there.items()})
     return dict(used)
 
 
-def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[DeviceId, dict[str, int]]:
-    """Return the bytes of each device at its peak, by what they are for; ``through`` go through the staging memory."""
+def _lying_bytes(outline: Outline, plan: Plan, name: str) -> int:
+    """Return the bytes of the tensor ``name`` where it lies."""
+    at_rest = plan.homes[name] == DISK or plan.serving.get(name) == "packed"
+    return (outline.rest_sizes if at_rest else outline.sizes)[name]
+
+
+def _peaks(outline: Outline, plan: Plan, needs: Work) -> dict[DeviceId, dict[str, int]]:
+    """Return the bytes of each device at its peak, by what they are for."""
+    through = sum(outline.sizes[name] for name, serving in plan.serving.items() if serving in ("direct", "packed"))
     staging = min(plan.staging_bytes, through)
     layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
     computing = [_computes(outline, plan, name) for name in layers]
@@ -225,6 +240,7 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, through: int) -> dict[D
             held |= {"reserve": staging} if plan.main_device == CPU else {"staging": min(staging, PINNED_BYTES)}
             held |= {"staging": held.get("staging", 0) + bounced} if bounced else {}
             held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0
+            held |= {"unpacking": unpacking} if (unpacking := _unpacking_bytes(outline, plan)) else {}
             held |= {"results": needs.result_bytes} if needs.result_bytes else {}
             held |= {"offloaded": needs.offloaded_bytes} if needs.offloaded_bytes else {}
             held["process"] = PROCESS_BYTES + needs.library_bytes
@@ -244,6 +260,16 @@ def _bounced(plan: Plan) -> int:
     """Return the host memory that experts pass through on their way from storage to a slot, wherever that is."""
     stored = any(serving == "experts" and plan.homes[name] == DISK for name, serving in plan.serving.items())
     return READERS * sum(min(CHUNK_BYTES, pool.unit_bytes) for pool in plan.pools.values()) if stored else 0
+
+
+def _unpacking_bytes(outline: Outline, plan: Plan) -> int:
+    """Return the host memory of the threads that unpack what is brought: what each reads into, and what it takes."""
+    unpacked = (
+        outline.packed[name].working_bytes
+        for name, serving in plan.serving.items()
+        if name in outline.packed and (serving in ("direct", "packed") or plan.homes[name] == DISK)
+    )
+    return READERS * max(unpacked, default=0)
 
 
 def _with_simulated(peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: Work) -> dict[DeviceId, dict[str, int]]:
@@ -269,31 +295,13 @@ def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, me
 
     A pass has a token for each of ``members``. The rates are those that ``plan`` was made with.
     """
-    streamed = {DISK: storage_bytes, CPU: streamed_bytes - storage_bytes}
+    expected = float(plan.forecast.get("streamed_bytes_per_token", 0))
+    share = streamed_bytes / expected if expected else 0.0
+    packed, unpacked = (
+        float(plan.forecast.get(f"{kind}_bytes_per_token", 0)) * share for kind in ("packed", "unpacked")
+    )
+    streamed = Counter({DISK: storage_bytes, CPU: streamed_bytes - storage_bytes})
     used = plan.used_bytes or plan.resident_bytes
-    seconds = token_seconds(streamed, used, main=plan.main_device, rates=Rates(**plan.rates), members=members)
-    return max(seconds.values())
-
-
-def token_seconds(
-    streamed: Mapping[DeviceId, float],
-    held: Mapping[DeviceId, int],
-    *,
-    main: DeviceId,
-    rates: Rates,
-    members: float = 1,
-) -> dict[str, float]:
-    """Return the seconds that a token takes storage, the link, and either memory; the largest bounds it.
-
-    ``streamed`` are the bytes brought in for a pass by where they wait, ``held`` those read on each device for a token.
-    A pass has a token for each of ``members``.
-    """
-    total = sum(streamed.values())
-    on_accelerators = sum(count for device, count in held.items() if isinstance(device, int))
-    apart = total if main != CPU else 0
-    return {
-        "storage": streamed.get(DISK, 0) / rates.storage / members,
-        "link": apart / rates.link / members,
-        "host memory": (held.get(CPU, 0) + total) / rates.host if main == CPU else 0.0,
-        "device memory": (on_accelerators + apart) / rates.device,
-    }
+    brought = Brought(streamed, packed, unpacked)
+    seconds = token_seconds(brought, used, main=plan.main_device, rates=Rates(**plan.rates), members=members)
+    return slowest(seconds)[1]

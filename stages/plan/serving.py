@@ -4,22 +4,23 @@ A tensor is **resident** where it computes, and not served at all; **streamed**,
 up**, which brings a few of its rows; or one of a mixture's **experts**, of which those are brought that tokens are
 routed to, and kept in slots. Which it is follows from where it lies, where its module computes, and what kind of module
 that is. Nothing but ``storage.io`` is left to choose: whether the host reads what lies on disk into staging memory, or
-uses it where a map of its file has it.
+uses it where a map of its file has it. What rests packed is of no use in a map: it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from stages.empty_init.skeleton import ExpertsSpec, parent
 from stages.plan.outline import Outline
 from stages.units import CPU, DISK, DeviceId
 
-Serving = Literal["direct", "map", "rows", "copy", "experts"]
+Serving = Literal["direct", "map", "rows", "copy", "packed", "experts"]
 """``direct``: read from disk past the page cache, for each use. ``map``: used where a map of its file has it. ``rows``:
-looked up in such a map. ``copy``: it waits in memory, and is copied over a link for each use. ``experts``: an expert's
-row is brought from wherever the tensor waits, once tokens are routed to it and no slot has it."""
+looked up in such a map. ``copy``: it waits in memory, and is copied over a link for each use. ``packed``: it waits in
+memory as it rests on disk, and is unpacked for each use. ``experts``: an expert's row is brought from wherever the
+tensor waits, once tokens are routed to it and no slot has it."""
 
 Io = Literal["direct", "mmap"]
 
@@ -39,14 +40,20 @@ def choose_io(asked: str, *, streamed_bytes: int, free_bytes: int) -> Io:
 
 
 def serve(
-    outline: Outline, homes: Mapping[str, DeviceId], execution: Mapping[str, DeviceId], *, io: Io
+    outline: Outline,
+    homes: Mapping[str, DeviceId],
+    execution: Mapping[str, DeviceId],
+    *,
+    io: Io,
+    packed: Collection[str] = (),
 ) -> dict[str, Serving]:
     """Return how each tensor is served that isn't resident where it computes.
 
     ``homes`` has every tensor's device, tied names included; ``execution`` that of every module that holds tensors.
+    The leaders that are ``packed`` lie so on the host.
     """
     placed = (
-        (name, serving_of(outline, name, homes, computes=execution[module], io=io))
+        (name, serving_of(outline, name, homes, computes=execution[module], io=io, packed=packed))
         for module, names in outline.direct.items()
         for name in names
     )
@@ -54,7 +61,13 @@ def serve(
 
 
 def serving_of(
-    outline: Outline, name: str, homes: Mapping[str, DeviceId], *, computes: DeviceId, io: Io = "direct"
+    outline: Outline,
+    name: str,
+    homes: Mapping[str, DeviceId],
+    *,
+    computes: DeviceId,
+    io: Io = "direct",
+    packed: Collection[str] = (),
 ) -> Serving | None:
     """Return how the tensor ``name`` gets from its home to where it ``computes``; null where it is resident.
 
@@ -64,6 +77,8 @@ def serving_of(
     home = homes[name] if name in homes else homes[outline.skeleton.leader(name)]
     if home == DISK and name in outline.computed:
         home = CPU
+    if home == CPU and outline.skeleton.leader(name) in packed:
+        return "packed"
     if home == computes:
         return None
     if name in outline.expert_tensors and is_offstage(outline.experts[parent(name)], homes, computes=computes):
@@ -74,7 +89,7 @@ def serving_of(
         return "direct"
     if name in outline.lookups:
         return "rows"
-    return "map" if io == "mmap" else "direct"
+    return "map" if io == "mmap" and name not in outline.packed else "direct"
 
 
 def is_offstage(experts: ExpertsSpec, homes: Mapping[str, DeviceId], *, computes: DeviceId) -> bool:
@@ -95,6 +110,11 @@ def is_streamed(serving: Serving | None) -> bool:
     return serving not in (None, "rows", "experts")
 
 
+def is_unpacked(outline: Outline, name: str, serving: Serving) -> bool:
+    """Return whether all of the tensor ``name`` is unpacked for each use."""
+    return serving in ("direct", "packed") and name in outline.packed
+
+
 def waits_on(serving: Serving) -> DeviceId:
     """Return where a tensor waits between its uses, as far as it matters to what brings it: on disk, or in memory."""
-    return CPU if serving == "copy" else DISK
+    return CPU if serving in ("copy", "packed") else DISK

@@ -42,7 +42,7 @@ from stages.plan.placement import (
 )
 from stages.plan.policies.balanced import balanced
 from stages.plan.policies.sequential import sequential
-from stages.plan.predict import token_seconds
+from stages.plan.token_time import slowest, token_seconds
 from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 _MOST_SUMS = 2048
@@ -160,15 +160,18 @@ def _less(room: int | None, count: int) -> int | None:
     return None if room is None else max(0, room - count)
 
 
-def _cost(outline: Outline, placement: Placement, rates: Rates) -> tuple[float, int, int, int]:
+def _cost(outline: Outline, placement: Placement, rates: Rates) -> tuple[float, float, int, int]:
     """Return what makes a placement worse: seconds a token, bytes streamed, those from disk, bytes not accelerated."""
-    streamed, held = Counter(streamed_bytes(outline, placement)), resident_bytes(outline, placement.homes)
+    brought, held = streamed_bytes(outline, placement), resident_bytes(outline, placement.homes, placement.packed)
     for module in offstage(outline, placement):
         experts = outline.experts[module]
         for name in experts.tensors:
-            streamed[placement.homes[name]] += outline.sizes[name] * experts.per_token // experts.count
-    seconds = max(token_seconds(streamed, held, main=placement.main, rates=rates).values())
-    return seconds, sum(streamed.values()), streamed.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
+            packed = name in outline.packed and placement.homes[name] == DISK
+            size = (outline.rest_sizes if packed else outline.sizes)[name] * experts.per_token // experts.count
+            unpacked = outline.sizes[name] * experts.per_token // experts.count if packed else None
+            brought.add(placement.homes[name], size, unpacked=unpacked)
+    seconds = slowest(token_seconds(brought, held, main=placement.main, rates=rates))[1]
+    return seconds, brought.bytes, brought.at_rest.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
 
 
 def _part_by_part(outline: Outline, budgets: Budgets) -> Iterator[Placement]:

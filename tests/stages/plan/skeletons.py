@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec
+from stages.empty_init.skeleton import ModuleSpec, PackedSpec, Skeleton, TensorSpec
 from stages.plan.outline import Outline
 
 
@@ -39,3 +40,12 @@ def _in_order(tensors: Mapping[str, int]) -> list[str]:
 def stack(count: int, size: int = 10) -> Outline:
     """Return a model of ``count`` equal layers, ``layers.0`` and so on, of ``size`` bytes each."""
     return outline({f"layers.{index}.weight": size for index in range(count)})
+
+
+def at_rest(model: Outline, sizes: Mapping[str, int], *, working: int = 0) -> Outline:
+    """Return ``model`` with those of its tensors packed at rest that ``sizes`` gives bytes for, by the codec half."""
+    specs = tuple(
+        replace(spec, packed=PackedSpec("half", sizes[spec.name], working)) if spec.name in sizes else spec
+        for spec in model.skeleton.tensors
+    )
+    return replace(model, skeleton=replace(model.skeleton, tensors=specs))

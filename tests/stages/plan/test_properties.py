@@ -27,7 +27,7 @@ from stages.plan.placement import (
 )
 from stages.plan.policies import POLICIES
 from stages.plan.policies.explicit import explicit, spread
-from stages.plan.predict import token_seconds
+from stages.plan.token_time import slowest, token_seconds
 from stages.units import DeviceId, in_tier_order
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
@@ -206,7 +206,7 @@ def worth(outline: Outline, placement: Placement, policy: str) -> tuple[float, .
     if policy != "optimal":
         return held_bytes(outline, placement.homes)
     streamed, held = streamed_bytes(outline, placement), resident_bytes(outline, placement.homes)
-    return (-max(token_seconds(streamed, held, main=placement.main, rates=Rates()).values()),)
+    return (-slowest(token_seconds(streamed, held, main=placement.main, rates=Rates()))[1],)
 
 
 def spread_known(outline: Outline, device_map: Mapping[str, DeviceId]) -> dict[str, DeviceId]:

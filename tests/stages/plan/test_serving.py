@@ -55,7 +55,7 @@ def test_an_accelerator_gets_what_is_on_disk_whole_and_copies_what_is_in_memory(
 def test_the_bytes_that_a_policy_goes_by_are_those_of_the_serving() -> None:
     outline = Outline(describe(Model(), rehearsed=False))
     homes: dict[str, DeviceId] = {tensor.name: "disk" for tensor in outline.skeleton.unique}
-    assert streamed_bytes(outline, Placement(homes, "cpu")) == {"disk": outline.sizes["head.weight"]}
+    assert streamed_bytes(outline, Placement(homes, "cpu")).at_rest == {"disk": outline.sizes["head.weight"]}
 
 
 def test_embeddings_that_other_modules_read_are_streamed() -> None:

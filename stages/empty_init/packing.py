@@ -1,0 +1,81 @@
+"""What the tensors of a model rest in, where its checkpoint is of packed tensors: known from headers alone.
+
+A plan counts the bytes at rest wherever they lie or move. So the skeleton of such a model says what each tensor rests
+in, by the same steps that its weights will be loaded by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from torch import nn
+
+from stages.checkpoints.checkpoint import Checkpoint
+from stages.checkpoints.packed import SCRATCH_BYTES, AtRest, PackedTensor, rest_bytes
+from stages.checkpoints.readers import open_reader
+from stages.empty_init.adapted_model import without_adapter
+from stages.empty_init.merges import sources_in_order
+from stages.empty_init.names import Step, name_tensors
+from stages.empty_init.skeleton import PackedSpec, Skeleton, TensorSpec
+from stages.machine.aligned_memory import ALIGNMENT, align_up
+
+
+def with_packed(skeleton: Skeleton, model: nn.Module, checkpoint: Checkpoint, *, adapted: bool) -> Skeleton:
+    """Return ``skeleton``, which is that of ``model``, with what each tensor rests in of ``checkpoint``.
+
+    A model that is ``adapted`` has the checkpoint's tensors under other names.
+    """
+    entries = open_reader(checkpoint).entries
+    unadapted = without_adapter(model) if adapted else None
+    naming = name_tensors(model if unadapted is None else unadapted.model, entries)
+    outer = {} if unadapted is None else unadapted.names
+    made = {outer.get(target, target): step for step in naming.steps for target in step.targets}
+    experts = {name for spec in skeleton.experts for name in spec.tensors}
+    found: dict[str, PackedSpec | None] = {}
+    for spec in skeleton.unique:
+        names = skeleton.names_of(spec.name)
+        step = next((made[name] for name in names if name in made), None)
+        packed = None if step is None else _packed(step, spec, entries, by_expert=spec.name in experts)
+        found |= dict.fromkeys(names, packed)
+    return replace(skeleton, tensors=tuple(replace(spec, packed=found[spec.name]) for spec in skeleton.tensors))
+
+
+def _packed(step: Step, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_expert: bool) -> PackedSpec | None:
+    """Return what the tensor ``spec`` rests in; null where it is as it is used, or is made anew of what ``step`` has.
+
+    Several sources, one after the other, are read as they are ``by_expert``.
+    """
+    sources = [_in_dtype(entries[name], spec.dtype) for name in sources_in_order(step, entries)]
+    parts = [source for source in sources if source is not None]
+    bulk = next((part for part in parts if isinstance(part, PackedTensor)), None)
+    if bulk is None or len(parts) < len(sources):
+        return None
+    alone = len(parts) == 1 and bulk.shape == spec.shape
+    by_row = bulk.codec.rows(bulk, 0, 1) is not None if alone else _are_rows(parts, spec.shape)
+    if not (by_row if by_expert else alone):
+        return None
+    return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), _working_bytes(bulk))
+
+
+def _in_dtype(source: AtRest, dtype: str) -> AtRest | None:
+    """Return ``source`` as it is used in ``dtype``; null where it would have to be cast."""
+    if isinstance(source, PackedTensor) and dtype in source.codec.dtypes:
+        return replace(source, dtype=dtype)
+    return source if source.dtype == dtype else None
+
+
+def _are_rows(parts: Sequence[AtRest], shape: tuple[int, ...]) -> bool:
+    """Return whether ``parts``, one after the other, are a tensor of ``shape``, each within a row of it."""
+    row = math.prod(shape[1:])
+    ends = list(accumulate(math.prod(part.shape) for part in parts))
+    begins = [0, *ends[:-1]]
+    within = all(begin // row == (end - 1) // row for begin, end in zip(begins, ends, strict=True)) if row else False
+    return within and ends[-1] == math.prod(shape)
+
+
+def _working_bytes(tensor: PackedTensor) -> int:
+    """Return what a thread takes that unpacks ``tensor``: aligned reads bring a little more than the blocks."""
+    return max((align_up(block.bytes) + ALIGNMENT for block in tensor.codec.blocks(tensor)), default=0) + SCRATCH_BYTES

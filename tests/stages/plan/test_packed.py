@@ -1,0 +1,153 @@
+"""Plans of tensors that rest packed: their bytes at rest count where they lie and move, those in use where they act."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from pipeline.errors import BudgetError
+from stages.machine.probes import READERS
+from stages.machine.rates import Rates
+from stages.plan.checks import require_fit
+from stages.plan.outline import Outline
+from stages.plan.placement import Placement, reserves, resident_bytes, streamed_bytes
+from stages.plan.plan import Plan
+from stages.plan.policies import POLICIES
+from stages.plan.predict import Work, bound_seconds, predict
+from stages.plan.serving import serve
+from stages.plan.stage import make_plan
+from stages.plan.token_time import Brought, slowest, token_seconds
+from stages.units import DeviceId
+from tests.stages.plan.mixtures import mixture
+from tests.stages.plan.skeletons import at_rest, stack
+from tests.stages.plan.test_properties import cases
+
+RATES = Rates(storage=10, host=1000, link=100, device=1000, unpacking=50)
+
+
+def halved(model: Outline, **working: int) -> Outline:
+    return at_rest(model, {name: size // 2 for name, size in model.sizes.items()}, **working)
+
+
+def planned(model: Outline, *, io: str = "direct", rates: Rates = RATES, **max_memory: str) -> Plan:
+    hardware = {"devices": [{"memory": "1GB"}] * 2}
+    budgets = {key.lstrip("_"): size for key, size in max_memory.items()}
+    config = {"max_memory": budgets, "device_map": "sequential", "device_map_overrides": {}, "hardware": hardware}
+    return predict(model, make_plan(model, {**config, "generate": {}, "storage": {"io": io}}), Work(0, 0), rates)
+
+
+def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_the_unpacking() -> None:
+    model = halved(stack(4))
+    plan = planned(model, cpu="30")
+    away = [name for name, serving in plan.serving.items() if serving == "direct"]
+    assert len(away) == 2
+    assert (plan.resident_bytes["cpu"], plan.resident_bytes["disk"]) == (20, 10)
+    assert plan.forecast["streamed_bytes_per_token"] == plan.forecast["packed_bytes_per_token"] == 10
+    assert plan.forecast["unpacked_bytes_per_token"] == 20
+    assert (plan.forecast["bound"], plan.forecast["seconds_per_token"]) == ("storage", 1.0)
+    fast = planned(model, cpu="30", rates=Rates(storage=1000, host=1000, unpacking=50)).forecast
+    assert (fast["bound"], fast["seconds_per_token"]) == ("unpacking", 40 / 1000 + 20 / 50)
+    assert fast["forwards_for_free"] == 0, "the cores have no time left beside"
+
+
+def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> None:
+    brought = Brought(Counter({"disk": 10.0, "cpu": 20.0}), packed=10, unpacked=40)
+    seconds = token_seconds(brought, {0: 100}, main=0, rates=RATES, members=2)
+    assert seconds == {
+        "storage": 10 / 10 / 2,
+        "link": 60 / 100 / 2,
+        "host memory": 0,
+        "device memory": (100 + 60) / 1000,
+        "unpacking": 40 / 50 / 2,
+    }
+    assert slowest(seconds) == ("storage", 0.5)
+    assert slowest({**seconds, "storage": 0.1})[0] == "unpacking"
+
+
+def test_the_bound_of_what_was_measured_unpacks_in_the_proportion_that_was_expected() -> None:
+    plan = planned(halved(stack(4)), cpu="30", rates=Rates(storage=1000, host=1000, unpacking=50))
+    expected = float(plan.forecast["seconds_per_token"])
+    assert bound_seconds(plan, streamed_bytes=10, storage_bytes=10) == pytest.approx(expected)
+    assert bound_seconds(plan, streamed_bytes=5, storage_bytes=5) == pytest.approx(30 / 1000 + 10 / 50)
+
+
+def test_the_disk_needs_room_for_the_bytes_at_rest_alone() -> None:
+    assert planned(halved(stack(4)), cpu="30", disk="10").budgets["disk"] == 10
+    with pytest.raises(BudgetError, match="can't hold"):
+        planned(halved(stack(4)), cpu="30", disk="9")
+
+
+def test_the_host_has_room_for_the_threads_that_unpack() -> None:
+    assert planned(halved(stack(4), working=7), cpu="30").predicted["cpu"]["unpacking"] == READERS * 7
+    assert planned(halved(stack(4), working=7), _0="30").predicted["cpu"]["unpacking"] == READERS * 7
+    assert "unpacking" not in planned(halved(stack(4), working=7), cpu="100").predicted["cpu"]
+    assert "unpacking" not in planned(stack(4), cpu="30").predicted["cpu"]
+
+
+def test_what_rests_packed_is_read_whole_where_others_are_mapped_or_looked_up() -> None:
+    model = at_rest(stack(4), {"layers.3.weight": 4})
+    homes: dict[str, DeviceId] = dict.fromkeys(model.sizes, "disk")
+    execution: dict[str, DeviceId] = dict.fromkeys(model.direct, "cpu")
+    mapped = {f"layers.{index}.weight": "map" for index in range(3)}
+    assert serve(model, homes, execution, io="mmap") == {**mapped, "layers.3.weight": "direct"}
+    plain = streamed_bytes(model, Placement(homes, "cpu"))
+    assert (plain.bytes, plain.packed, plain.unpacked) == (34, 4, 10)
+
+
+def test_experts_that_are_brought_count_as_they_rest() -> None:
+    plain = mixture("Mixtral")
+    packed = at_rest(plain, {name: plain.sizes[name] // 4 for name in plain.expert_tensors})
+    size = {"cpu": f"{plain.dense.skeleton.bytes + 4 * max(kind.bytes for kind in plain.expert_kinds.values())}"}
+    was, now = (planned(model, **size).forecast for model in (plain, packed))
+    assert int(now["expert_bytes_per_token"]) == pytest.approx(int(was["expert_bytes_per_token"]) / 4, rel=0.01)
+    assert now["expert_hit_rate"] == was["expert_hit_rate"]
+    assert now["unpacked_bytes_per_token"] == pytest.approx(int(was["expert_bytes_per_token"]), rel=0.01)
+
+
+@st.composite
+def packed_cases(draw: st.DrawFn) -> tuple[Outline, dict[DeviceId, int | None]]:
+    _, outline, budgets = draw(cases())
+    persistent = {outline.skeleton.leader(spec.name) for spec in outline.skeleton.tensors if spec.persistent}
+    chosen = draw(st.sets(st.sampled_from(sorted(persistent)))) if persistent else set()
+    leaders = {name: draw(st.integers(0, outline.sizes[name])) for name in sorted(chosen)}
+    sizes = {
+        name: leaders[outline.skeleton.leader(name)]
+        for name in outline.sizes
+        if outline.skeleton.leader(name) in leaders
+    }
+    whole = sum(outline.sizes.values())
+    return at_rest(outline, sizes), {**budgets, "disk": draw(st.none() | st.integers(0, whole))}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=packed_cases())
+def test_no_budget_is_exceeded_by_what_rests_packed(policy: str, case: Any) -> None:
+    outline, budgets = case
+    placement = POLICIES[policy](outline, budgets)
+    try:
+        require_fit(outline, placement, budgets)
+    except BudgetError:
+        return
+    held = _lying(outline, placement)
+    assert held == {
+        device: count for device, count in resident_bytes(outline, placement.homes, placement.packed).items() if count
+    }
+    kept = reserves(outline, placement, budgets)
+    for device in {*held, *kept}:
+        budget = budgets[device]
+        assert budget is None or held.get(device, 0) + kept.get(device, 0) <= budget
+
+
+def _lying(outline: Outline, placement: Placement) -> Mapping[DeviceId, int]:
+    """Return the bytes on each device, counted tensor by tensor."""
+    found: Counter[DeviceId] = Counter()
+    for name, device in placement.homes.items():
+        packed = outline.packed.get(name)
+        rests = packed is not None and (device == "disk" or name in placement.packed)
+        found[device] += packed.bytes if packed is not None and rests else outline.sizes[name]
+    return +found
