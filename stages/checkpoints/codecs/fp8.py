@@ -1,0 +1,231 @@
+"""Weights in FP8, or in FP4, with one scale for each block of a matrix.
+
+What comes out is ``(code as float32 * scale as float32)`` rounded to the dtype in use, as transformers dequantises. A
+code of either format is a float16 but for its exponent, so shifting its bits makes one; the rest is a conversion, a
+product and a rounding, which torch has vectorised and numpy has not. Tiles are smaller than what torch shares among
+threads, so each thread that unpacks stays one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stages.checkpoints.dtypes import torch_dtype
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
+from stages.checkpoints.shard_files import ShardFile
+from stages.machine.aligned_memory import Bytes
+from stages.units import DTYPE_BYTES
+
+Floats = npt.NDArray[np.float32]
+
+TILE = 2**15 - 2
+"""How many values are unpacked at once: they stay in a core's cache, and torch has 32,768 and more done by a team."""
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+_HALF_BIAS, _CODE_BIAS = 15, 7
+_HALF_NAN = 0x7E00
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float16)
+_FP4_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1).view(np.uint32).ravel()
+"""The two float16 values of each byte of FP4, the low four bits first."""
+
+_EXPONENTS = np.ldexp(np.float32(1), np.arange(-127, 128))
+_SCALES_OF_A_BYTE = {
+    "float8_e8m0fnu": np.append(_EXPONENTS, np.float32(np.nan)),
+    "uint8": np.append(_EXPONENTS, np.float32(np.inf)),
+}
+"""What a scale of one byte stands for: a power of two."""
+
+SCALE_DTYPES = ("float32", "bfloat16", "float16", *_SCALES_OF_A_BYTE)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockScaled:
+    """Matrices of codes, each block of ``rows`` times ``columns`` values with a scale of its own.
+
+    A tensor's parts are its codes (…, rows, columns; FP4 has two to a byte) and its scales (…, blocks down, blocks
+    across); the last block of a row or a column may be cut short.
+    """
+
+    name: Literal["fp8", "fp4"]
+    block_rows: int
+    block_columns: int
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes that it unpacks to."""
+        return DTYPES
+
+    def blocks(self, tensor: PackedTensor) -> tuple[PackedBlock, ...]:
+        """Return the blocks of ``tensor``: rows of one matrix, counted through all matrices."""
+        *_, rows, columns = tensor.shape
+        if not math.prod(tensor.shape):
+            return ()
+        height = max(1, int(BLOCK_BYTES // (columns * DTYPE_BYTES[tensor.dtype])))
+        height -= height % self.block_rows if height > self.block_rows else 0
+        found = []
+        for first in range(0, math.prod(tensor.shape[:-1]), rows):
+            for begin in range(first, first + rows, height):
+                end = min(begin + height, first + rows)
+                found.append(PackedBlock(self._spans(tensor, begin, end), begin, end))
+        return tuple(found)
+
+    def _spans(self, tensor: PackedTensor, begin: int, end: int) -> tuple[Extent, Extent]:
+        """Return where the codes and the scales lie of rows ``begin`` to ``end``, which are of one matrix."""
+        codes, scales = tensor.parts
+        rows, (down, across) = tensor.shape[-2], scales.shape[-2:]
+        matrix, inside = divmod(begin, rows)
+        last = -(-(inside + end - begin) // self.block_rows)
+        above = matrix * down
+        return (
+            _bytes_of(codes, begin * codes.shape[-1], end * codes.shape[-1]),
+            _bytes_of(scales, (above + inside // self.block_rows) * across, (above + last) * across),
+        )
+
+    def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
+        """Write the rows of ``block`` to their places in ``target``."""
+        *_, rows, columns = tensor.shape
+        codes, (_, scales) = data[0].reshape(block.end - block.begin, -1), tensor.parts
+        factors = _as_floats(data[1], scales.dtype).reshape(-1, scales.shape[-1])
+        made = torch.from_numpy(target).view(torch_dtype(tensor.dtype)).view(-1, columns)[block.begin : block.end]
+        tiles = _Tiles(self.name, has_nan=self.name == "fp8" and _has_nan(codes))
+        first, inside = block.begin % rows // self.block_rows, block.begin % rows
+        for left in range(0, columns, TILE):
+            right = min(left + TILE, columns)
+            of_block = np.arange(left, right) // self.block_columns
+            at_rest = slice(left * codes.shape[1] // columns, right * codes.shape[1] // columns)
+            for begin, end in self._strips(inside, inside + len(codes), right - left):
+                scale = factors[begin // self.block_rows - first : (end - 1) // self.block_rows - first + 1, of_block]
+                some = slice(begin - inside, end - inside)
+                tiles.fill(codes[some, at_rest], scale, made[some, left:right])
+
+    def _strips(self, begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
+        """Yield the rows that are taken together: those with the same scales, or single ones with their own."""
+        height = self.block_rows if self.block_rows > 1 else max(1, TILE // width)
+        while begin < end:
+            stop = min(end, begin + height - begin % height)
+            yield begin, stop
+            begin = stop
+
+    def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
+        """Return some of the matrices of a stack, or of a matrix the rows of whole blocks; else null."""
+        shape = (end - begin, *tensor.shape[1:])
+        codes, scales = tensor.parts
+        if len(shape) == 2:
+            if begin % self.block_rows or (end % self.block_rows and end != tensor.shape[0]):
+                return None
+            first, last = begin // self.block_rows, -(-end // self.block_rows)
+        else:
+            first, last = begin, end
+        return replace(tensor, parts=(_rows_of(codes, begin, end), _rows_of(scales, first, last)), shape=shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Memory for one tile: its values as float16, which numpy writes and torch reads, and as float32."""
+
+    bits: npt.NDArray[np.int16]
+    halves: torch.Tensor
+    floats: torch.Tensor
+
+
+class _Tiles:
+    """Unpacks tile by tile, in memory that is used again and again."""
+
+    def __init__(self, name: str, *, has_nan: bool) -> None:
+        self._floats = torch.empty(TILE, dtype=torch.float32, device="cpu")  # aligned, as numpy's would not be
+        self._halves = torch.empty(TILE, dtype=torch.int16, device="cpu").numpy()
+        self._shaped: dict[tuple[int, int], _Tile] = {}
+        self._has_nan = has_nan
+        self._decode, self._worth = _DECODERS[name]
+
+    def fill(self, codes: Bytes, scale: Floats, made: torch.Tensor) -> None:
+        """Unpack ``codes`` to ``made``, both by rows, by the ``scale`` of each column, or else of each value."""
+        rows, width = made.shape
+        factor, worth = self._factor(scale)
+        height = TILE // width
+        for begin in range(0, rows, height):
+            some = slice(begin, begin + height)
+            tile = self._tile(min(height, rows - begin), width)
+            self._decode(codes[some], tile.bits)
+            if self._has_nan:
+                tile.bits[(codes[some] & 0x7F) == 0x7F] = _HALF_NAN
+            tile.floats.copy_(tile.halves)
+            if worth != 1:
+                tile.floats.mul_(worth)
+            made[some].copy_(tile.floats.mul_(factor))
+
+    def _tile(self, rows: int, width: int) -> _Tile:
+        found = self._shaped.get((rows, width))
+        if found is None:
+            bits = self._halves[: rows * width].reshape(rows, width)
+            floats = self._floats[: rows * width].view(rows, width)
+            found = self._shaped[rows, width] = _Tile(bits, torch.from_numpy(bits).view(torch.float16), floats)
+        return found
+
+    def _factor(self, scale: Floats) -> tuple[torch.Tensor, float]:
+        """Return what to multiply by, and what else, since the product of both had no room in a float32."""
+        with np.errstate(over="ignore"):
+            both = scale * self._worth
+        fits = bool(np.isfinite(both).all())
+        return (torch.from_numpy(both), 1.0) if fits else (torch.from_numpy(scale), float(self._worth))
+
+
+def _decode_fp8(codes: Bytes, bits: npt.NDArray[np.int16]) -> None:
+    np.copyto(bits, codes.view(np.int8))  # the sign goes to the upper bits too
+    bits *= np.int16(2**7)  # a shift, which numpy does in twice the time
+    bits &= np.int16(-0x4080)  # the sign, and the seven bits that were shifted
+
+
+def _decode_fp4(codes: Bytes, bits: npt.NDArray[np.int16]) -> None:
+    np.take(_FP4_PAIRS, codes, out=bits.view(np.uint32), mode="clip")
+
+
+_DECODERS = {"fp8": (_decode_fp8, np.float32(2.0 ** (_HALF_BIAS - _CODE_BIAS))), "fp4": (_decode_fp4, np.float32(1))}
+"""What makes float16 of a format's codes, and what a code is worth more than that float16."""
+
+
+def _has_nan(codes: Bytes) -> bool:
+    return bool(codes.max() == 0xFF or codes.view(np.int8).max() == 0x7F)
+
+
+def _as_floats(data: Bytes, dtype: str) -> Floats:
+    """Return scales as float32."""
+    if dtype in _SCALES_OF_A_BYTE:
+        return _SCALES_OF_A_BYTE[dtype][data]
+    if dtype == "bfloat16":
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return data.view(dtype).astype(np.float32)
+
+
+def _bytes_of(extent: Extent, begin: int, end: int) -> Extent:
+    """Return the elements ``begin`` to ``end`` of ``extent`` as bytes."""
+    size = int(DTYPE_BYTES[extent.dtype])
+    return Extent(extent.file, extent.begin + begin * size, "uint8", ((end - begin) * size,))
+
+
+def _rows_of(extent: Extent, begin: int, end: int) -> Extent:
+    row = math.prod(extent.shape[1:]) * int(DTYPE_BYTES[extent.dtype])
+    return replace(extent, begin=extent.begin + begin * row, shape=(end - begin, *extent.shape[1:]))
+
+
+def sample() -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
+    """Return a tensor of one block, that block and its bytes, made up: what its rate is measured by."""
+    rows, columns, size = 512, 4096, 128
+    file = ShardFile("sample", Path("sample"), 0, None, "")
+    scales = np.full((rows // size, columns // size), 2.0**-12, np.float32)
+    parts = Extent(file, 0, "float8_e4m3fn", (rows, columns)), Extent(file, 0, "float32", scales.shape)
+    tensor = PackedTensor(BlockScaled("fp8", size, size), parts, "bfloat16", (rows, columns))
+    codes = np.arange(rows * columns, dtype=np.uint32) * np.uint32(2654435761) >> 24
+    (block,) = tensor.codec.blocks(tensor)
+    return tensor, block, [codes.astype(np.uint8) & 0xF7, scales.view(np.uint8).ravel()]
