@@ -228,4 +228,4 @@ def sample() -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
     tensor = PackedTensor(BlockScaled("fp8", size, size), parts, "bfloat16", (rows, columns))
     codes = np.arange(rows * columns, dtype=np.uint32) * np.uint32(2654435761) >> 24
     (block,) = tensor.codec.blocks(tensor)
-    return tensor, block, [codes.astype(np.uint8) & 0xF7, scales.view(np.uint8).ravel()]
+    return tensor, block, [codes.astype(np.uint8) & np.uint8(0xF7), scales.view(np.uint8).ravel()]

@@ -142,11 +142,13 @@ def test_blocks_hold_all_rows_once_and_no_more_than_they_may(tmp_path: Path) -> 
 def test_experts_and_blocks_of_rows_are_read_alone(tmp_path: Path) -> None:
     stack, matrix = packed(tmp_path, codes_of(4, 128, 256), scales_of(4, 1, 2)), codes_of(300, 128)
     expert = stack.codec.rows(stack, 1, 3)
-    assert expert is not None and expert.shape == (2, 128, 256)
+    assert expert is not None
+    assert expert.shape == (2, 128, 256)
     assert same_bits(read_packed(expert), read_packed(stack)[1:3])
     tensor = packed(tmp_path, matrix, scales_of(3, 1))
     rows = tensor.codec.rows(tensor, 128, 300)
-    assert rows is not None and same_bits(read_packed(rows), read_packed(tensor)[128:])
+    assert rows is not None
+    assert same_bits(read_packed(rows), read_packed(tensor)[128:])
     assert tensor.codec.rows(tensor, 1, 128) is None
     assert tensor.codec.rows(tensor, 0, 100) is None
 
@@ -204,7 +206,8 @@ def test_what_does_not_belong_together_is_refused_by_name(tmp_path: Path, fault:
     tensors, words = FAULTS[fault]
     with pytest.raises(CheckpointError, match=words) as error:
         folded(tmp_path, tensors)
-    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
 
 
 @pytest.mark.parametrize("size", [[128], [0, 128], "128x128", [128.0, 128]])
