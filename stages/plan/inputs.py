@@ -6,6 +6,7 @@ plan of their key.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from pathlib import Path
 from pipeline.stage import MEASURED, Config
 from pipeline.typed_config import read
 from stages.checkpoints.adapters import is_added
+from stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
 from stages.machine.hardware import Accelerator, Hardware, coarse
 from stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels, local_kernels
-from stages.machine.rates import Rates, local_rates, read_rates
+from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow, rooms
 from stages.plan.expert_slots import Routing
@@ -205,10 +207,11 @@ def _demand(
     )
 
 
-def machine_rates(config: Config, machine: Hardware, cache: Path) -> Rates:
+def machine_rates(config: Config, machine: Hardware, cache: Path, outline: Outline | None = None) -> Rates:
     """Return the rates that the config gives, the others as they are measured on the checkpoint's largest file.
 
-    Those of a machine that is described and isn't this one are nominal where they aren't given.
+    Those of a machine that is described and isn't this one are nominal where they aren't given. That of unpacking is
+    of the codecs which tensors of ``outline`` rest in.
     """
     described = config.get("hardware") or {}
     if described.get("devices") is not None:
@@ -216,7 +219,15 @@ def machine_rates(config: Config, machine: Hardware, cache: Path) -> Rates:
     files = weight_files(checkpoint_folder(config["model"]))
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     names = [accelerator.name for accelerator in machine.accelerators]
-    return local_rates(cache / MEASURED, sample, names, pinned=described.get("rates") or {})
+    pinned = described.get("rates") or {}
+    rates = local_rates(cache / MEASURED, sample, names, pinned=pinned)
+    if outline is None or "unpacking" in pinned:
+        return rates
+    used: Counter[str] = Counter()
+    for name, packed in outline.packed.items():
+        used[packed.codec] += outline.sizes[name]
+    unpacking = mean_rate(unpacking_rates(cache / MEASURED, used), used)
+    return rates if unpacking is None else replace(rates, unpacking=coarse_rate(unpacking))
 
 
 def host_kernels(config: Config, cache: Path) -> Kernels:

@@ -50,7 +50,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 12
+    version = 13
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -77,7 +77,7 @@ class PlanStage(Stage[PlanInputs]):
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
         config, stored = context.config, context.artifact("empty_init")
         outline, machine = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME))), hardware(config)
-        rates, kernels = machine_rates(config, machine, context.cache), host_kernels(config, context.cache)
+        rates, kernels = machine_rates(config, machine, context.cache, outline), host_kernels(config, context.cache)
         hit_rates = kept_hit_rates(context.cache, config["model"]) if outline.experts else None
         media = None
         if asking(config) == "generate":

@@ -1,0 +1,83 @@
+"""How fast what rests packed is unpacked: measured once for each codec, and kept beside the cache."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.machine import kernels
+from stages.machine.kept_figures import kept_or_measured
+from stages.machine.probes import READERS
+from stages.machine.rates import FILE_NAME, coarse_rate, is_rate
+
+if TYPE_CHECKING:
+    from stages.checkpoints.packed import PackedBlock, PackedTensor
+    from stages.machine.aligned_memory import Bytes
+
+_MODULES = {"fp8": "fp8", "mxfp4": "mxfp4", "zstd": "planes"}
+"""Codec → the module that has its sample; the formats of GGUF are in one."""
+_GGUF = "gguf"
+_ROUNDS = 6
+
+
+def unpacking_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
+    """Return the rates of the codecs ``names``, coarsely, in bytes in use a second: as kept in ``folder``, or measured
+    now and kept there. Those of which no sample can be made aren't among them.
+
+    A rate is that of all reading threads together, as many as compute at once on this machine's cores.
+    """
+    if not names:
+        return {}
+    machine = f"numpy {metadata.version('numpy')}; {kernels.identity()}"
+    wanted = {name: f"unpacking {name}; {machine}" for name in names}
+    probes: Mapping[str, Callable[[], Any]] = {key: partial(_measured, name) for name, key in wanted.items()}
+    kept = kept_or_measured(folder / FILE_NAME, probes, is_sound=is_rate)
+    return {name: coarse_rate(kept[key]) for name, key in wanted.items() if key in kept}
+
+
+def mean_rate(rates: Mapping[str, int], used_bytes: Mapping[str, int]) -> int | None:
+    """Return the one rate at which ``used_bytes`` by codec are unpacked one after the other; null where one is unknown
+    or there are none.
+    """
+    if not used_bytes or not used_bytes.keys() <= rates.keys():
+        return None
+    seconds = sum(count / rates[name] for name, count in used_bytes.items())
+    return round(sum(used_bytes.values()) / seconds) if seconds else None
+
+
+def _measured(name: str) -> int | None:
+    sample = _sample(name)
+    return None if sample is None else measure(*sample)
+
+
+def _sample(name: str) -> tuple[PackedTensor, PackedBlock, list[Bytes]] | None:
+    if name in _MODULES:
+        return import_module(f"stages.checkpoints.codecs.{_MODULES[name]}").sample()  # type: ignore[no-any-return]
+    gguf = import_module(f"stages.checkpoints.codecs.{_GGUF}")
+    return gguf.sample(name) if name in gguf.FORMATS else None
+
+
+def measure(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]) -> int:
+    """Return the bytes in use a second at which as many threads as read unpack the sample ``block`` of ``tensor``."""
+    import numpy as np
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = min(READERS, cores)
+    targets = [np.empty(tensor.bytes, np.uint8) for _ in range(threads)]
+
+    def unpack(target: Bytes) -> None:
+        for _ in range(_ROUNDS):
+            tensor.codec.unpack(tensor, block, data, target)
+
+    for target in targets:  # makes tables, and touches memory for the first time
+        tensor.codec.unpack(tensor, block, data, target)
+    with ThreadPoolExecutor(threads) as pool:
+        begin = time.perf_counter()
+        list(pool.map(unpack, targets))
+        return round(threads * _ROUNDS * tensor.bytes / (time.perf_counter() - begin))

@@ -1,0 +1,38 @@
+"""The rates of codecs: measured once, kept, and of several the one that they come to together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stages.checkpoints.codec_rates import mean_rate, unpacking_rates
+
+
+def test_a_rate_is_measured_once_and_kept_by_the_codecs_name(tmp_path: Path) -> None:
+    names = ["zstd", "mxfp4", "q4_k"]
+    found = unpacking_rates(tmp_path, names)
+    assert list(found) == names
+    assert all(10**7 < rate < 10**12 for rate in found.values()), "bytes in use a second, of a few cores"
+    kept = json.loads(tmp_path.joinpath("rates.json").read_text())
+    assert unpacking_rates(tmp_path, ["zstd"]) == {"zstd": found["zstd"]}
+    assert json.loads(tmp_path.joinpath("rates.json").read_text()) == kept
+
+
+def test_a_codec_without_a_sample_has_no_rate(tmp_path: Path) -> None:
+    assert unpacking_rates(tmp_path, ["unheard of"]) == {}
+    assert unpacking_rates(tmp_path, []) == {}
+    assert not list(tmp_path.glob("rates.json"))
+
+
+def test_what_several_codecs_unpack_takes_as_long_as_each_of_them_together() -> None:
+    assert mean_rate({"a": 10, "b": 40}, {"a": 100, "b": 400}) == 25
+    assert mean_rate({"a": 10}, {"a": 7}) == 10
+    assert mean_rate({"a": 10}, {"a": 7, "b": 1}) is None
+    assert mean_rate({}, {}) is None
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_codecs_that_unpack_nothing_have_no_rate(count: int) -> None:
+    assert mean_rate({"a": 10}, {"a": count}) == (10 if count else None)
