@@ -14,7 +14,7 @@ from itertools import accumulate
 from torch import nn
 
 from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.packed import SCRATCH_BYTES, AtRest, PackedTensor, rest_bytes
+from stages.checkpoints.packed import SCRATCH_BYTES, AtRest, PackedTensor, in_dtype, rest_bytes
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.adapted_model import without_adapter
 from stages.empty_init.merges import sources_in_order
@@ -48,7 +48,7 @@ def _packed(step: Step, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_e
 
     Several sources, one after the other, are read as they are ``by_expert``.
     """
-    sources = [_in_dtype(entries[name], spec.dtype) for name in sources_in_order(step, entries)]
+    sources = [in_dtype(entries[name], spec.dtype) for name in sources_in_order(step, entries)]
     parts = [source for source in sources if source is not None]
     bulk = next((part for part in parts if isinstance(part, PackedTensor)), None)
     if bulk is None or len(parts) < len(sources):
@@ -58,13 +58,6 @@ def _packed(step: Step, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_e
     if not (by_row if by_expert else alone):
         return None
     return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), _working_bytes(bulk))
-
-
-def _in_dtype(source: AtRest, dtype: str) -> AtRest | None:
-    """Return ``source`` as it is used in ``dtype``; null where it would have to be cast."""
-    if isinstance(source, PackedTensor) and dtype in source.codec.dtypes:
-        return replace(source, dtype=dtype)
-    return source if source.dtype == dtype else None
 
 
 def _are_rows(parts: Sequence[AtRest], shape: tuple[int, ...]) -> bool:
