@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pipeline.regular_files import read_object
 from stages.checkpoints.codecs.fp8_weights import fold_fp8
+from stages.checkpoints.codecs.mxfp4 import fold_mxfp4
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest
 
@@ -15,7 +16,7 @@ KEYS = ("quantization_config", "compression_config")
 
 Fold = Callable[[Mapping[str, Extent], Mapping[str, object]], Mapping[str, AtRest]]
 
-FOLDS: Mapping[str, Fold] = {"fp8": fold_fp8}
+FOLDS: Mapping[str, Fold] = {"fp8": fold_fp8, "mxfp4": fold_mxfp4}
 """The methods (``quant_method``) that are served: each makes one tensor of a weight and what belongs to it."""
 
 

@@ -80,7 +80,7 @@ class Mxfp4:
         return replace(tensor, parts=parts, shape=(end - begin, *tensor.shape[1:]))
 
 
-def fold(entries: Mapping[str, Extent], quantization: Mapping[str, object]) -> dict[str, AtRest]:
+def fold_mxfp4(entries: Mapping[str, Extent], quantization: Mapping[str, object]) -> dict[str, AtRest]:
     """Return ``entries`` with one packed tensor in the place of each stack's blocks and scales.
 
     All that ``quantization``, the config's, says beside the method is told by the names. A ``CheckpointError`` names

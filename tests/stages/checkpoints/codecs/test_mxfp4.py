@@ -8,7 +8,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.codecs.mxfp4 import Mxfp4, fold, sample
+from stages.checkpoints.codecs.mxfp4 import Mxfp4, fold_mxfp4, sample
 from stages.checkpoints.packed import AtRest, PackedTensor
 from stages.checkpoints.packed_reads import read_packed
 
@@ -26,7 +26,7 @@ def random_stack(experts: int, rows: int, groups: int) -> dict[str, torch.Tensor
 
 def folded(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, AtRest]:
     save_file(tensors, folder / "model.safetensors")
-    return fold(open_checkpoint(folder).entries, {"quant_method": "mxfp4"})
+    return fold_mxfp4(open_checkpoint(folder).entries, {"quant_method": "mxfp4"})
 
 
 def packed(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> PackedTensor:
