@@ -23,6 +23,8 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.legacy_pickle import check_storages
 from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
 from stages.checkpoints.packed_reads import fill_packed, read_packed
+from stages.checkpoints.quantised import logical_entries
+from stages.checkpoints.quantization import quantization_of
 from stages.checkpoints.safetensors_header import check_name
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
 from stages.machine.aligned_memory import byte_view
@@ -63,7 +65,7 @@ class SafetensorsReader:
     """Reads tensors of safetensors files."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.entries: Mapping[str, AtRest] = checkpoint.entries
+        self.entries = logical_entries(checkpoint.entries, quantization_of(checkpoint.folder))
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as the checkpoint has it."""

@@ -19,6 +19,7 @@ from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from stages.checkpoints.config_files import parse_config
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
+from stages.checkpoints.quantization import KEYS as QUANTISED, SERVED, advice_for, method_of, quantization_of
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import is_plain_name
 from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
@@ -40,9 +41,6 @@ _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _BESIDE_MODELS = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
 """How the names begin of those parts of a pipeline of diffusers that aren't models."""
 
-_QUANTISED = ("quantization_config", "compression_config")
-"""The keys of a ``config.json`` that say that weights are stored as numbers which mean something else."""
-
 WHERE_CODE_IS_FOUND = "give PACKAGE.MODULE.CLASS, with the package installed, on PYTHONPATH or in the current folder"
 
 
@@ -51,7 +49,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
 
     A pretrained model is its config's bytes, its class, the versions of the libraries and, where its own code is
     trusted, that code; a module is its target, its arguments in their order, and all code that they name. A
-    ``CheckpointError`` where the config says that the weights are quantised.
+    ``CheckpointError`` where the config says that the weights are quantised by a method that isn't served.
     """
     torch = metadata.version("torch")
     if model["kind"] == "module":
@@ -158,15 +156,17 @@ def quantization_fault(folder: Path) -> str | None:
 
     Without what their scales say, the numbers of a quantised checkpoint are those of no model.
     """
+    served = quantization_of(folder)
     configs = (config for _, config in walk(read_config(folder)) if isinstance(config, Mapping))
-    declared = next(((key, config[key]) for config in configs for key in _QUANTISED if config.get(key)), None)
-    if declared is None:
+    declared = [(key, config[key]) for config in configs for key in QUANTISED if config.get(key)]
+    others = ((key, value) for key, value in declared if value != served or method_of(value) not in SERVED)
+    key, value = next(others, ("", None))
+    if not key:
         return None
-    key, value = declared
-    method = value.get("quant_method", "none is named") if isinstance(value, Mapping) else value
+    method = method_of(value)
     return (
-        f"{str(folder / 'config.json')!r} declares quantised weights ({key}, quant_method: {str(method)[:40]!r}), "
-        f"which aren't served; give a checkpoint of plain weights, or take {key} out of the config if these are"
+        f"{str(folder / 'config.json')!r} declares quantised weights ({key}, quant_method: {method!r}), "
+        f"which aren't served; {advice_for(method)}; or take {key} out of the config if these are plain"
     )
 
 
@@ -175,7 +175,7 @@ def open_packed(model: Mapping[str, Any]) -> Checkpoint | None:
     if model["kind"] != "pretrained":
         return None
     configs = (config for _, config in walk(read_config(checkpoint_folder(model))) if isinstance(config, Mapping))
-    if not str(model["path"]).endswith(".gguf") and not any(config.get(_QUANTISED[0]) for config in configs):
+    if not str(model["path"]).endswith(".gguf") and not any(config.get(QUANTISED[0]) for config in configs):
         return None
     return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))
 

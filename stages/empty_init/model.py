@@ -16,6 +16,7 @@ from pipeline.errors import CheckpointError, ConfigError, closest, foreign
 from stages.checkpoints.adapters import adapter_folder
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.quantization import KEYS as QUANTISED
 from stages.empty_init.adapted_model import add_adapter
 from stages.empty_init.config_limits import check_numbers
 from stages.empty_init.identity import constructor_arguments, is_of_diffusers, read_config
@@ -81,7 +82,14 @@ def read_class(node: Mapping[str, Any]) -> tuple[Any, Any]:
     folder, remote = checkpoint_folder(node), bool(node.get("trust_remote_code"))
     with foreign(CheckpointError, f"{folder / 'config.json'}: no model can be built from it"):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
+        _forget_quantization(config)
         return config, _model_class(node.get("class"), config, folder=folder, remote=remote)
+
+
+def _forget_quantization(config: Any) -> None:
+    """Take from ``config`` how weights rest: the model has them as they are used, and is saved so."""
+    for part in (config, config.get_text_config()):
+        part.__dict__.pop(QUANTISED[0], None)
 
 
 def _model_class(override: str | None, config: Any, *, folder: Path, remote: bool) -> Any:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError
-from stages.empty_init.identity import identity, resolve_dtype
+from stages.empty_init.identity import identity, quantization_fault, resolve_dtype
 from stages.empty_init.stage import EmptyInitStage
 
 
@@ -111,7 +111,8 @@ def test_trusted_code_counts_wherever_it_comes_from(tmp_path: Path, monkeypatch:
 
 QUANTISED = {
     "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "fp8": {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+    "bitsandbytes": {"text_config": {"quantization_config": {"quant_method": "bitsandbytes"}}},
+    "fp8": {"vision_config": {"quantization_config": {"quant_method": "fp8"}}},
     "compressed-tensors": {"compression_config": {"quant_method": "compressed-tensors"}},
     "none is named": {"quantization_config": {"bits": 4}},
 }
@@ -125,6 +126,20 @@ def test_a_quantised_checkpoint_is_refused_by_its_method(tmp_path: Path, method:
     assert repr(method) in str(faults[0])
     with pytest.raises(CheckpointError, match=f"quantised weights .*{method}"):
         identity(pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp8", "mxfp4"])
+def test_a_checkpoint_quantised_by_a_method_that_is_served_is_no_fault(tmp_path: Path, method: str) -> None:
+    quantised = {"quantization_config": {"quant_method": method}}
+    for config in (quantised, {"text_config": quantised}):
+        tmp_path.joinpath("config.json").write_text(json.dumps({**LLAMA, **config}))
+        assert quantization_fault(tmp_path) is None
+
+
+def test_who_gives_what_is_not_served_is_told_what_would_work(tmp_path: Path) -> None:
+    for method, words in {"gptq": "or one quantised by a method that is", "bitsandbytes": "call dequantize()"}.items():
+        tmp_path.joinpath("config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+        assert words in str(quantization_fault(tmp_path))
 
 
 def test_a_config_that_declares_nothing_quantised_is_no_fault(tmp_path: Path) -> None:

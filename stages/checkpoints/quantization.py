@@ -1,0 +1,41 @@
+"""What a checkpoint's config says of how its weights are quantised. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.regular_files import read_object
+
+KEYS = ("quantization_config", "compression_config")
+"""The keys of a ``config.json`` that say that weights are stored as numbers which mean something else."""
+
+FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
+SERVED = (FP8, MXFP8, MXFP4)
+"""The methods (``quant_method``) whose weights are unpacked as they are used."""
+
+_BY_TRANSFORMERS = ("bitsandbytes", "higgs")
+"""The methods whose models transformers can dequantise as a whole."""
+
+
+def quantization_of(folder: Path) -> Mapping[str, object] | None:
+    """Return what the ``config.json`` in ``folder`` says of how weights are quantised; null if nothing."""
+    config = read_object(folder / "config.json")
+    nested = config.get("text_config")
+    places = (config, nested if isinstance(nested, Mapping) else {})
+    declared = (place[KEYS[0]] for place in places if isinstance(place.get(KEYS[0]), Mapping) and place[KEYS[0]])
+    return next(declared, None)
+
+
+def method_of(quantization: object) -> str:
+    """Return the name of the method that a config declares by ``quantization``."""
+    named = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+    return str(named or "none is named")[:40]
+
+
+def advice_for(method: str) -> str:
+    """Return what to do with a checkpoint that is quantised by ``method``, which isn't served."""
+    first = "give the checkpoint in its original dtype"
+    if method in _BY_TRANSFORMERS:
+        return f"{first}, or load this one with transformers, call dequantize() and save_pretrained() the model"
+    return f"{first}, or one quantised by a method that is ({', '.join(SERVED)})"
