@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tests.fuzz import caches, commands, records, texts, weights
+from tests.fuzz import caches, commands, packed, records, texts, weights
 from tests.fuzz.formats import Format
 from tests.fuzz.workers import modules_of
 
-FORMATS = {
-    kind.name: kind for kind in (*weights.FORMATS, *texts.FORMATS, *caches.FORMATS, *records.FORMATS, *commands.FORMATS)
-}
+ROOMS = (weights, packed, texts, caches, records, commands)
+FORMATS = {kind.name: kind for room in ROOMS for kind in room.FORMATS}
 
 
 def warm_up(chosen: Sequence[Format]) -> None:
