@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from stages.checkpoints.codecs.planes import codec_of, new_compressor, pack_tile
 from stages.checkpoints.gguf_header import read_gguf_header
 from stages.checkpoints.packed import PackedTensor
 from stages.checkpoints.packed_reads import read_packed
+from stages.checkpoints.quantised import logical_entries, quantization_of
 from stages.checkpoints.readers import open_reader
 from stages.checkpoints.shard_files import ShardFile
 from tests.fuzz.formats import ALONE, RIGHT, Format, require
@@ -46,8 +48,8 @@ def _make_fp8(folder: Path) -> None:
     plain = {"norm.weight": torch.ones(6).bfloat16(), "head.weight": _matrix(9, 3, 8).bfloat16()}
     weights = {f"layers.{seed}.weight": _matrix(seed, 8, 16) for seed in range(3)}
     packed = {name: part for key, weight in weights.items() for name, part in quantiser.convert({key: weight}).items()}
-    powers = {"power.weight": packed["layers.0.weight"], "power.weight_scale_inv": torch.tensor([[[120, 127]]])[0]}
-    powers["power.weight_scale_inv"] = powers["power.weight_scale_inv"].byte().view(torch.float8_e8m0fnu)
+    codes, exponents = packed["layers.0.weight"].clone(), torch.tensor([[120, 127]], dtype=torch.uint8)
+    powers = {"power.weight": codes, "power.weight_scale_inv": exponents}
     _write(folder, {**plain, **packed, **powers}, config.to_dict())
 
 
@@ -69,10 +71,12 @@ def _write(folder: Path, tensors: Tensors, quantization: Mapping[str, Any]) -> N
 
 def _unpacked(path: Path) -> Tensors:
     """Return all tensors of a checkpoint as they are used."""
-    reader = open_reader(open_checkpoint(path))
+    checkpoint = open_checkpoint(path)
+    reader = open_reader(checkpoint)
+    entries = logical_entries(checkpoint.entries, quantization_of(path))
     return {
         name: read_packed(entry) if isinstance(entry, PackedTensor) else reader.borrow(name)
-        for name, entry in reader.entries.items()
+        for name, entry in entries.items()
     }
 
 
@@ -113,7 +117,16 @@ def _attempt_weights(folder: Path, _pristine: Path, *, reference: Reference) -> 
     return RIGHT
 
 
-_RAISED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError, ArithmeticError)
+_RAISED = (
+    RuntimeError,
+    AssertionError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    NotImplementedError,
+    ArithmeticError,
+)
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -209,7 +222,12 @@ def _read_planes(index: Path) -> torch.Tensor:
     return read_packed(codec.located(file, 0, tuple(told["shape"])))
 
 
+_fp8, _mxfp4 = (partial(_attempt_weights, reference=reference) for reference in (_by_fp8, _by_mxfp4))
 FORMATS = (
+    Format("fp8", _make_fp8, ("*.safetensors",), SAFETENSORS, _fp8),
+    Format("fp8 config", _make_fp8, ("config.json",), JSON, _attempt_config),
+    Format("mxfp4", _make_mxfp4, ("*.safetensors",), SAFETENSORS, _mxfp4),
+    Format("mxfp4 config", _make_mxfp4, ("config.json",), JSON, _attempt_config),
     Format("gguf", _make_gguf, ("*.gguf",), GGUF, _attempt_gguf),
     Format("planes", _make_planes, ("*.dat",), FRAMES, _attempt_planes),
 )

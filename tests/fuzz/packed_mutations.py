@@ -63,8 +63,7 @@ def _read_fields(content: bytes) -> Iterator[Field]:
         at += 8 + _number(content, at, 8)
         yield at, 4
         kind, at = _number(content, at, 4), at + 4
-        for place, width in _value_fields(content, at, kind):
-            yield place, width
+        yield from _value_fields(content, at, kind)
         at = _value_end(content, at, kind)
     for _ in range(tensors):
         yield at, 8
