@@ -43,7 +43,7 @@ class Binding:
         if self.table[self.attribute] is self.waiting:
             tensor = tensor.data  # its own count of writes: the staging memory around it is written all the time
             learns = self.waiting.requires_grad and torch.is_grad_enabled()
-            self.bound = _read_only(self.waiting, tensor, self.name) if learns else rebuild(self.waiting, tensor)
+            self.bound = read_only(self.waiting, tensor, self.name) if learns else rebuild(self.waiting, tensor)
             self.table[self.attribute], self.version = self.bound, _writes(self.bound)
 
     def unbind(self) -> None:
@@ -79,7 +79,8 @@ class _ReadOnly(torch.autograd.Function):
         )
 
 
-def _read_only(waiting: torch.Tensor, data: torch.Tensor, name: str) -> torch.Tensor:
+def read_only(waiting: torch.Tensor, data: torch.Tensor, name: str) -> torch.Tensor:
+    """Return ``data`` of the weight ``name`` that waits, as something whose gradient is refused."""
     found: torch.Tensor = _ReadOnly.apply(waiting, data, name)  # type: ignore[no-untyped-call]
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,11 @@ from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.streaming.bindings import Binding, make_binding
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.mapped_weights import MappedWeights
+from stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
 from stages.dispatch.streaming.turns import Place
 from stages.machine.devices import Devices
 from stages.plan.serving import Serving
+from stages.shard_load.disk_weights import DiskWeights
 from stages.units import CPU, DeviceId
 
 
@@ -71,11 +73,12 @@ class StreamedPart:
 
 
 def streamed_parts(
-    model: nn.Module, plan: DispatchPlan, extents: Mapping[str, AtRest], *, devices: Devices, stack: ExitStack
+    model: nn.Module, plan: DispatchPlan, stored: DiskWeights, *, devices: Devices, stack: ExitStack
 ) -> Iterator[StreamedPart]:
     """Yield the parts that are bound for each use, those that are used in maps of their shards mapped until ``stack``
     is closed.
     """
+    extents = stored.extents
     maps = stack.enter_context(MappedWeights(extents))
     for name, part in plan.parts.items():
         apart = devices.is_apart(part.execution)
@@ -85,9 +88,12 @@ def streamed_parts(
                 continue
             # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
             if apart or serving == "copy" or tensor in extents:
-                bindings[_way(serving, extents.get(tensor))].append(
-                    make_binding(model, tensor, on_disk=tensor in extents)
-                )
+                binding, source = make_binding(model, tensor, on_disk=tensor in extents), extents.get(tensor)
+                if serving == "rows" and isinstance(source, PackedTensor) and can_be_looked_up(source):
+                    have_table_wait(binding, stored, source)
+                    stack.callback(binding.restore)
+                else:
+                    bindings[_way(serving, source)].append(binding)
         if apart and (brought := bindings["copy"] + bindings["direct"]):
             yield StreamedPart(name, brought, part.execution)
         if not apart and bindings["direct"]:

@@ -127,7 +127,7 @@ class Streamer:
             entries = {name: self._devices.torch_device(device) for name, device in plan.entries.items()}
             for unhook in move_inputs(self._model, entries, skip_keys=self._skip_keys):
                 self._stack.callback(unhook)
-        parts = list(streamed_parts(self._model, plan, self._extents, devices=self._devices, stack=self._stack))
+        parts = list(streamed_parts(self._model, plan, self._stored, devices=self._devices, stack=self._stack))
         self._passes = ModelPasses(
             self._model,
             begin=self._begin,

@@ -1,5 +1,6 @@
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,15 @@ from pipeline.errors import CheckpointError
 from stages.checkpoints import bulk_reader as bulk
 from stages.checkpoints.bulk_reader import BulkReader, TensorRead, read_into_new_memory
 from stages.checkpoints.direct_file import DirectFile
+from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import in_pieces, rest_bytes
 from stages.checkpoints.page_cache import cached_pages
+from stages.checkpoints.readers import read_extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.machine import aligned_memory as memory
 from stages.machine.devices import Devices
+from tests.stages.packed_models import PackedFile, ScaledRows, coded
 
 
 @pytest.fixture
@@ -156,3 +161,42 @@ def test_more_files_than_are_opened_at_a_time_are_read(tmp_path: Path, monkeypat
     with BulkReader() as reader:
         reader.read(pieces, lambda count: None)
     assert [piece.target.unique().tolist() for piece in pieces] == [[number] for number in range(5)]
+
+
+@pytest.mark.parametrize("make", [zeroed, simulated])
+@pytest.mark.parametrize("cold", [True, False])
+@pytest.mark.parametrize("codec", [ScaledRows(), ScaledRows(turned=True), ScaledRows(block_rows=5000)])
+def test_what_rests_packed_is_unpacked_to_where_it_stays(
+    codec: ScaledRows, cold: bool, make: Callable[..., TensorRead], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    wanted = [coded(torch.randn(300, 70), codec)[2], coded(torch.randn(3, 40, 50), codec)[2]]
+    file = PackedFile(tmp_path / "f", codec)
+    for number, tensor in enumerate(wanted):
+        file.add(str(number), tensor)
+    places = file.write()
+    if cold:
+        drop_from_cache(tmp_path / "f")
+    pieces = [make(replace(place, dtype=dtype), torch_dtype(dtype)) for place in places.values() for dtype in DTYPES]
+    counted: list[int] = []
+    with BulkReader() as bulk:
+        bulk.read(pieces, counted.append)
+    for number, piece in enumerate(pieces):
+        assert torch.equal(piece.target, wanted[number // 2].to(piece.target.dtype))
+    assert sum(counted) >= 2 * sum(map(rest_bytes, places.values()))
+
+
+DTYPES = ("float32", "bfloat16")
+
+
+def test_rows_of_a_packed_tensor_are_it_together(tmp_path: Path) -> None:
+    file = PackedFile(tmp_path / "f", ScaledRows())
+    file.add("long", coded(torch.randn(3000, 1000), ScaledRows())[2])
+    file.add("flat", torch.ones(5, 3))
+    long, flat = file.write().values()
+    pieces = in_pieces(long)
+    assert [begin for begin, _ in pieces] == [0, 4096 * 1000, 2 * 4096 * 1000]
+    assert torch.equal(torch.cat([read_extent(piece) for _, piece in pieces]), read_extent(long))
+    assert in_pieces(flat) == [(0, flat)]
+    whole = replace(long, codec=ScaledRows(alone=False))
+    assert in_pieces(whole) == [(0, whole)]

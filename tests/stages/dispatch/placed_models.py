@@ -75,7 +75,10 @@ def score_for(skeleton: Skeleton, homes: Mapping[str, DeviceId], execution: Mapp
 
 
 class Setup:
-    """A model placed by ``homes`` (name → device) and streamed, to the devices given or to two simulated ones."""
+    """A model placed by ``homes`` (name → device) and streamed, to the devices given or to two simulated ones.
+
+    ``store`` writes what lies on disk.
+    """
 
     def __init__(
         self,
@@ -98,7 +101,8 @@ class Setup:
                 there = self.devices.put(owner._parameters[attribute].data, home)
                 owner._parameters[attribute] = nn.Parameter(there, requires_grad=False)
         self.resident = sum(tensor.bytes for tensor in skeleton.tensors if placed[tensor.name] == 0)
-        extents = to_disk(model, {name for name, home in placed.items() if home == "disk"}, folder / "weights")
+        store = options.pop("store", to_disk)
+        extents = store(model, {name for name, home in placed.items() if home == "disk"}, folder / "weights")
         self.streamer = Streamer(model, self.score, stored=DiskWeights(extents), devices=self.devices, **options)
 
     def ledger(self, device: int) -> Ledger:

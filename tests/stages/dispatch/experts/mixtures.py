@@ -26,6 +26,7 @@ from stages.dispatch.transfer.carrier import Traffic
 from stages.empty_init.describe import describe
 from stages.machine.devices import Devices
 from stages.shard_load.disk_weights import DiskWeights
+from stages.units import DeviceId
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -65,14 +66,26 @@ def mixture(name: str, dtype: torch.dtype = torch.bfloat16, *, experts: str = "g
 
 
 @contextmanager
-def waiting_experts(model: nn.Module, slots: int, *, policy: str = DEFAULT) -> Iterator[tuple[RoutedModel, Traffic]]:
-    """Have the experts of ``model`` wait in memory, on a simulated accelerator's other side, behind ``slots``."""
+def waiting_experts(
+    model: nn.Module,
+    slots: int,
+    *,
+    policy: str = DEFAULT,
+    stored: DiskWeights | None = None,
+    computes: DeviceId = 0,
+) -> Iterator[tuple[RoutedModel, Traffic]]:
+    """Have the experts of ``model`` wait in memory, on a simulated accelerator's other side, behind ``slots``.
+
+    Or as ``stored`` has them, and as another device ``computes`` them.
+    """
     skeleton = describe(model, rehearsed=False)
     whole = sum(skeleton.by_name[name].bytes for spec in skeleton.experts for name in spec.tensors)
     one = whole // sum(spec.count for spec in skeleton.experts)
-    devices, stored, traffic = Devices({0: 2 * whole}), DiskWeights({}), Traffic()
-    parts = {spec.module: ModulePlan(0, dict.fromkeys(spec.tensors, "experts"), (), spec) for spec in skeleton.experts}
-    plan = DispatchPlan(0, parts, {}, (), 0, 0, {}, {0: slots * one})
+    devices, stored, traffic = Devices({0: 2 * whole}), stored or DiskWeights({}), Traffic()
+    parts = {
+        spec.module: ModulePlan(computes, dict.fromkeys(spec.tensors, "experts"), (), spec) for spec in skeleton.experts
+    }
+    plan = DispatchPlan(computes, parts, {}, (), 0, 0, {}, {computes: slots * one})
     with ExitStack() as stack:
         yield (
             attach_experts(

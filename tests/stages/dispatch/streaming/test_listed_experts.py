@@ -19,6 +19,7 @@ from stages.shard_load.disk_weights import DiskWeights
 from stages.units import DeviceId
 from tests.stages.dispatch.placed_models import to_disk
 from tests.stages.listed_experts import STYLES, WORDS, HitExperts, Mixture, SortedExperts, mixture
+from tests.stages.packed_models import ScaledRows, quantised, to_packed
 
 IN_ORDER = [HitExperts, SortedExperts]
 """These go through the experts in their order, and not token by token."""
@@ -30,7 +31,10 @@ STAGING = {"one matrix": 140_000, "little": 400_000, "an expert": 700_000, "a la
 
 
 class Listed:
-    """A mixture on disk that is streamed to ``computes``, and the same in memory; every pass is compared."""
+    """A mixture on disk that is streamed to ``computes``, and the same in memory; every pass is compared.
+
+    With a ``codec`` its matrices rest packed.
+    """
 
     def __init__(
         self,
@@ -40,15 +44,17 @@ class Listed:
         style: type[HitExperts] = HitExperts,
         rehearsed: bool = True,
         computes: DeviceId = "cpu",
+        codec: ScaledRows | None = None,
     ) -> None:
-        self.plain, self.model = mixture(style), mixture(style)
+        self.plain, self.model = (quantised(m, codec) if codec else m for m in (mixture(style), mixture(style)))
         skeleton = describe(self.model, rehearsed=rehearsed, call=lambda m: m(torch.ones((1, 8), dtype=torch.long)))
         homes: dict[str, DeviceId] = {tensor.name: "disk" for tensor in skeleton.tensors}
         execution = {parent(name): computes for name in homes}
         serving = serve(Outline(skeleton), homes, execution, io="direct")
         plan = Plan("explicit", computes, homes, homes, execution, serving, {}, {}, 0, {})
         dispatch = replace(make_dispatch_plan(skeleton, plan), staging_bytes=staging, reserves={0: staging})
-        extents = to_disk(self.model, set(homes), folder / "weights", begin=64)
+        store = to_packed(codec) if codec else to_disk
+        extents = store(self.model, set(homes), folder / "weights", begin=64)
         devices = Devices({} if computes == "cpu" else {0: 10**8})
         self.streamer = Streamer(self.model, dispatch, stored=DiskWeights(extents), devices=devices)
         self.called: set[str] = set()
@@ -172,3 +178,15 @@ def test_a_backward_brings_the_experts_again_that_were_called(computes, listed) 
     for _ in range(2):
         assert torch.equal(gradient(stage.model), gradient(stage.plain))
     assert stage.streamer.traffic.overflow_bytes == 0
+
+
+@pytest.mark.parametrize("computes", ["cpu", 0])
+@pytest.mark.parametrize("codec", [ScaledRows(block_rows=40), ScaledRows(turned=True)], ids=["in rows", "turned"])
+def test_experts_that_rest_packed_are_read_in_their_bytes_at_rest(
+    codec: ScaledRows, computes: DeviceId, listed: Callable[..., Listed]
+) -> None:
+    there = listed(staging=STAGING["a layer"], codec=codec, computes=computes)
+    there.answer(40)
+    for _ in range(3):
+        streamed, read, routed = there.answer(1)
+        assert max(streamed, read) < 0.3 * (routed + there.plain.embed.weight.nbytes)

@@ -1,0 +1,64 @@
+"""An embedding that rests packed on disk: of it only the rows that are asked for are read, and unpacked.
+
+No map of its file could be used, since what lies there isn't the table. Whatever else is done to it reads all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from stages.checkpoints.packed import PackedTensor
+from stages.checkpoints.packed_reads import read_packed
+from stages.dispatch.streaming.bindings import Binding, read_only, source_of
+from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
+
+
+def can_be_looked_up(table: PackedTensor) -> bool:
+    """Return whether rows of ``table`` can be read one by one."""
+    return table.codec.rows(table, 0, 1) is not None
+
+
+class PackedTable(WaitingTensor):
+    """The tensor that stands for ``packed`` between its uses, and is looked up where it lies."""
+
+    packed: PackedTensor
+
+    @classmethod
+    def of(cls, like: torch.Tensor, source: WaitingSource, packed: PackedTensor) -> PackedTable:
+        """Return the table that stands for ``like``, and is read from ``source`` where it is read whole."""
+        table = cls(like, source)
+        table.packed = packed
+        return table
+
+    def again(self) -> PackedTable:
+        """Return another table that waits as this one does."""
+        return PackedTable.of(self.as_meta(), self.source, self.packed)
+
+    def look_up(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the rows at ``indices``, a tensor of any shape on the cpu; each is read once."""
+        wanted, places = torch.unique(indices, return_inverse=True)
+        rows = [self.packed.codec.rows(self.packed, row, row + 1) for row in wanted.tolist()]
+        table = torch.cat([read_packed(row) for row in rows if row is not None])
+        learns = self.requires_grad and torch.is_grad_enabled()
+        return functional.embedding(places, read_only(self, table, self.source.name) if learns else table)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {name: value for name, value in (kwargs or {}).items() if value is not None}
+        table = args[1] if len(args) == 2 else None
+        if func is functional.embedding and isinstance(table, PackedTable) and "max_norm" not in given:
+            with torch._C.DisableTorchFunctionSubclass():
+                if args[0].numel() and bool(((args[0] >= 0) & (args[0] < len(table))).all()):
+                    return table.look_up(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def have_table_wait(binding: Binding, stored: Mapping[str, torch.Tensor], packed: PackedTensor) -> None:
+    """Have ``packed`` be looked up in the place of ``binding``, on the host; ``stored`` reads all of it."""
+    table = PackedTable.of(binding.waiting, source_of(binding, stored, torch.device("cpu")), packed)
+    table.kept = binding.waiting
+    binding.wait_as(table)
