@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch import nn
 
 from stages.checkpoints.mapped_file import MappedFile
 from stages.checkpoints.packed import AtRest, PackedTensor
-from stages.dispatch.dispatch_plan import DispatchPlan
+from stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from stages.dispatch.streaming.bindings import Binding, make_binding
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.mapped_weights import MappedWeights
@@ -82,18 +82,7 @@ def streamed_parts(
     maps = stack.enter_context(MappedWeights(extents))
     for name, part in plan.parts.items():
         apart = devices.is_apart(part.execution)
-        bindings: dict[Serving, list[Binding]] = {"copy": [], "direct": [], "map": [], "rows": []}
-        for tensor, serving in part.serving.items():
-            if serving == "experts":
-                continue
-            # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
-            if apart or serving == "copy" or tensor in extents:
-                binding, source = make_binding(model, tensor, on_disk=tensor in extents), extents.get(tensor)
-                if serving == "rows" and isinstance(source, PackedTensor) and can_be_looked_up(source):
-                    have_table_wait(binding, stored, source)
-                    stack.callback(binding.restore)
-                else:
-                    bindings[_way(serving, source)].append(binding)
+        bindings = _bindings(model, part, stored, apart=apart, stack=stack)
         if apart and (brought := bindings["copy"] + bindings["direct"]):
             yield StreamedPart(name, brought, part.execution)
         if not apart and bindings["direct"]:
@@ -105,6 +94,25 @@ def streamed_parts(
                 files = maps.use(mapped, looked_up=looked_up)
                 count = 0 if looked_up else sum(extents[binding.name].bytes for binding in mapped)
                 yield StreamedPart(name, mapped, CPU, brought=False, files=files, streamed_bytes=count)
+
+
+def _bindings(
+    model: nn.Module, part: ModulePlan, stored: DiskWeights, *, apart: bool, stack: ExitStack
+) -> Mapping[Serving, list[Binding]]:
+    """Return the places of what is bound for each use, by how it is served; packed tables are looked up from now on."""
+    found: dict[Serving, list[Binding]] = {"copy": [], "direct": [], "map": [], "rows": []}
+    for tensor, serving in part.serving.items():
+        source = stored.extents.get(tensor)
+        # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
+        if serving == "experts" or not (apart or serving == "copy" or source is not None):
+            continue
+        binding = make_binding(model, tensor, on_disk=source is not None)
+        if serving == "rows" and isinstance(source, PackedTensor) and can_be_looked_up(source):
+            have_table_wait(binding, stored, source)
+            stack.callback(binding.restore)
+        else:
+            found[_way(serving, source)].append(binding)
+    return found
 
 
 def _way(serving: Serving, source: AtRest | None) -> Serving:
