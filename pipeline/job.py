@@ -7,11 +7,9 @@ jobs, a capped run and a replay have in common: nothing is composed again, so to
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import logging.config
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from typing import Any, Literal, cast
 from pipeline.atomic_files import mendable
 from pipeline.command_exit import run_command
 from pipeline.errors import BudgetError, CheckpointError
+from pipeline.job_process import die_with_parent
 from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
 from pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
@@ -32,7 +31,6 @@ from pipeline.stage import Report
 from pipeline.terminal import announce, shorten
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _FROM_FILES = {"checkpoint": "path", "adapter": "adapter"}
 """The parts of a stage's key that are read from files, each with the key of ``model`` that says where these lie."""
 
@@ -159,7 +157,7 @@ class _Watch(Observer):
 def main() -> None:
     """Run the job whose record lies in the folder that the first argument names, then exit with its code."""
     started = time.perf_counter()
-    _die_with_parent()
+    die_with_parent()
     parser = argparse.ArgumentParser(prog="offstage-job", description="Runs the job that a run folder describes.")
     parser.add_argument("folder", type=Path, help="the run's folder, with a run.json whose status is running")
     parser.add_argument("--group", type=Path, help="the memory group that this process is in")
@@ -197,9 +195,3 @@ def configure_log(folder: Path, *, chosen: Mapping[str, Any] | None = None, debu
     screen.setLevel(logging.WARNING)
     level = logging.DEBUG if debug else logging.INFO
     logging.basicConfig(level=level, format=LOG_FORMAT, handlers=[file, screen], force=True)
-
-
-def _die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the process that waits for this job is gone: nobody would see its end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)

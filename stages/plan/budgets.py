@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ConfigError
 from stages.machine.hardware import Hardware, coarse
-from stages.machine.host_memory import PROCESS_BYTES
 from stages.plan.outline import Layer
 from stages.plan.placement import Homes
 from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
@@ -87,7 +86,7 @@ def _automatic(machine: Hardware, needed: int) -> Allowance:
     request = 0 if machine.accelerators else needed
     terms["cpu"] = {
         "available": free,
-        "process": -PROCESS_BYTES,
+        "process": -machine.host.process_bytes,
         "libraries": -LIBRARY_BYTES,
         "request": -request,
         "margin": -round(free * MARGIN),

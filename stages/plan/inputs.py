@@ -17,9 +17,10 @@ from stages.checkpoints.adapters import is_added
 from stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.weight_files import weight_files
-from stages.machine.hardware import Accelerator, Hardware, coarse
-from stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
+from stages.machine.hardware import Accelerator, Hardware, coarse, hardware
+from stages.machine.host_memory import PEFT_BYTES
 from stages.machine.kernels import NOMINAL, Kernels, local_kernels
+from stages.machine.process_memory import process_bytes
 from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow, rooms
@@ -72,7 +73,8 @@ class PlanInputs:
     have too little for one of the sizes: what is free elsewhere changes nothing, and so is no part of the key.
     ``learns`` says which weights are changed by the run, and ``offload_ratio`` which share of a training's activations
     waits elsewhere. ``simulated`` has the accelerators that the config lists; those that are here stand in ``machine``,
-    since their free memory is in the budgets already.
+    since their free memory is in the budgets already. ``process_bytes`` are what the process holds on the host of all
+    that is neither weights nor the request's.
     """
 
     skeleton: str
@@ -86,6 +88,7 @@ class PlanInputs:
     learns: Learns
     offload_ratio: float | None
     simulated: tuple[Accelerator | None, ...]
+    process_bytes: int
     rates: Rates
     outline: Outline = field(compare=False)
     machine: Hardware = field(compare=False)
@@ -150,11 +153,12 @@ def gather_inputs(
         rooms={
             device: room
             for device, room in free.items()
-            if any(_most_held(outline, demand.allowance, demand.work, device) > room for demand in demands.values())
+            if any(_most_held(outline, demand, machine, device) > room for demand in demands.values())
         },
         learns=what_learns(config),
         offload_ratio=ratio,
         simulated=tuple(device if device.simulated else None for device in machine.accelerators),
+        process_bytes=machine.host.process_bytes,
         rates=rates,
         outline=outline,
         machine=machine,
@@ -196,15 +200,27 @@ def _demand(
 ) -> Demand:
     allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
     streaming = _streaming(machine, outline, allowance, needs)
-    return Demand(
+    demand = Demand(
         work=needs,
         allowance=allowance,
         io=choose_io(given.storage.io, **streaming),
         pages_stay=choose_io("auto", **streaming) == "mmap",
-        tight=_tight(machine, outline, allowance, needs),
+        tight=None,
         routing=routing,
         members=members,
     )
+    return replace(demand, tight=_tight(demand, machine, outline))
+
+
+def known_machine(config: Config, cache: Path) -> Hardware:
+    """Return the machine that ``config`` describes, its host with what a process of ours was measured to hold of it.
+
+    On a host that is another one that is nominal.
+    """
+    machine, described = hardware(config), config.get("hardware") or {}
+    if described.get("host") is not None:
+        return machine
+    return replace(machine, host=replace(machine.host, process_bytes=process_bytes(cache / MEASURED)))
 
 
 def machine_rates(config: Config, machine: Hardware, cache: Path, outline: Outline | None = None) -> Rates:
@@ -250,19 +266,19 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
     """
     whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
     held = whole if most is None else min(most, whole)
-    free = coarse(machine.host.available_bytes) - held - needs.bytes - PROCESS_BYTES
+    free = coarse(machine.host.available_bytes) - held - needs.bytes - machine.host.process_bytes
     return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - held), "free_bytes": free}
 
 
-def _tight(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> int | None:
+def _tight(demand: Demand, machine: Hardware, outline: Outline) -> int | None:
     """Return the memory that is free where it may be too little, else null: then it changes nothing of the plan."""
     free = machine.host.available_bytes
-    return None if _most_held(outline, allowance, needs, CPU) <= free else coarse(free)
+    return None if _most_held(outline, demand, machine, CPU) <= free else coarse(free)
 
 
-def _most_held(outline: Outline, allowance: Allowance, needs: Work, device: DeviceId) -> int:
+def _most_held(outline: Outline, demand: Demand, machine: Hardware, device: DeviceId) -> int:
     """Return bytes that no plan of such a request comes to on ``device``, whatever it places there."""
-    most = allowance.budgets.get(device)
+    most = demand.allowance.budgets.get(device)
     weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
-    process = PROCESS_BYTES if device == CPU else 0
-    return weights + max(outline.sizes.values(), default=0) + needs.bytes + process
+    process = machine.host.process_bytes if device == CPU else 0
+    return weights + max(outline.sizes.values(), default=0) + demand.work.bytes + process

@@ -143,12 +143,14 @@ def predict(
     routing: Routing = SINGLE,
     members: int = 1,
     pages_stay: bool = False,
+    process_bytes: int = PROCESS_BYTES,
 ) -> Plan:
     """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token.
 
     A token stands for a pass of decoding, whose tokens are routed as ``routing`` says; of ``members`` in lockstep each
     has one a pass, and what is streamed is shared out among them. Where ``pages_stay``, what is
-    mapped is read from storage once, and is in memory for every token that follows.
+    mapped is read from storage once, and is in memory for every token that follows. The host's process holds
+    ``process_bytes`` of its own.
     """
     offstage = offstage_in(outline, plan.serving, plan.execution)
     experts = expert_traffic(outline, plan.homes, offstage, slots=plan.slots, routing=routing)
@@ -168,7 +170,7 @@ def predict(
         forecast["forwards_for_free"] = round(_carried(seconds, members), 2)
     if brought.at_rest.get(DISK):
         forecast["storage_bandwidth_bytes_per_second"] = rates.storage
-    peaks = _peaks(outline, plan, needs)
+    peaks = _peaks(outline, plan, needs, process=process_bytes)
     return replace(
         plan, predicted=peaks, forecast=forecast, used_bytes=used, rates=asdict(rates), pass_tokens=routing.tokens
     )
@@ -217,8 +219,8 @@ def _lying_bytes(outline: Outline, plan: Plan, name: str) -> int:
     return (outline.rest_sizes if at_rest else outline.sizes)[name]
 
 
-def _peaks(outline: Outline, plan: Plan, needs: Work) -> dict[DeviceId, dict[str, int]]:
-    """Return the bytes of each device at its peak, by what they are for."""
+def _peaks(outline: Outline, plan: Plan, needs: Work, *, process: int) -> dict[DeviceId, dict[str, int]]:
+    """Return the bytes of each device at its peak, by what they are for; the host's own process takes ``process``."""
     through = sum(outline.sizes[name] for name, serving in plan.serving.items() if serving in ("direct", "packed"))
     staging = min(plan.staging_bytes, through)
     layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
@@ -243,7 +245,7 @@ def _peaks(outline: Outline, plan: Plan, needs: Work) -> dict[DeviceId, dict[str
             held |= {"unpacking": unpacking} if (unpacking := _unpacking_bytes(outline, plan)) else {}
             held |= {"results": needs.result_bytes} if needs.result_bytes else {}
             held |= {"offloaded": needs.offloaded_bytes} if needs.offloaded_bytes else {}
-            held["process"] = PROCESS_BYTES + needs.library_bytes
+            held["process"] = process + needs.library_bytes
         peaks[device] = held
     return _with_simulated(peaks, plan, needs)
 

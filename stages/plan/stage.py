@@ -24,7 +24,7 @@ from stages.plan.assembly import assemble
 from stages.plan.checks import has_room, require_resident, require_room, require_writable
 from stages.plan.expert_slots import SINGLE
 from stages.plan.hit_rates import kept_hit_rates
-from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, machine_rates
+from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, known_machine, machine_rates
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, execution_device
@@ -70,13 +70,14 @@ class PlanStage(Stage[PlanInputs]):
             yield Fault.of(error)
 
     def prepare_machine(self, config: Config, cache: Path) -> None:
-        """Have the rates that plans go by measured and kept, unless they are or the config gives them."""
-        machine_rates(config, hardware(config), cache)
+        """Have the figures that plans go by measured and kept, unless they are or the config gives them."""
+        machine_rates(config, known_machine(config, cache), cache)
 
     def gather(self, context: Context) -> PlanInputs:
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
         config, stored = context.config, context.artifact("empty_init")
-        outline, machine = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME))), hardware(config)
+        machine = known_machine(config, context.cache)
+        outline = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME)))
         rates, kernels = machine_rates(config, machine, context.cache, outline), host_kernels(config, context.cache)
         hit_rates = kept_hit_rates(context.cache, config["model"]) if outline.experts else None
         media = None
@@ -189,6 +190,7 @@ def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[objec
         routing=demand.routing or SINGLE,
         members=demand.members,
         pages_stay=demand.pages_stay,
+        process_bytes=inputs.process_bytes,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stages.machine.hardware import Hardware
-from stages.machine.host_memory import PROCESS_BYTES, TRAINING_BYTES
+from stages.machine.host_memory import TRAINING_BYTES
 from stages.machine.kernels import Kernels
 from stages.plan.budgets import rooms
 from stages.plan.outline import Outline
@@ -52,7 +52,7 @@ class TrainingWork:
         if not self.whole:
             largest = max((layer.bytes for layer in outline.layers), default=0)
             held = min(held, parse_size(self.max_memory.get(str(main), largest), of=held))
-        process = PROCESS_BYTES + TRAINING_BYTES if main == CPU else 0
+        process = self.machine.host.process_bytes + TRAINING_BYTES if main == CPU else 0
         room = rooms(self.machine, leaves=True)[main] - held - self.demand.kept_bytes - process - beside
         return self.demand.peaks.least_ratio(room)
 

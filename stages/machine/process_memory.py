@@ -1,0 +1,126 @@
+"""What the process of a run holds on the host beside weights: measured once an environment, and kept beside the cache.
+
+No constant knows it. transformers imports what it finds installed (scipy, scikit-learn), and builds of torch differ by
+hundreds of megabytes. So the embedded model is run once, in a process of its own, which imports all that a run does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pipeline.stage import MEASURED
+from stages.machine.host_memory import PROCESS_BYTES, host_memory
+from stages.machine.kept_figures import kept_or_measured, user_cache
+
+FILE_NAME = "process.json"
+
+_log = logging.getLogger("offstage")
+
+_STEP = 4 * 10**6
+"""Figures are kept in such steps: what is measured twice is nearly the same, and a plan's key exactly."""
+
+_LEAST, _MOST = 5 * 10**7, 10**11
+"""Bytes below and above which no such process is: a figure beyond was damaged, or its probe was."""
+
+_ROOM = 3 * PROCESS_BYTES
+"""What must be available for a second process beside this one."""
+
+_SECONDS = 300
+_ENTRY = "from stages.machine.process_memory import be_measured; be_measured()"
+_DESCRIBED = "8GB"
+_CONFIG = (
+    "hardware.devices=[]", f"+hardware.host.memory={_DESCRIBED}", "max_memory.cpu=16MB", "stages=generate",
+    "generate=greedy", "generate.max_new_tokens=4",
+)  # fmt: skip
+"""A run whose host is described goes by nominal figures: it measures nothing itself."""
+
+
+def process_bytes(folder: Path) -> int:
+    """Return the anonymous memory of a run's process without weights: as kept in ``folder``, or measured and kept now.
+
+    What one cache lacks another of this user may have: the figure hangs on the environment alone. Where it can't be
+    measured it is ``PROCESS_BYTES``.
+    """
+    key = identity()
+    kept = kept_or_measured(folder / FILE_NAME, {key: partial(_kept_for_user, key, folder)}, is_sound=is_process)
+    return int(kept.get(key, PROCESS_BYTES))
+
+
+def is_process(figure: object) -> bool:
+    """Return whether ``figure`` can be what a process holds, in bytes."""
+    return type(figure) is int and _LEAST <= figure <= _MOST
+
+
+def identity(paths: list[str] | None = None) -> str:
+    """Return what the figure hangs on: Python, and all distributions that ``paths`` (``sys.path``) hold, as a hash.
+
+    Their folders are named by name and version: to look at these takes a run no time.
+    """
+    found: set[str] = set()
+    for path in sys.path if paths is None else paths:
+        with suppress(OSError):
+            found.update(each.name for each in Path(path).iterdir() if each.suffix in (".dist-info", ".egg-info"))
+    version = ".".join(map(str, sys.version_info[:3]))
+    return f"python {version}; {len(found)} distributions {sha256(' '.join(sorted(found)).encode()).hexdigest()[:16]}"
+
+
+def _kept_for_user(key: str, folder: Path) -> int | None:
+    """Return what this user's own cache keeps, or what is measured now."""
+    try:
+        shared = user_cache() / MEASURED
+    except RuntimeError:  # a user without a home
+        return measure()
+    if shared.resolve() == folder.resolve():
+        return measure()
+    figure: int | None = kept_or_measured(shared / FILE_NAME, {key: measure}, is_sound=is_process).get(key)
+    return figure
+
+
+def measure() -> int | None:
+    """Return the peak of a run of the embedded model less what its plan has for all else; null where it can't be.
+
+    It can't where memory is too short for a second process, or where that fails.
+    """
+    if host_memory().available_bytes < _ROOM:
+        return None
+    _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
+    with TemporaryDirectory(prefix="offstage-") as folder:
+        command = [sys.executable, "-P", "-c", _ENTRY, *_CONFIG]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, timeout=_SECONDS, check=False,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return None
+        records = list(Path(folder).glob("outputs/runs/*/*/run.json"))
+        return _read(records[0]) if done.returncode == 0 and records else None
+
+
+def _read(record: Path) -> int | None:
+    """Return what the run of this ``record`` held beside what was predicted of weights and request."""
+    try:
+        memory = json.loads(record.read_text())["memory"]
+        held = int(memory["measured"]["cpu"]) - (int(memory["predicted"]["cpu"]) - PROCESS_BYTES)
+        return -(-held // _STEP) * _STEP
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def be_measured() -> None:
+    """Be the run that is measured: the first to be ended where memory is short, and ended with the one who waits."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    from pipeline import commands
+    from pipeline.job_process import die_with_parent
+
+    die_with_parent()
+    commands.offstage()

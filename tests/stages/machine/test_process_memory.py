@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.cache.sealed_files import read_sealed, write_sealed
+from pipeline.stage import MEASURED
+from stages.machine import process_memory
+from stages.machine.host_memory import PROCESS_BYTES
+from stages.machine.kept_figures import user_cache
+from stages.machine.process_memory import FILE_NAME, identity, is_process, process_bytes
+
+OTHER = 404_000_000
+
+
+@pytest.fixture(autouse=True)
+def _of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+
+
+def refuse_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every process that would be measured fail at once."""
+    monkeypatch.setattr("sys.executable", "/bin/false")
+
+
+def keep(folder: Path, figure: object) -> None:
+    folder.mkdir(parents=True)
+    write_sealed(folder / FILE_NAME, {identity(): figure})
+
+
+def test_what_a_cache_keeps_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_run(monkeypatch)
+    keep(tmp_path / MEASURED, OTHER)
+    assert process_bytes(tmp_path / MEASURED) == OTHER
+
+
+def test_what_a_users_other_cache_keeps_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_run(monkeypatch)
+    keep(user_cache() / MEASURED, OTHER)
+    assert process_bytes(tmp_path / MEASURED) == OTHER
+    assert read_sealed(tmp_path / MEASURED / FILE_NAME) == {identity(): OTHER}
+
+
+@pytest.mark.parametrize("figure", [None, True, "404", 1.5, -OTHER, 1000, 10**15])
+def test_what_no_process_holds_is_not_believed(figure: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_run(monkeypatch)
+    keep(tmp_path / MEASURED, figure)
+    assert not is_process(figure)
+    assert process_bytes(tmp_path / MEASURED) == PROCESS_BYTES
+
+
+def test_where_it_cannot_be_measured_it_is_nominal_and_the_next_run_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        refuse_to_run(patch)
+        assert process_bytes(user_cache() / MEASURED) == process_bytes(tmp_path / MEASURED) == PROCESS_BYTES
+    assert not list(tmp_path.rglob(FILE_NAME))
+    monkeypatch.setattr(process_memory, "_ROOM", 1 << 62)
+    assert process_memory.measure() is None, "there is no memory for a second process"
+
+
+def test_other_packages_are_another_environment(tmp_path: Path) -> None:
+    tmp_path.joinpath("torch-2.0.dist-info").mkdir()
+    before = identity([str(tmp_path), str(tmp_path / "nowhere")])
+    assert before == identity([str(tmp_path)])
+    tmp_path.joinpath("scipy-1.0.dist-info").mkdir()
+    assert identity([str(tmp_path)]) != before
+    assert identity() == identity()
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"memory": {"measured": {"cpu": OTHER + 999}, "predicted": {"cpu": PROCESS_BYTES + 1000}}}, OTHER),
+        ({"memory": {"measured": {"cpu": OTHER}, "predicted": {"cpu": PROCESS_BYTES - 1}}}, OTHER + 4_000_000),
+        ({"memory": {"measured": {}, "predicted": {"cpu": 1}}}, None),
+        ({"memory": None}, None),
+        ([], None),
+    ],
+)
+def test_it_is_what_a_run_held_less_weights_and_request_in_coarse_steps(
+    record: object, expected: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(record))
+    assert process_memory._read(path) == expected
