@@ -19,11 +19,11 @@ from typing import Any, Literal, cast
 from pipeline.atomic_files import mendable
 from pipeline.command_exit import run_command
 from pipeline.errors import BudgetError, CheckpointError
-from pipeline.job_process import die_with_parent
 from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
 from pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from pipeline.memory_monitor import MemoryMonitor
+from pipeline.process_setup import die_with_parent
 from pipeline.record import RunRecord, never_left_running
 from pipeline.run_screen import RunScreen
 from pipeline.runner import Observer, Runner, check_config

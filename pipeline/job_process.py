@@ -6,7 +6,6 @@ whoever goes on after it (a sweep, a replay) inherits none of its memory.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -22,7 +21,6 @@ from pipeline.errors import KilledError
 from pipeline.memory_cgroups import CapError, MemoryGroup, make_group
 from pipeline.record import RunRecord
 
-_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _ENTRY = "from pipeline.commands import job; job()"
 
 _log = logging.getLogger("offstage")
@@ -58,12 +56,6 @@ def supervise(
     finally:
         if group is not None:
             group.remove()
-
-
-def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the process that waits for this one is gone: nobody would see its end."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def _environment(*, show_all: bool) -> dict[str, str]:

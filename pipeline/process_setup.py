@@ -7,9 +7,11 @@ give its number to the next file that is opened, an ascii one would end a run at
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
+_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _UNUSABLE = 2
 """The exit code, that of a config which can't be carried out."""
 
@@ -56,3 +58,11 @@ def folder_fault() -> str | None:
     except OSError as error:
         return f"the current folder can't be used: {error.strerror}; change to one that exists"
     return None
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM when the process that waits for this one is gone: nobody would see its end."""
+    if sys.platform == "linux":
+        import ctypes  # most processes are nobody's child
+
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)

@@ -120,7 +120,7 @@ def be_measured() -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     from pipeline import commands
-    from pipeline.job_process import die_with_parent
+    from pipeline.process_setup import die_with_parent
 
     die_with_parent()
     commands.offstage()
