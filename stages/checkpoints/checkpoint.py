@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from typing import Literal
 from pipeline.errors import CheckpointError
 from pipeline.regular_files import read_regular
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.gguf_header import read_gguf_header
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
 from stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read_weight_map
@@ -33,9 +34,9 @@ _EDGE_BYTES = 64 * 1024
 class Checkpoint:
     """One checkpoint: a folder, or a file on its own.
 
-    ``entries`` holds every tensor by its name in the checkpoint; for ``.bin`` it is empty, since a pickle
-    tells its tensors only when it is loaded. ``weight_map`` is the index (tensor name → file name), or null
-    without one.
+    ``entries`` holds every tensor by its name in the checkpoint; for ``.bin`` it is empty, since a pickle tells its
+    tensors only when it is loaded; those of GGUF are bytes, by the file's own names. ``weight_map`` is the index
+    (tensor name → file name), or null without one.
     """
 
     path: Path
@@ -130,7 +131,7 @@ def _read_files(path: Path, kind: Format, shards: Iterable[Path], *, depth: Dept
     files: list[ShardFile] = []
     entries: dict[str, Extent] = {}
     for shard in shards:
-        file, header = read_header(shard) if kind == "safetensors" else (_read_bin(shard), {})
+        file, header = _HEADERS[kind](shard)
         for name in header.keys() & entries.keys():
             raise CheckpointError(f"{shard}: tensor {name!r} is in {entries[name].file.name} too; one of them must go")
         files.append(file)
@@ -138,14 +139,27 @@ def _read_files(path: Path, kind: Format, shards: Iterable[Path], *, depth: Dept
     return Checkpoint(path, kind, tuple(files), entries)
 
 
+def _read_gguf(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
+    header = read_gguf_header(path)
+    return header.file, {name: tensor.extent for name, tensor in header.tensors.items()}
+
+
 def _survey(path: Path) -> ShardFile:
     status = check_regular(path)
     return ShardFile(path.name, path, status.st_size, status.st_mtime_ns, "")
 
 
-def _read_bin(path: Path) -> ShardFile:
+def _read_bin(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
     file = _survey(path)
-    return replace(file, digest=_contents_hash(path, file.size))
+    return replace(file, digest=_contents_hash(path, file.size)), {}
+
+
+_HEADERS: Mapping[Format, Callable[[Path], tuple[ShardFile, dict[str, Extent]]]] = {
+    "safetensors": read_header,
+    "bin": _read_bin,
+    "gguf": _read_gguf,
+}
+"""What tells a file's tensors without loading any, by format."""
 
 
 def _contents_hash(path: Path, size: int) -> str:

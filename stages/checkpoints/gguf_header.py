@@ -15,13 +15,14 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs.ggml_blocks import FORMATS
+from stages.checkpoints.codecs.ggml_formats import FORMATS
 from stages.checkpoints.extents import MAX_ELEMENTS, Extent
 from stages.checkpoints.safetensors_header import check_name
-from stages.checkpoints.shard_files import ShardFile, opened, read_into
+from stages.checkpoints.shard_files import ShardFile, check_regular, opened, read_into
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -59,23 +60,31 @@ class GgufHeader:
     file: ShardFile
     architecture: str
     tensors: Mapping[str, GgufTensor]
+    has_tokenizer: bool
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
     """Return what the GGUF file ``path`` says of its tensors; a ``CheckpointError`` says what is wrong."""
+    status = check_regular(path)
+    return _read(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read(path: Path, _size: int, _modified: int, _changed: int) -> GgufHeader:
+    """Read the head of the file that ``path`` is now: it is asked for often, and has a whole vocabulary to skip."""
     with opened(path) as descriptor:
         status = os.fstat(descriptor)
         head = _Head(descriptor, path, status.st_size)
         tensor_count, key_count = _counts(head)
         keys = _keys(head, key_count)
         file = ShardFile(path.name, path, status.st_size, status.st_mtime_ns, "")
-        tensors = _tensors(head, tensor_count, replace(file, digest=""))
+        tensors = _tensors(head, tensor_count, file)
     file = replace(file, digest=head.digest())
     alignment = _alignment(path, keys)
     start = math.ceil(head.at / alignment) * alignment
     placed = {name: _placed(tensor, file, start, alignment, name) for name, tensor in tensors.items()}
     _check_layout(file, placed)
-    return GgufHeader(file, _architecture(path, keys), placed)
+    return GgufHeader(file, _architecture(path, keys), placed, has_tokenizer="tokenizer.ggml.model" in keys)
 
 
 class _Head:

@@ -18,7 +18,8 @@ from typing import Any
 
 from pipeline.errors import CheckpointError
 from pipeline.typed_config import absolute
-from stages.checkpoints.weight_files import LAYOUTS, WeightNames, shard_names
+from stages.checkpoints.gguf_model import gguf_folder
+from stages.checkpoints.weight_files import LAYOUTS, WeightNames, gguf_file, shard_names, weight_files
 
 DEFAULT_REVISION = "main"
 _CONFIG = "config.json"
@@ -39,6 +40,8 @@ def located(path: str) -> str:
 def checkpoint_folder(model: Mapping[str, Any]) -> Path:
     """Return the folder of ``model.path``, config and tokenizer in it; a Hub id's weights may be missing there.
 
+    Of a GGUF file it is the one that says what transformers makes of that file.
+
     A ``CheckpointError`` names an id that isn't on this machine and can't be fetched.
     """
     return _folder("model.path", model.get("path"), _revision(model))
@@ -51,13 +54,23 @@ def tokenizer_folder(model: Mapping[str, Any]) -> Path | None:
 
 
 def _folder(key: str, path: object, revision: str) -> Path:
-    return _texts(key, str(path), revision) if is_hub_id(path) else Path(str(path or ""))
+    if is_hub_id(path):
+        return _texts(key, str(path), revision)
+    place = Path(str(path or ""))
+    packed = gguf_file(place)
+    return gguf_folder(packed) if packed else place
 
 
 def weights_path(model: Mapping[str, Any]) -> Path:
     """Return what ``model.path`` stands for, weights included: a folder or a file of the user's, or a snapshot."""
-    folder = checkpoint_folder(model)
-    return _weights(str(model["path"]), folder) if is_hub_id(model.get("path")) else folder
+    path = model.get("path")
+    return _weights(str(path), checkpoint_folder(model)) if is_hub_id(path) else Path(str(path or ""))
+
+
+def local_weights(model: Mapping[str, Any]) -> list[Path]:
+    """Return those files of the weights of ``model.path`` that are on this machine, to look into; fetches none."""
+    path = model.get("path")
+    return weight_files(checkpoint_folder(model) if is_hub_id(path) else Path(str(path or "")))
 
 
 def local_snapshot(model: Mapping[str, Any], *, weights: bool = False) -> Path | None:

@@ -20,6 +20,7 @@ from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, check_index
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.gguf_entries import gguf_entries
 from stages.checkpoints.legacy_pickle import check_storages
 from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
 from stages.checkpoints.packed_reads import fill_packed, read_packed
@@ -58,14 +59,17 @@ class SourceReader(Protocol):
 
 def open_reader(checkpoint: Checkpoint) -> SourceReader:
     """Return the reader for the checkpoint's format."""
-    return SafetensorsReader(checkpoint) if checkpoint.format == "safetensors" else PickleReader(checkpoint)
+    return PickleReader(checkpoint) if checkpoint.format == "bin" else SafetensorsReader(checkpoint)
 
 
 class SafetensorsReader:
-    """Reads tensors of safetensors files."""
+    """Reads tensors that are extents of files: of safetensors, and of GGUF."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.entries = logical_entries(checkpoint.entries, quantization_of(checkpoint.folder))
+        if checkpoint.format == "gguf":
+            self.entries = gguf_entries(checkpoint.files[0].path)
+        else:
+            self.entries = logical_entries(checkpoint.entries, quantization_of(checkpoint.folder))
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as the checkpoint has it."""

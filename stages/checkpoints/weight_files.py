@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from pipeline.regular_files import read_json
 from stages.checkpoints.safetensors_header import check_name, unique_pairs
 from stages.checkpoints.shard_files import is_plain_name
 
-Format = Literal["safetensors", "bin"]
+Format = Literal["safetensors", "bin", "gguf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,17 @@ LAYOUTS = (
 )
 """In the order in which they count: as transformers names them, then as diffusers does."""
 
-SUFFIXES: Mapping[str, Format] = {".safetensors": "safetensors", ".bin": "bin", ".pt": "bin", ".pth": "bin"}
+SUFFIXES: Mapping[str, Format] = {
+    ".safetensors": "safetensors",
+    ".bin": "bin",
+    ".pt": "bin",
+    ".pth": "bin",
+    ".gguf": "gguf",
+}
 
 
 def find_weights(folder: Path) -> tuple[str, Format | None]:
-    """Return the file that says what ``folder`` holds: one of a known name, else its one index or safetensors file.
+    """Return the file that says what ``folder`` holds: one of a known name, else its one index or file of weights.
 
     The format is null where only the names of the shards tell it. A ``CheckpointError`` where there is no such file.
     """
@@ -44,12 +51,20 @@ def find_weights(folder: Path) -> tuple[str, Format | None]:
     for name, kind in known:
         if folder.joinpath(name).exists() or folder.joinpath(name).is_symlink():
             return name, kind
-    for pattern in ("*.index.json", "*.safetensors"):
+    for pattern in ("*.index.json", "*.safetensors", "*.gguf"):
         matching = [path.name for path in folder.glob(pattern)]
         if len(matching) == 1:
             return matching[0], None
     names = ", ".join(name for name, _ in known)
     raise CheckpointError(f"{folder}: no weights here (looked for {names}); give the folder or file that holds them")
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that ``path`` is, or that holds the weights of the folder ``path``; null for all else."""
+    if path.is_dir():
+        with suppress(CheckpointError):
+            path /= find_weights(path)[0]
+    return path if SUFFIXES.get(path.suffix) == "gguf" and path.is_file() else None
 
 
 def read_weight_map(path: Path) -> Mapping[str, str]:

@@ -23,7 +23,7 @@ from stages.checkpoints.quantization import KEYS as QUANTISED, SERVED, advice_fo
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import is_plain_name
 from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
-from stages.checkpoints.weight_files import weight_files
+from stages.checkpoints.weight_files import gguf_file, weight_files
 from stages.empty_init.source_code import code_identity, hashes, imports, source_files
 
 MODEL_KEYS: Mapping[str, object] = {
@@ -175,7 +175,7 @@ def open_packed(model: Mapping[str, Any]) -> Checkpoint | None:
     if model["kind"] != "pretrained":
         return None
     configs = (config for _, config in walk(read_config(checkpoint_folder(model))) if isinstance(config, Mapping))
-    if not str(model["path"]).endswith(".gguf") and not any(config.get(QUANTISED[0]) for config in configs):
+    if gguf_file(Path(model["path"])) is None and not any(config.get(QUANTISED[0]) for config in configs):
         return None
     return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))
 

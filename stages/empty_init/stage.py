@@ -18,6 +18,7 @@ from stages.checkpoints.bounds import bounded
 from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot, located
 from stages.checkpoints.shard_files import check_texts
+from stages.checkpoints.weight_files import gguf_file
 from stages.empty_init.identity import (
     MODEL_KEYS,
     WHERE_CODE_IS_FOUND,
@@ -173,8 +174,8 @@ def _check_path(model: Mapping[str, Any]) -> Iterable[Fault]:
         reason = fault_offline(model)
         if reason:
             yield Fault("model.path", reason, CheckpointError)
-    elif model["kind"] == "pretrained" and not Path(path).is_dir():
-        yield Fault("model.path", f"{path!r} is no folder; give a checkpoint folder", CheckpointError)
+    elif model["kind"] == "pretrained" and not Path(path).is_dir() and gguf_file(Path(path)) is None:
+        yield Fault("model.path", f"{path!r} is no folder; give a checkpoint folder or a .gguf file", CheckpointError)
     for key in ("path", "tokenizer"):
         yield from _check_texts(f"model.{key}", model.get(key))
     if revision is not None and (not isinstance(revision, str) or not revision):

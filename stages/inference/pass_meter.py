@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 import torch
 
 from pipeline.stage import Context
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.weight_files import weight_files
+from stages.checkpoints.hub import local_weights
 from stages.dispatch.stage import Dispatched
 from stages.inference.cost import Metrics
 from stages.inference.inputs import InferenceInputs
@@ -60,5 +59,5 @@ class PassMeter:
 
 def storage_rate(inputs: InferenceInputs, plan: Plan) -> int | None:
     """Return the bytes a second at which the storage gives weights now; null where none are read from it."""
-    files = weight_files(checkpoint_folder(inputs.model)) if plan.resident_bytes.get(DISK) else []
+    files = local_weights(inputs.model) if plan.resident_bytes.get(DISK) else []
     return read_speed(max(files, key=lambda path: path.stat().st_size)) if files else None

@@ -12,8 +12,7 @@ from typing import Any
 
 from pipeline.cache.fingerprint import fingerprint
 from pipeline.stage import MEASURED, Context
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.weight_files import weight_files
+from stages.checkpoints.hub import local_weights
 from stages.machine.kept_figures import kept_or_measured
 from stages.plan.expert_slots import Pool, rate_key
 from stages.plan.plan import Plan
@@ -70,5 +69,5 @@ def is_share(figure: object) -> bool:
 
 def _prefix(model: Mapping[str, Any]) -> str:
     """Return what the keys of one checkpoint's rates begin with; files that were changed are another checkpoint."""
-    files = [(path.name, path.stat()) for path in weight_files(checkpoint_folder(model))]
+    files = [(path.name, path.stat()) for path in local_weights(model)]
     return fingerprint([[name, stat.st_size, stat.st_mtime_ns] for name, stat in files])[:16] + " "

@@ -15,8 +15,7 @@ from pipeline.stage import MEASURED, Config
 from pipeline.typed_config import read
 from stages.checkpoints.adapters import is_added
 from stages.checkpoints.codec_rates import mean_rate, unpacking_rates
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.weight_files import weight_files
+from stages.checkpoints.hub import local_weights
 from stages.machine.hardware import Accelerator, Hardware, coarse, hardware
 from stages.machine.host_memory import PEFT_BYTES
 from stages.machine.kernels import NOMINAL, Kernels, local_kernels
@@ -232,7 +231,7 @@ def machine_rates(config: Config, machine: Hardware, cache: Path, outline: Outli
     described = config.get("hardware") or {}
     if described.get("devices") is not None:
         return read_rates(described)
-    files = weight_files(checkpoint_folder(config["model"]))
+    files = local_weights(config["model"])
     sample = max(files, key=lambda path: path.stat().st_size, default=None)
     names = [accelerator.name for accelerator in machine.accelerators]
     pinned = described.get("rates") or {}

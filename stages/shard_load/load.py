@@ -134,7 +134,7 @@ class Load:
 
     def source_extent(self, name: str) -> AtRest | None:
         """Return where the tensor that the checkpoint calls ``name`` lies; null if in a pickle."""
-        return self.reader.entries[name] if self.checkpoint.format == "safetensors" else None
+        return None if self.checkpoint.format == "bin" else self.reader.entries[name]
 
     def source_in_dtype(self, name: str, dtype: str) -> AtRest:
         """Return where the tensor that the checkpoint calls ``name`` lies, unpacked to ``dtype`` where it is packed."""

@@ -7,7 +7,6 @@ what the ``gguf`` package's ``dequantize`` does, operation for operation, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +15,6 @@ from stages.checkpoints.codecs.k_quants import unpack_q4_k, unpack_q5_k, unpack_
 
 Blocks = npt.NDArray[np.uint8]
 Values = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockFormat:
-    """One of ggml's types: ``elements`` values lie in ``bytes``; ``unpack`` writes blocks (n, bytes) to (n, elements).
-
-    ``code`` is its number in a file.
-    """
-
-    code: int
-    elements: int
-    bytes: int
-    unpack: Callable[[Blocks, Values], None]
 
 
 def _scales(blocks: Blocks, begin: int) -> Values:
@@ -94,20 +80,17 @@ def _unpack_bf16(blocks: Blocks, out: Values) -> None:
     bits <<= np.uint32(16)
 
 
-FORMATS: Mapping[str, BlockFormat] = {
-    "f32": BlockFormat(0, 1, 4, _unpack_f32),
-    "f16": BlockFormat(1, 1, 2, _unpack_f16),
-    "bf16": BlockFormat(30, 1, 2, _unpack_bf16),
-    "q4_0": BlockFormat(2, 32, 18, _unpack_q4_0),
-    "q4_1": BlockFormat(3, 32, 20, _unpack_q4_1),
-    "q5_0": BlockFormat(6, 32, 22, _unpack_q5_0),
-    "q5_1": BlockFormat(7, 32, 24, _unpack_q5_1),
-    "q8_0": BlockFormat(8, 32, 34, _unpack_q8_0),
-    "q4_k": BlockFormat(12, 256, 144, unpack_q4_k),
-    "q5_k": BlockFormat(13, 256, 176, unpack_q5_k),
-    "q6_k": BlockFormat(14, 256, 210, unpack_q6_k),
+UNPACK: Mapping[str, Callable[[Blocks, Values], None]] = {
+    "f32": _unpack_f32,
+    "f16": _unpack_f16,
+    "bf16": _unpack_bf16,
+    "q4_0": _unpack_q4_0,
+    "q4_1": _unpack_q4_1,
+    "q5_0": _unpack_q5_0,
+    "q5_1": _unpack_q5_1,
+    "q8_0": _unpack_q8_0,
+    "q4_k": unpack_q4_k,
+    "q5_k": unpack_q5_k,
+    "q6_k": unpack_q6_k,
 }
-"""The types that are served, by the name that ggml gives them, in small letters."""
-
-PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-"""Those that are plain values, and torch's names for them."""
+"""What writes blocks (n, bytes) of each of ``FORMATS`` to (n, elements)."""

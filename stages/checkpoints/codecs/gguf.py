@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stages.checkpoints.codecs.float_tiles import DTYPES, TILE_ELEMENTS, cast_values, elements_of
-from stages.checkpoints.codecs.ggml_blocks import FORMATS
+from stages.checkpoints.codecs.ggml_blocks import UNPACK
+from stages.checkpoints.codecs.ggml_formats import FORMATS
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import ShardFile
@@ -43,6 +44,10 @@ class Arrangement:
         return self.swapped is None and not self.transposed
 
 
+AS_THEY_ARE = Arrangement()
+"""What most tensors have: rows in the model's own order, values as they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class GgufCodec:
     """Unpacks tensors of a GGUF file.
@@ -53,7 +58,7 @@ class GgufCodec:
     """
 
     kinds: tuple[str, ...]
-    arrangement: Arrangement = Arrangement()
+    arrangement: Arrangement = AS_THEY_ARE
 
     @property
     def name(self) -> str:
@@ -95,7 +100,7 @@ class GgufCodec:
         for rows, blocks in _tiles(count, columns // form.elements, form.elements):
             chosen = packed[rows, blocks].reshape(-1, form.bytes)
             values = np.empty((len(chosen), form.elements), np.float32)
-            form.unpack(chosen, values)
+            UNPACK[self.kinds[index]](chosen, values)
             if self.arrangement.less:
                 values -= np.float32(self.arrangement.less)
             values = values.reshape(rows.stop - rows.start, -1)

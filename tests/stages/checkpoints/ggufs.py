@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stages.checkpoints.codecs.ggml_blocks import FORMATS
+from stages.checkpoints.codecs.ggml_formats import FORMATS
 
 STRING, ARRAY, UINT32 = 8, 9, 4
 HALVES = {
@@ -76,3 +76,75 @@ def dequantized(kind: str, packed: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
 
 def settings(of: Mapping[str, str | int | Sequence[str]]) -> list[bytes]:
     return [key(name, value) for name, value in of.items()]
+
+
+def make_gguf(path: Any, architecture: str, config: Any, *, kinds: Sequence[str], tokens: int = 0) -> Any:
+    """Write the file of a model of random weights, as the ``gguf`` package writes one, and return ``path``.
+
+    Matrices are of ``kinds`` in turn, of those that their rows are whole blocks of; vectors are of float32. With
+    ``tokens`` the file has a tokenizer of so many: bytes, a few merges, and what ends a text.
+    """
+    import gguf
+    import torch
+    import transformers
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_string("general.name", "of tests")
+    for name, attribute in GGUF_CONFIG_MAPPING[architecture.replace("moe", "_moe")].items():
+        value = getattr(config, attribute, None) if attribute else None
+        if isinstance(value, int):
+            writer.add_uint32(f"{architecture}.{name}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{architecture}.{name}", value)
+    if tokens:
+        _write_tokenizer(writer, tokens)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    named = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    turn = 0
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for told, shape in _as_told(name, tuple(tensor.shape), named):
+            fitting = [kind for kind in kinds if shape[-1] % FORMATS[kind].elements == 0]
+            kind = fitting[turn % len(fitting)] if len(shape) > 1 else "f32"
+            turn += len(shape) > 1
+            rows = random_blocks(kind, int(np.prod(shape[:-1])), shape[-1], seed=turn)
+            packed = rows.reshape(*shape[:-1], -1)
+            writer.add_tensor(told, packed, raw_shape=packed.shape, raw_dtype=gguf.GGMLQuantizationType[kind.upper()])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _as_told(name: str, shape: tuple[int, ...], named: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Return what a tensor of the model is called in a file, with its shape there; what is joined comes in halves."""
+    if name.endswith("experts.gate_up_proj"):
+        layer, half = name.split(".")[2], (shape[0], shape[1] // 2, *shape[2:])
+        return [(f"blk.{layer}.ffn_{which}_exps.weight", half) for which in ("gate", "up")]
+    bare, suffix = name.rpartition(".")[::2] if name.endswith((".weight", ".bias")) else (name, "weight")
+    told = named.get_name(bare) or named.get_name(bare.removeprefix("transformer."))
+    if name.endswith("shared_expert_gate.weight"):
+        shape = shape[-1:]
+    if name.startswith("transformer.h.") and "c_" in name:  # GPT-2's, whose matrices are the other way round
+        shape = tuple(reversed(shape))
+    return [(f"{told}.{suffix}", shape)]
+
+
+def _write_tokenizer(writer: Any, count: int) -> None:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = list(bytes_to_unicode().values())
+    merges = [(a, b) for a in "aeiou" for b in "nrst"]
+    texts = ["<|end|>", *letters, *(a + b for a, b in merges)]
+    texts += [f"<|{index}|>" for index in range(len(texts), count)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(texts)
+    writer.add_token_types([3 if text.startswith("<|") and len(text) > 2 else 1 for text in texts])
+    writer.add_token_merges([f"{a} {b}" for a, b in merges])
+    writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)

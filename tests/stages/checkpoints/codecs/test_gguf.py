@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stages.checkpoints.codecs.float_tiles import DTYPES
-from stages.checkpoints.codecs.ggml_blocks import FORMATS
+from stages.checkpoints.codecs.ggml_formats import FORMATS
 from stages.checkpoints.codecs.gguf import Arrangement, GgufCodec, sample
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent

@@ -1,0 +1,47 @@
+"""The tensors of a GGUF file as a reader brings them: by the model's names, each an extent or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.regular_files import read_json
+from stages.checkpoints.codecs.ggml_formats import FORMATS, PLAIN
+from stages.checkpoints.codecs.gguf import AS_THEY_ARE, Arrangement, GgufCodec
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from stages.checkpoints.gguf_model import NAMES, gguf_folder
+from stages.checkpoints.gguf_names import NamedTensor
+from stages.checkpoints.packed import AtRest, PackedTensor
+
+
+def gguf_entries(path: Path) -> Mapping[str, AtRest]:
+    """Return the tensors of the model that the GGUF file ``path`` holds, by their names in the model."""
+    header, folder = read_gguf_header(path), gguf_folder(path)
+    kept = read_json(folder / NAMES)
+    return {name: _entry(header, _named(fields)) for name, fields in kept.items()}
+
+
+def _named(fields: Mapping[str, Any]) -> NamedTensor:
+    swapped = fields["arrangement"]["swapped"]
+    arrangement = Arrangement(**{**fields["arrangement"], "swapped": None if swapped is None else tuple(swapped)})
+    return NamedTensor(tuple(fields["shape"]), tuple(fields["sources"]), arrangement)
+
+
+def _entry(header: GgufHeader, named: NamedTensor) -> AtRest:
+    """Return where the tensor ``named`` is brought from: an extent, if it rests as it is used."""
+    sources = [header.tensors[name] for name in named.sources]
+    kinds = tuple(source.kind for source in sources)
+    if kinds[0] in PLAIN and len(kinds) == 1 and named.arrangement == AS_THEY_ARE:
+        return replace(sources[0].extent, dtype=PLAIN[kinds[0]], shape=named.shape)
+    parts = tuple(_part(source, named.arrangement) for source in sources)
+    return PackedTensor(GgufCodec(kinds, named.arrangement), parts, "float32", named.shape)
+
+
+def _part(tensor: GgufTensor, arrangement: Arrangement) -> Extent:
+    """Return the extent of ``tensor``: rows of blocks, of a vector whose elements change places one element each."""
+    width = FORMATS[tensor.kind].bytes
+    by_element = arrangement.swapped is not None and len(tensor.shape) == 1
+    return replace(tensor.extent, shape=(tensor.shape[0], width)) if by_element else tensor.extent
