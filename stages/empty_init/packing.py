@@ -57,7 +57,7 @@ def _packed(step: Step, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_e
     by_row = bulk.codec.rows(bulk, 0, 1) is not None if alone else _are_rows(parts, spec.shape)
     if not (by_row if by_expert else alone):
         return None
-    return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), _working_bytes(bulk))
+    return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), _working_bytes(bulk), by_row)
 
 
 def _are_rows(parts: Sequence[AtRest], shape: tuple[int, ...]) -> bool:

@@ -27,11 +27,13 @@ class PackedSpec:
     """What a tensor rests in, where that is other than as it is used: the name of its ``codec``, and its ``bytes``.
 
     A thread that unpacks it takes ``working_bytes`` at most: what it reads into, and what is made on the way.
+    ``by_row`` says that a row of it can be had without the others.
     """
 
     codec: str
     bytes: int
     working_bytes: int
+    by_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,28 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
         reasons={layer.name: _reason(outline, layer, placement, computing, policy) for layer in outline.layers},
         pools=sharing,
         slots=share_slots(outline, serving, sharing, budgets=allowance.budgets, held=held, kept=kept),
+        packed=_packed(outline, placement),
         tied={name: skeleton.leader(name) for name in outline.sizes if skeleton.leader(name) != name},
         notes=allowance.notes,
         budget_terms=allowance.terms,
     )
+
+
+def _packed(outline: Outline, placement: Placement) -> dict[str, dict[str, int]]:
+    """Return the bytes that lie packed by codec and device, and as they are used."""
+    found: dict[str, dict[str, int]] = {}
+    for name, device in placement.homes.items():
+        if name in outline.packed and (device == DISK or name in placement.packed):
+            told = found.setdefault(outline.packed[name].codec, {"used": 0})
+            told["used"] += outline.sizes[name]
+            told[str(device)] = told.get(str(device), 0) + outline.rest_sizes[name]
+    return found
+
+
+def lying_bytes(outline: Outline, plan: Plan) -> dict[str, int]:
+    """Return the bytes of every tensor where it lies."""
+    at_rest = {name for name, home in plan.homes.items() if home == DISK or plan.serving.get(name) == "packed"}
+    return {name: (outline.rest_sizes if name in at_rest else outline.sizes)[name] for name in outline.sizes}
 
 
 def share_slots(

@@ -35,14 +35,14 @@ class Allowance:
     notes: tuple[str, ...] = ()
 
 
-def allow(max_memory: Mapping[str, str] | None, machine: Hardware, *, needed: int = 0) -> Allowance:
+def allow(max_memory: Mapping[str, str] | None, machine: Hardware, *, needed: int = 0, unpacking: int = 0) -> Allowance:
     """Return what every device may hold. An empty or null ``max_memory`` is automatic.
 
     ``needed`` is what this request takes beside weights where it computes (KV cache, activations), in bytes; an
-    automatic budget of any device that may compute leaves it free. An accelerator that is listed but not there is
-    passed over, and a note says so.
+    automatic budget of any device that may compute leaves it free, and that of the host what ``unpacking`` takes there.
+    An accelerator that is listed but not there is passed over, and a note says so.
     """
-    allowance = _given(max_memory, machine) if max_memory else _automatic(machine, needed)
+    allowance = _given(max_memory, machine) if max_memory else _automatic(machine, needed, unpacking)
     return replace(allowance, notes=(*allowance.notes, *_simulated(machine)))
 
 
@@ -77,7 +77,7 @@ def size_of(device: DeviceId, machine: Hardware) -> int | None:
     return machine.host.total_bytes if device == CPU else None
 
 
-def _automatic(machine: Hardware, needed: int) -> Allowance:
+def _automatic(machine: Hardware, needed: int, unpacking: int) -> Allowance:
     terms: dict[str, dict[str, int]] = {}
     for index, accelerator in enumerate(machine.accelerators):
         free = accelerator.free_bytes if accelerator.simulated else coarse(accelerator.free_bytes)
@@ -90,7 +90,7 @@ def _automatic(machine: Hardware, needed: int) -> Allowance:
         "libraries": -LIBRARY_BYTES,
         "request": -request,
         "margin": -round(free * MARGIN),
-    }
+    } | ({"unpacking": -unpacking} if unpacking else {})
     budgets: dict[DeviceId, int | None] = {parse_device(key): max(0, sum(of.values())) for key, of in terms.items()}
     return Allowance(_ordered({**budgets, DISK: None}), terms)
 

@@ -197,7 +197,7 @@ def _demand(
     routing: Routing | None,
     members: int,
 ) -> Demand:
-    allowance = allow(given.max_memory, machine, needed=_needed(machine, needs))
+    allowance = allow(given.max_memory, machine, needed=_needed(machine, needs), unpacking=outline.unpacking_bytes)
     streaming = _streaming(machine, outline, allowance, needs)
     demand = Demand(
         work=needs,
@@ -265,7 +265,8 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
     """
     whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
     held = whole if most is None else min(most, whole)
-    free = coarse(machine.host.available_bytes) - held - needs.bytes - machine.host.process_bytes
+    process = machine.host.process_bytes + outline.unpacking_bytes
+    free = coarse(machine.host.available_bytes) - held - needs.bytes - process
     return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - held), "free_bytes": free}
 
 
@@ -279,5 +280,5 @@ def _most_held(outline: Outline, demand: Demand, machine: Hardware, device: Devi
     """Return bytes that no plan of such a request comes to on ``device``, whatever it places there."""
     most = demand.allowance.budgets.get(device)
     weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
-    process = machine.host.process_bytes if device == CPU else 0
+    process = machine.host.process_bytes + outline.unpacking_bytes if device == CPU else 0
     return weights + max(outline.sizes.values(), default=0) + demand.work.bytes + process

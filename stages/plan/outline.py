@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent
+from stages.machine.probes import READERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,11 @@ class Outline:
     def rest_sizes(self) -> dict[str, int]:
         """Bytes of every tensor by name, as it rests on disk."""
         return self.sizes | {name: packed.bytes for name, packed in self.packed.items()}
+
+    @property
+    def unpacking_bytes(self) -> int:
+        """What the threads that unpack take on the host at most, if anything rests packed."""
+        return READERS * max((packed.working_bytes for packed in self.packed.values()), default=0)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -135,10 +141,10 @@ class Outline:
 
     @cached_property
     def lookups(self) -> frozenset[str]:
-        """The tensors that are only ever looked up row by row; one that rests packed is brought whole."""
+        """The tensors that are only ever looked up row by row; not where a row can't be had without the others."""
         tables = {module.name for module in self.skeleton.modules if module.looks_up} if self.gathers else set()
         looked_up = (name for name in self.sizes if parent(name) in tables - self.skeleton.borrowers.keys())
-        return frozenset(looked_up) - self.packed.keys()
+        return frozenset(looked_up) - {name for name, packed in self.packed.items() if not packed.by_row}
 
     @cached_property
     def experts(self) -> dict[str, ExpertsSpec]:

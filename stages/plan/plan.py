@@ -40,6 +40,7 @@ class Plan:
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null; likewise
     ``lockstep``, how many batches share each pass.
     ``offload_ratio`` is the share of a training's activations that waits elsewhere, null where nothing is trained.
+    ``packed`` has, for each codec, the bytes that rest packed by where they lie, and under ``used`` what they come to.
     ``pass_tokens`` are those of a pass of decoding, by which slots are divided among layers.
     """
 
@@ -66,6 +67,7 @@ class Plan:
     batch_size: int | None = None
     lockstep: int | None = None
     offload_ratio: float | None = None
+    packed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     pass_tokens: int = 1
 
     @cached_property

@@ -13,6 +13,7 @@ from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.probes import CHUNK_BYTES, READERS
 from stages.machine.rates import Rates
+from stages.plan.assembly import lying_bytes
 from stages.plan.expert_slots import SINGLE, ExpertTraffic, Routing, expert_traffic, offstage_in
 from stages.plan.outline import Outline
 from stages.plan.plan import SIMULATED, Plan
@@ -203,20 +204,14 @@ def _carried(seconds: Mapping[str, float], members: int) -> float:
 
 def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: Routing) -> dict[DeviceId, int]:
     """Return the bytes that a token reads of what each device holds: all weights, but only those experts it uses."""
-    used = Counter(plan.resident_bytes)
+    used, lying = Counter(plan.resident_bytes), lying_bytes(outline, plan)
     for name in outline.expert_tensors:
-        used[plan.homes[name]] -= _lying_bytes(outline, plan, name)
+        used[plan.homes[name]] -= lying[name]
     for name, experts_of in outline.listed.items():
-        used[plan.homes[name]] -= round(_lying_bytes(outline, plan, name) * (1 - routing.share(*experts_of)))
+        used[plan.homes[name]] -= round(lying[name] * (1 - routing.share(*experts_of)))
     for there in (experts.resident, experts.found):
         used.update({device: round(count) for device, count in there.items()})
     return dict(used)
-
-
-def _lying_bytes(outline: Outline, plan: Plan, name: str) -> int:
-    """Return the bytes of the tensor ``name`` where it lies."""
-    at_rest = plan.homes[name] == DISK or plan.serving.get(name) == "packed"
-    return (outline.rest_sizes if at_rest else outline.sizes)[name]
 
 
 def _peaks(outline: Outline, plan: Plan, needs: Work, *, process: int) -> dict[DeviceId, dict[str, int]]:

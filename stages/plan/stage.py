@@ -20,7 +20,7 @@ from stages.machine.hardware import Hardware, hardware, ledgers
 from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.rates import Rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
-from stages.plan.assembly import assemble
+from stages.plan.assembly import assemble, lying_bytes
 from stages.plan.checks import has_room, require_resident, require_room, require_writable
 from stages.plan.expert_slots import SINGLE
 from stages.plan.hit_rates import kept_hit_rates
@@ -116,7 +116,8 @@ class PlanStage(Stage[PlanInputs]):
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
         """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""
-        plan, sizes = plan_from(inputs), inputs.outline.sizes
+        plan = plan_from(inputs)
+        sizes = lying_bytes(inputs.outline, plan)
         plan.save(folder)
         write_text(folder / picture.FILE_NAME, picture.draw(plan, sizes))
         write_text(folder / SIZES_NAME, json.dumps(sizes, indent=1) + "\n")
@@ -223,7 +224,7 @@ def _require_devices(choice: options.Choice, overrides: Mapping[str, DeviceId], 
 def _summary(plan: plans.Plan) -> str:
     held = [f"{device} {format_bytes(count)}" for device, count in plan.resident_bytes.items() if count]
     reserve = [f"reserve {format_bytes(plan.reserve_bytes)} on {plan.main_device}"] if plan.reserve_bytes else []
-    experts = table.experts_told(plan)
+    experts = [*table.experts_told(plan), *table.packed_told(plan)]
     batch = [f"batches of {plan.batch_size}"] if plan.batch_size else []
     batch += [f"{plan.lockstep} in lockstep"] if plan.lockstep else []
     ratio = [f"{plan.offload_ratio:.1%} of activations offloaded"] if plan.offload_ratio else []

@@ -69,7 +69,7 @@ def render(plan: Plan, sizes: Mapping[str, int]) -> str:
         room = "unlimited" if budget is None and device == DISK else format_bytes(budget or 0)
         kept = [format_bytes(plan.slots.get(device, 0)) for _ in slots]
         devices.append([str(device), format_bytes(held), format_bytes(reserve), *kept, room])
-    return "\n\n".join([_align(lines), _align(devices), *experts_told(plan)])
+    return "\n\n".join([_align(lines), _align(devices), *experts_told(plan), *packed_told(plan)])
 
 
 def slots_told(plan: Plan, device: DeviceId) -> str:
@@ -87,6 +87,17 @@ def experts_told(plan: Plan) -> list[str]:
     return [
         f"{where}; {found:.0%} of those a token uses are expected there; {format_bytes(brought)} a token are brought"
     ]
+
+
+def packed_told(plan: Plan) -> list[str]:
+    """Return in words what rests packed, where and by which codec, and what it comes to as it is used."""
+    told = []
+    for codec, lying in plan.packed.items():
+        where = " and ".join(
+            f"{format_bytes(count)} on {device}" for device, count in lying.items() if device != "used"
+        )
+        told.append(f"{codec}: {where} rest packed, {format_bytes(lying['used'])} as they are used")
+    return told
 
 
 def _align(lines: Sequence[Iterable[str]]) -> str:

@@ -54,4 +54,5 @@ def override(outline: Outline, placement: Placement, overrides: Mapping[str, Dev
     homes: Homes = {**placement.homes, **{outline.skeleton.leader(name): home for name, home in moved.items()}}
     computes_only = placement.main not in placement.homes.values()
     main = main_device(homes)
-    return Placement(homes, placement.main if main == CPU and computes_only else main)
+    packed = placement.packed - {outline.skeleton.leader(name) for name in moved}
+    return Placement(homes, placement.main if main == CPU and computes_only else main, packed)

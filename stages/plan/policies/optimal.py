@@ -19,10 +19,9 @@ holds some of all layers.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from stages.empty_init.skeleton import parent
 from stages.machine.rates import Rates
@@ -42,30 +41,13 @@ from stages.plan.placement import (
 )
 from stages.plan.policies.balanced import balanced
 from stages.plan.policies.sequential import sequential
+from stages.plan.policies.subset_sums import subset_sums
 from stages.plan.token_time import slowest, token_seconds
 from stages.units import CPU, DISK, DeviceId, in_tier_order
 
-_MOST_SUMS = 2048
-"""How many subset sums of one layer are kept; a layer with more of them is solved approximately."""
 _GOLDEN = 0.6180339887498949
 _TRIES = 8
 """How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """The subset sums of a layer's tensors, ascending, each with the positions of the tensors that make it."""
-
-    sums: Sequence[int]
-    members: Sequence[frozenset[int]]
-
-    def largest(self, limit: int) -> int:
-        """Return the largest sum that is at most ``limit``."""
-        return self.sums[bisect_right(self.sums, limit) - 1]
-
-    def within(self, limit: int) -> frozenset[int]:
-        """Return the positions of the tensors that make the largest sum that is at most ``limit``."""
-        return self.members[bisect_right(self.sums, limit) - 1]
 
 
 def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> Placement:
@@ -79,8 +61,10 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
     mixture = next(_of_mixture(outline, budgets, rates), None) if outline.experts or outline.listed else None
     if mixture is not None:
         return mixture
-    split = () if outline.experts else _split(outline, budgets)
-    found = [sequential(outline, budgets), *split, whole]
+    found = [sequential(outline, budgets)]
+    if not outline.experts:
+        found += [*_split(outline, budgets), *_split(outline, budgets, plain_stays=True)]
+    found.append(whole)
     if all(find_shortage(outline, placement, budgets) is not None for placement in found):
         found = [*_part_by_part(outline, budgets)] or found
     return min(found, key=lambda placement: _cost(outline, placement, rates or Rates()))
@@ -192,13 +176,21 @@ def _computing(budgets: Budgets) -> tuple[DeviceId, list[DeviceId]]:
     return (accelerators[0] if accelerators else CPU), accelerators
 
 
-def _split(outline: Outline, budgets: Budgets) -> Iterable[Placement]:
-    """Yield the placement of partly resident layers, if the budgets can hold one."""
+def _split(outline: Outline, budgets: Budgets, *, plain_stays: bool = False) -> Iterable[Placement]:
+    """Yield the placement of partly resident layers, if the budgets can hold one.
+
+    If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes; where nothing rests
+    so, there is no such placement.
+    """
+    if plain_stays and not outline.packed:
+        return
     main, accelerators = _computing(budgets)
     room = budgets.get(main, 0)
     homes, rest = _others(outline, budgets, accelerators[1:])
     tables = {name for layer in rest for name in layer.owned if main == CPU and _is_table(outline, name)}
-    streamed = None if room is None else _least_streamed(outline, _without(outline, rest, tables), room)
+    stays = {name for layer in rest for name in layer.owned if plain_stays and name not in outline.packed} - tables
+    left = None if room is None else room - _bytes(outline, stays)
+    streamed = None if left is None else _least_streamed(outline, _without(outline, rest, tables | stays), left)
     if streamed is None or room is None:
         return
     kept = sum(layer.bytes for layer in rest) - _bytes(outline, streamed | tables)
@@ -254,7 +246,7 @@ def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int) -> set
             found.append(away - _fitting(outline, away, max(0, spare - extra)))
         if len(roomy) == _TRIES:
             break
-    return min(roomy or tight, key=lambda away: _bytes(outline, away), default=None)
+    return min(roomy or tight, key=lambda away: sum(outline.rest_sizes[name] for name in away), default=None)
 
 
 Shape = tuple[tuple[int, int], ...]
@@ -278,20 +270,6 @@ def _two_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape, in
             held[module] += size
         parts += list(held.values()) * min(2, counts[shape])
     return sum(sorted(parts)[-2:])
-
-
-def subset_sums(sizes: Sequence[int]) -> Sums:
-    """Return all sums of subsets of ``sizes``, or ``_MOST_SUMS`` of them, spread evenly, where there are more."""
-    found: dict[int, frozenset[int]] = {0: frozenset()}
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        found |= {total + sizes[place]: chosen | {place} for total, chosen in found.items()} | found
-        if len(found) > _MOST_SUMS:
-            kept = sorted(found)
-            step = len(kept) / _MOST_SUMS
-            found = {kept[int(index * step)]: found[kept[int(index * step)]] for index in range(_MOST_SUMS)}
-    whole = sum(sizes)
-    found[whole] = frozenset(range(len(sizes)))
-    return Sums(tuple(sorted(found)), tuple(found[total] for total in sorted(found)))
 
 
 def _fitting(outline: Outline, names: Iterable[str], room: int) -> set[str]:

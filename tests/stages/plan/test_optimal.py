@@ -18,8 +18,9 @@ from stages.plan.placement import (
     resident_bytes,
     streamed_bytes,
 )
-from stages.plan.policies.optimal import optimal, subset_sums
+from stages.plan.policies.optimal import optimal
 from stages.plan.policies.sequential import sequential
+from stages.plan.policies.subset_sums import subset_sums
 from stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.skeletons import outline
 

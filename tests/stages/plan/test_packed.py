@@ -10,8 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pipeline.errors import BudgetError
+from stages.machine.hardware import Hardware
+from stages.machine.host_memory import Host
 from stages.machine.probes import READERS
 from stages.machine.rates import Rates
+from stages.plan.budgets import allow
 from stages.plan.checks import require_fit
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves, resident_bytes, streamed_bytes
@@ -20,6 +23,7 @@ from stages.plan.policies import POLICIES
 from stages.plan.predict import Work, bound_seconds, predict
 from stages.plan.serving import serve
 from stages.plan.stage import make_plan
+from stages.plan.table import packed_told
 from stages.plan.token_time import Brought, slowest, token_seconds
 from stages.units import DeviceId
 from tests.stages.plan.mixtures import mixture
@@ -106,6 +110,33 @@ def test_experts_that_are_brought_count_as_they_rest() -> None:
     assert int(now["expert_bytes_per_token"]) == pytest.approx(int(was["expert_bytes_per_token"]) / 4, rel=0.01)
     assert now["expert_hit_rate"] == was["expert_hit_rate"]
     assert now["unpacked_bytes_per_token"] == pytest.approx(int(was["expert_bytes_per_token"]), rel=0.01)
+
+
+def optimal_plan(model: Outline, *, rates: Rates, **max_memory: str) -> Plan:
+    hardware = {"devices": [{"memory": "1GB"}]}
+    budgets = {key.lstrip("_"): size for key, size in max_memory.items()}
+    config = {"max_memory": budgets, "device_map": "optimal", "device_map_overrides": {}, "hardware": hardware}
+    return make_plan(model, {**config, "generate": {}, "storage": {"io": "direct"}}, rates=rates)
+
+
+def test_what_is_not_packed_stays_before_what_is_read_in_fewer_bytes() -> None:
+    model = at_rest(stack(20), {f"layers.{index}.weight": 5 for index in range(10)})
+    plan = optimal_plan(model, rates=Rates(storage=10, host=10**6, unpacking=50), cpu="140")
+    assert {name for name, home in plan.homes.items() if home == "disk"} <= model.packed.keys()
+
+
+def test_the_screen_says_what_rests_packed_where_and_by_which_codec() -> None:
+    plan = optimal_plan(halved(stack(20)), rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu="60")
+    assert plan.packed == {"half": {"used": 150, "disk": 75}}
+    assert packed_told(plan) == ["half: 75 B on disk rest packed, 150 B as they are used"]
+    assert packed_told(optimal_plan(stack(20), rates=RATES, cpu="60")) == []
+
+
+def test_an_automatic_budget_leaves_what_unpacking_takes() -> None:
+    machine = Hardware((), Host(10**10, 10**10))
+    terms = allow({}, machine, unpacking=12345).terms["cpu"]
+    assert terms["unpacking"] == -12345
+    assert "unpacking" not in allow({}, machine).terms["cpu"]
 
 
 @st.composite
