@@ -271,7 +271,9 @@ def shift_offsets(content: bytes, _donor: bytes, chance: Random) -> bytes:
         value = json.loads(header)
     except ValueError:
         return content
-    names = [name for name in value if name != "__metadata__"]
+    names = [name for name, told in value.items() if _is_entry(told)] if isinstance(value, dict) else []
+    if not names:  # it was changed before
+        return content
     one, other = value[chance.choice(names)], value[chance.choice(names)]
     match chance.randrange(4):
         case 0:
@@ -288,6 +290,13 @@ def shift_offsets(content: bytes, _donor: bytes, chance: Random) -> bytes:
             one["dtype"], other["dtype"] = other["dtype"], one["dtype"]
     changed = json.dumps(value).encode()
     return len(changed).to_bytes(8, "little") + changed + data
+
+
+def _is_entry(told: Any) -> bool:
+    """Return whether ``told`` is what a header says of a tensor, its sizes numbers."""
+    if not isinstance(told, dict) or not told.keys() >= {"dtype", "shape", "data_offsets"}:
+        return False
+    return isinstance(told["shape"], list) and all(isinstance(size, int) for size in told["shape"])
 
 
 def _safetensors(content: bytes) -> tuple[bytes, bytes]:

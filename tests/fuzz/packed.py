@@ -24,7 +24,6 @@ from stages.checkpoints.codecs.planes import codec_of, new_compressor, pack_tile
 from stages.checkpoints.gguf_header import read_gguf_header
 from stages.checkpoints.packed import PackedTensor
 from stages.checkpoints.packed_reads import read_packed
-from stages.checkpoints.quantised import logical_entries, quantization_of
 from stages.checkpoints.readers import open_reader
 from stages.checkpoints.shard_files import ShardFile
 from tests.fuzz.formats import ALONE, RIGHT, Format, require
@@ -71,12 +70,10 @@ def _write(folder: Path, tensors: Tensors, quantization: Mapping[str, Any]) -> N
 
 def _unpacked(path: Path) -> Tensors:
     """Return all tensors of a checkpoint as they are used."""
-    checkpoint = open_checkpoint(path)
-    reader = open_reader(checkpoint)
-    entries = logical_entries(checkpoint.entries, quantization_of(path))
+    reader = open_reader(open_checkpoint(path))
     return {
         name: read_packed(entry) if isinstance(entry, PackedTensor) else reader.borrow(name)
-        for name, entry in entries.items()
+        for name, entry in reader.entries.items()
     }
 
 
