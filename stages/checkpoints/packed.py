@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.memory_file import MemoryFile
 from stages.checkpoints.shard_files import ShardFile
 from stages.machine.aligned_memory import Bytes
 from stages.units import DTYPE_BYTES
@@ -111,8 +112,9 @@ def rest_bytes(source: AtRest) -> int:
 
 
 def files_of(source: AtRest) -> tuple[ShardFile, ...]:
-    """Return the files that ``source`` lies in."""
-    return tuple(part.file for part in source.parts) if isinstance(source, PackedTensor) else (source.file,)
+    """Return the files that ``source`` is read from: none where it is in memory."""
+    parts = source.parts if isinstance(source, PackedTensor) else (source,)
+    return tuple(part.file for part in parts if not isinstance(part.file, MemoryFile))
 
 
 def in_dtype(source: AtRest, dtype: str) -> AtRest | None:

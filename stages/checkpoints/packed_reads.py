@@ -10,6 +10,7 @@ import torch
 from stages.checkpoints.direct_file import Chunk
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.memory_file import MemoryFile
 from stages.checkpoints.packed import PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import opened_shard, read_into
 from stages.machine.aligned_memory import Bytes, align_down, byte_view, room_for
@@ -26,17 +27,21 @@ ReadChunk = Callable[[Chunk, memoryview], object]
 
 def room_at_rest(block: PackedBlock) -> int:
     """Return the aligned memory that ``block`` is read into, but for its small spans; in bytes."""
-    return sum(_chunk(span).length for span in block.spans if span.bytes >= SMALL_SPAN_BYTES)
+    return sum(_chunk(span).length for span in block.spans if span.bytes >= SMALL_SPAN_BYTES and not _is_there(span))
 
 
 def read_block(block: PackedBlock, buffer: Bytes, *, small: ReadSmall, direct: ReadChunk) -> tuple[list[Bytes], int]:
     """Return the bytes of the spans of ``block``, and how many were read.
 
-    Large spans lie in ``buffer``, which is aligned and has ``room_at_rest`` bytes at least.
+    Large spans lie in ``buffer``, which is aligned and has ``room_at_rest`` bytes at least; what is in memory stays
+    there.
     """
     data: list[Bytes] = []
     begin, count = 0, 0
     for span in block.spans:
+        if isinstance(span.file, MemoryFile):
+            data.append(span.file.bytes_of(span))
+            continue
         if span.bytes < SMALL_SPAN_BYTES:
             data.append(np.empty(span.bytes, np.uint8))
             small(span, data[-1].data)
@@ -47,6 +52,10 @@ def read_block(block: PackedBlock, buffer: Bytes, *, small: ReadSmall, direct: R
         data.append(buffer[begin + chunk.skipped : begin + chunk.wanted])
         begin, count = begin + chunk.length, count + chunk.wanted
     return data, count
+
+
+def _is_there(span: Extent) -> bool:
+    return isinstance(span.file, MemoryFile)
 
 
 def _chunk(span: Extent) -> Chunk:
@@ -65,10 +74,15 @@ def fill_packed(tensor: PackedTensor, target: torch.Tensor) -> None:
     """Read and unpack ``tensor`` into ``target``: contiguous, on the cpu, of its dtype and shape, not empty."""
     place = np.frombuffer(byte_view(target), np.uint8)
     for block in tensor.codec.blocks(tensor):
-        data = [np.empty(span.bytes, np.uint8) for span in block.spans]
-        for span, memory in zip(block.spans, data, strict=True):
-            read_span(span, memory.data)
-        tensor.codec.unpack(tensor, block, data, place)
+        tensor.codec.unpack(tensor, block, [_bytes_of(span) for span in block.spans], place)
+
+
+def _bytes_of(span: Extent) -> Bytes:
+    if isinstance(span.file, MemoryFile):
+        return span.file.bytes_of(span)
+    data = np.empty(span.bytes, np.uint8)
+    read_span(span, data.data)
+    return data
 
 
 def read_span(span: Extent, target: memoryview) -> None:

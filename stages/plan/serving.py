@@ -105,6 +105,11 @@ def routed(serving: Mapping[str, Serving]) -> tuple[str, ...]:
     return tuple(name for name, how in serving.items() if how == "experts")
 
 
+def packed_on_host(serving: Mapping[str, Serving]) -> tuple[str, ...]:
+    """Return the tensors that wait in memory as they rest on disk."""
+    return tuple(name for name, how in serving.items() if how == "packed")
+
+
 def is_streamed(serving: Serving | None) -> bool:
     """Return whether all of the tensor is brought in for each use."""
     return serving not in (None, "rows", "experts")

@@ -14,7 +14,7 @@ from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, in_dtype, rest_bytes
+from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, rest_bytes
 from stages.checkpoints.readers import SourceReader, open_reader
 from stages.empty_init.merges import sources_in_order
 from stages.empty_init.names import Step
@@ -32,7 +32,8 @@ class Load:
 
     Tensors bound for the host are read into ``host``, if there is such a block. ``names`` are those that tensors have
     where what is loaded is used, if they are others than ``model`` has; ``routed`` has, by these, the tensors of which
-    single experts are read from disk. ``serves_packed`` is false where whoever reads what lies on disk can't unpack it.
+    single experts are read from disk; ``packed`` those that wait on the host as they rest on disk. ``serves_packed`` is
+    false where whoever reads what lies on disk can't unpack it.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Load:
     host: HostBlock | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     routed: Collection[str] = ()
+    packed: Collection[str] = ()
     serves_packed: bool = True
 
     @cached_property
@@ -53,8 +55,19 @@ class Load:
 
     @cached_property
     def resident(self) -> tuple[TensorSpec, ...]:
-        """The tensors of the checkpoint that lie on a device, tied ones once."""
-        return tuple(self.skeleton.by_name[name] for name in self.match.origins if self.homes[name] != DISK)
+        """The tensors of the checkpoint that lie on a device as they are used, tied ones once."""
+        specs = (self.skeleton.by_name[name] for name in self.match.origins if self.homes[name] != DISK)
+        return tuple(spec for spec in specs if spec.name not in self.packed_on_host)
+
+    @cached_property
+    def packed_on_host(self) -> Mapping[str, PackedTensor]:
+        """Where those tensors lie on disk, tied ones once, that wait on the host as they rest there."""
+        found = {
+            name: self._in_place(self.skeleton.by_name[name])
+            for name in self.match.origins
+            if self.outer_name(name) in self.packed
+        }
+        return {name: source for name, source in found.items() if isinstance(source, PackedTensor)}
 
     @cached_property
     def served(self) -> Mapping[str, AtRest]:

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError, StorageError
+from stages.checkpoints.bulk_reader import BulkReader, read_into_new_memory
 from stages.checkpoints.byte_bar import byte_bar
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, rest_bytes
+from stages.checkpoints.memory_file import in_memory
+from stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
 from stages.checkpoints.readers import read_extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.empty_init.skeleton import parent
@@ -37,10 +39,11 @@ from stages.units import CPU, DeviceId
 class PlacedWeights:
     """A model whose resident weights are in place.
 
-    Tensors that lie on disk are meta tensors in ``model`` and entries of ``offloaded``, tied names included, which
-    reads them in the skeleton's dtype on the cpu. ``devices`` are those that the weights lie on, ``host`` the block of
-    those on the host, if they lie in one; ``read_bytes`` were read from the checkpoint in ``load_seconds``.
-    ``base_bytes`` are what the process held on the host before the first weight was there, null where nothing tells.
+    Tensors that lie on disk, or on the host as they rest there, are meta tensors in ``model`` and entries of
+    ``offloaded``, tied names included, which reads them in the skeleton's dtype on the cpu. ``devices`` are those that
+    the weights lie on, ``host`` the block of those on the host, if they lie in one; ``read_bytes`` were read from the
+    checkpoint in ``load_seconds``. ``base_bytes`` are what the process held on the host before the first weight was
+    there, null where nothing tells.
     """
 
     model: nn.Module
@@ -107,10 +110,12 @@ def place(
                 _bind_home(load, name, tensor, devices)
                 del tensor
     _settle_others(load, devices)
-    steps = {id(step): step for step, _ in (load.match.origins[name] for name in names)}
+    packed = _read_packed(load, check_finite=check_finite)
+    steps = {id(step): step for step, _ in (load.match.origins[name] for name in (*names, *packed))}
     read_bytes = sum(load.source_bytes(step) for step in steps.values())
     seconds = time.perf_counter() - began
-    offloaded = DiskWeights(extents(load, files), expert_rows(load, files))
+    waiting = extents(load, files) | _by_all_names(load, packed)
+    offloaded = DiskWeights(waiting, expert_rows(load, files))
     return PlacedWeights(load.model, offloaded, seconds, read_bytes, devices, load.host)
 
 
@@ -136,8 +141,33 @@ def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, AtRest]:
         if spec.name in load.served_by_row:
             continue
         extent = load.served.get(spec.name) or Extent(files[spec.name], 0, spec.dtype, spec.shape)
-        by_name |= dict.fromkeys(map(load.outer_name, load.skeleton.names_of(spec.name)), extent)
-    return by_name
+        by_name[spec.name] = extent
+    return _by_all_names(load, by_name)
+
+
+def _by_all_names(load: Load, places: Mapping[str, AtRest]) -> dict[str, AtRest]:
+    """Return ``places`` by the names that tensors have where they are used, tied ones included."""
+    return {load.outer_name(name): at for leader, at in places.items() for name in load.skeleton.names_of(leader)}
+
+
+def _read_packed(load: Load, *, check_finite: bool) -> dict[str, PackedTensor]:
+    """Read what waits on the host as it rests on disk, each part into memory that storage can read into."""
+    extents = [
+        replace(part, dtype="uint8", shape=(part.bytes,))
+        for tensor in load.packed_on_host.values()
+        for part in tensor.parts
+    ]
+    devices = Devices()
+    reads = [read_into_new_memory(extent, torch.uint8, devices=devices, device=CPU) for extent in extents]
+    with byte_bar("loading", sum(extent.bytes for extent in extents)) as bar, BulkReader() as bulk:
+        bulk.read(reads, bar.update)
+    parts = (read.target.numpy() for read in reads)
+    found = {
+        name: in_memory(tensor, [next(parts) for _ in tensor.parts]) for name, tensor in load.packed_on_host.items()
+    }
+    for name, tensor in found.items() if check_finite else ():
+        refuse_infinite(load, name, read_extent(tensor))
+    return found
 
 
 def expert_rows(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Rows]:
@@ -200,7 +230,8 @@ def _put(load: Load, tensor: torch.Tensor, home: DeviceId, devices: Devices) -> 
 
 def _settle_others(load: Load, devices: Devices) -> None:
     """Put the buffers that keep their values on their devices, and take from the model what lies on disk."""
-    for spec in load.on_disk:
+    packed = (load.skeleton.by_name[name] for name in load.packed_on_host)
+    for spec in (*load.on_disk, *packed):
         tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
         bind(load.model, load.skeleton.names_of(spec.name), tensor)
     for spec in load.computed_buffers:

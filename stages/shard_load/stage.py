@@ -17,7 +17,7 @@ from stages.checkpoints.adapters import weights_identity
 from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
-from stages.plan.serving import routed
+from stages.plan.serving import packed_on_host, routed
 from stages.shard_load.config import ShardLoadConfig, faults, open_adapter_of, open_weights
 from stages.shard_load.offload_store import open_store
 from stages.units import CPU, DeviceId, format_bytes
@@ -42,7 +42,7 @@ class ShardLoadInputs:
     the config's node of that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint``
     identifies. It lies at ``place``: files that were unpacked with times of their own may look alike in two places.
     ``opened_adapter`` is the adapter, which ``adapter`` identifies by its bytes, if there is one. ``routed`` has the
-    tensors of which single experts are read from disk.
+    tensors of which single experts are read from disk, ``packed`` those that wait on the host as they rest on disk.
     """
 
     checkpoint: Mapping[str, object]
@@ -51,6 +51,7 @@ class ShardLoadInputs:
     skeleton: str
     device_map: str
     routed: tuple[str, ...]
+    packed: tuple[str, ...]
     ledgers: Mapping[DeviceId, int]
     offload_folder: str | None
     strict: bool
@@ -91,6 +92,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             skeleton=skeleton.key,
             device_map=plan.digest(plans.MAP_NAME),
             routed=routed(found.serving),
+            packed=packed_on_host(found.serving),
             ledgers=found.ledgers,
             offload_folder=given.offload_folder,
             strict=given.strict,
@@ -174,7 +176,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[Load]:
     else:
         adapter, strict = _held(inputs, inputs.opened_adapter), inputs.strict
         loads = prepare_adapted(model, skeleton, homes=homes, checkpoint=checkpoint, adapter=adapter, strict=strict)
-    return [replace(load, routed=inputs.routed) for load in loads]
+    return [replace(load, routed=inputs.routed, packed=inputs.packed) for load in loads]
 
 
 def _held(inputs: ShardLoadInputs, checkpoint: Checkpoint) -> Checkpoint:
@@ -254,6 +256,10 @@ def _load_report(loads: Sequence[Load]) -> dict[str, object]:
             tier = tiers.setdefault(str(load.homes[spec.name]), {"tensors": 0, "bytes": 0})
             tier["tensors"] += 1
             tier["bytes"] += spec.bytes
+        for name, packed in load.packed_on_host.items():
+            tier = tiers.setdefault(str(load.homes[name]), {"tensors": 0, "bytes": 0})
+            tier["tensors"] += 1
+            tier["bytes"] += packed.rest_bytes
     served = [spec.bytes for load in loads for spec in load.on_disk if spec.name not in load.stored]
     stored = [spec.bytes for load in loads for spec in load.on_disk if spec.name in load.stored]
     return {

@@ -104,7 +104,7 @@ def _bindings(
     for tensor, serving in part.serving.items():
         source = stored.extents.get(tensor)
         # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
-        if serving == "experts" or not (apart or serving == "copy" or source is not None):
+        if serving == "experts" or not (apart or serving in ("copy", "packed") or source is not None):
             continue
         binding = make_binding(model, tensor, on_disk=source is not None)
         if serving == "rows" and isinstance(source, PackedTensor) and can_be_looked_up(source):
@@ -116,5 +116,10 @@ def _bindings(
 
 
 def _way(serving: Serving, source: AtRest | None) -> Serving:
-    """Return how a tensor that lies at ``source`` is served: what rests packed can't be used in a map, and is read."""
-    return "direct" if isinstance(source, PackedTensor) and serving in ("map", "rows") else serving
+    """Return how a tensor that lies at ``source`` is served: what rests packed can't be used in a map, and is brought.
+
+    So is what waits packed in memory. Where a checkpoint turned out to have it as it is used, it lies on the host so.
+    """
+    if serving == "packed" and source is None:
+        return "copy"
+    return "direct" if isinstance(source, PackedTensor) else serving
