@@ -77,7 +77,7 @@ def score_for(skeleton: Skeleton, homes: Mapping[str, DeviceId], execution: Mapp
 class Setup:
     """A model placed by ``homes`` (name → device) and streamed, to the devices given or to two simulated ones.
 
-    ``store`` writes what lies on disk.
+    ``store`` writes what lies on disk, which is served as ``serving`` says where that is given.
     """
 
     def __init__(
@@ -95,6 +95,10 @@ class Setup:
         self.model, self.devices = model, devices or Devices({0: ROOM, 1: ROOM})
         self.score = score_for(skeleton, placed, {parent(name): execution(parent(name)) for name in placed})
         self.score = replace(self.score, staging_bytes=options.pop("staging_bytes", self.score.staging_bytes))
+        serving = options.pop("serving", None)
+        if serving is not None:
+            parts = {n: replace(p, serving=dict.fromkeys(p.serving, serving)) for n, p in self.score.parts.items()}
+            self.score = replace(self.score, parts=parts)
         for name, home in placed.items():
             if isinstance(home, int):
                 owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]

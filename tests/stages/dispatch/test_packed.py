@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.packed import PackedTensor, rest_bytes
+from stages.checkpoints.memory_file import in_memory
+from stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
 from stages.dispatch.streaming.streamer import Streamer
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import parent
@@ -21,7 +23,7 @@ from stages.units import DeviceId
 from tests.stages.dispatch.experts.mixtures import mixture, waiting_experts
 from tests.stages.dispatch.experts.test_expert_stack import answers, equal
 from tests.stages.dispatch.placed_models import LAYOUTS, ROOM, Setup, X, net, score_for
-from tests.stages.packed_models import PackedFile, ScaledRows, quantised, to_packed
+from tests.stages.packed_models import PackedFile, ScaledRows, is_packed, quantised, to_packed
 
 CODECS = {
     "in rows": ScaledRows(),
@@ -78,6 +80,39 @@ def test_the_host_unpacks_into_its_staging_memory(
         assert traffic.streamed_bytes == count * at_rest(setup)
     assert traffic.overflow_bytes == 0
     assert at_rest(setup) < 0.3 * sum(parameter.nbytes for parameter in plain.parameters())
+
+
+def into_memory(codec: ScaledRows) -> Callable[..., dict[str, AtRest]]:
+    """Return what does as ``to_packed``, reads what rests packed into memory, and leaves nothing else on disk."""
+
+    def store(model: nn.Module, on_disk: set[str], path: Path) -> dict[str, AtRest]:
+        weights = {name for name in on_disk if is_packed(name, model.get_parameter(name))}
+        places = to_packed(codec)(model, weights, path)
+        return {name: held(place) for name, place in places.items() if isinstance(place, PackedTensor)}
+
+    return store
+
+
+def held(tensor: PackedTensor) -> PackedTensor:
+    parts = [np.fromfile(part.file.path, np.uint8, part.bytes, offset=part.begin) for part in tensor.parts]
+    return in_memory(tensor, parts)
+
+
+@every_codec
+@pytest.mark.parametrize("computes", ["cpu", 0])
+def test_what_waits_packed_in_memory_is_unpacked_for_each_use_and_nothing_is_read(
+    codec: ScaledRows, computes: DeviceId, tmp_path: Path
+) -> None:
+    plain, model = quantised(net(), codec), quantised(net(), codec)
+    given = {"execution": lambda _: computes, "staging_bytes": 140_000, "store": into_memory(codec)}
+    setup = Setup(model, LAYOUTS["disk"], tmp_path, serving="packed", **given)
+    (tmp_path / "weights").unlink()
+    for _ in range(3):
+        assert torch.equal(setup.model(X), plain(X))
+    traffic = setup.streamer.traffic
+    biases = sum(p.nbytes for n, p in plain.named_parameters() if p.dim() == 1) if computes == 0 else 0
+    assert (traffic.storage_bytes, traffic.streamed_bytes) == (0, 3 * (at_rest(setup) + biases))
+    setup.streamer.remove()
 
 
 def test_damage_surfaces_in_the_forward_that_needs_it_and_can_be_mended(

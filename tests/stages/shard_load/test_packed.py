@@ -1,0 +1,124 @@
+"""Weights of an FP8 checkpoint: read whole, from disk for each use, or kept in memory as they rest."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints.checkpoint import open_checkpoint
+from stages.checkpoints.memory_file import MemoryFile
+from stages.checkpoints.packed import PackedTensor
+from stages.empty_init import init_empty_weights
+from stages.empty_init.describe import describe
+from stages.shard_load.load import Load, prepare
+from stages.shard_load.placed_weights import place
+from stages.units import DeviceId
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in FP8, and what transformers dequantises it to, in ``plain.safetensors``."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("fp8")
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, dtype="bfloat16", **SIZES)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    settings = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])
+    quantiser = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    unpacker = Fp8Dequantize(SimpleNamespace(quantization_config=None))
+    saved: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        packs = tensor.dim() > 1 and "_proj" in name
+        parts = quantiser.convert({name: tensor}) if packs else {name: tensor}
+        saved |= parts
+        given = {"weight": [parts[name]], "weight_scale_inv": [parts.get(f"{name}_scale_inv")]}
+        plain[name] = unpacker.convert(given)["weight"].bfloat16() if packs else tensor
+    save_file(saved, folder / "model.safetensors", {"format": "pt"})
+    config.quantization_config = settings.to_dict()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    (folder / "plain").mkdir()
+    save_file(plain, folder / "plain" / "plain.safetensors")
+    return folder
+
+
+@pytest.fixture
+def plain(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "plain" / "plain.safetensors")
+
+
+def loading(folder: Path, home: DeviceId, dtype: torch.dtype = torch.bfloat16) -> Load:
+    config: Any = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    skeleton = describe(model, rehearsed=False)
+    homes: dict[str, DeviceId] = {spec.name: home for spec in skeleton.tensors}
+    return prepare(model, skeleton, homes=homes, checkpoint=open_checkpoint(folder))
+
+
+def test_what_is_resident_is_as_transformers_dequantises_it(folder: Path, plain: dict[str, torch.Tensor]) -> None:
+    placed = place(loading(folder, "cpu"), {})
+    state = placed.model.state_dict()
+    assert state.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(state[name], tensor), name
+    assert placed.read_bytes < 0.6 * sum(tensor.nbytes for tensor in plain.values())
+
+
+def test_what_lies_on_disk_is_served_from_where_it_lies(folder: Path, plain: dict[str, torch.Tensor]) -> None:
+    load = loading(folder, "disk")
+    assert not load.stored
+    offloaded = place(load, {}).offloaded
+    for name, tensor in plain.items():
+        assert torch.equal(offloaded[name], tensor), name
+    assert isinstance(offloaded.extents["model.layers.0.mlp.up_proj.weight"], PackedTensor)
+
+
+def test_what_rests_packed_in_memory_is_read_once_and_unpacked_from_there(
+    folder: Path, plain: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = loading(folder, "cpu")
+    names = [name for name in plain if "_proj" in name and ".0." in name]
+    load = replace(load, packed=[*names, "model.norm.weight"])
+    placed = place(load, {}, check_finite=True)
+    assert set(placed.offloaded.extents) == set(names)
+    for name, source in placed.offloaded.extents.items():
+        assert isinstance(source, PackedTensor)
+        assert all(isinstance(part.file, MemoryFile) for part in source.parts)
+        assert placed.model.get_parameter(name).is_meta
+    held = sum(spec.bytes for spec in load.resident)
+    assert held == sum(tensor.nbytes for name, tensor in plain.items() if name not in names)
+    monkeypatch.setattr("os.preadv", None)
+    for name in names:
+        assert torch.equal(placed.offloaded[name], plain[name]), name
+
+
+def test_numbers_that_are_none_are_refused_where_they_rest_packed(folder: Path, tmp_path: Path) -> None:
+    saved = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    saved[name].view(torch.uint8)[3, 5] = 0x7F
+    save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    load = replace(loading(tmp_path, "cpu"), packed=[name])
+    with pytest.raises(CheckpointError, match=r"down_proj.weight' holds NaN or infinity as bfloat16"):
+        place(load, {}, check_finite=True)
+
+
+def test_what_is_unpacked_to_the_dtype_of_the_run_need_not_be_stored(
+    folder: Path, plain: dict[str, torch.Tensor]
+) -> None:
+    load = loading(folder, "disk", torch.float32)
+    assert load.stored.keys() == {name for name in plain if "_proj" not in name}
+    state = place(loading(folder, "cpu", torch.float32), {}).model.state_dict()
+    for name, tensor in plain.items():
+        assert torch.equal(state[name].bfloat16(), tensor), name
