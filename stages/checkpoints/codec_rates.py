@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from stages.checkpoints.packed import PackedBlock, PackedTensor
     from stages.machine.aligned_memory import Bytes
 
-_MODULES = {"fp8": "fp8", "mxfp4": "mxfp4", "zstd": "planes"}
-"""Codec → the module that has its sample; the formats of GGUF are in one."""
-_GGUF = "gguf"
+_MODULES = {"mxfp4": "mxfp4", "zstd": "planes"}
+"""Codec → the module that has its sample."""
+_FAMILIES = ("fp8", "gguf")
+"""The modules that have those of several."""
 _ROUNDS = 6
 
 
@@ -59,8 +60,8 @@ def _measured(name: str) -> int | None:
 def _sample(name: str) -> tuple[PackedTensor, PackedBlock, list[Bytes]] | None:
     if name in _MODULES:
         return import_module(f"stages.checkpoints.codecs.{_MODULES[name]}").sample()  # type: ignore[no-any-return]
-    gguf = import_module(f"stages.checkpoints.codecs.{_GGUF}")
-    return gguf.sample(name) if name in gguf.FORMATS else None
+    families = (import_module(f"stages.checkpoints.codecs.{module}") for module in _FAMILIES)
+    return next((family.sample(name) for family in families if name in family.FORMATS), None)
 
 
 def measure(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]) -> int:

@@ -10,8 +10,8 @@ from pipeline.regular_files import read_object
 KEYS = ("quantization_config", "compression_config")
 """The keys of a ``config.json`` that say that weights are stored as numbers which mean something else."""
 
-FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
-SERVED = (FP8, MXFP8, MXFP4)
+FP8, MXFP8, MXFP4, COMPRESSED = "fp8", "mxfp8", "mxfp4", "compressed-tensors"
+SERVED = (FP8, MXFP8, MXFP4, COMPRESSED)
 """The methods (``quant_method``) whose weights are unpacked as they are used."""
 
 _BY_TRANSFORMERS = ("bitsandbytes", "higgs")

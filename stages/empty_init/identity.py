@@ -17,9 +17,17 @@ from pipeline.plain_data import walk
 from pipeline.regular_files import read_object, read_regular
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from stages.checkpoints.codecs.compressed_scheme import weight_scheme
 from stages.checkpoints.config_files import parse_config
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
-from stages.checkpoints.quantization import KEYS as QUANTISED, SERVED, advice_for, method_of, quantization_of
+from stages.checkpoints.quantization import (
+    COMPRESSED,
+    KEYS as QUANTISED,
+    SERVED,
+    advice_for,
+    method_of,
+    quantization_of,
+)
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import is_plain_name
 from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
@@ -162,12 +170,22 @@ def quantization_fault(folder: Path) -> str | None:
     others = ((key, value) for key, value in declared if value != served or method_of(value) not in SERVED)
     key, value = next(others, ("", None))
     if not key:
-        return None
+        return _scheme_fault(folder, served)
     method = method_of(value)
     return (
         f"{str(folder / 'config.json')!r} declares quantised weights ({key}, quant_method: {method!r}), "
         f"which aren't served; {advice_for(method)}; or take {key} out of the config if these are plain"
     )
+
+
+def _scheme_fault(folder: Path, served: Mapping[str, object] | None) -> str | None:
+    """Return what of the method that the config in ``folder`` declares isn't served, though others of it are."""
+    try:
+        if served and method_of(served) == COMPRESSED:
+            weight_scheme(served)
+    except CheckpointError as error:
+        return f"{str(folder / 'config.json')!r} declares {error}"
+    return None
 
 
 def open_packed(model: Mapping[str, Any]) -> Checkpoint | None:

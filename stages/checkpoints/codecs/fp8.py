@@ -1,9 +1,9 @@
-"""Weights in FP8, or in FP4, with one scale for each block of a matrix.
+"""Weights in FP8 or FP4, or in integers of as many bits, with one scale for each block of a matrix.
 
 What comes out is ``(code as float32 * scale as float32)`` rounded to the dtype in use, as transformers dequantises. A
-code of either format is a float16 but for its exponent, so shifting its bits makes one; the rest is a conversion, a
-product and a rounding, which torch has vectorised and numpy has not. Tiles are smaller than what torch shares among
-threads, so each thread that unpacks stays one.
+code of FP8 is a float16 but for its exponent, so shifting its bits makes one, and a table has those of the other
+formats; the rest is a conversion, a product and a rounding, which torch has vectorised and numpy has not. Tiles are
+smaller than what torch shares among threads, so each thread that unpacks stays one.
 """
 
 from __future__ import annotations
@@ -32,39 +32,47 @@ TILE = 2**15 - 2
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
+Codes = Literal["fp8", "fp4", "int8", "int4"]
+
 _HALF_BIAS, _CODE_BIAS = 15, 7
 _HALF_NAN = 0x7E00
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float16)
-_FP4_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1).view(np.uint32).ravel()
-"""The two float16 values of each byte of FP4, the low four bits first."""
+_INT4 = np.arange(-8, 8).astype(np.float16)
+
+
+def _pairs(values: npt.NDArray[np.float16]) -> npt.NDArray[np.uint32]:
+    """Return the two values of each byte, the low four bits first."""
+    return np.stack([np.tile(values, 16), np.repeat(values, 16)], axis=1).view(np.uint32).ravel()
+
+
+_FP4_PAIRS, _INT4_PAIRS = _pairs(_E2M1), _pairs(_INT4)
+_INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float16).view(np.int16)
 
 _EXPONENTS = np.ldexp(np.float32(1), np.arange(-127, 128))
 _SCALES_OF_A_BYTE = {
     "float8_e8m0fnu": np.append(_EXPONENTS, np.float32(np.nan)),
     "uint8": np.append(_EXPONENTS, np.float32(np.inf)),
+    "float8_e4m3fn": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy(),
 }
-"""What a scale of one byte stands for: a power of two."""
+"""What a scale of one byte stands for: a power of two, or FP8 too."""
 
-SCALE_DTYPES = ("float32", "bfloat16", "float16", *_SCALES_OF_A_BYTE)
+SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
 
 
 @dataclass(frozen=True, slots=True)
 class BlockScaled:
     """Matrices of codes, each block of ``rows`` times ``columns`` values with a scale of its own.
 
-    A tensor's parts are its codes (…, rows, columns; FP4 has two to a byte) and its scales (…, blocks down, blocks
-    across); the last block of a row or a column may be cut short.
+    A tensor's parts are its codes (…, rows, columns; those of four bits are two to a byte) and its scales (…, blocks
+    down, blocks across); the last block of a row or a column may be cut short. A third part is one number that all
+    scales are divided by.
     """
 
-    name: Literal["fp8", "fp4"]
+    name: Codes
     block_rows: int
     block_columns: int
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """The dtypes that it unpacks to."""
-        return DTYPES
+    dtypes: tuple[str, ...] = DTYPES
 
     def blocks(self, tensor: PackedTensor) -> tuple[PackedBlock, ...]:
         """Return the blocks of ``tensor``: rows of one matrix, counted through all matrices."""
@@ -80,9 +88,9 @@ class BlockScaled:
                 found.append(PackedBlock(self._spans(tensor, begin, end), begin, end))
         return tuple(found)
 
-    def _spans(self, tensor: PackedTensor, begin: int, end: int) -> tuple[Extent, Extent]:
+    def _spans(self, tensor: PackedTensor, begin: int, end: int) -> tuple[Extent, ...]:
         """Return where the codes and the scales lie of rows ``begin`` to ``end``, which are of one matrix."""
-        codes, scales = tensor.parts
+        codes, scales, *divisor = tensor.parts
         rows, (down, across) = tensor.shape[-2], scales.shape[-2:]
         matrix, inside = divmod(begin, rows)
         last = -(-(inside + end - begin) // self.block_rows)
@@ -90,13 +98,17 @@ class BlockScaled:
         return (
             _bytes_of(codes, begin * codes.shape[-1], end * codes.shape[-1]),
             _bytes_of(scales, (above + inside // self.block_rows) * across, (above + last) * across),
+            *(_bytes_of(part, 0, 1) for part in divisor),
         )
 
     def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
         """Write the rows of ``block`` to their places in ``target``."""
         *_, rows, columns = tensor.shape
-        codes, (_, scales) = data[0].reshape(block.end - block.begin, -1), tensor.parts
+        codes, scales = data[0].reshape(block.end - block.begin, -1), tensor.parts[1]
         factors = _as_floats(data[1], scales.dtype).reshape(-1, scales.shape[-1])
+        if len(data) > 2:
+            with np.errstate(all="ignore"):
+                np.divide(factors, data[2].view(np.float32), out=factors)
         made = torch.from_numpy(target).view(torch_dtype(tensor.dtype)).view(-1, columns)[block.begin : block.end]
         tiles = _Tiles(self.name, has_nan=self.name == "fp8" and _has_nan(codes))
         first, inside = block.begin % rows // self.block_rows, block.begin % rows
@@ -120,14 +132,15 @@ class BlockScaled:
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return some of the matrices of a stack, or of a matrix the rows of whole blocks; else null."""
         shape = (end - begin, *tensor.shape[1:])
-        codes, scales = tensor.parts
+        codes, scales, *divisor = tensor.parts
         if len(shape) == 2:
             if begin % self.block_rows or (end % self.block_rows and end != tensor.shape[0]):
                 return None
             first, last = begin // self.block_rows, -(-end // self.block_rows)
         else:
             first, last = begin, end
-        return replace(tensor, parts=(_rows_of(codes, begin, end), _rows_of(scales, first, last)), shape=shape)
+        parts = (_rows_of(codes, begin, end), _rows_of(scales, first, last), *divisor)
+        return replace(tensor, parts=parts, shape=shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +204,20 @@ def _decode_fp4(codes: Bytes, bits: npt.NDArray[np.int16]) -> None:
     np.take(_FP4_PAIRS, codes, out=bits.view(np.uint32), mode="clip")
 
 
-_DECODERS = {"fp8": (_decode_fp8, np.float32(2.0 ** (_HALF_BIAS - _CODE_BIAS))), "fp4": (_decode_fp4, np.float32(1))}
+def _decode_int8(codes: Bytes, bits: npt.NDArray[np.int16]) -> None:
+    np.take(_INT8, codes, out=bits, mode="clip")
+
+
+def _decode_int4(codes: Bytes, bits: npt.NDArray[np.int16]) -> None:
+    np.take(_INT4_PAIRS, codes, out=bits.view(np.uint32), mode="clip")
+
+
+_DECODERS = {
+    "fp8": (_decode_fp8, np.float32(2.0 ** (_HALF_BIAS - _CODE_BIAS))),
+    "fp4": (_decode_fp4, np.float32(1)),
+    "int8": (_decode_int8, np.float32(1)),
+    "int4": (_decode_int4, np.float32(1)),
+}
 """What makes float16 of a format's codes, and what a code is worth more than that float16."""
 
 
@@ -219,13 +245,18 @@ def _rows_of(extent: Extent, begin: int, end: int) -> Extent:
     return replace(extent, begin=extent.begin + begin * row, shape=(end - begin, *extent.shape[1:]))
 
 
-def sample() -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
-    """Return a tensor of one block, that block and its bytes, made up: what its rate is measured by."""
+FORMATS = tuple(_DECODERS)
+_OF_FOUR_BITS = ("fp4", "int4")
+
+
+def sample(name: Codes = "fp8") -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
+    """Return a tensor of one block, that block and its bytes, made up: what the rate of ``name`` is measured by."""
     rows, columns, size = 512, 4096, 128
+    wide = columns // 2 if name in _OF_FOUR_BITS else columns
     file = ShardFile("sample", Path("sample"), 0, None, "")
     scales = np.full((rows // size, columns // size), 2.0**-12, np.float32)
-    parts = Extent(file, 0, "float8_e4m3fn", (rows, columns)), Extent(file, 0, "float32", scales.shape)
-    tensor = PackedTensor(BlockScaled("fp8", size, size), parts, "bfloat16", (rows, columns))
-    codes = np.arange(rows * columns, dtype=np.uint32) * np.uint32(2654435761) >> 24
+    parts = Extent(file, 0, "uint8", (rows, wide)), Extent(file, 0, "float32", scales.shape)
+    tensor = PackedTensor(BlockScaled(name, size, size), parts, "bfloat16", (rows, columns))
+    codes = np.arange(rows * wide, dtype=np.uint32) * np.uint32(2654435761) >> 24
     (block,) = tensor.codec.blocks(tensor)
     return tensor, block, [codes.astype(np.uint8) & np.uint8(0xF7), scales.view(np.uint8).ravel()]

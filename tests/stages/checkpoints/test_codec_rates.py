@@ -11,7 +11,7 @@ from stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 
 
 def test_a_rate_is_measured_once_and_kept_by_the_codecs_name(tmp_path: Path) -> None:
-    names = ["zstd", "mxfp4", "q4_k"]
+    names = ["zstd", "mxfp4", "q4_k", "int4"]
     found = unpacking_rates(tmp_path, names)
     assert list(found) == names
     assert all(10**7 < rate < 10**12 for rate in found.values()), "bytes in use a second, of a few cores"

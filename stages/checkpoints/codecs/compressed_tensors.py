@@ -1,0 +1,108 @@
+"""Which entries of a checkpoint of the library compressed-tensors are one weight.
+
+A weight rests as ``X.weight``, or as ``X.weight_packed`` where several codes share a number, with ``X.weight_scale``
+beside it. The library multiplies in the dtype of its scales, so the codec unpacks to that one alone unless it is
+float32; in another dtype of the model the weight is cast, as transformers casts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints.codecs.compressed_scheme import WeightScheme, weight_scheme
+from stages.checkpoints.codecs.fp8 import DTYPES, BlockScaled, Codes
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest, PackedTensor
+
+_SCALE, _PACKED, _GLOBAL = "weight_scale", "weight_packed", "weight_global_scale"
+_BESIDE = (
+    _SCALE, _GLOBAL, "weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
+    "output_zero_point", "q_scale", "k_scale", "v_scale",
+)  # fmt: skip
+"""What is no weight: what weights are unpacked by, or what activations and caches would be rounded by."""
+_UNSERVED = ("weight_zero_point", "weight_g_idx")
+
+_REST: Mapping[Codes, tuple[tuple[str, ...], int]] = {
+    "fp8": (("float8_e4m3fn",), 1),
+    "int8": (("int8",), 1),
+    "int4": (("int32",), 8),
+    "fp4": (("uint8",), 2),
+}
+"""The dtypes that codes rest in, and how many are in one number."""
+_SCALES = ("float32", "bfloat16", "float16")
+_OF_FP4: Mapping[str, tuple[str, ...]] = {"group": ("uint8",), "tensor_group": ("float8_e4m3fn",)}
+"""The scales of FP4 have bytes of their own: powers of two in MXFP4, and FP8 in NVFP4."""
+
+
+def fold_compressed(entries: Mapping[str, Extent], quantization: Mapping[str, object]) -> dict[str, AtRest]:
+    """Return ``entries`` with each weight and what it is unpacked by as one.
+
+    A ``CheckpointError`` names the scheme or the tensor that isn't served, or what doesn't fit.
+    """
+    scheme = weight_scheme(quantization)
+    folded: dict[str, AtRest] = {}
+    for name, entry in entries.items():
+        module, _, kind = name.rpartition(".")
+        if kind in _UNSERVED:
+            raise CheckpointError(f"{entry.file.path}: tensor {name!r}: {kind} isn't served; {_ADVICE}")
+        if kind == _PACKED or (kind == "weight" and f"{module}.{_SCALE}" in entries):
+            folded[f"{module}.weight"] = _folded(name, entries, scheme)
+        elif kind not in _BESIDE or not _is_beside(module, kind, entries):
+            folded[name] = entry
+    return folded
+
+
+_ADVICE = "give a checkpoint with symmetric weights and no order of activations, or one in its original dtype"
+
+
+def _is_beside(module: str, kind: str, entries: Mapping[str, Extent]) -> bool:
+    """Return whether a tensor of this ``kind`` belongs to a weight; a ``CheckpointError`` where it needs one."""
+    if kind != _SCALE or any(f"{module}.{codes}" in entries for codes in ("weight", _PACKED)):
+        return True
+    entry = entries[f"{module}.{kind}"]
+    raise CheckpointError(
+        f"{entry.file.path}: tensor {module + '.' + kind!r} is a scale without a weight; get the checkpoint again"
+    )
+
+
+def _folded(name: str, entries: Mapping[str, Extent], scheme: WeightScheme) -> PackedTensor:
+    codes, module = entries[name], name.rpartition(".")[0]
+    scales = entries.get(f"{module}.{_SCALE}")
+    if scales is None:
+        raise CheckpointError(f"{codes.file.path}: tensor {name!r} has no {_SCALE} beside it; get the checkpoint again")
+    kinds, each = _REST[scheme.codes]
+    if codes.dtype not in kinds or len(codes.shape) != 2:
+        raise _unfit(name, codes, f"{' or '.join(kinds)} [rows, columns{f' / {each}' if each > 1 else ''}]")
+    rows, columns = codes.shape[0], codes.shape[1] * each
+    height, width = scheme.block_of(rows, columns)
+    grid = (-(-rows // max(1, height)), -(-columns // max(1, width)))
+    of_scales = _OF_FP4.get(scheme.strategy, ()) if scheme.codes == "fp4" else _SCALES
+    is_whole = scheme.strategy == "tensor" and math.prod(scales.shape) == 1
+    if scales.dtype not in of_scales or not (is_whole or scales.shape == grid):
+        raise _unfit(f"{module}.{_SCALE}", scales, f"{' or '.join(of_scales) or 'nothing'} {list(grid)}")
+    dtypes = DTYPES if scales.dtype == "float32" else (scales.dtype if scheme.codes != "fp4" else "bfloat16",)
+    parts = (codes, replace(scales, shape=grid), *_global_scale(module, entries, scheme))
+    return PackedTensor(BlockScaled(scheme.codes, height, width, dtypes), parts, dtypes[0], (rows, columns))
+
+
+def _global_scale(module: str, entries: Mapping[str, Extent], scheme: WeightScheme) -> tuple[Extent, ...]:
+    """Return what all scales of a weight are divided by, which NVFP4 has."""
+    if scheme.strategy != "tensor_group":
+        return ()
+    name = f"{module}.{_GLOBAL}"
+    if name not in entries:
+        path = entries[f"{module}.{_SCALE}"].file.path
+        raise CheckpointError(f"{path}: there is no {name!r}; get the checkpoint again")
+    if entries[name].dtype != "float32" or math.prod(entries[name].shape) != 1:
+        raise _unfit(name, entries[name], "float32 [1]")
+    return (replace(entries[name], shape=(1,)),)
+
+
+def _unfit(name: str, entry: Extent, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.file.path}: tensor {name!r} is {entry.dtype} {list(entry.shape)} where {wanted} belongs; get the "
+        "checkpoint again"
+    )
