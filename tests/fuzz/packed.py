@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import dequantize_convertops
 
 from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.codecs.ggml_blocks import FORMATS as GGML
+from stages.checkpoints.codecs.ggml_formats import FORMATS as GGML
 from stages.checkpoints.codecs.gguf import GgufCodec
 from stages.checkpoints.codecs.planes import codec_of, new_compressor, pack_tile, tile_borders
 from stages.checkpoints.gguf_header import read_gguf_header
@@ -134,12 +134,24 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _attempt_config(folder: Path, pristine: Path) -> str:
-    """Whatever a config says of them, tensors are unpacked as before, or are what the file has."""
+    """Whatever a config says of them, tensors are unpacked as before, or are what the file has.
+
+    But for the sizes of blocks: scales that fit several are taken by what is declared, where transformers takes what
+    divides the matrix evenly.
+    """
     found, whole = _unpacked(folder), _unpacked(pristine)
+    if found.keys() != whole.keys() or len({_declared(place) for place in (folder, pristine)}) > 1:
+        return ALONE
     raw = load(folder.joinpath("model.safetensors").read_bytes())
     for name, made in found.items():
         require(any(name in each and same(made, each[name]) for each in (whole, raw)), f"{name} is neither: {made!r}")
-    return RIGHT if found.keys() == whole.keys() else ALONE
+    return RIGHT
+
+
+def _declared(folder: Path) -> str:
+    """Return what a config that was read says of the sizes of blocks."""
+    told = json.loads(folder.joinpath("config.json").read_bytes()).get("quantization_config")
+    return str(told.get("weight_block_size") if isinstance(told, dict) else None)
 
 
 def _make_gguf(folder: Path) -> None:
