@@ -15,6 +15,10 @@ Where not all fits, the model without its experts is placed first, as any model 
 and what is left of the budgets is slots for those that tokens are routed to. A few layers with all of their experts
 would be slots that nothing but these layers can use. Experts that are modules in a list have no slots: what is left
 holds some of all layers.
+
+What rests packed on disk can rest so on the host too: it takes less of the budget there, and is unpacked for each use.
+Whether that is faster depends on storage and cores. So some shares of the host's budget are tried for what lies there
+as it is used, the rest holding packed what would be on disk.
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ from stages.units import CPU, DISK, DeviceId, in_tier_order
 _GOLDEN = 0.6180339887498949
 _TRIES = 8
 """How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
+_SHARES = 8
+"""How many shares of the host's budget are tried for what lies there as it is used, where some may rest packed."""
 
 
 def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> Placement:
@@ -55,6 +61,48 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
 
     Among placements that are equally fast (the host's memory may bound both) the one with the least to stream.
     """
+    placement = _as_used(outline, budgets, rates)
+    stored = {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
+    if outline.experts or not stored or not budgets.get(CPU):
+        return placement
+    found = [placement, *_with_packed(outline, budgets, rates)]
+    fitting = [one for one in found if find_shortage(outline, one, budgets) is None]
+    return min(fitting, key=lambda one: _cost(outline, one, rates or Rates()), default=placement)
+
+
+def _with_packed(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[Placement]:
+    """Yield the placements of which a part of the host's budget holds packed what would be on disk else."""
+    budget, least = budgets.get(CPU) or 0, _beside_packed(outline, budgets)
+    for share in range(_SHARES):
+        room = least + max(0, budget - least) * share // _SHARES
+        placement = _as_used(outline, {**budgets, CPU: min(room, budget)}, rates)
+        stored = {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
+        held, kept = resident_bytes(outline, placement.homes).get(CPU, 0), kept_free(outline, placement).get(CPU, 0)
+        ahead = max(0, _two_largest(outline, stored - outline.lookups) - kept) if placement.main == CPU else 0
+        packed = _fitting(outline, stored - outline.lookups, budget - held - kept - ahead, at_rest=True)
+        yield replace(placement, homes={**placement.homes, **dict.fromkeys(packed, CPU)}, packed=frozenset(packed))
+
+
+def _two_largest(outline: Outline, names: Iterable[str]) -> int:
+    """Return the bytes in use of the two largest parts of ``names``: one is read while the other computes."""
+    parts: Counter[str] = Counter()
+    for name in names:
+        parts[parent(name)] += outline.sizes[name]
+    return sum(sorted(parts.values())[-2:])
+
+
+def _beside_packed(outline: Outline, budgets: Budgets) -> int:
+    """Return what the host holds, where it computes, if all that rests packed is streamed, and no more than that."""
+    if _computing(budgets)[0] != CPU:
+        return 0
+    leaders = {name for layer in outline.layers for name in layer.owned}
+    stays = {name for name in leaders if name not in outline.packed and not _is_table(outline, name)}
+    placement = Placement({name: CPU if name in stays else DISK for name in leaders}, CPU)
+    return _bytes(outline, stays) + kept_free(outline, placement).get(CPU, 0)
+
+
+def _as_used(outline: Outline, budgets: Budgets, rates: Rates | None) -> Placement:
+    """Return the best placement of which all that lies on the host lies there as it is used."""
     whole = balanced(outline, budgets)
     if not kept_free(outline, whole):
         return whole
@@ -84,7 +132,7 @@ def _of_mixture(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iter
         for slots, tight in ((ROOMY, False), (LEAST, False), (LEAST, True)):
             least = slots * one
             free = {**rooms, **{device: _less(rooms.get(device, 0), least) for device in computing}}
-            placement = _with_experts_below(outline, optimal(outline.dense, free, rates), budgets)
+            placement = _with_experts_below(outline, _as_used(outline.dense, free, rates), budgets)
             shortage = find_shortage(outline, placement, budgets, slots=slots, tight=tight)
             if placement.main in computing and shortage is None:
                 yield placement
@@ -272,19 +320,21 @@ def _two_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape, in
     return sum(sorted(parts)[-2:])
 
 
-def _fitting(outline: Outline, names: Iterable[str], room: int) -> set[str]:
-    """Return those of ``names`` that fit into ``room`` bytes together, the largest taken first.
+def _fitting(outline: Outline, names: Iterable[str], room: int, *, at_rest: bool = False) -> set[str]:
+    """Return those of ``names`` that fit into ``room`` bytes together, as they are used or ``at_rest``: the largest
+    are taken first.
 
     Among equals they are taken from all over the order of execution: steps by the golden ratio never bunch.
     """
     taken: set[str] = set()
+    sizes = outline.rest_sizes if at_rest else outline.sizes
     chosen = set(names)
     ordered = [name for layer in outline.layers for name in layer.owned if name in chosen]
     turn = {name: index * _GOLDEN % 1 for index, name in enumerate(ordered)}
-    for name in sorted(ordered, key=lambda name: (-outline.sizes[name], turn[name])):
-        if outline.sizes[name] <= room:
+    for name in sorted(ordered, key=lambda name: (-sizes[name], turn[name])):
+        if sizes[name] <= room:
             taken.add(name)
-            room -= outline.sizes[name]
+            room -= sizes[name]
     return taken
 
 

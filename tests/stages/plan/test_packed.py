@@ -119,6 +119,38 @@ def optimal_plan(model: Outline, *, rates: Rates, **max_memory: str) -> Plan:
     return make_plan(model, {**config, "generate": {}, "storage": {"io": "direct"}}, rates=rates)
 
 
+def test_the_host_holds_packed_what_storage_would_be_slower_to_bring() -> None:
+    model = halved(stack(20))
+    slow = optimal_plan(model, rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu="120")
+    packed = [name for name, serving in slow.serving.items() if serving == "packed"]
+    assert len(packed) == 20, "all of it, beside a part that is used and one that comes"
+    assert slow.resident_bytes["cpu"] == 100
+    assert (slow.forecast["streamed_bytes_per_token"], slow.forecast["bound"]) == (100, "unpacking")
+    assert slow.packed == {"half": {"used": 200, "cpu": 100}}
+    assert slow.homes[packed[0]] == "cpu"
+    fast = optimal_plan(model, rates=Rates(storage=10**6, host=10**6, unpacking=100), cpu="120")
+    assert "packed" not in fast.serving.values(), "the cores that unpack are what is slow"
+
+
+def test_the_budget_is_shared_between_what_lies_as_it_is_used_and_packed() -> None:
+    model = halved(stack(20))
+    plan = optimal_plan(model, rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu="170")
+    lying = Counter(plan.serving.get(name, "resident") for name in model.sizes)
+    assert lying["direct"] == 0
+    assert lying["resident"] >= 8
+    assert lying["packed"] >= 8
+    assert plan.resident_bytes["cpu"] == 10 * lying["resident"] + 5 * lying["packed"]
+
+
+def test_an_accelerator_has_waiting_on_the_host_packed_what_would_be_on_disk() -> None:
+    model = halved(stack(20))
+    plan = optimal_plan(model, rates=Rates(storage=10, link=10**6, unpacking=10**6), _0="40", cpu="50")
+    waiting = [name for name, serving in plan.serving.items() if serving == "packed"]
+    assert len(waiting) == 10
+    assert all(plan.homes[name] == "cpu" and plan.execution[name.rpartition(".")[0]] == 0 for name in waiting)
+    assert plan.forecast["unpacked_bytes_per_token"] == 10 * (len(waiting) + list(plan.homes.values()).count("disk"))
+
+
 def test_what_is_not_packed_stays_before_what_is_read_in_fewer_bytes() -> None:
     model = at_rest(stack(20), {f"layers.{index}.weight": 5 for index in range(10)})
     plan = optimal_plan(model, rates=Rates(storage=10, host=10**6, unpacking=50), cpu="140")
@@ -127,8 +159,8 @@ def test_what_is_not_packed_stays_before_what_is_read_in_fewer_bytes() -> None:
 
 def test_the_screen_says_what_rests_packed_where_and_by_which_codec() -> None:
     plan = optimal_plan(halved(stack(20)), rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu="60")
-    assert plan.packed == {"half": {"used": 150, "disk": 75}}
-    assert packed_told(plan) == ["half: 75 B on disk rest packed, 150 B as they are used"]
+    assert plan.packed == {"half": {"used": 200, "cpu": 40, "disk": 60}}
+    assert packed_told(plan) == ["half: 40 B on cpu and 60 B on disk rest packed, 200 B as they are used"]
     assert packed_told(optimal_plan(stack(20), rates=RATES, cpu="60")) == []
 
 
