@@ -1,0 +1,80 @@
+"""What plans of an FP8 checkpoint say is what comes: the same answer, and the bytes that were predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import offstage
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2,
+    num_hidden_layers=6, dtype="bfloat16", architectures=["LlamaForCausalLM"],
+)  # fmt: skip
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+WEIGHT_BYTES = 2 * 6 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 384)
+SLOW_STORAGE = {"storage": "1MB", "host": "100GB", "link": "100GB", "device": "100GB", "unpacking": "1GB"}
+SLOW_CORES = {**SLOW_STORAGE, "storage": "1GB", "unpacking": "1MB"}
+SMALL = [{"name": "small", "memory": "8MB"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fp8")
+    torch.manual_seed(0)
+    settings = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])
+    quantiser = Fp8Quantize(SimpleNamespace(quantization_config=settings))
+    saved: dict[str, torch.Tensor] = {}
+    for name, tensor in AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16).state_dict().items():
+        saved |= quantiser.convert({name: tensor}) if "_proj" in name else {name: tensor}
+    save_file(saved, folder / "model.safetensors", {"format": "pt"})
+    CONFIG.quantization_config = settings.to_dict()
+    CONFIG.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def found(checkpoint: Path, cache: Path, **options: Any) -> tuple[torch.Tensor, Any, int, int]:
+    """Return the logits, the plan, and the bytes streamed and read from storage for one more token."""
+    with offstage.load(checkpoint, cache=cache, max_length=16, **options) as loaded, torch.inference_mode():
+        logits = loaded.model(TOKENS).logits
+        before = loaded.traffic.streamed_bytes
+        loaded.model(TOKENS[:, :1])
+        return logits, loaded.plan, loaded.traffic.streamed_bytes - before, loaded.traffic.storage_bytes
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "the rest on disk": {"max_memory": {"cpu": "3MB"}, "hardware": {"rates": SLOW_CORES}},
+    "some packed in memory": {"max_memory": {"cpu": "3MB"}, "hardware": {"rates": SLOW_STORAGE}},
+    "all packed in memory": {"max_memory": {"cpu": "4500KB"}, "hardware": {"rates": SLOW_STORAGE}},
+    "packed on the host, for an accelerator": {
+        "max_memory": {0: "3MB", "cpu": "2MB"}, "hardware": {"devices": SMALL, "rates": SLOW_STORAGE},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_plan_predicts_the_bytes_of_what_rests_packed_exactly(place: str, checkpoint: Path, cache: Path) -> None:
+    expected, whole, *_ = found(checkpoint, cache, max_memory={"cpu": "100MB"})
+    assert not whole.serving
+    logits, plan, streamed, stored = found(checkpoint, cache, storage={"io": "direct"}, **PLACES[place])
+    assert torch.equal(logits, expected)
+    assert streamed == plan.forecast["streamed_bytes_per_token"]
+    assert ("packed" in plan.serving.values()) == (place != "the rest on disk")
+    held, budget = plan.resident_bytes["cpu"], plan.budgets["cpu"]
+    assert budget is not None
+    assert held + (plan.reserve_bytes if plan.main_device == "cpu" else 0) <= budget
+    if place == "all packed in memory":
+        assert stored == 0
+        assert set(plan.packed["fp8"]) == {"used", "cpu"}
+        assert plan.resident_bytes["cpu"] > 0.5 * WEIGHT_BYTES
