@@ -56,6 +56,7 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
     from pipeline.config import choose_stages, register
     from pipeline.errors import named
     from pipeline.hydra_arguments import refuse_arguments
+    from pipeline.hydra_composing import composed_once
     from pipeline.hydra_errors import guarded_composing
     from pipeline.hydra_task import Task
     from pipeline.sweeps.launchers import register_launchers
@@ -68,7 +69,10 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
         refuse_arguments(sys.argv[1:])
         register()
         sys.argv[1:] = [choose_stages(argument) for argument in sys.argv[1:]]
-        with named(Path("the run's folder")):  # what Hydra keeps there it writes without naming it in an error
+        with (
+            composed_once(),
+            named(Path("the run's folder")),
+        ):  # what Hydra keeps there it writes without naming it in an error
             hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(task)()
         return 0
 

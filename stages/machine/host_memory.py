@@ -16,7 +16,7 @@ from pipeline.cgroup_files import memory_limits, read_lines
 PROCESS_BYTES = 313 * 10**6
 """What the process holds on the host beside weights, Python, torch and transformers, imported and warm: nominally.
 
-``stages.machine.process_memory`` measures it. This is for where that can't be, and for a host that isn't this one.
+``stages.machine.process_memory`` measures it; this is for where that can't be.
 """
 
 PEFT_BYTES = 18 * 10**6

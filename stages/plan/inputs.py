@@ -212,13 +212,11 @@ def _demand(
 
 
 def known_machine(config: Config, cache: Path) -> Hardware:
-    """Return the machine that ``config`` describes, its host with what a process of ours was measured to hold of it.
+    """Return the machine that ``config`` describes, its host with what the process of a run was measured to hold here.
 
-    On a host that is another one that is nominal.
+    Of another host that is the best guess, and what it takes on the one that stands in for it.
     """
-    machine, described = hardware(config), config.get("hardware") or {}
-    if described.get("host") is not None:
-        return machine
+    machine = hardware(config)
     return replace(machine, host=replace(machine.host, process_bytes=process_bytes(cache / MEASURED)))
 
 
