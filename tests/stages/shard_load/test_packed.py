@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, Qwen3MoeConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from pipeline.errors import CheckpointError
@@ -18,47 +18,59 @@ from stages.checkpoints.packed import PackedTensor
 from stages.empty_init import init_empty_weights
 from stages.empty_init.describe import describe
 from stages.shard_load.load import Load, prepare
-from stages.shard_load.placed_weights import place
+from stages.shard_load.offload_store import open_store
+from stages.shard_load.placed_weights import fill_store, place
 from stages.units import DeviceId
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in FP8, and what transformers dequantises it to, in ``plain.safetensors``."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("fp8")
-    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, dtype="bfloat16", **SIZES)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+def write(model: Any, folder: Path) -> Path:
+    """Write ``model`` in FP8 into ``folder``, and what transformers dequantises it to into ``folder/plain``."""
     settings = FineGrainedFP8Config(modules_to_not_convert=["lm_head"])
     quantiser = Fp8Quantize(SimpleNamespace(quantization_config=settings))
     unpacker = Fp8Dequantize(SimpleNamespace(quantization_config=None))
+    model.save_pretrained(folder / "plain")
+    file = folder / "plain" / "model.safetensors"
     saved: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in load_file(file).items():
         packs = tensor.dim() > 1 and "_proj" in name
         parts = quantiser.convert({name: tensor}) if packs else {name: tensor}
         saved |= parts
         given = {"weight": [parts[name]], "weight_scale_inv": [parts.get(f"{name}_scale_inv")]}
         plain[name] = unpacker.convert(given)["weight"].bfloat16() if packs else tensor
     save_file(saved, folder / "model.safetensors", {"format": "pt"})
-    config.quantization_config = settings.to_dict()
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    (folder / "plain").mkdir()
-    save_file(plain, folder / "plain" / "plain.safetensors")
+    save_file(plain, file, {"format": "pt"})
+    model.config.quantization_config = settings.to_dict()
+    model.config.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, **SIZES)
+    return write(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture whose checkpoint has its experts one by one."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = Qwen3MoeConfig(vocab_size=64, num_hidden_layers=2, head_dim=64, **SIZES, **experts)
+    return write(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("mixture"))
 
 
 @pytest.fixture
 def plain(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "plain" / "plain.safetensors")
+    return load_file(folder / "plain" / "model.safetensors")
 
 
 def loading(folder: Path, home: DeviceId, dtype: torch.dtype = torch.bfloat16) -> Load:
     config: Any = AutoConfig.from_pretrained(folder)
-    del config.quantization_config
+    vars(config).pop("quantization_config", None)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     skeleton = describe(model, rehearsed=False)
@@ -122,3 +134,30 @@ def test_what_is_unpacked_to_the_dtype_of_the_run_need_not_be_stored(
     state = place(loading(folder, "cpu", torch.float32), {}).model.state_dict()
     for name, tensor in plain.items():
         assert torch.equal(state[name].bfloat16(), tensor), name
+
+
+def test_experts_that_are_merged_from_packed_tensors_are_those_of_the_plain_checkpoint(mixture: Path) -> None:
+    state = place(loading(mixture, "cpu"), {}).model.state_dict()
+    wanted = place(loading(mixture / "plain", "cpu"), {}).model.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_experts_on_disk_are_served_one_by_one_from_what_is_packed(mixture: Path) -> None:
+    load = loading(mixture, "disk")
+    load = replace(load, routed=[spec.name for spec in load.experts])
+    assert not load.stored
+    offloaded, wanted = place(load, {}).offloaded, place(loading(mixture / "plain", "cpu"), {}).model.state_dict()
+    assert len(offloaded.rows) == 4
+    for name, tensor in wanted.items():
+        assert torch.equal(offloaded[name], tensor), name
+
+
+def test_where_no_expert_is_brought_alone_the_store_has_them_unpacked(mixture: Path, tmp_path: Path) -> None:
+    load = loading(mixture, "disk")
+    assert load.stored.keys() == {spec.name for spec in load.experts}
+    files = fill_store(load, open_store(tmp_path / "store", load.store_key))
+    offloaded, wanted = place(load, files).offloaded, place(loading(mixture / "plain", "cpu"), {}).model.state_dict()
+    for name in load.stored:
+        assert torch.equal(offloaded[name], wanted[name]), name
