@@ -23,10 +23,11 @@ from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import ChunkReader, Traffic, reader_pool
 from stages.dispatch.transfer.host_link import HostLink
 from stages.dispatch.transfer.link import Event, Link
-from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
+from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
 from stages.machine.aligned_memory import align_up
 from stages.machine.probes import CHUNK_BYTES, READERS
+from stages.plan.predict import PINNED_BYTES
 
 RowSource = tuple[AtRest, ...] | torch.Tensor
 """Where a row waits: in places on disk, one after the other, or on the host."""
@@ -55,7 +56,7 @@ class RowCarrier:
         lengths = [c.length for place in places if isinstance(place, Extent) for c in cut(place, CHUNK_BYTES)]
         passed_on = () if self._unpacks_in_place else packed
         lengths += [align_up(piece.bytes) for tensor in passed_on for _, piece in in_pieces(tensor)]
-        self._buffers = PinnedBuffers(link, count=READERS, size=max(lengths)) if lengths else None
+        self._buffers = _buffers(link, max(lengths)) if lengths else None
         self._order, self._ordering = count(), threading.Lock()
 
     def bring(self, source: RowSource, target: torch.Tensor, arrival: RowArrival) -> None:
@@ -83,23 +84,33 @@ class RowCarrier:
                 yield pool.submit(self._unpack, place, block, target)
         else:
             for begin, piece in in_pieces(place):
-                yield pool.submit(self._unpack_and_pass_on, piece, target, begin, after)
+                yield from self._unpack_and_pass_on(piece, target[begin : begin + piece.bytes], after)
 
     def _unpack(self, tensor: PackedTensor, block: PackedBlock, target: torch.Tensor) -> tuple[int, Event, int]:
         """Read a block and unpack it to its place in ``target``; on the host there is nothing to follow."""
         return 0, None, self._blocks.bring(tensor, block, target.numpy())
 
     def _unpack_and_pass_on(
-        self, tensor: PackedTensor, target: torch.Tensor, begin: int, after: Event
-    ) -> tuple[int, Event, int]:
-        """Unpack a tensor, or rows of one, and have them copied to ``begin`` in ``target``."""
+        self, tensor: PackedTensor, target: torch.Tensor, after: Event
+    ) -> Iterator[Future[tuple[int, Event, int]]]:
+        """Start what unpacks a tensor, or rows of one, in a buffer, and has that copied to ``target``."""
         assert self._buffers is not None
-        with self._buffers.lend() as (buffer, _):
-            stored = self._blocks.bring_whole(tensor, buffer.memory[: tensor.bytes])
-            source = buffer.tensor[: tensor.bytes]
-            copied = self._copy(source, target[begin : begin + len(source)], after, stored=stored)
+        blocks = tensor.codec.blocks(tensor)
+        shared = SharedBuffer(self._buffers, len(blocks))
+
+        def bring(block: PackedBlock) -> tuple[int, Event, int]:
+            buffer, _ = shared.take()
+            stored = self._blocks.bring(tensor, block, buffer.memory[: tensor.bytes])
+            if not shared.fill():
+                return -1, None, stored
+            copied = self._copy(buffer.tensor[: tensor.bytes], target, after, stored=stored)
             buffer.copied = copied[1]
-        return copied
+            return copied
+
+        for block in blocks:
+            job = reader_pool().submit(bring, block)
+            shared.watch(job)
+            yield job
 
     def _pass_on(self, chunk: Chunk, target: torch.Tensor, begin: int, after: Event) -> tuple[int, Event, int]:
         """Read one chunk and have it copied to ``begin`` in ``target``; runs in a thread of the pool."""
@@ -136,3 +147,8 @@ class RowCarrier:
         if self._buffers is not None:
             self._buffers.close()
         self._reader.close()
+
+
+def _buffers(link: Link, size: int) -> PinnedBuffers:
+    """Return buffers of ``size`` bytes: one for each thread that reads, fewer where they are large."""
+    return PinnedBuffers(link, count=max(1, min(READERS, PINNED_BYTES // size)), size=size)

@@ -37,10 +37,6 @@ class BlockReader:
             tensor.codec.unpack(tensor, block, data, target)
         return count
 
-    def bring_whole(self, tensor: PackedTensor, target: Bytes) -> int:
-        """Read all of ``tensor`` and unpack it into ``target``; return how many bytes were read."""
-        return sum(self.bring(tensor, block, target) for block in tensor.codec.blocks(tensor))
-
     @contextmanager
     def _lend(self) -> Iterator[Bytes]:
         buffer = self._buffers.get()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from stages.checkpoints.direct_file import Chunk
-from stages.checkpoints.packed import PackedTensor, files_of, in_pieces
+from stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
 from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Event, Link
 from stages.dispatch.transfer.part_layout import Source, lay_out
-from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
+from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from stages.dispatch.transfer.staging import Staging
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import align_up
@@ -38,7 +38,10 @@ BUFFERS = PINNED_BYTES // CHUNK_BYTES
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A copy that was asked for: its place in the order of copies, when it is done, and what it took."""
+    """A copy that was asked for: its place in the order of copies, when it is done, and what it took.
+
+    Of several jobs that unpack what is copied at once, the last one has asked for it.
+    """
 
     number: int
     done: Event
@@ -132,7 +135,7 @@ class LinkCarrier:
         for chunk, begin in self._chunks[part]:
             delivery.arriving.append(pool.submit(self._pass_on, chunk, delivery, begin=begin, after=after))
         for packed, begin in self._pieces[part]:
-            delivery.arriving.append(pool.submit(self._unpack, packed, delivery, begin=begin, after=after))
+            delivery.arriving += self._unpack(packed, delivery, begin=begin, after=after)
 
     def _pass_on(self, chunk: Chunk, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
         """Read one chunk and have it copied on to ``begin`` in the region; runs in a thread of the pool.
@@ -147,14 +150,27 @@ class LinkCarrier:
             buffer.copied = arrival.done
         return replace(arrival, stored_bytes=chunk.wanted, waited_seconds=waited)
 
-    def _unpack(self, packed: PackedTensor, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
-        """Unpack one tensor, or rows of one, and have them copied on to ``begin`` in the region."""
+    def _unpack(
+        self, tensor: PackedTensor, delivery: Delivery[torch.Tensor], *, begin: int, after: Event
+    ) -> Iterator[Future[_Arrival]]:
+        """Start what unpacks a tensor, or rows of one, and has it copied on to ``begin`` in the region."""
         assert self._buffers is not None
-        with self._buffers.lend() as (buffer, waited):
-            stored = self._blocks.bring_whole(packed, buffer.memory[: packed.bytes])
-            arrival = self._copy(buffer.tensor[: packed.bytes], delivery, begin=begin, after=after)
-            buffer.copied = arrival.done
-        return replace(arrival, stored_bytes=stored, waited_seconds=waited)
+        blocks = tensor.codec.blocks(tensor)
+        shared = SharedBuffer(self._buffers, len(blocks))
+
+        def bring(block: PackedBlock) -> _Arrival:
+            buffer, waited = shared.take()
+            arrival = _Arrival(-1, None, 0, self._blocks.bring(tensor, block, buffer.memory[: tensor.bytes]), waited)
+            if not shared.fill():
+                return arrival
+            copied = self._copy(buffer.tensor[: tensor.bytes], delivery, begin=begin, after=after)
+            buffer.copied = copied.done
+            return replace(copied, stored_bytes=arrival.stored_bytes, waited_seconds=waited)
+
+        for block in blocks:
+            job = reader_pool().submit(bring, block)
+            shared.watch(job)
+            yield job
 
     def _copy(self, source: torch.Tensor, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
         """Ask for one copy. The lock makes the order of the numbers that of the copies."""

@@ -1,16 +1,19 @@
 """The way station between storage and an accelerator: a few buffers of pinned host memory, used in turn.
 
-A buffer holds one read. It is given to the next one when the accelerator has copied it, which the thread that reads
-waits for. So what is pinned stays small whatever is streamed: it need only cover the reads that are under way and the
-copies that follow them.
+A buffer holds one read, or what several threads unpack together. It is given to the next one when the accelerator has
+copied it, which the thread that reads waits for. So what is pinned stays small whatever is streamed: it need only cover
+the reads that are under way and the copies that follow them.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -59,3 +62,42 @@ class PinnedBuffers:
     def close(self) -> None:
         """Unpin the memory; all copies are done."""
         self._unpin()
+
+
+class SharedBuffer:
+    """One of ``buffers``, which ``jobs`` fill together, and which goes back once all of them are done or cancelled.
+
+    Jobs of a pool begin in the order in which they were asked for: who waits for a buffer here waits for jobs that have
+    begun.
+    """
+
+    def __init__(self, buffers: PinnedBuffers, jobs: int) -> None:
+        self._buffers, self._jobs = buffers, jobs
+        self._left, self._filled = jobs, 0
+        self._buffer: Buffer | None = None
+        self._taking, self._counting = threading.Lock(), threading.Lock()
+        self._lent = ExitStack()
+
+    def take(self) -> tuple[Buffer, float]:
+        """Return the buffer, and the seconds that the caller waited for it."""
+        began = time.perf_counter()
+        with self._taking:
+            if self._buffer is None:
+                self._buffer, _ = self._lent.enter_context(self._buffers.lend())
+        return self._buffer, time.perf_counter() - began
+
+    def fill(self) -> bool:
+        """Say that a job has filled its part; return whether that was the last one missing."""
+        with self._counting:
+            self._filled += 1
+            return self._filled == self._jobs
+
+    def watch(self, job: Future[Any]) -> None:
+        """Have the buffer go back with the last of the jobs that are watched."""
+        job.add_done_callback(self._let_go)
+
+    def _let_go(self, _job: Future[Any]) -> None:
+        with self._counting:
+            self._left -= 1
+            if not self._left:
+                self._lent.close()

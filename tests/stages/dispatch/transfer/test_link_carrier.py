@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import rest_bytes
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.transfer.carrier import Traffic
@@ -17,6 +18,7 @@ from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.probes import CHUNK_BYTES
 from tests.stages.dispatch.late_link import LateLink
+from tests.stages.packed_models import PackedFile, ScaledRows, coded
 
 SIZES = [[70_000, 3], [40_000], [90_000, 17, 5000], [0], [300], [60_000], [80_000, 4097]]
 """Elements of each part's tensors, in float16."""
@@ -195,6 +197,32 @@ def test_a_tensor_of_many_reads_arrives_whole(tmp_path: Path) -> None:
     ahead.close()
     link.end()
     assert link.wrong == []
+
+
+@pytest.mark.parametrize("codec", [ScaledRows(), ScaledRows(turned=True), ScaledRows(alone=False, block_rows=1)])
+def test_what_several_threads_unpack_together_is_copied_once_it_is_whole(codec: ScaledRows, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    link, traffic, file = LateLink(), Traffic(), PackedFile(tmp_path / "weights", codec)
+    parts = [coded(torch.randn(rows, 90), codec)[2] for rows in (40, 100, 3, 77, 60)]
+    for number, tensor in enumerate(parts):
+        file.add(str(number), tensor)
+    sources = [[place] for place in file.write().values()]
+    carrier = LinkCarrier(sources, link, staging_bytes=60_000, traffic=traffic)
+    assert carrier.pinned_bytes == 36_864, "one buffer, as large as the largest"
+    ahead = Lookahead(carrier, [*range(5)], traffic=traffic)
+    for _ in range(4):
+        ahead.begin_pass()
+        for part, wanted in enumerate(parts):
+            (got,) = ahead.take(part)
+            link.launch(got, wanted)
+            del got
+            ahead.let_go(part)
+        ahead.end_pass()
+    ahead.close()
+    link.end()
+    assert link.wrong == []
+    assert traffic.streamed_bytes == 4 * sum(rest_bytes(place) for (place,) in sources)
+    assert traffic.link_bytes >= 4 * sum(tensor.nbytes for tensor in parts)
 
 
 def test_what_is_still_seen_is_never_copied_over(stage: Callable[..., Stage]) -> None:
