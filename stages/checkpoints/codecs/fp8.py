@@ -23,12 +23,14 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import ShardFile
 from stages.machine.aligned_memory import Bytes
+from stages.machine.operator_threads import alone, elements_alone
 from stages.units import DTYPE_BYTES
 
 Floats = npt.NDArray[np.float32]
 
-TILE = 2**15 - 2
-"""How many values are unpacked at once: they stay in a core's cache, and torch has 32,768 and more done by a team."""
+TILE = elements_alone(2**18)
+"""How many values are unpacked at once: few enough for a core's cache, so many that threads seldom want Python's lock.
+"""
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -112,14 +114,16 @@ class BlockScaled:
         made = torch.from_numpy(target).view(torch_dtype(tensor.dtype)).view(-1, columns)[block.begin : block.end]
         tiles = _Tiles(self.name, has_nan=self.name == "fp8" and _has_nan(codes))
         first, inside = block.begin % rows // self.block_rows, block.begin % rows
-        for left in range(0, columns, TILE):
-            right = min(left + TILE, columns)
-            of_block = np.arange(left, right) // self.block_columns
-            at_rest = slice(left * codes.shape[1] // columns, right * codes.shape[1] // columns)
-            for begin, end in self._strips(inside, inside + len(codes), right - left):
-                scale = factors[begin // self.block_rows - first : (end - 1) // self.block_rows - first + 1, of_block]
-                some = slice(begin - inside, end - inside)
-                tiles.fill(codes[some, at_rest], scale, made[some, left:right])
+        with alone():
+            for left in range(0, columns, TILE):
+                piece = slice(left, min(left + TILE, columns))
+                at_rest = slice(*(edge * codes.shape[1] // columns for edge in (piece.start, piece.stop)))
+                of_block = np.arange(piece.start, piece.stop) // self.block_columns
+                for begin, end in self._strips(inside, inside + len(codes), len(of_block)):
+                    last = (end - 1) // self.block_rows - first
+                    scale = factors[begin // self.block_rows - first : last + 1, of_block]
+                    some = slice(begin - inside, end - inside)
+                    tiles.fill(codes[some, at_rest], scale, made[some, piece])
 
     def _strips(self, begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
         """Yield the rows that are taken together: those with the same scales, or single ones with their own."""

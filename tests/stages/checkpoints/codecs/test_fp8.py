@@ -176,10 +176,14 @@ def test_a_thread_that_unpacks_starts_no_others() -> None:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
-    thread = threading.Thread(target=unpack)
-    thread.start()
-    thread.join()
-    torch.set_num_threads(threads)
+    try:
+        thread = threading.Thread(target=unpack)
+        thread.start()
+        thread.join()
+        unpack()
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(threads)
     assert after <= before
 
 
