@@ -90,10 +90,10 @@ def coded(tensor: torch.Tensor, codec: ScaledRows) -> tuple[np.ndarray, np.ndarr
     at_rest = (values.mT if codec.turned else values).contiguous()
     largest = at_rest.abs().amax(-1, keepdim=True).clamp(min=1e-20)
     scales = torch.exp2(torch.ceil(torch.log2(largest / 127)))
-    codes = torch.round(at_rest / scales).clamp(-127, 127)
-    unpacked = codes * scales
+    codes = torch.round(at_rest / scales).clamp(-127, 127).to(torch.int8)
+    unpacked = codes.float() * scales
     found = (unpacked.mT if codec.turned else unpacked).contiguous().to(tensor.dtype)
-    return codes.to(torch.int8).numpy(), scales.numpy(), found
+    return codes.numpy(), scales.numpy(), found
 
 
 def quantised(model: nn.Module, codec: ScaledRows) -> nn.Module:
