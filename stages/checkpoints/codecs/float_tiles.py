@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-TILE_ELEMENTS = 2**15
+TILE_ELEMENTS = 2**16
 """What is unpacked at once: its temporaries stay in a core's own cache."""
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -24,35 +24,34 @@ def unpack_q4_k(blocks: Blocks, out: Values) -> None:
 
 def unpack_q5_k(blocks: Blocks, out: Values) -> None:
     """Write the values of blocks (n, 176) to (n, 256): as ``unpack_q4_k`` does, with a plane of fifth bits."""
-    packed = blocks[:, 48:].reshape(-1, 4, 32)
-    fifth = np.ascontiguousarray(blocks[:, 16:48])
-    runs = out.reshape(-1, 4, 2, 32)
-    for run in range(8):
-        bits = fifth >> np.uint8(run)
-        bits &= np.uint8(1)
-        bits <<= np.uint8(4)
-        half = packed[:, run // 2]
-        bits |= half >> np.uint8(4) if run % 2 else half & np.uint8(15)
-        runs[:, run // 2, run % 2] = bits
+    codes = _nibbles(blocks[:, 48:].reshape(-1, 4, 32))
+    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]
+    fifth &= np.uint8(1)
+    fifth <<= np.uint8(4)
+    codes |= fifth.reshape(-1, 256)
+    out[...] = codes
     _scale_runs(blocks, out)
 
 
 def unpack_q6_k(blocks: Blocks, out: Values) -> None:
     """Write the values of blocks (n, 210) to (n, 256): sixteen runs of 16, six bits each, a scale."""
-    low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 32)
-    runs = out.reshape(-1, 2, 2, 2, 32)
-    for quarter in range(4):
-        upper, lower = divmod(quarter, 2)
-        bits = high >> np.uint8(2 * quarter)
-        bits &= np.uint8(3)
-        bits <<= np.uint8(4)
-        half = low[:, :, 32 * lower : 32 * lower + 32]
-        bits |= half >> np.uint8(4) if upper else half & np.uint8(15)
-        runs[:, :, upper, lower] = bits
+    codes = _nibbles(blocks[:, :128].reshape(-1, 2, 64))
+    upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    upper &= np.uint8(3)
+    upper <<= np.uint8(4)
+    codes |= upper.reshape(-1, 256)
+    out[...] = codes
     out -= np.float32(32)
     scales = _halves(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
-    sixteens = out.reshape(-1, 16, 16)
-    sixteens *= scales[:, :, None]
+    out *= _for_each(scales, 16)
+
+
+def _nibbles(packed: Blocks) -> Blocks:
+    """Return the low halves of each row of ``packed`` (n, m, k) and then the high ones, as (n, 256)."""
+    codes = np.empty((*packed.shape[:2], 2, packed.shape[2]), np.uint8)
+    np.bitwise_and(packed, np.uint8(15), out=codes[:, :, 0])
+    np.right_shift(packed, np.uint8(4), out=codes[:, :, 1])
+    return codes.reshape(-1, 256)
 
 
 def _scale_runs(blocks: Blocks, out: Values) -> None:
@@ -64,9 +63,13 @@ def _scale_runs(blocks: Blocks, out: Values) -> None:
     minima = np.concatenate(
         [second & np.uint8(63), (mixed >> np.uint8(4)) | ((second >> np.uint8(2)) & np.uint8(48))], axis=1
     )
-    runs = out.reshape(-1, 8, 32)
-    runs *= (_halves(blocks, 0) * scales.astype(np.float32))[:, :, None]
-    runs -= (_halves(blocks, 2) * minima.astype(np.float32))[:, :, None]
+    out *= _for_each(_halves(blocks, 0) * scales.astype(np.float32), 32)
+    out -= _for_each(_halves(blocks, 2) * minima.astype(np.float32), 32)
+
+
+def _for_each(scales: Values, run: int) -> Values:
+    """Return ``scales`` (n, m) once for each value of a run, as (n, 256): one long loop is faster than many short."""
+    return np.repeat(scales.reshape(-1), run).reshape(-1, 256)
 
 
 def _halves(blocks: Blocks, begin: int) -> Values:
