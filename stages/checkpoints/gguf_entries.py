@@ -31,12 +31,12 @@ def _named(fields: Mapping[str, Any]) -> NamedTensor:
 
 
 def _entry(header: GgufHeader, named: NamedTensor) -> AtRest:
-    """Return where the tensor ``named`` is brought from: an extent, if it rests as it is used."""
+    """Return what the tensor ``named`` rests in; plain values in the model's own order are it, in their own dtype."""
     sources = [header.tensors[name] for name in named.sources]
     kinds = tuple(source.kind for source in sources)
-    if kinds[0] in PLAIN and len(kinds) == 1 and named.arrangement == AS_THEY_ARE:
-        return replace(sources[0].extent, dtype=PLAIN[kinds[0]], shape=named.shape)
     parts = tuple(_part(source, named.arrangement) for source in sources)
+    if kinds[0] in PLAIN and len(kinds) == 1 and named.arrangement == AS_THEY_ARE:
+        parts = (replace(parts[0], dtype=PLAIN[kinds[0]], shape=named.shape),)
     return PackedTensor(GgufCodec(kinds, named.arrangement), parts, "float32", named.shape)
 
 

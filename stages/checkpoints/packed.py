@@ -118,8 +118,14 @@ def files_of(source: AtRest) -> tuple[ShardFile, ...]:
 
 
 def in_dtype(source: AtRest, dtype: str) -> AtRest | None:
-    """Return ``source`` as what is brought from there in ``dtype``; null where it would have to be cast."""
+    """Return ``source`` as what is brought from there in ``dtype``; null where it would have to be cast.
+
+    A sole part that is the tensor in that dtype is brought as it is.
+    """
     if isinstance(source, PackedTensor) and dtype in source.codec.dtypes:
+        part = source.parts[0]
+        if len(source.parts) == 1 and (part.dtype, part.shape) == (dtype, source.shape):
+            return part
         return source if source.dtype == dtype else replace(source, dtype=dtype)
     return source if source.dtype == dtype else None
 

@@ -6,6 +6,7 @@ a norm, the halves of a stacked tensor apart. What was changed is changed back a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -52,9 +53,9 @@ AS_THEY_ARE = Arrangement()
 class GgufCodec:
     """Unpacks tensors of a GGUF file.
 
-    A part is rows of blocks of one of ``FORMATS``, an extent of ``uint8`` (rows, bytes a row); ``kinds`` has a name for
-    each part. Where there are several parts, each has as many rows of every matrix of a stack: first come those of the
-    first part.
+    A part is rows of blocks of one of ``FORMATS``, an extent of ``uint8`` (rows, bytes a row) or, of plain values, one
+    of their own dtype and of the tensor's shape; ``kinds`` has a name for each part. Where there are several, each has
+    as many rows of every matrix of a stack: first come those of the first part.
     """
 
     kinds: tuple[str, ...]
@@ -80,12 +81,12 @@ class GgufCodec:
     def _blocks(self, tensor: PackedTensor) -> Iterator[PackedBlock]:
         begin = 0
         for part, kind in zip(tensor.parts, self.kinds, strict=True):
-            rows, width = part.shape
+            rows, width = _grid(part)
             row_bytes = int(_columns(part, kind) * DTYPE_BYTES[tensor.dtype])
             most = max(1, BLOCK_BYTES // max(1, row_bytes))
             run = rows // tensor.shape[0] if len(tensor.parts) > 1 else rows
             for at in _cuts(rows, run, most):
-                span = replace(part, begin=part.begin + at.start * width, shape=(len(at) * width,))
+                span = replace(part, begin=part.begin + at.start * width, dtype="uint8", shape=(len(at) * width,))
                 yield PackedBlock((span,), begin + at.start, begin + at.stop)
             begin += rows
 
@@ -116,29 +117,35 @@ class GgufCodec:
             return np.ravel_multi_index((order[0], order[2], order[1], order[3]), (a, c, b, d))
         if len(tensor.parts) == 1:
             return rows
-        shares = [part.shape[0] // tensor.shape[0] for part in tensor.parts]
+        shares = [_grid(part)[0] // tensor.shape[0] for part in tensor.parts]
         matrix, within = divmod(rows.start, shares[index])
         begin = matrix * sum(shares) + sum(shares[:index]) + within
         return slice(begin, begin + rows.stop - rows.start)
 
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return rows ``begin`` to ``end`` of the first dimension, which each part has its share of."""
-        if not self.arrangement.keeps_rows or any(part.shape[0] % tensor.shape[0] for part in tensor.parts):
+        if not self.arrangement.keeps_rows or any(_grid(part)[0] % tensor.shape[0] for part in tensor.parts):
             return None
         parts = tuple(_rows_of(part, tensor.shape[0], begin, end) for part in tensor.parts)
         return replace(tensor, parts=parts, shape=(end - begin, *tensor.shape[1:]))
 
 
+def _grid(part: Extent) -> tuple[int, int]:
+    """Return how many rows ``part`` has, and the bytes of one."""
+    rows = math.prod(part.shape[:-1])
+    return rows, part.bytes // max(1, rows)
+
+
 def _columns(part: Extent, kind: str) -> int:
     """Return the values in a row of ``part``."""
-    return part.shape[1] // FORMATS[kind].bytes * FORMATS[kind].elements
+    return _grid(part)[1] // FORMATS[kind].bytes * FORMATS[kind].elements
 
 
 def _part_of(tensor: PackedTensor, row: int) -> tuple[int, int]:
     """Return in which part ``row`` lies, counted through all parts, and which row of that part it is."""
-    ends = accumulate(part.shape[0] for part in tensor.parts)
+    ends = accumulate(_grid(part)[0] for part in tensor.parts)
     index, end = next((index, end) for index, end in enumerate(ends) if row < end)
-    return index, row - end + tensor.parts[index].shape[0]
+    return index, row - end + _grid(tensor.parts[index])[0]
 
 
 def _cuts(rows: int, run: int, most: int) -> Iterator[range]:
@@ -162,8 +169,9 @@ def _tiles(rows: int, blocks: int, elements: int) -> Iterator[tuple[slice, slice
 
 def _rows_of(part: Extent, matrices: int, begin: int, end: int) -> Extent:
     """Return the rows of matrices ``begin`` to ``end`` of a part that has its rows of ``matrices``."""
-    share, width = part.shape[0] // matrices, part.shape[1]
-    return replace(part, begin=part.begin + begin * share * width, shape=((end - begin) * share, width))
+    share = part.shape[0] // matrices
+    each = part.bytes // matrices
+    return replace(part, begin=part.begin + begin * each, shape=((end - begin) * share, *part.shape[1:]))
 
 
 def sample(kind: str = "q4_k") -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
