@@ -33,14 +33,14 @@ EXPERTS, CHOSEN = 32, 4
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
-def make_fp8(source: Path, folder: Path) -> Path:
-    """Write the checkpoint ``source`` in block-scaled FP8 into ``folder`` unless it is there; return the folder.
+def make_fp8(source: Path, folder: Path, *, block: tuple[int, int] = (128, 128)) -> Path:
+    """Write the checkpoint ``source`` in FP8 with a scale for each ``block`` into ``folder`` unless it is there.
 
-    Transformers' own quantiser does it, by its defaults: scales of 128 by 128 values, embedding and head as they are.
+    Transformers' own quantiser does it; embedding and head stay as they are. Returns the folder.
     """
     if (folder / INDEX).exists():
         return folder
-    settings = FineGrainedFP8Config(modules_to_not_convert=[HEAD])
+    settings = FineGrainedFP8Config(weight_block_size=block, modules_to_not_convert=[HEAD])
     quantiser = Fp8Quantize(SimpleNamespace(quantization_config=settings))
 
     def quantised() -> Named:

@@ -57,11 +57,11 @@ def _called(command: Any, folder: Path, name: str) -> tuple[int, str]:
     return code, said
 
 
-def judge(code: int, said: str, folder: Path) -> None:
-    """Raise what is wrong with how a command ended; a refusal as it should be is a ``RefusedError``."""
+def judge(code: int, said: str, folder: Path, *, codes: Sequence[int] = CODES) -> None:
+    """Raise what is wrong with how a command ended; a refusal with one of ``codes`` is a ``RefusedError``."""
     faults = [line for line in said.splitlines() if line.startswith("offstage")]
     require("Traceback" not in said and "unforeseen" not in said, f"exit {code}: {said[-3000:]}")
-    require(code in (0, *CODES), f"exit {code}: {said[-2000:]}")
+    require(code in (0, *codes), f"exit {code}: {said[-2000:]}")
     for path, record in records_in(folder).items():
         require(record["status"] != "running", f"{path} is left running")
     if code:
@@ -78,7 +78,12 @@ def tokens_in(folder: Path) -> list[list[int]]:
 def _make_checkpoint(folder: Path) -> None:
     """Copy the embedded checkpoint, and have what is measured of the machine measured once."""
     shutil.copytree(TINY, folder / "ckpt")
-    code, said = run_command(CHECKPOINT, folder)
+    measure_once(folder, CHECKPOINT)
+
+
+def measure_once(folder: Path, arguments: Sequence[str]) -> None:
+    """Run the command on the whole checkpoint; keep its tokens, and what was measured of the machine."""
+    code, said = run_command(arguments, folder)
     require(code == 0, said)
     folder.joinpath("tokens.json").write_text(json.dumps(tokens_in(folder)))
     keep_figures(folder)
@@ -99,23 +104,29 @@ def _make_bin_checkpoint(folder: Path) -> None:
         path.unlink()
 
 
-def _attempt_checkpoint(folder: Path, pristine: Path, *, arguments: Sequence[str] = CHECKPOINT) -> str:
-    judge(*run_command(arguments, folder), folder)
+def attempt_checkpoint(
+    folder: Path, _pristine: Path, *, arguments: Sequence[str] = CHECKPOINT, codes: Sequence[int] = CODES, **where: str
+) -> str:
+    """Run the command, which may exit with ``codes``; hold its tokens against those of transformers on the same."""
+    judge(*run_command(arguments, folder), folder, codes=codes)
     found = tokens_in(folder)
-    wanted = _by_transformers(folder / "ckpt")
+    wanted = by_transformers(folder / "ckpt", **where)
     if wanted is None:
         return ALONE
     require(found == wanted, f"tokens {found} instead of {wanted}")
     return RIGHT
 
 
-def _by_transformers(folder: Path) -> list[list[int]] | None:
-    """Return what transformers generates from the checkpoint; null where it doesn't."""
+def by_transformers(folder: Path, **where: str) -> list[list[int]] | None:
+    """Return what transformers generates from the checkpoint; null where it doesn't.
+
+    ``where`` says which file of the folder it is, if not all: ``gguf_file``.
+    """
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        kind = getattr(transformers, config.architectures[0])
-        model = kind.from_pretrained(folder, dtype=config.dtype or "auto").eval()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, **where)
+        kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+        model = kind.from_pretrained(folder, dtype=config.dtype or "auto", **where).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **where)
         given = tokenizer("The weights wait offstage", return_tensors="pt")
         with torch.no_grad():
             asked = {"max_new_tokens": TOKENS, "do_sample": False}
@@ -172,9 +183,9 @@ _NAMES = (
 )
 _command = partial(Format, apart=True)
 FORMATS = (
-    _command("run: texts", _make_checkpoint, tuple(f"ckpt/{name}" for name in _NAMES), JSON, _attempt_checkpoint),
-    _command("run: safetensors", _make_checkpoint, ("ckpt/*.safetensors",), SAFETENSORS, _attempt_checkpoint),
-    _command("run: bin", _make_bin_checkpoint, ("ckpt/*.bin",), ZIP, _attempt_checkpoint),
+    _command("run: texts", _make_checkpoint, tuple(f"ckpt/{name}" for name in _NAMES), JSON, attempt_checkpoint),
+    _command("run: safetensors", _make_checkpoint, ("ckpt/*.safetensors",), SAFETENSORS, attempt_checkpoint),
+    _command("run: bin", _make_bin_checkpoint, ("ckpt/*.bin",), ZIP, attempt_checkpoint),
     _command("run: device map", _make_map, ("map.json",), JSON, _attempt_map),
     _command("run: cache", _make_cache, ("outputs/cache/*/*", "outputs/cache/*/*/*"), (*JSON, *BYTES), _attempt_cache),
     _command("run: figures", _make_cache, ("outputs/cache/hardware/*",), SEALED, _attempt_cache),
