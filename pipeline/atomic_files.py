@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -75,7 +75,15 @@ def write_text(path: Path, text: str) -> None:
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:
     """Write ``data`` to ``path`` as ``replace_file`` does; its name survives a power cut after ``sync_folder``."""
-    _write_beside(path, data, lambda written: os.replace(written, path))  # noqa: PTH105
+    write_pieces(path, [data])
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write ``pieces`` to ``path``, one after the other as they come, as ``write_whole`` does.
+
+    What goes wrong while they are made leaves what was there.
+    """
+    _write_beside(path, pieces, lambda written: os.replace(written, path))  # noqa: PTH105
 
 
 def create_file(path: Path, text: str) -> None:
@@ -84,7 +92,7 @@ def create_file(path: Path, text: str) -> None:
     Raises:
         FileExistsError: something of that name is there already; it is left as it is.
     """
-    _write_beside(path, text.encode(), lambda written: _link(written, path))
+    _write_beside(path, [text.encode()], lambda written: _link(written, path))
     try:
         sync_folder(path.parent)
     except OSError:
@@ -93,11 +101,11 @@ def create_file(path: Path, text: str) -> None:
         raise
 
 
-def _write_beside(path: Path, data: bytes | memoryview, publish: Callable[[Path], None]) -> None:
+def _write_beside(path: Path, pieces: Iterable[bytes | memoryview], publish: Callable[[Path], None]) -> None:
     written = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
     try:
         with named(path), written.open("xb") as file:
-            file.write(data)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         publish(written)

@@ -38,9 +38,31 @@ class SummedFile:
     sums: tuple[str, ...]
 
 
-def block_sums(data: memoryview) -> list[str]:
-    """Return the CRC-32 of each block of ``data`` (bytes), in hex."""
-    return [f"{zlib.crc32(data[begin : begin + BLOCK_BYTES]):08x}" for begin in range(0, len(data), BLOCK_BYTES)]
+class RunningSums:
+    """The CRC-32 of each block, in hex, of what is told piece by piece."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._sums: list[str] = []
+        self._last = 0
+
+    def passed(self, piece: bytes | memoryview) -> bytes | memoryview:
+        """Take the bytes that come next, and return them."""
+        left = memoryview(piece)
+        while left:
+            count = BLOCK_BYTES - self.bytes % BLOCK_BYTES
+            self._last = zlib.crc32(left[:count], self._last)
+            self.bytes += len(left[:count])
+            left = left[count:]
+            if self.bytes % BLOCK_BYTES == 0:
+                self._sums.append(_hex(self._last))
+                self._last = 0
+        return piece
+
+    @property
+    def sums(self) -> list[str]:
+        """The sums of all that was told."""
+        return [*self._sums, *([_hex(self._last)] if self.bytes % BLOCK_BYTES else [])]
 
 
 def find_damage(files: Mapping[str, SummedFile], *, full: bool) -> dict[str, str]:
@@ -113,6 +135,8 @@ def _block_damage(file: SummedFile, index: int) -> str | None:
             block = opened.read(BLOCK_BYTES)
     except OSError as error:
         return f"can't be read ({error.strerror})"
-    return (
-        None if block_sums(memoryview(block)) == [file.sums[index]] else f"doesn't match its checksum (block {index})"
-    )
+    return None if _hex(zlib.crc32(block)) == file.sums[index] else f"doesn't match its checksum (block {index})"
+
+
+def _hex(checksum: int) -> str:
+    return f"{checksum:08x}"

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.memory_file import MemoryFile
 from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import Bytes
 from stages.units import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from stages.machine.aligned_memory import Bytes
 
 BLOCK_BYTES = 4 * 2**20
 """What a block unpacks to at most, unless one row of its tensor is more."""

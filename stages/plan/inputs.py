@@ -24,6 +24,7 @@ from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow, rooms
 from stages.plan.expert_slots import Routing
+from stages.plan.lossless import LosslessPacking
 from stages.plan.outline import Outline
 from stages.plan.predict import Work, most, work
 from stages.plan.request.batch_size import AUTO
@@ -73,7 +74,7 @@ class PlanInputs:
     ``learns`` says which weights are changed by the run, and ``offload_ratio`` which share of a training's activations
     waits elsewhere. ``simulated`` has the accelerators that the config lists; those that are here stand in ``machine``,
     since their free memory is in the budgets already. ``process_bytes`` are what the process holds on the host of all
-    that is neither weights nor the request's.
+    that is neither weights nor the request's. ``packing`` is how floats are packed, null if they stay.
     """
 
     skeleton: str
@@ -91,6 +92,7 @@ class PlanInputs:
     rates: Rates
     outline: Outline = field(compare=False)
     machine: Hardware = field(compare=False)
+    packing: LosslessPacking | None = None
 
     @property
     def trains(self) -> bool:

@@ -28,9 +28,10 @@ def _located(choice: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StorageConfig:
-    """How the host reads what it streams from disk."""
+    """How what is streamed from disk is read, and whether it rests there packed."""
 
     io: Literal["auto", "direct", "mmap"] = "auto"
+    codec: Literal["none", "zstd", "auto"] = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ def faults(given: PlanConfig) -> Iterator[Fault]:
     for name, device in (given.device_map_overrides or {}).items():
         yield from _fault(f"device_map_overrides.{name}", lambda device=device: parse_device(device))
     yield from _hardware_faults(given.hardware or {})
+    if given.storage.codec == "zstd" and given.storage.io == "mmap":
+        yield Fault("storage.codec", "'zstd' is of no use in a map of a file; set storage.io=direct, or take 'none'")
 
 
 def _hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:

@@ -41,7 +41,8 @@ class Plan:
     ``lockstep``, how many batches share each pass.
     ``offload_ratio`` is the share of a training's activations that waits elsewhere, null where nothing is trained.
     ``packed`` has, for each codec, the bytes that rest packed by where they lie, and under ``used`` what they come to.
-    ``pass_tokens`` are those of a pass of decoding, by which slots are divided among layers.
+    ``pass_tokens`` are those of a pass of decoding, by which slots are divided among layers. ``codec`` is what streamed
+    weights are packed by that the checkpoint has plain, null where they stay so.
     """
 
     policy: str
@@ -69,11 +70,18 @@ class Plan:
     offload_ratio: float | None = None
     packed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     pass_tokens: int = 1
+    codec: str | None = None
 
     @cached_property
     def devices(self) -> list[DeviceId]:
         """The devices that hold or compute something, in the order of the tiers."""
         return in_tier_order([*self.homes.values(), self.main_device])
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """The tensors that are to rest packed, where they can, which the checkpoint has plain."""
+        ways = ("direct", "packed", "experts") if self.codec else ()
+        return tuple(name for name, how in self.serving.items() if how in ways)
 
     @property
     def staging_bytes(self) -> int:

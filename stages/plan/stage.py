@@ -25,6 +25,7 @@ from stages.plan.checks import has_room, require_resident, require_room, require
 from stages.plan.expert_slots import SINGLE
 from stages.plan.hit_rates import kept_hit_rates
 from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, known_machine, machine_rates
+from stages.plan.lossless import choose_packing, possible_packing, with_copies
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, execution_device
@@ -78,15 +79,19 @@ class PlanStage(Stage[PlanInputs]):
         config, stored = context.config, context.artifact("empty_init")
         machine = known_machine(config, context.cache)
         outline = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME)))
-        rates, kernels = machine_rates(config, machine, context.cache, outline), host_kernels(config, context.cache)
+        storage = read(PlanConfig, config).storage
+        packing = possible_packing(storage, outline, config)
+        rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
+        kernels = host_kernels(config, context.cache)
         hit_rates = kept_hit_rates(context.cache, config["model"]) if outline.experts else None
         media = None
         if asking(config) == "generate":
             live = partial(context.live, EmptyInitStage.name)
             media = media_demand(config, context.cache, skeleton=stored.key, live=live)
         training = self._training(context, machine) if asking(config) == "finetune" else None
-        return gather_inputs(
-            outline,
+        packing = choose_packing(storage, packing, rates)
+        inputs = gather_inputs(
+            with_copies(outline, packing),
             config,
             machine=machine,
             rates=rates,
@@ -96,6 +101,7 @@ class PlanStage(Stage[PlanInputs]):
             hit_rates=hit_rates,
             training=training,
         )
+        return replace(inputs, packing=packing)
 
     def _training(self, context: Context, machine: Hardware) -> TrainingWork:
         """Return what a step of training takes on ``machine``, rehearsed if that isn't known."""
@@ -141,7 +147,10 @@ def make_plan(
     ``rates`` and ``kernels`` are those of the machine; by default what the config gives, or nominal ones.
     """
     rates = rates or read_rates(config.get("hardware") or {})
-    return plan_from(gather_inputs(outline, config, machine=hardware(config), rates=rates, kernels=kernels))
+    storage, machine = read(PlanConfig, config).storage, hardware(config)
+    packing = choose_packing(storage, possible_packing(storage, outline, config), rates)
+    inputs = gather_inputs(with_copies(outline, packing), config, machine=machine, rates=rates, kernels=kernels)
+    return plan_from(replace(inputs, packing=packing))
 
 
 def plan_from(inputs: PlanInputs) -> plans.Plan:
@@ -181,7 +190,8 @@ def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[objec
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.work.activation_bytes if inputs.trains else 0)
-    plan = replace(plan, ledgers=listed, offload_ratio=inputs.offload_ratio)
+    codec = inputs.packing.codec if inputs.packing else None
+    plan = replace(plan, ledgers=listed, offload_ratio=inputs.offload_ratio, codec=codec)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     return predict(
         outline,

@@ -16,7 +16,7 @@ from torch import nn
 from pipeline.errors import ConfigError
 from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.packed import PackedTensor
+from stages.checkpoints.packed import AtRest, PackedTensor
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
@@ -25,7 +25,8 @@ from stages.machine.devices import AnyDevice, device_id, torch_device
 from stages.shard_load.homes import homes_of
 from stages.shard_load.load import Load, check_twins, prepare
 from stages.shard_load.offload_store import OffloadStore, claim
-from stages.shard_load.placed_weights import PlacedWeights, fill_store, place
+from stages.shard_load.placed_weights import PlacedWeights, place
+from stages.shard_load.stored_weights import fill_store
 from stages.shard_load.tensor_in_module import torch_type
 from stages.units import CPU, DISK, DeviceId
 
@@ -107,13 +108,13 @@ def fill_model(load: Load, folder: Path | None, *, spills: bool) -> PlacedWeight
             f"offload_folder: {len(load.stored)} tensors on disk are not in the checkpoint as the model needs them, "
             f"{next(iter(load.stored))!r} first; give a folder to write them to"
         )
-    files = {}
+    stored: Mapping[str, AtRest] = {}
     if folder is not None and load.on_disk:
         store = _claimed(folder, load)
-        files = fill_store(load, store)
+        stored = fill_store(load, store)
         store.refer(_references(load))
     spills = spills and load.checkpoint.format == "bin"
-    return place(load, files, spill_folder=(folder or Path.cwd()) if spills else None)
+    return place(load, stored, spill_folder=(folder or Path.cwd()) if spills else None)
 
 
 def _refuse_unsupported(**options: bool) -> None:

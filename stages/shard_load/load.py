@@ -13,6 +13,7 @@ from torch import nn
 from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint, identity
+from stages.checkpoints.codecs.planes import can_pack
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, rest_bytes
 from stages.checkpoints.readers import SourceReader, open_reader
@@ -32,8 +33,9 @@ class Load:
 
     Tensors bound for the host are read into ``host``, if there is such a block. ``names`` are those that tensors have
     where what is loaded is used, if they are others than ``model`` has; ``routed`` has, by these, the tensors of which
-    single experts are read from disk; ``packed`` those that wait on the host as they rest on disk. ``serves_packed`` is
-    false where whoever reads what lies on disk can't unpack it.
+    single experts are read from disk; ``packed`` those that wait on the host as they rest on disk; ``packs`` those that
+    rest in the offload store, packed, where they shrink. ``serves_packed`` is false where whoever reads what lies on
+    disk can't unpack it.
     """
 
     model: nn.Module
@@ -47,6 +49,7 @@ class Load:
     routed: Collection[str] = ()
     packed: Collection[str] = ()
     serves_packed: bool = True
+    packs: Collection[str] = ()
 
     @cached_property
     def on_disk(self) -> tuple[TensorSpec, ...]:
@@ -57,11 +60,24 @@ class Load:
     def resident(self) -> tuple[TensorSpec, ...]:
         """The tensors of the checkpoint that lie on a device as they are used, tied ones once."""
         specs = (self.skeleton.by_name[name] for name in self.match.origins if self.homes[name] != DISK)
-        return tuple(spec for spec in specs if spec.name not in self.packed_on_host)
+        return tuple(
+            spec for spec in specs if spec.name not in self._packed_in_place and spec.name not in self.packable
+        )
+
+    def packed_on_host(self, stored: Mapping[str, AtRest]) -> dict[str, PackedTensor]:
+        """Return where those tensors lie on disk, tied ones once, that wait on the host as they rest there.
+
+        That is in the checkpoint, or among what is ``stored`` of those that it has plain.
+        """
+        found = {**self._packed_in_place, **{name: stored.get(name) for name in self.packable}}
+        return {
+            name: source
+            for name, source in found.items()
+            if isinstance(source, PackedTensor) and self.homes[name] != DISK
+        }
 
     @cached_property
-    def packed_on_host(self) -> Mapping[str, PackedTensor]:
-        """Where those tensors lie on disk, tied ones once, that wait on the host as they rest there."""
+    def _packed_in_place(self) -> Mapping[str, PackedTensor]:
         found = {
             name: self._in_place(self.skeleton.by_name[name])
             for name in self.match.origins
@@ -87,8 +103,12 @@ class Load:
     @cached_property
     def experts(self) -> tuple[TensorSpec, ...]:
         """The tensors on disk that have a row for each expert of a mixture."""
-        names = {name for spec in self.skeleton.experts for name in spec.tensors}
-        return tuple(spec for spec in self.on_disk if spec.name in names)
+        return tuple(spec for spec in self.on_disk if spec.name in self.expert_names)
+
+    @cached_property
+    def expert_names(self) -> frozenset[str]:
+        """The names of all tensors that have a row for each expert of a mixture."""
+        return frozenset(name for spec in self.skeleton.experts for name in spec.tensors)
 
     @cached_property
     def rows(self) -> Mapping[str, Rows]:
@@ -99,11 +119,30 @@ class Load:
     @cached_property
     def stored(self) -> Mapping[str, StoredTensor]:
         """The tensors that must be in the offload store."""
+        specs = (spec for spec in self.on_disk if spec.name not in self.served and spec.name not in self.served_by_row)
+        return {spec.name: self._stored(spec) for spec in specs}
+
+    @cached_property
+    def packable(self) -> Mapping[str, StoredTensor]:
+        """The tensors that are to rest packed in the offload store; what the checkpoint has packed stays as it is."""
+        specs = (self.skeleton.by_name[name] for name in self.match.origins if self.outer_name(name) in self.packs)
         return {
-            spec.name: StoredTensor(spec.dtype, spec.shape, tuple(self.match.origins[spec.name][0].source_names))
-            for spec in self.on_disk
-            if spec.name not in self.served and spec.name not in self.served_by_row
+            spec.name: self._stored(spec)
+            for spec in specs
+            if self.homes[spec.name] == DISK or self.outer_name(spec.name) in self.packed
+            if can_pack(spec.dtype, spec.bytes) and len(self.pieces(spec.name)) == len(self._places(spec.name))
         }
+
+    def pieces(self, name: str) -> tuple[Extent, ...]:
+        """Return the extents of the checkpoint that the tensor ``name`` is as it is used, one after the other."""
+        return tuple(place for place in self._places(name) if isinstance(place, Extent))
+
+    def _places(self, name: str) -> tuple[AtRest, ...]:
+        place = self._in_place(self.skeleton.by_name[name])
+        return (place,) if place is not None else tuple(place for row in self.rows.get(name, ()) for place in row)
+
+    def _stored(self, spec: TensorSpec) -> StoredTensor:
+        return StoredTensor(spec.dtype, spec.shape, tuple(self.match.origins[spec.name][0].source_names))
 
     @property
     def store_key(self) -> str:

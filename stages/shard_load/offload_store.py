@@ -18,17 +18,17 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import TEMPORARY, create_file, replace_file, sync_folder, write_whole
-from pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, SummedFile, block_sums, find_damage, summed_file
+from pipeline.atomic_files import TEMPORARY, create_file, replace_file, sync_folder, write_pieces
+from pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, RunningSums, SummedFile, find_damage, summed_file
 from pipeline.cache.leftovers import DAMAGED, move_aside
 from pipeline.cache.locks import locked
-from pipeline.errors import StorageError
+from pipeline.errors import OffstageError, StorageError
 from pipeline.regular_files import NotRegularError, read_json, read_object
 from stages.checkpoints.shard_files import ShardFile
 from stages.units import DTYPE_BYTES, format_bytes
@@ -56,6 +56,16 @@ class StoredTensor:
         """The size of its file in bytes."""
         return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
 
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What the index says of where it comes from."""
+        return {"dtype": self.dtype, "shape": list(self.shape), "sources": list(self.sources)}
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the index says of it."""
+        return {**self.origin, "bytes": self.bytes}
+
 
 class OffloadStore:
     """The store in one folder: what is in it, and adding to it.
@@ -75,10 +85,17 @@ class OffloadStore:
         Of the blocks a sample is checked, with ``full`` all; a file is then held to its state before that.
         """
         index = read_index(self.folder)
-        files: dict[str, SummedFile] = {}
-        for name, tensor in wanted.items():
-            file = _summed(self._path(name), tensor, index.get(name))
-            files |= {name: file} if file else {}
+        found = ((name, self.file_of(name, tensor.told, index.get(name))) for name, tensor in wanted.items())
+        return self.find_whole({name: file for name, file in found if file}, full=full)
+
+    def file_of(self, name: str, told: Mapping[str, Any], entry: object) -> SummedFile | None:
+        """Return the file ``name`` with its checksums; null where its ``entry`` isn't as it is ``told``."""
+        if not isinstance(entry, dict) or {key: entry.get(key) for key in told} != told:
+            return None
+        return summed_file(self._path(name), entry)
+
+    def find_whole(self, files: Mapping[str, SummedFile], *, full: bool) -> dict[str, ShardFile]:
+        """Return those of the ``files`` that are as they were written, as far as is checked."""
         states = {name: _state(file.path) if full else None for name, file in files.items()}
         damaged = find_damage(files, full=full)
         for name, damage in list(damaged.items())[:1]:
@@ -89,15 +106,26 @@ class OffloadStore:
 
     def put(self, name: str, tensor: StoredTensor, data: memoryview) -> None:
         """Write the bytes of one tensor to its file, on disk before it takes its name."""
+        self.put_pieces(name, tensor.told, [data])
+
+    def put_pieces(self, name: str, told: Mapping[str, Any], pieces: Iterable[bytes | memoryview]) -> None:
+        """Write a file piece by piece, as ``put`` does; ``told`` is what the index says of it, beside its checksums."""
+        sums = RunningSums()
         try:
             _make_way(self._path(name))
-            write_whole(self._path(name), data)
+            write_pieces(self._path(name), map(sums.passed, pieces))
+        except OffstageError:
+            raise
         except OSError as error:
-            raise self._error(f"writing {name!r} ({format_bytes(len(data))})", error) from error
-        self._pending[name] = {**_as_json(tensor), "blocks": block_sums(data)}
-        self._pending_bytes += len(data)
+            raise self._error(f"writing {name!r} ({format_bytes(sums.bytes)})", error) from error
+        self.note(name, {**told, "bytes": sums.bytes, "blocks": sums.sums})
+        self._pending_bytes += sums.bytes
         if self._pending_bytes >= _PUBLISH_BYTES:
             self.publish()
+
+    def note(self, name: str, entry: Mapping[str, Any]) -> None:
+        """Have the index say ``entry`` under ``name`` from when it is published next."""
+        self._pending[name] = entry
 
     def publish(self) -> None:
         """Put what was written since the last time into the index."""
@@ -119,16 +147,18 @@ class OffloadStore:
             self._pending.update(entries)
             self.publish()
 
-    def check_space(self, wanted: Sequence[StoredTensor]) -> None:
-        """Refuse, before anything is written, to put into the folder what its disk has no room for, or can't take."""
-        needed = sum(tensor.bytes for tensor in wanted)
+    def check_space(self, count: int, needed: int) -> None:
+        """Refuse, before anything is written, to put into the folder what its disk has no room for, or can't take.
+
+        That is ``count`` tensors of ``needed`` bytes together.
+        """
         free = _free_bytes(self.folder)
         if free is not None and needed > free:
             raise StorageError(
-                f"{self.folder}: {len(wanted)} offloaded tensors need {format_bytes(needed)} ({needed} bytes), and "
+                f"{self.folder}: {count} offloaded tensors need {format_bytes(needed)} ({needed} bytes), and "
                 f"{format_bytes(free)} are free; set offload_folder to a folder on a larger disk"
             )
-        if wanted and not os.access(self.folder, os.W_OK):
+        if count and not os.access(self.folder, os.W_OK):
             raise _unusable(self.folder, "it can't be written", needed)
 
     @contextmanager
@@ -222,19 +252,6 @@ def _free_bytes(folder: Path) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
-
-
-def _as_json(tensor: StoredTensor) -> dict[str, Any]:
-    told = {"dtype": tensor.dtype, "shape": list(tensor.shape), "sources": list(tensor.sources)}
-    return {**told, "bytes": tensor.bytes}
-
-
-def _summed(path: Path, tensor: StoredTensor, entry: object) -> SummedFile | None:
-    """Return the file of ``tensor`` with its checksums; null where the index has no such tensor."""
-    told = _as_json(tensor)
-    if not isinstance(entry, dict) or {key: entry.get(key) for key in told} != told:
-        return None
-    return summed_file(path, entry)
 
 
 def _shard_file(file: SummedFile, state: int | None) -> ShardFile:

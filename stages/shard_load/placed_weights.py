@@ -14,23 +14,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError, StorageError
+from pipeline.errors import CheckpointError
 from stages.checkpoints.bulk_reader import BulkReader, read_into_new_memory
 from stages.checkpoints.byte_bar import byte_bar
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent
 from stages.checkpoints.memory_file import in_memory
 from stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
 from stages.checkpoints.readers import read_extent
-from stages.checkpoints.shard_files import ShardFile
 from stages.empty_init.skeleton import parent
-from stages.machine.aligned_memory import HostBlock, byte_view
+from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.shard_load.disk_weights import DiskWeights
 from stages.shard_load.expert_rows import Rows, locate_rows
 from stages.shard_load.load import Load
 from stages.shard_load.model_tensors import make_tensors
-from stages.shard_load.offload_store import OffloadStore
 from stages.shard_load.spill import Spill
 from stages.units import CPU, DeviceId
 
@@ -55,40 +52,15 @@ class PlacedWeights:
     base_bytes: int | None = None
 
 
-def fill_store(
-    load: Load, store: OffloadStore, *, check_finite: bool = False, full: bool = False
-) -> dict[str, ShardFile]:
-    """Return the files of all tensors that must be in the ``store``, after adding those that are not there, or damaged.
-
-    ``full`` compares every checksum of the store, not a sample.
-    """
-    with store.locked():
-        stored = store.find_all(load.stored, full=full)
-        absent = {name: tensor for name, tensor in load.stored.items() if name not in stored}
-        store.check_space(list(absent.values()))
-        for name, tensor in make_tensors(load, absent, "offloading", devices=Devices()):
-            if check_finite:
-                refuse_infinite(load, name, tensor)
-            store.put(name, absent[name], byte_view(tensor))
-            del tensor  # or it would be held while the next one is made
-        store.publish()
-        files = stored | store.find_all(absent, full=full)
-    for name in load.stored.keys() - files.keys():
-        raise StorageError(
-            f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
-        )
-    return files
-
-
 def place(
     load: Load,
-    files: Mapping[str, ShardFile],
+    stored: Mapping[str, AtRest],
     *,
     devices: Devices | None = None,
     spill_folder: Path | None = None,
     check_finite: bool = False,
 ) -> PlacedWeights:
-    """Fill the model with its resident weights; ``files`` are those of the offload store.
+    """Fill the model with its resident weights; ``stored`` is what lies in the offload store.
 
     The memory held is that of the resident weights and, where one must be cast or built, that of its sources. With a
     ``spill_folder``, weights bound for the host wait there until the checkpoint's files have been let go.
@@ -110,12 +82,12 @@ def place(
                 _bind_home(load, name, tensor, devices)
                 del tensor
     _settle_others(load, devices)
-    packed = _read_packed(load, check_finite=check_finite)
-    steps = {id(step): step for step, _ in (load.match.origins[name] for name in (*names, *packed))}
-    read_bytes = sum(load.source_bytes(step) for step in steps.values())
+    packed = _read_packed(load, load.packed_on_host(stored), check_finite=check_finite)
+    steps = {id(step): step for step, _ in (load.match.origins[name] for name in names)}
+    read_bytes = sum(load.source_bytes(step) for step in steps.values()) + sum(map(rest_bytes, packed.values()))
     seconds = time.perf_counter() - began
-    waiting = extents(load, files) | _by_all_names(load, packed)
-    offloaded = DiskWeights(waiting, expert_rows(load, files))
+    waiting = extents(load, stored) | _by_all_names(load, packed)
+    offloaded = DiskWeights(waiting, expert_rows(load, stored))
     return PlacedWeights(load.model, offloaded, seconds, read_bytes, devices, load.host)
 
 
@@ -134,14 +106,12 @@ def joined(pieces: Sequence[PlacedWeights]) -> PlacedWeights:
     )
 
 
-def extents(load: Load, files: Mapping[str, ShardFile]) -> dict[str, AtRest]:
-    """Return where every tensor is that lies on disk in one piece, tied names included."""
+def extents(load: Load, stored: Mapping[str, AtRest]) -> dict[str, AtRest]:
+    """Return where every tensor is that lies on disk in one piece, tied names included; the store goes first."""
     by_name: dict[str, AtRest] = {}
     for spec in load.on_disk:
-        if spec.name in load.served_by_row:
-            continue
-        extent = load.served.get(spec.name) or Extent(files[spec.name], 0, spec.dtype, spec.shape)
-        by_name[spec.name] = extent
+        source = stored.get(spec.name) or load.served.get(spec.name)
+        by_name |= {spec.name: source} if source is not None else {}
     return _by_all_names(load, by_name)
 
 
@@ -150,32 +120,28 @@ def _by_all_names(load: Load, places: Mapping[str, AtRest]) -> dict[str, AtRest]
     return {load.outer_name(name): at for leader, at in places.items() for name in load.skeleton.names_of(leader)}
 
 
-def _read_packed(load: Load, *, check_finite: bool) -> dict[str, PackedTensor]:
+def _read_packed(load: Load, sources: Mapping[str, PackedTensor], *, check_finite: bool) -> dict[str, PackedTensor]:
     """Read what waits on the host as it rests on disk, each part into memory that storage can read into."""
     extents = [
-        replace(part, dtype="uint8", shape=(part.bytes,))
-        for tensor in load.packed_on_host.values()
-        for part in tensor.parts
+        replace(part, dtype="uint8", shape=(part.bytes,)) for tensor in sources.values() for part in tensor.parts
     ]
     devices = Devices()
     reads = [read_into_new_memory(extent, torch.uint8, devices=devices, device=CPU) for extent in extents]
     with byte_bar("loading", sum(extent.bytes for extent in extents)) as bar, BulkReader() as bulk:
         bulk.read(reads, bar.update)
     parts = (read.target.numpy() for read in reads)
-    found = {
-        name: in_memory(tensor, [next(parts) for _ in tensor.parts]) for name, tensor in load.packed_on_host.items()
-    }
+    found = {name: in_memory(tensor, [next(parts) for _ in tensor.parts]) for name, tensor in sources.items()}
     for name, tensor in found.items() if check_finite else ():
         refuse_infinite(load, name, read_extent(tensor))
     return found
 
 
-def expert_rows(load: Load, files: Mapping[str, ShardFile]) -> dict[str, Rows]:
+def expert_rows(load: Load, stored: Mapping[str, AtRest]) -> dict[str, Rows]:
     """Return where the row of each expert is, of every tensor of a mixture's experts that lies on disk."""
     by_name: dict[str, Rows] = {}
     for spec in load.experts:
-        stored = [Extent(files[spec.name], 0, spec.dtype, spec.shape)] if spec.name in files else []
-        found = load.rows.get(spec.name) or locate_rows(stored, spec.shape, spec.dtype)
+        own = [stored[spec.name]] if spec.name in stored else []
+        found = locate_rows(own, spec.shape, spec.dtype) or load.rows.get(spec.name)
         by_name |= {load.outer_name(spec.name): found} if found else {}
     return by_name
 

@@ -24,7 +24,6 @@ from stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
     from stages.checkpoints.packed import AtRest
-    from stages.checkpoints.shard_files import ShardFile
     from stages.machine.devices import Devices
     from stages.shard_load.load import Load
     from stages.shard_load.placed_weights import PlacedWeights
@@ -42,7 +41,8 @@ class ShardLoadInputs:
     the config's node of that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint``
     identifies. It lies at ``place``: files that were unpacked with times of their own may look alike in two places.
     ``opened_adapter`` is the adapter, which ``adapter`` identifies by its bytes, if there is one. ``routed`` has the
-    tensors of which single experts are read from disk, ``packed`` those that wait on the host as they rest on disk.
+    tensors of which single experts are read from disk, ``packed`` those that wait on the host as they rest on disk, and
+    ``packs`` those that rest packed in the offload store.
     """
 
     checkpoint: Mapping[str, object]
@@ -52,6 +52,7 @@ class ShardLoadInputs:
     device_map: str
     routed: tuple[str, ...]
     packed: tuple[str, ...]
+    packs: tuple[str, ...]
     ledgers: Mapping[DeviceId, int]
     offload_folder: str | None
     strict: bool
@@ -71,7 +72,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
     """
 
     name = "shard_load"
-    version = 3
+    version = 4
     needs: tuple[str, ...] = ("empty_init",)
     config_class = ShardLoadConfig
 
@@ -93,6 +94,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             device_map=plan.digest(plans.MAP_NAME),
             routed=routed(found.serving),
             packed=packed_on_host(found.serving),
+            packs=found.packs,
             ledgers=found.ledgers,
             offload_folder=given.offload_folder,
             strict=given.strict,
@@ -119,10 +121,11 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             check_twins(load)
             if inputs.check_finite:
                 refuse_infinite_served(load)
-        for load in loads:
-            index |= _index(load, _fill_store(inputs, context, load))
+        stored = [_fill_store(inputs, context, load) for load in loads]
+        for load, own in zip(loads, stored, strict=True):
+            index |= _index(load, own)
         write_text(folder / INDEX_NAME, json.dumps(index, indent=1) + "\n")
-        report = {**_load_report(loads), "sha256": hashes}
+        report = {**_load_report(loads, stored), "sha256": hashes}
         write_text(folder / REPORT_NAME, json.dumps(report, indent=1) + "\n")
 
     def revive(self, inputs: ShardLoadInputs, context: Context) -> PlacedWeights:
@@ -141,7 +144,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         for load in loads if inputs.verify == "full" else ():
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
         stored = [_fill_store(inputs, context, load) for load in loads]
-        placed = [_place(inputs, context, load, files, devices) for load, files in zip(loads, stored, strict=True)]
+        placed = [_place(inputs, context, load, own, devices) for load, own in zip(loads, stored, strict=True)]
         return replace(joined(placed), base_bytes=base_bytes)
 
     def report(self, artifact: Artifact) -> Report:
@@ -149,7 +152,11 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         found = artifact.json(REPORT_NAME)
         files = f"{len(found['files'])} file{'s' * (len(found['files']) != 1)}"
         served, stored = (format_bytes(found[kind]["bytes"]) for kind in ("served", "stored"))
-        return Report(f"{files}, {served} read in place, {stored} stored")
+        packed = found["packed"]
+        sizes = " to ".join(format_bytes(packed[size]) for size in ("bytes", "rest_bytes"))
+        return Report(
+            f"{files}, {served} read in place, {stored} stored{f', {sizes} packed' * bool(packed['tensors'])}"
+        )
 
 
 def _opened(inputs: ShardLoadInputs) -> Checkpoint:
@@ -176,7 +183,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[Load]:
     else:
         adapter, strict = _held(inputs, inputs.opened_adapter), inputs.strict
         loads = prepare_adapted(model, skeleton, homes=homes, checkpoint=checkpoint, adapter=adapter, strict=strict)
-    return [replace(load, routed=inputs.routed, packed=inputs.packed) for load in loads]
+    return [replace(load, routed=inputs.routed, packed=inputs.packed, packs=inputs.packs) for load in loads]
 
 
 def _held(inputs: ShardLoadInputs, checkpoint: Checkpoint) -> Checkpoint:
@@ -186,7 +193,7 @@ def _held(inputs: ShardLoadInputs, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _place(
-    inputs: ShardLoadInputs, context: Context, load: Load, files: Mapping[str, ShardFile], devices: Devices
+    inputs: ShardLoadInputs, context: Context, load: Load, stored: Mapping[str, AtRest], devices: Devices
 ) -> PlacedWeights:
     from stages.shard_load.placed_weights import place
 
@@ -194,26 +201,27 @@ def _place(
     spills = inputs.spills and load.checkpoint.format == "bin"
     return place(
         load,
-        files,
+        stored,
         devices=devices,
         spill_folder=Path(inputs.offload_folder or context.cache / "offload") if spills else None,
         check_finite=inputs.check_finite,
     )
 
 
-def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[str, ShardFile]:
-    """Return the files of what must be in the offload store; none is opened where nothing must."""
-    from stages.shard_load.placed_weights import fill_store
+def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[str, AtRest]:
+    """Return what is in the offload store and where; none is opened where nothing must be."""
+    from stages.shard_load.stored_weights import fill_store
 
-    if not load.stored:
+    wanted = {**load.stored, **load.packable}
+    if not wanted:
         return {}
-    key, needed = load.store_key, sum(tensor.bytes for tensor in load.stored.values())
+    key, needed = load.store_key, sum(tensor.bytes for tensor in wanted.values())
     folder, model = Path(inputs.offload_folder or context.cache / "offload" / key), model_name(context.config)
     store = open_store(folder, key, needed_bytes=needed, model=model)
     return fill_store(load, store, check_finite=inputs.check_finite, full=inputs.verify == "full")
 
 
-def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
+def _index(load: Load, stored: Mapping[str, AtRest]) -> dict[str, object]:
     """Return where each tensor on disk is: its place in a file, or the tensors that it is in the checkpoint."""
     from stages.shard_load.placed_weights import extents
 
@@ -225,7 +233,7 @@ def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
             "shape": list(source.shape),
             **_offsets(source),
         }
-        for name, source in extents(load, files).items()
+        for name, source in extents(load, stored).items()
     }
     specs = load.skeleton.by_name
     return whole | {
@@ -236,6 +244,7 @@ def _index(load: Load, files: Mapping[str, ShardFile]) -> dict[str, object]:
             "shape": list(specs[name].shape),
         }
         for name, sources in load.served_by_row.items()
+        if name not in stored
     }
 
 
@@ -249,24 +258,34 @@ def _offsets(source: AtRest) -> dict[str, object]:
     return {"offsets": [source.begin, source.end]}
 
 
-def _load_report(loads: Sequence[Load]) -> dict[str, object]:
+def _load_report(loads: Sequence[Load], stored: Sequence[Mapping[str, AtRest]]) -> dict[str, object]:
+    from stages.checkpoints.packed import PackedTensor, rest_bytes
+
     tiers: dict[str, dict[str, int]] = {}
     for load in loads:
         for spec in (*load.resident, *load.on_disk):
             tier = tiers.setdefault(str(load.homes[spec.name]), {"tensors": 0, "bytes": 0})
             tier["tensors"] += 1
             tier["bytes"] += spec.bytes
-        for name, packed in load.packed_on_host.items():
+    for load, own in zip(loads, stored, strict=True):
+        for name, tensor in load.packed_on_host(own).items():
             tier = tiers.setdefault(str(load.homes[name]), {"tensors": 0, "bytes": 0})
             tier["tensors"] += 1
-            tier["bytes"] += packed.rest_bytes
-    served = [spec.bytes for load in loads for spec in load.on_disk if spec.name not in load.stored]
-    stored = [spec.bytes for load in loads for spec in load.on_disk if spec.name in load.stored]
+            tier["bytes"] += tensor.rest_bytes
+    kept = {name: source for own in stored for name, source in own.items()}
+    packed = [source for source in kept.values() if isinstance(source, PackedTensor)]
+    plain = [source.bytes for source in kept.values() if not isinstance(source, PackedTensor)]
+    served = [spec.bytes for load in loads for spec in load.on_disk if spec.name not in kept]
     return {
         "format": loads[0].checkpoint.format,
         "files": [file.name for load in loads for file in load.checkpoint.files],
         "checkpoint_bytes": sum(load.checkpoint.bytes for load in loads),
         "tiers": tiers,
         "served": {"tensors": len(served), "bytes": sum(served)},
-        "stored": {"tensors": len(stored), "bytes": sum(stored)},
+        "stored": {"tensors": len(plain), "bytes": sum(plain)},
+        "packed": {
+            "tensors": len(packed),
+            "bytes": sum(source.bytes for source in packed),
+            "rest_bytes": sum(map(rest_bytes, packed)),
+        },
     }

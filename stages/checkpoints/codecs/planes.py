@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,9 @@ from pipeline.errors import CheckpointError
 from stages.checkpoints.extents import Extent, are_counts
 from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import Bytes
+
+if TYPE_CHECKING:
+    from stages.machine.aligned_memory import Bytes  # without torch, which planning doesn't need
 
 NAME = "zstd"
 TILE_ELEMENTS = 2**18
@@ -49,8 +51,8 @@ _WORDS: dict[str, np.dtype[np.unsignedinteger[Any]]] = {
     "float32": np.dtype(np.uint32),
 }
 """The unsigned numbers of each float's size."""
-DTYPES = tuple(_WORDS)
-"""What can be packed."""
+_LEAST_BYTES = 2**14
+"""What is smaller is read in a page or two, packed or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,11 @@ class PlaneCodec:
     def dtypes(self) -> tuple[str, ...]:
         """The dtype that was packed."""
         return (self.dtype,)
+
+    @property
+    def rest_bytes(self) -> int:
+        """What all tiles take at rest."""
+        return sum(map(sum, self.tiles))
 
     def blocks(self, tensor: PackedTensor) -> tuple[PackedBlock, ...]:
         """Return neighbouring tiles together, and count blocks by tiles."""
@@ -112,11 +119,18 @@ class PlaneCodec:
             return None
         first, last = (row * width // self.run * _tiles_a_run(self.run) for row in (begin, end))
         part = replace(self, tiles=self.tiles[first:last])
-        return part.located(tensor.file, tensor.begin + _total(self.tiles[:first]), (end - begin, *tensor.shape[1:]))
+        return part.located(
+            tensor.file, tensor.begin + sum(map(sum, self.tiles[:first])), (end - begin, *tensor.shape[1:])
+        )
 
     def located(self, file: ShardFile, begin: int, shape: tuple[int, ...]) -> PackedTensor:
         """Return the tensor of ``shape`` that lies in ``file`` from ``begin`` on."""
-        return PackedTensor(self, (_bytes_of(file, begin, begin + _total(self.tiles)),), self.dtype, shape)
+        return PackedTensor(self, (_bytes_of(file, begin, begin + self.rest_bytes),), self.dtype, shape)
+
+
+def can_pack(dtype: str, size: int) -> bool:
+    """Return whether a tensor of ``dtype`` and so many bytes may be packed."""
+    return dtype in _WORDS and size >= _LEAST_BYTES
 
 
 def pack_tile(data: Bytes, dtype: str, compressor: zstandard.ZstdCompressor) -> list[bytes]:
@@ -138,7 +152,7 @@ def tile_borders(elements: int, run: int) -> Iterator[tuple[int, int]]:
 
 def codec_of(dtype: str, elements: int, run: object, tiles: object) -> PlaneCodec | None:
     """Return the codec that an index tells of a tensor of so many ``elements``; null where there can be no such one."""
-    if dtype not in DTYPES or type(run) is not int or run <= 0 or elements % run or not isinstance(tiles, list):
+    if dtype not in _WORDS or type(run) is not int or run <= 0 or elements % run or not isinstance(tiles, list):
         return None
     planes, count = _WORDS[dtype].itemsize, elements // run * _tiles_a_run(run)
     if any(not are_counts(tile) or len(tile) != planes or max(tile) > _MOST_BYTES for tile in tiles):
@@ -196,10 +210,6 @@ def _place(index: int, run: int) -> tuple[int, int]:
 
 def _tiles_a_run(run: int) -> int:
     return -(-run // TILE_ELEMENTS)
-
-
-def _total(tiles: Sequence[tuple[int, ...]]) -> int:
-    return sum(map(sum, tiles))
 
 
 def _bytes_of(file: ShardFile, begin: int, end: int) -> Extent:

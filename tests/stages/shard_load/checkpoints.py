@@ -127,16 +127,21 @@ def make_context(
     where: Callable[[str], DeviceId],
     *,
     routes: bool = False,
+    packs: bool = False,
     **config: Any,
 ) -> FakeContext:
     """Return a context for loading ``checkpoint`` into what ``make()`` returns, each tensor at ``where(name)``.
 
-    With ``routes`` the experts of a mixture that lie on disk are brought one by one.
+    With ``routes`` the experts of a mixture that lie on disk are brought one by one; with ``packs`` all that is on disk
+    rests packed.
     """
     skeleton = describe(make(), rehearsed=False)
     plan = make_plan(skeleton, where)
     experts = [name for spec in skeleton.experts for name in spec.tensors if plan.homes[name] == "disk"]
-    plan = replace(plan, serving=dict.fromkeys(experts, "experts") if routes else {})
+    on_disk = [name for name, home in plan.homes.items() if home == "disk"] if packs else []
+    streamed = dict.fromkeys(on_disk, "direct")
+    plan = replace(plan, serving={**streamed, **(dict.fromkeys(experts, "experts") if routes else {})})
+    plan = replace(plan, codec="zstd" if packs else None)
     folders = {stage: root / "artifacts" / stage for stage in ("empty_init", "plan")}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,137 @@
+"""Whether streamed weights are packed losslessly, and how far they shrink: the key ``storage.codec``.
+
+A packed copy is made once and read for every token after it. A plan needs its size before there is one: a few stretches
+of the checkpoint, always the same ones, say how far its floats shrink.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.errors import CheckpointError
+from pipeline.stage import Config
+from stages.checkpoints.adapters import is_added
+from stages.checkpoints.checkpoint import open_checkpoint
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.hub import checkpoint_folder
+from stages.checkpoints.packed import BLOCK_BYTES
+from stages.checkpoints.shard_files import opened_shard, read_into
+from stages.empty_init.skeleton import PackedSpec
+from stages.machine.rates import Rates
+from stages.plan.options import StorageConfig
+from stages.plan.outline import Outline
+from stages.plan.request.requests import what_learns
+from stages.units import DTYPE_BYTES
+
+NAME = "zstd"
+NOMINAL = {"bfloat16": 0.67, "float16": 0.84, "float32": 0.84}
+"""The share of their bytes that weights are packed to which are about normally distributed."""
+_STRETCHES = 16
+_ELEMENTS = 2**15
+_SCRATCH_BYTES = 2**20
+"""What unpacking takes beside the block: what of it reads are aligned by, a plane of a tile, what zstandard keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class LosslessPacking:
+    """That floats are packed, and ``shares``: by dtype the share of their bytes that they are packed to."""
+
+    shares: Mapping[str, float]
+    codec: str = NAME
+
+
+def possible_packing(asked: StorageConfig, outline: Outline, config: Config) -> LosslessPacking | None:
+    """Return how the floats of ``outline`` can be packed where the key ``storage.codec`` has it; null where not.
+
+    Where all weights learn none of them rests on disk.
+    """
+    if asked.codec == "none" or asked.io == "mmap" or what_learns(config) == "all":
+        return None
+    from stages.checkpoints.codecs.planes import can_pack  # here and below: a run that packs nothing needs none of it
+
+    dtypes = {spec.dtype for spec in outline.skeleton.tensors if can_pack(spec.dtype, spec.bytes)}
+    samples = _samples(config)
+    return LosslessPacking({dtype: _share(samples, dtype) for dtype in sorted(dtypes)}) if dtypes else None
+
+
+def choose_packing(asked: StorageConfig, possible: LosslessPacking | None, rates: Rates) -> LosslessPacking | None:
+    """Return ``possible`` where it is asked for, or pays; null where what is streamed stays as it is."""
+    if possible is None or asked.codec == NAME:
+        return possible
+    return possible if pays(min(possible.shares.values()), rates) else None
+
+
+def pays(share: float, rates: Rates) -> bool:
+    """Return whether what is packed to ``share`` of its bytes comes sooner: read, unpacked and used beside each other.
+
+    Reading overlaps with the rest; unpacking and computing take the same cores one after the other.
+    """
+    plain = max(1 / rates.storage, 1 / rates.host)
+    return max(share / rates.storage, 1 / rates.unpacking + 1 / rates.host) < plain
+
+
+def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:
+    """Return ``outline`` with those tensors resting packed that may.
+
+    What is looked up by rows stays as it is, and so do adapters, which may learn.
+    """
+    if packing is None:
+        return outline
+    from stages.checkpoints.codecs.planes import can_pack
+
+    skeleton = outline.skeleton
+    plain = {name for group in map(skeleton.names_of, outline.lookups) for name in group} | outline.computed
+    tensors = tuple(
+        replace(spec, packed=PackedSpec(NAME, math.ceil(spec.bytes * packing.shares[spec.dtype]), _working(spec.bytes)))
+        if spec.packed is None
+        and can_pack(spec.dtype, spec.bytes)
+        and spec.name not in plain
+        and not is_added(spec.name)
+        else spec
+        for spec in skeleton.tensors
+    )
+    return replace(outline, skeleton=replace(skeleton, tensors=tensors))
+
+
+def _working(size: int) -> int:
+    return min(size, BLOCK_BYTES) + _SCRATCH_BYTES
+
+
+def _samples(config: Config) -> Sequence[Extent]:
+    """Return the floats of the checkpoint that could be packed; none where no file tells, as with a config alone."""
+    from stages.checkpoints.codecs.planes import can_pack
+
+    model = config.get("model") or {}
+    if not model.get("path"):
+        return ()
+    try:
+        opened = open_checkpoint(checkpoint_folder(model), allow_links=bool(model.get("allow_links")))
+    except CheckpointError:  # whoever loads it says what is wrong; planning needs no weights
+        return ()
+    return [extent for _, extent in sorted(opened.entries.items()) if can_pack(extent.dtype, extent.bytes)]
+
+
+def _share(samples: Sequence[Extent], dtype: str) -> float:
+    """Return the share that floats of ``dtype`` are packed to; nominal where the checkpoint has none."""
+    own = [extent for extent in samples if extent.dtype == dtype]
+    if not own:
+        return NOMINAL[dtype]
+    chosen = [own[number * len(own) // _STRETCHES] for number in range(_STRETCHES)]
+    return round(sum(map(_packed_share, chosen)) / len(chosen), 3)
+
+
+def _packed_share(extent: Extent) -> float:
+    """Return the share that a stretch in the middle of ``extent`` is packed to."""
+    import numpy as np
+
+    from stages.checkpoints.codecs.planes import new_compressor, pack_tile
+
+    elements, size = math.prod(extent.shape), int(DTYPE_BYTES[extent.dtype])
+    count = min(elements, _ELEMENTS)
+    data = np.empty(count * size, np.uint8)
+    with opened_shard(extent.file) as descriptor:
+        begin = extent.begin + (elements - count) // 2 * size
+        read_into(descriptor, data.data, offset=begin, path=extent.file.path)
+    return sum(map(len, pack_tile(data, extent.dtype, new_compressor()))) / data.size

@@ -1,0 +1,122 @@
+"""Filling the offload store with what a load needs of it: made once, for all runs of a checkpoint and dtype.
+
+That is what can't be served from the checkpoint as it is, and packed copies where those are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+
+from pipeline.errors import StorageError
+from stages.checkpoints.byte_bar import byte_bar
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import AtRest, PackedTensor
+from stages.machine.aligned_memory import byte_view
+from stages.machine.devices import Devices
+from stages.shard_load.load import Load
+from stages.shard_load.model_tensors import make_tensors
+from stages.shard_load.offload_store import OffloadStore, StoredTensor
+from stages.shard_load.packed_copies import find_packed, note_plain, put_packed
+from stages.shard_load.packer import WORTH, InFiles, InMemory, Packer, Source, Unpacked, packed_share
+from stages.shard_load.placed_weights import refuse_infinite
+from stages.units import DISK
+
+
+def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False, full: bool = False) -> dict[str, AtRest]:
+    """Return where the tensors of ``load`` lie in the ``store``, after adding those that are not there, or damaged.
+
+    ``full`` compares every checksum of the store, not a sample.
+    """
+    with store.locked():
+        copies = _fill_packed(load, store, check_finite=check_finite, full=full)
+        plain = _fill_plain(load, store, copies, check_finite=check_finite, full=full)
+    return {**plain, **copies}
+
+
+def _fill_plain(
+    load: Load, store: OffloadStore, packed: Collection[str], *, check_finite: bool, full: bool
+) -> dict[str, Extent]:
+    """Return where those tensors lie that must be in the store, and aren't there ``packed``."""
+    wanted = {name: tensor for name, tensor in load.stored.items() if name not in packed}
+    files = store.find_all(wanted, full=full)
+    absent = {name: tensor for name, tensor in wanted.items() if name not in files}
+    store.check_space(len(absent), sum(tensor.bytes for tensor in absent.values()))
+    for name, tensor in make_tensors(load, absent, "offloading", devices=Devices()):
+        if check_finite:
+            refuse_infinite(load, name, tensor)
+        store.put(name, absent[name], byte_view(tensor))
+        del tensor  # or it would be held while the next one is made
+    store.publish()
+    files |= store.find_all(absent, full=full)
+    _check_complete(store, wanted, files)
+    return {name: Extent(files[name], 0, tensor.dtype, tensor.shape) for name, tensor in wanted.items()}
+
+
+def _fill_packed(load: Load, store: OffloadStore, *, check_finite: bool, full: bool) -> dict[str, PackedTensor]:
+    """Return the copies of those tensors that are to rest packed and shrink."""
+    known = find_packed(store, load.packable, full=full)
+    absent = {name: tensor for name, tensor in load.packable.items() if name not in known}
+    if absent:
+        _pack(load, store, absent, check_finite=check_finite)
+        store.publish()
+        known |= find_packed(store, absent, full=full)
+        _check_complete(store, absent, known)
+    return {name: copy for name, copy in known.items() if copy is not None}
+
+
+def _pack(load: Load, store: OffloadStore, wanted: dict[str, StoredTensor], *, check_finite: bool) -> None:
+    """Put copies of the tensors ``wanted`` into the store: read where they lie, made first where they lie nowhere."""
+    in_files = {name: tensor for name, tensor in wanted.items() if load.pieces(name)}
+    made = {name: tensor for name, tensor in wanted.items() if name not in in_files}
+    on_host = {name for name in wanted if load.homes[name] != DISK}  # they wait there packed, whatever that saves
+    shares = {name: _share(load, name, tensor) for name, tensor in in_files.items()}
+    for name in (name for name, share in shares.items() if share > WORTH and name not in on_host):
+        note_plain(store, name, in_files.pop(name))
+    needed = [tensor.bytes * shares.get(name, 1) for name, tensor in {**in_files, **made}.items()]
+    store.check_space(len(needed), math.ceil(sum(needed)))
+    with Packer() as packer, byte_bar("packing", sum(tensor.bytes for tensor in in_files.values())) as bar:
+        for name, tensor in in_files.items():
+            with closing(InFiles(load.pieces(name))) as source:
+                unpacked = _unpacked(load, name, tensor, source)
+                put_packed(store, name, tensor, packer.pack(unpacked, bar.update), run=unpacked.run)
+    passing = replace(load, host=None, homes={**load.homes, **dict.fromkeys(made, DISK)})  # none stays in memory
+    with Packer() as packer:
+        for name, data in make_tensors(passing, made, "packing", devices=Devices()):
+            if check_finite:
+                refuse_infinite(load, name, data)
+            _pack_made(load, store, name, made[name], data, packer)
+            del data  # or it would be held while the next one is made
+
+
+def _pack_made(
+    load: Load, store: OffloadStore, name: str, tensor: StoredTensor, data: torch.Tensor, packer: Packer
+) -> None:
+    unpacked = _unpacked(load, name, tensor, InMemory(data))
+    if load.homes[name] == DISK and packed_share(unpacked) > WORTH:
+        note_plain(store, name, tensor)
+    else:
+        put_packed(store, name, tensor, packer.pack(unpacked), run=unpacked.run)
+
+
+def _share(load: Load, name: str, tensor: StoredTensor) -> float:
+    with closing(InFiles(load.pieces(name))) as source:
+        return packed_share(_unpacked(load, name, tensor, source))
+
+
+def _unpacked(load: Load, name: str, tensor: StoredTensor, source: Source) -> Unpacked:
+    """Return what is to be packed; of experts so that each can be read alone."""
+    elements = math.prod(tensor.shape)
+    run = elements // tensor.shape[0] if name in load.expert_names else elements
+    return Unpacked(source, tensor.dtype, elements, run)
+
+
+def _check_complete(store: OffloadStore, wanted: Collection[str], there: Collection[str]) -> None:
+    for name in (name for name in wanted if name not in there):
+        raise StorageError(
+            f"{store.folder}: {name!r} isn't there as it was written; check the disk, or set offload_folder"
+        )

@@ -1,0 +1,269 @@
+"""Packed copies in the offload store: made once, grown tensor by tensor, bit for bit what the checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from pipeline.cache.block_sums import INDEX_NAME, find_store_damage
+from pipeline.errors import CheckpointError, StorageError
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import PackedTensor, rest_bytes
+from stages.checkpoints.readers import read_extent
+from stages.empty_init.init import init_empty_weights
+from stages.shard_load.offload_store import StoredTensor, open_store
+from stages.shard_load.packed_copies import find_packed
+from tests.stages.shard_load.checkpoints import FakeContext, assert_same, load, make_context, revive, state_of
+from tests.stages.shard_load.test_offload_store import flipped
+
+SIZES = {"vocab_size": 160, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = transformers.LlamaConfig(**SIZES, intermediate_size=192, num_key_value_heads=4)
+MIXTRAL = transformers.MixtralConfig(
+    **SIZES, intermediate_size=96, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2
+)
+
+
+def make_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).to(dtype).eval()
+
+
+def empty_model(config: Any) -> Any:
+    with init_empty_weights():
+        return transformers.AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16).eval()
+
+
+def context_of(root: Path, checkpoint: Path, config: Any, **keys: Any) -> FakeContext:
+    """Return a context in which all lies on disk and is packed."""
+    keys = {"where": lambda _: "disk", "packs": True, **keys}
+    return make_context(root, checkpoint, partial(empty_model, config), **keys)
+
+
+def packed_of(placed: Any) -> dict[str, PackedTensor]:
+    found = placed.offloaded.extents.items()
+    return {name: extent for name, extent in found if isinstance(extent, PackedTensor)}
+
+
+def store_files(root: Path) -> dict[str, tuple[int, bytes]]:
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in root.rglob("*.zstd.dat")}
+
+
+def test_what_streams_rests_packed_and_is_what_the_checkpoint_holds(tmp_path: Path) -> None:
+    model = make_model(LLAMA)
+    model.save_pretrained(tmp_path / "checkpoint")
+    placed = load(context_of(tmp_path, tmp_path / "checkpoint", LLAMA), tmp_path / "out")
+    assert_same(state_of(placed), model.state_dict())
+    packed = packed_of(placed)
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in packed} >= {"q_proj", "down_proj", "lm_head"}
+    assert all(rest_bytes(tensor) < 0.75 * tensor.bytes for tensor in packed.values())
+    norms = placed.offloaded.extents["model.norm.weight"]
+    assert isinstance(norms, Extent)
+    assert norms.file.name == "model.safetensors", "what is small is read from the checkpoint"
+    report = json.loads((tmp_path / "out" / "load_report.json").read_text())
+    assert report["packed"]["rest_bytes"] == sum(map(rest_bytes, packed.values()))
+    assert report["stored"]["tensors"] == 0
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "cast"])
+def test_experts_are_packed_so_that_each_is_read_alone(kind: str, tmp_path: Path) -> None:
+    """One by one in the checkpoint as merged there, cast on the way, and out of a pickle."""
+    model = make_model(MIXTRAL)
+    saved = model.float() if kind == "cast" else model
+    saved.save_pretrained(tmp_path / "checkpoint")
+    if kind == "bin":
+        file = tmp_path / "checkpoint" / "model.safetensors"
+        torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+        file.unlink()
+    model = model.to(torch.bfloat16)
+    placed = load(context_of(tmp_path, tmp_path / "checkpoint", MIXTRAL, routes=True), tmp_path / "out")
+    assert_same(state_of(placed), model.state_dict())
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert isinstance(placed.offloaded.extents[name], PackedTensor)
+    for expert, row in enumerate(placed.offloaded.rows[name]):
+        (piece,) = row
+        assert isinstance(piece, PackedTensor)
+        assert rest_bytes(piece) < 0.75 * piece.bytes
+        assert torch.equal(read_extent(piece)[0], model.state_dict()[name][expert])
+
+
+def test_a_second_run_packs_nothing_again_and_another_plan_only_what_is_new(tmp_path: Path) -> None:
+    make_model(LLAMA).save_pretrained(tmp_path / "checkpoint")
+    keys = {"offload_folder": str(tmp_path / "store")}
+    first_layer = {"where": lambda name: "disk" if "layers.0" in name else "cpu"}
+    some = context_of(tmp_path, tmp_path / "checkpoint", LLAMA, **first_layer, **keys)
+    load(some, tmp_path / "out")
+    first = store_files(tmp_path)
+    assert first
+    revive(some)
+    assert store_files(tmp_path) == first
+    load(context_of(tmp_path / "all", tmp_path / "checkpoint", LLAMA, **keys), tmp_path / "out2")
+    both = store_files(tmp_path)
+    assert both.keys() > first.keys()
+    assert {name: both[name] for name in first} == first
+
+
+def test_what_does_not_shrink_is_served_where_it_lies_and_looked_at_once(tmp_path: Path) -> None:
+    model = make_model(LLAMA)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    noise = torch.randint(-(2**15), 2**15, weight.shape, dtype=torch.int16).view(torch.bfloat16).nan_to_num(1.0)
+    with torch.no_grad():
+        weight.copy_(noise)
+    model.save_pretrained(tmp_path / "checkpoint")
+    context = context_of(tmp_path, tmp_path / "checkpoint", LLAMA)
+    placed = load(context, tmp_path / "out")
+    assert_same(state_of(placed), model.state_dict())
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert name not in packed_of(placed)
+    assert placed.offloaded.extents[name].file.name == "model.safetensors"
+    (index,) = tmp_path.rglob(INDEX_NAME)
+    assert json.loads(index.read_text())[f"{name}.zstd"]["codec"] == "none"
+    before = index.stat().st_mtime_ns
+    revive(context)
+    assert index.stat().st_mtime_ns == before
+
+
+def test_one_store_has_plain_and_packed_tensors_side_by_side(tmp_path: Path) -> None:
+    """The checkpoint must be cast: what is packed is packed from what was cast, what is small lies there plain."""
+    model = make_model(LLAMA, torch.float32)
+    model.save_pretrained(tmp_path / "checkpoint")
+    keys = {"offload_folder": str(tmp_path / "store")}
+    wanted = model.to(torch.bfloat16).state_dict()
+    placed = load(context_of(tmp_path, tmp_path / "checkpoint", LLAMA, **keys), tmp_path / "out")
+    assert_same(state_of(placed), wanted)
+    names = {path.name for path in (tmp_path / "store").glob("*.dat")}
+    assert "model.norm.weight.dat" in names
+    assert "lm_head.weight.zstd.dat" in names
+    assert "lm_head.weight.dat" not in names
+    plain = context_of(tmp_path / "plain", tmp_path / "checkpoint", LLAMA, packs=False, **keys)
+    assert_same(state_of(load(plain, tmp_path / "out2")), wanted)
+    again = revive(context_of(tmp_path, tmp_path / "checkpoint", LLAMA, **keys))
+    assert packed_of(again).keys() == packed_of(placed).keys()
+    assert find_store_damage(tmp_path / "store") is None
+
+
+def test_a_damaged_copy_is_said_when_it_is_read_and_made_again_by_the_next_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(LLAMA)
+    model.save_pretrained(tmp_path / "checkpoint")
+    context = context_of(tmp_path, tmp_path / "checkpoint", LLAMA)
+    name = "model.layers.1.mlp.down_proj.weight"
+    placed = load(context, tmp_path / "out")
+    (path,) = tmp_path.rglob(f"{name}.zstd.dat")
+    flipped(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight\.zstd\.dat: damaged at byte \d+"):
+        placed.offloaded[name]
+    assert not path.exists(), "it is set aside"
+    assert_same(state_of(revive(context)), model.state_dict())
+    assert path.exists()
+    flipped(path, 5)
+    assert "doesn't match its checksum" in str(find_store_damage(path.parent))
+    assert_same(state_of(revive(context)), model.state_dict())
+    assert "doesn't match its checksum" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: entry.update(run=7),
+        lambda entry: entry.update(tiles=entry["tiles"][:-1]),
+        lambda entry: entry["tiles"][0].reverse(),
+        lambda entry: entry["tiles"].append([2**40, 2**40]),
+        lambda entry: entry.update(bytes=10**15),
+        lambda entry: entry.update(codec="none"),
+        lambda entry: entry.update(shape=[3]),
+        lambda entry: entry.clear(),
+    ],
+)
+def test_an_index_that_tells_something_else_serves_no_wrong_byte(
+    change: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    model = make_model(LLAMA)
+    model.save_pretrained(tmp_path / "checkpoint")
+    context = context_of(tmp_path, tmp_path / "checkpoint", LLAMA)
+    load(context, tmp_path / "out")
+    (path,) = tmp_path.rglob(INDEX_NAME)
+    index = json.loads(path.read_text())
+    change(index["lm_head.weight.zstd"])
+    path.write_text(json.dumps(index))
+    with suppress(CheckpointError):  # it has other lengths than the tiles, which is found where they are read
+        assert_same(state_of(revive(context)), model.state_dict())
+    assert_same(state_of(revive(context)), model.state_dict())
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import torch
+from stages.shard_load import offload_store
+from stages.shard_load.packed_copies import put_packed
+from stages.shard_load.packer import InMemory, Packer, Unpacked
+offload_store._PUBLISH_BYTES = 30000
+store = offload_store.open_store(Path(sys.argv[1]), "k")
+tensor = offload_store.StoredTensor("bfloat16", (64, 256), ("source",))
+with Packer() as packer:
+    for number in range(10**6):
+        data = torch.full((64, 256), number % 50, dtype=torch.bfloat16)
+        tiles = packer.pack(Unpacked(InMemory(data), "bfloat16", 64 * 256, 64 * 256))
+        put_packed(store, f"t{number % 50}", tensor, tiles, run=64 * 256)
+        if number == 5:
+            store.publish()
+            print("started", flush=True)
+"""
+
+
+def test_a_kill_leaves_copies_that_are_whole(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    )
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+        process.kill()
+    tensor = StoredTensor("bfloat16", (64, 256), ("source",))
+    found = find_packed(open_store(tmp_path, "k"), {f"t{number}": tensor for number in range(50)}, full=True)
+    assert len(found) >= 6
+    for name, copy in found.items():
+        assert copy is not None
+        assert bool((read_extent(copy) == int(name[1:])).all())
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(LLAMA).save_pretrained(tmp_path / "checkpoint")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(StorageError, match=r"offloaded tensors need .* are free; set offload_folder"):
+        load(context_of(tmp_path, tmp_path / "checkpoint", LLAMA), tmp_path / "out")
+    assert not store_files(tmp_path)
+
+
+def test_a_disk_that_fills_up_while_packing_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no device that is always full here")
+    make_model(LLAMA).save_pretrained(tmp_path / "checkpoint")
+    context = context_of(tmp_path, tmp_path / "checkpoint", LLAMA)
+    opened = Path.open
+
+    def fill_up(self: Path, mode: str = "r", *args: Any, **keys: Any) -> Any:
+        return opened(full, "wb") if mode == "xb" and "offload" in self.parts else opened(self, mode, *args, **keys)
+
+    monkeypatch.setattr(Path, "open", fill_up)
+    with pytest.raises(StorageError, match="No space left on device"):
+        load(context, tmp_path / "out")
+    monkeypatch.undo()
+    assert packed_of(load(context, tmp_path / "out"))
