@@ -16,7 +16,6 @@ from stages.checkpoints.adapters import is_added
 from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.packed import BLOCK_BYTES
 from stages.checkpoints.shard_files import opened_shard, read_into
 from stages.empty_init.skeleton import PackedSpec
 from stages.machine.rates import Rates
@@ -96,6 +95,8 @@ def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:
 
 
 def _working(size: int) -> int:
+    from stages.checkpoints.packed import BLOCK_BYTES
+
     return min(size, BLOCK_BYTES) + _SCRATCH_BYTES
 
 

@@ -59,22 +59,18 @@ class Load:
     @cached_property
     def resident(self) -> tuple[TensorSpec, ...]:
         """The tensors of the checkpoint that lie on a device as they are used, tied ones once."""
-        specs = (self.skeleton.by_name[name] for name in self.match.origins if self.homes[name] != DISK)
-        return tuple(
-            spec for spec in specs if spec.name not in self._packed_in_place and spec.name not in self.packable
-        )
+        names = (name for name in self.match.origins if self.homes[name] != DISK and name not in self.waits_packed)
+        return tuple(self.skeleton.by_name[name] for name in names)
+
+    @cached_property
+    def waits_packed(self) -> frozenset[str]:
+        """The tensors that wait on the host as they rest on disk: in the checkpoint, or in the offload store."""
+        return frozenset(name for name in (*self._packed_in_place, *self.packable) if self.homes[name] != DISK)
 
     def packed_on_host(self, stored: Mapping[str, AtRest]) -> dict[str, PackedTensor]:
-        """Return where those tensors lie on disk, tied ones once, that wait on the host as they rest there.
-
-        That is in the checkpoint, or among what is ``stored`` of those that it has plain.
-        """
-        found = {**self._packed_in_place, **{name: stored.get(name) for name in self.packable}}
-        return {
-            name: source
-            for name, source in found.items()
-            if isinstance(source, PackedTensor) and self.homes[name] != DISK
-        }
+        """Return where those lie on disk, some of them among what is ``stored``."""
+        found = {name: stored.get(name) or self._packed_in_place.get(name) for name in sorted(self.waits_packed)}
+        return {name: source for name, source in found.items() if isinstance(source, PackedTensor)}
 
     @cached_property
     def _packed_in_place(self) -> Mapping[str, PackedTensor]:

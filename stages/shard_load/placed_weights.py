@@ -196,7 +196,7 @@ def _put(load: Load, tensor: torch.Tensor, home: DeviceId, devices: Devices) -> 
 
 def _settle_others(load: Load, devices: Devices) -> None:
     """Put the buffers that keep their values on their devices, and take from the model what lies on disk."""
-    packed = (load.skeleton.by_name[name] for name in load.packed_on_host)
+    packed = (load.skeleton.by_name[name] for name in sorted(load.waits_packed))
     for spec in (*load.on_disk, *packed):
         tensor = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
         bind(load.model, load.skeleton.names_of(spec.name), tensor)

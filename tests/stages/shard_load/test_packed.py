@@ -19,7 +19,8 @@ from stages.empty_init import init_empty_weights
 from stages.empty_init.describe import describe
 from stages.shard_load.load import Load, prepare
 from stages.shard_load.offload_store import open_store
-from stages.shard_load.placed_weights import fill_store, place
+from stages.shard_load.placed_weights import place
+from stages.shard_load.stored_weights import fill_store
 from stages.units import DeviceId
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
