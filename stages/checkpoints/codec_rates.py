@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stages.checkpoints.packed import PackedBlock, PackedTensor
     from stages.machine.aligned_memory import Bytes
 
-_MODULES = {"mxfp4": "mxfp4", "zstd": "planes"}
+_MODULES = {"mxfp4": "mxfp4", "nf4": "table_scaled", "zstd": "planes"}
 """Codec → the module that has its sample."""
 _FAMILIES = ("fp8", "gguf")
 """The modules that have those of several."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from stages.checkpoints.codecs.bitsandbytes import fold_bitsandbytes
 from stages.checkpoints.codecs.compressed_tensors import fold_compressed
 from stages.checkpoints.codecs.fp8_weights import fold_fp8
 from stages.checkpoints.codecs.mxfp4 import fold_mxfp4
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest
-from stages.checkpoints.quantization import COMPRESSED, FP8, MXFP4, MXFP8, method_of
+from stages.checkpoints.quantization import BITSANDBYTES, COMPRESSED, FP8, MXFP4, MXFP8, method_of
 
 Fold = Callable[[Mapping[str, Extent], Mapping[str, object]], Mapping[str, AtRest]]
 
-FOLDS: Mapping[str, Fold] = {FP8: fold_fp8, MXFP8: fold_fp8, MXFP4: fold_mxfp4, COMPRESSED: fold_compressed}
+FOLDS: Mapping[str, Fold] = {
+    FP8: fold_fp8,
+    MXFP8: fold_fp8,
+    MXFP4: fold_mxfp4,
+    COMPRESSED: fold_compressed,
+    BITSANDBYTES: fold_bitsandbytes,
+}
 """What makes one tensor of a weight and what belongs to it, by the method that quantised them."""
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipeline.errors import CheckpointError
 from pipeline.regular_files import read_object
+from stages.checkpoints.codecs.compressed_scheme import weight_scheme
 
 KEYS = ("quantization_config", "compression_config")
 """The keys of a ``config.json`` that say that weights are stored as numbers which mean something else."""
 
-FP8, MXFP8, MXFP4, COMPRESSED = "fp8", "mxfp8", "mxfp4", "compressed-tensors"
-SERVED = (FP8, MXFP8, MXFP4, COMPRESSED)
-"""The methods (``quant_method``) whose weights are unpacked as they are used."""
+FP8, MXFP8, MXFP4, COMPRESSED, BITSANDBYTES = "fp8", "mxfp8", "mxfp4", "compressed-tensors", "bitsandbytes"
+SERVED = (FP8, MXFP8, MXFP4, COMPRESSED, BITSANDBYTES)
+"""The methods (``quant_method``) whose weights are unpacked as they are used; see ``check_scheme``."""
 
-_BY_TRANSFORMERS = ("bitsandbytes", "higgs")
+_BY_TRANSFORMERS = (BITSANDBYTES, "higgs")
 """The methods whose models transformers can dequantise as a whole."""
 
 
@@ -31,6 +33,18 @@ def method_of(quantization: object) -> str:
     """Return the name of the method that a config declares by ``quantization``."""
     named = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     return str(named or "none is named")[:40]
+
+
+def check_scheme(quantization: Mapping[str, object]) -> None:
+    """Raise a ``CheckpointError`` that says what isn't served of a method of which other schemes are."""
+    method = method_of(quantization)
+    if method == COMPRESSED:
+        weight_scheme(quantization)
+    if method == BITSANDBYTES and not any(quantization.get(key) for key in ("load_in_4bit", "_load_in_4bit")):
+        raise CheckpointError(
+            f"quantised weights (quant_method: {method!r}) in other than four bits, which aren't served; "
+            f"{advice_for(method)}"
+        )
 
 
 def advice_for(method: str) -> str:

@@ -17,14 +17,13 @@ from pipeline.plain_data import walk
 from pipeline.regular_files import read_object, read_regular
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from stages.checkpoints.codecs.compressed_scheme import weight_scheme
 from stages.checkpoints.config_files import parse_config
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
 from stages.checkpoints.quantization import (
-    COMPRESSED,
     KEYS as QUANTISED,
     SERVED,
     advice_for,
+    check_scheme,
     method_of,
     quantization_of,
 )
@@ -181,8 +180,7 @@ def quantization_fault(folder: Path) -> str | None:
 def _scheme_fault(folder: Path, served: Mapping[str, object] | None) -> str | None:
     """Return what of the method that the config in ``folder`` declares isn't served, though others of it are."""
     try:
-        if served and method_of(served) == COMPRESSED:
-            weight_scheme(served)
+        check_scheme(served or {})
     except CheckpointError as error:
         return f"{str(folder / 'config.json')!r} declares {error}"
     return None

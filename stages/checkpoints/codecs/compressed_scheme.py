@@ -113,6 +113,6 @@ def _count(value: object) -> int | None:
 def _unserved(key: str, value: object) -> CheckpointError:
     served = ", ".join(sorted({form for form, _, _ in _CODES}))
     return CheckpointError(
-        f"weights of compressed-tensors that aren't served ({key}: {str(value)[:80]}); served are those of one scheme "
-        f"without zero points: {served}; give such a checkpoint, or one in its original dtype"
+        f"quantised weights (quant_method: 'compressed-tensors') that aren't served ({key}: {str(value)[:80]}); served "
+        f"are those of one scheme without zero points: {served}; give such a checkpoint, or one in its original dtype"
     )

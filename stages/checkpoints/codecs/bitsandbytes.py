@@ -1,0 +1,132 @@
+"""Which entries of a checkpoint of the library bitsandbytes, in four bits, are one weight.
+
+Beside the codes ``X`` lie ``X.absmax``, their scales, ``X.quant_map``, the values that they stand for, and a JSON text
+that says the weight's shape and dtype. Scales that are packed too have both beside them again (``nested_…``). What is
+small is read as the checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints.codecs.fp8 import DTYPES
+from stages.checkpoints.codecs.table_scaled import RUNS, PackedScales, TableScaled
+from stages.checkpoints.extents import Extent, is_shape
+from stages.checkpoints.packed import AtRest, PackedTensor
+from stages.checkpoints.packed_reads import read_span
+
+_STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
+_MAP, _SCALES = ".quant_map", ".absmax"
+_NESTED_MAP, _NESTED_SCALES = ".nested_quant_map", ".nested_absmax"
+_MOST_TEXT = 2**14
+"""What such a JSON text takes at most; the library's are of 200 bytes."""
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def fold_bitsandbytes(entries: Mapping[str, Extent], quantization: Mapping[str, object]) -> dict[str, AtRest]:
+    """Return ``entries`` with each weight and what it is unpacked by as one.
+
+    Each weight tells all itself, beside ``quantization``. A ``CheckpointError`` names what isn't as it must be.
+    """
+    states = {name.removesuffix(state): name for name in entries for state in _STATES if name.endswith(state)}
+    of_weights = {f"{name}{part}" for name in states for part in (_MAP, _SCALES, _NESTED_MAP, _NESTED_SCALES)}
+    consumed = {*of_weights, *states.values()}
+    folded: dict[str, AtRest] = {}
+    for name, entry in entries.items():
+        if name in states:
+            folded[name] = _Weight(name, states[name], entries).folded()
+        elif name not in consumed:
+            _check_alone(name, entry)
+            folded[name] = entry
+    for name in states.keys() - entries.keys():
+        raise _refused(entries[states[name]], f"{states[name]!r} is of {name!r}, which isn't there")
+    return folded
+
+
+def _check_alone(name: str, entry: Extent) -> None:
+    if name.endswith((_MAP, _SCALES, _NESTED_MAP, _NESTED_SCALES)) or (
+        entry.dtype == "uint8" and name.endswith(".weight")
+    ):
+        raise _refused(entry, f"{name!r} is part of a packed weight that has no {_STATES[0][1:]!r} or the like")
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A packed weight by its ``name``, and what its ``state`` says of it among the checkpoint's ``entries``."""
+
+    name: str
+    state: str
+    entries: Mapping[str, Extent]
+
+    def folded(self) -> PackedTensor:
+        told = self._told()
+        codes, shape = self.entries[self.name], told.get("shape")
+        run, dtype, nested = told.get("blocksize"), str(told.get("dtype")), "nested_offset" in told
+        if not is_shape(shape) or not shape or run not in RUNS or dtype not in _DTYPES:
+            raise self._unfit(f"says shape {shape}, blocksize {run}, dtype {dtype}")
+        count = math.prod(shape)
+        if codes.dtype != "uint8" or math.prod(codes.shape) * 2 != count or count % run:
+            raise self._unfit(
+                f"says shape {shape} in runs of {run}, where the codes are {codes.dtype} {list(codes.shape)}"
+            )
+        scales = self._part(_SCALES, "uint8" if nested else "float32", count // run)
+        above = self._nested_scales(told, count // run) if nested else None
+        parts = (codes, scales, *((above[1],) if above else ()))
+        dtypes = DTYPES if dtype == "float32" else (dtype,)
+        values = self._values(_MAP, 16)
+        return PackedTensor(TableScaled(values, run, above[0] if above else None, dtypes), parts, dtype, tuple(shape))
+
+    def _nested_scales(self, told: Mapping[str, Any], count: int) -> tuple[PackedScales, Extent]:
+        run, offset = told.get("nested_blocksize"), told["nested_offset"]
+        if run not in RUNS or not isinstance(offset, float) or told.get("nested_dtype", "float32") != "float32":
+            raise self._unfit(f"says nested_blocksize {run}, nested_offset {str(offset)[:40]}")
+        above = self._part(_NESTED_SCALES, "float32", -(-count // run))
+        return PackedScales(self._values(_NESTED_MAP, 256), run, offset), above
+
+    def _told(self) -> dict[str, Any]:
+        """Return what the JSON text says."""
+        extent = self.entries[self.state]
+        if extent.dtype != "uint8" or extent.bytes > _MOST_TEXT:
+            raise self._unfit(f"is {extent.dtype} {list(extent.shape)}, where a JSON text of some 200 bytes belongs")
+        try:
+            told = json.loads(_read(extent).tobytes())
+        except (ValueError, RecursionError) as error:
+            raise self._unfit("is no JSON text") from error
+        if not isinstance(told, dict):
+            raise self._unfit("is no JSON object")
+        return told
+
+    def _values(self, part: str, count: int) -> tuple[float, ...]:
+        return tuple(_read(self._part(part, "float32", count)).view(np.float32).tolist())
+
+    def _part(self, part: str, dtype: str, count: int) -> Extent:
+        """Return the tensor ``part`` of the weight, which must have ``count`` numbers of ``dtype``."""
+        extent = self.entries.get(f"{self.name}{part}")
+        if extent is None:
+            raise self._unfit(f"needs {self.name + part!r}, which isn't there")
+        if extent.dtype != dtype or math.prod(extent.shape) != count:
+            raise _refused(
+                extent,
+                f"{self.name + part!r} is {extent.dtype} {list(extent.shape)} where {count} of {dtype} belong",
+            )
+        return extent
+
+    def _unfit(self, what: str) -> CheckpointError:
+        return _refused(self.entries[self.state], f"{self.state!r} {what}")
+
+
+def _read(extent: Extent) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    data = np.empty(extent.bytes, np.uint8)
+    read_span(extent, data.data)
+    return data
+
+
+def _refused(entry: Extent, what: str) -> CheckpointError:
+    return CheckpointError(f"{entry.file.path}: tensor {what}; get the checkpoint again")

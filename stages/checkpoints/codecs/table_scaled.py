@@ -1,0 +1,134 @@
+"""Weights of four bits whose values a table has, each run of them with a scale: NF4 and FP4 of bitsandbytes.
+
+What comes out is ``(value as float32 * scale as float32)`` rounded to the dtype in use, as the library's own kernel for
+the cpu gives it. Scales may be codes themselves: of a table, with a scale for each run and an offset for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stages.checkpoints.dtypes import torch_dtype
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
+from stages.checkpoints.shard_files import ShardFile
+from stages.machine.aligned_memory import Bytes
+from stages.units import DTYPE_BYTES
+
+NAME = "nf4"
+RUNS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""How many values may share a scale."""
+
+_TILE = 2**14
+"""How many values are unpacked at once: whole runs, in a core's cache, and fewer than torch shares among threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedScales:
+    """Scales that are codes: the 256 values that these stand for, how many share a scale, what is added to all."""
+
+    values: tuple[float, ...]
+    run: int
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class TableScaled:
+    """Values of a table of 16, two to a byte, the upper four bits first; a scale for each ``run`` of them.
+
+    A tensor's parts are its codes, its scales, and where these are packed their own scales. Blocks are counted in runs.
+    """
+
+    values: tuple[float, ...]
+    run: int
+    scales: PackedScales | None
+    dtypes: tuple[str, ...]
+    name: str = NAME
+
+    def blocks(self, tensor: PackedTensor) -> tuple[PackedBlock, ...]:
+        """Return the runs of ``tensor``, as many at a time as a block may have."""
+        runs = math.prod(tensor.shape) // self.run
+        step = max(1, BLOCK_BYTES // int(self.run * DTYPE_BYTES[tensor.dtype]))
+        cuts = pairwise((*range(0, runs, step), runs)) if runs else ()
+        return tuple(PackedBlock(_as_bytes(self._parts(tensor, begin, end)), begin, end) for begin, end in cuts)
+
+    def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
+        """Write the runs of ``block`` to their place in ``target``."""
+        scales = torch.from_numpy(self._scales(block, data))[:, None]
+        made = torch.from_numpy(target).view(torch_dtype(tensor.dtype)).view(-1, self.run)[block.begin : block.end]
+        codes, pairs = data[0].reshape(-1, self.run // 2), _pairs(self.values)
+        floats = np.empty((min(len(codes), _TILE // self.run), self.run), np.float32)
+        for begin in range(0, len(codes), len(floats)):
+            some = slice(begin, begin + len(floats))
+            values = floats[: len(codes[some])]
+            np.take(pairs, codes[some], out=values.view(pairs.dtype), mode="clip")
+            made[some].copy_(torch.from_numpy(values).mul_(scales[some]))
+
+    def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
+        """Return rows ``begin`` to ``end``; null where they, or the scales of theirs, aren't whole runs."""
+        width = math.prod(tensor.shape[1:])
+        first, last = begin * width // self.run, end * width // self.run
+        if begin * width % self.run or end * width % self.run or (self.scales and first % self.scales.run):
+            return None
+        shape = (end - begin, *tensor.shape[1:])
+        return replace(tensor, parts=self._parts(tensor, first, last), shape=shape)
+
+    def _parts(self, tensor: PackedTensor, begin: int, end: int) -> tuple[Extent, ...]:
+        """Return where the codes and scales of runs ``begin`` to ``end`` lie."""
+        codes, scales, *above = tensor.parts
+        found = [_cut(codes, begin * self.run // 2, end * self.run // 2), _cut(scales, begin, end)]
+        if self.scales:
+            run = self.scales.run
+            found += [_cut(part, begin // run, -(-end // run)) for part in above]
+        return tuple(found)
+
+    def _scales(self, block: PackedBlock, data: Sequence[Bytes]) -> npt.NDArray[np.float32]:
+        """Return the scales of ``block`` as numbers."""
+        if self.scales is None:
+            return data[1].view(np.float32).copy()  # where it was read to, it may begin at any byte
+        which = np.arange(block.begin, block.end) // self.scales.run - block.begin // self.scales.run
+        found = np.array(self.scales.values, np.float32)[data[1]] * data[2].view(np.float32)[which]
+        found += np.float32(self.scales.offset)
+        return found
+
+
+@lru_cache
+def _pairs(values: tuple[float, ...]) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Return the two values of each byte, the upper four bits first, as one number."""
+    known = np.array(values, np.float32)
+    return np.stack([np.repeat(known, 16), np.tile(known, 16)], axis=1).view(np.uint64).ravel()
+
+
+def _cut(part: Extent, begin: int, end: int) -> Extent:
+    """Return the elements ``begin`` to ``end`` of ``part``, which is taken as flat."""
+    return replace(part, begin=part.begin + begin * int(DTYPE_BYTES[part.dtype]), shape=(end - begin,))
+
+
+def _as_bytes(parts: Sequence[Extent]) -> tuple[Extent, ...]:
+    return tuple(replace(part, dtype="uint8", shape=(part.bytes,)) for part in parts)
+
+
+def sample() -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
+    """Return a tensor of one block, that block and its bytes, made up: what its rate is measured by."""
+    count, run = 2**21, 64
+    random = np.random.default_rng(0)
+    codes = random.integers(256, size=count // 2, dtype=np.uint8)
+    scales = random.integers(256, size=count // run, dtype=np.uint8)
+    above = np.full(count // run // 256, 0.01, np.float32)
+    file = ShardFile("sample", Path("sample"), 0, None, "")
+    parts = tuple(Extent(file, 0, str(part.dtype), part.shape) for part in (codes, scales, above))
+    packed = PackedScales(tuple(map(float, np.linspace(-1, 1, 256, dtype=np.float32))), 256, 0.05)
+    codec = TableScaled(tuple(map(float, np.linspace(-1, 1, 16, dtype=np.float32))), run, packed, ("bfloat16",))
+    tensor = PackedTensor(codec, parts, "bfloat16", (1024, count // 1024))
+    (block,) = codec.blocks(tensor)
+    return tensor, block, [codes, scales, above.view(np.uint8)]
