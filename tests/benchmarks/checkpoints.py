@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -46,6 +48,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
 Draw = Callable[[], torch.Tensor]
+Named = Iterator[tuple[str, torch.Tensor]]
 
 MIXTURES: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(
@@ -142,7 +145,7 @@ def write_shards(
     """
     generator = torch.Generator().manual_seed(0)
 
-    def drawn() -> Iterator[tuple[str, torch.Tensor]]:
+    def drawn() -> Named:
         for name, shape, spread in tensors:
             noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
             tensor = noise * spread if len(shape) > 1 else torch.ones(shape)
@@ -171,6 +174,24 @@ def save_shards(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path) -> No
     flush()
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     folder.joinpath(INDEX).write_text(json.dumps(index, indent=1))
+
+
+def tensors_of(folder: Path, *, only: str = "") -> Named:
+    """Yield the tensors of a checkpoint in shards, one by one; ``only`` those whose names end so."""
+    weight_map = json.loads(folder.joinpath(INDEX).read_text())["weight_map"]
+    for shard in sorted(set(weight_map.values())):
+        with safe_open(folder / shard, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                if name.endswith(only):
+                    yield name, opened.get_tensor(name)
+
+
+def copy_beside(source: Path, folder: Path) -> None:
+    """Make ``folder`` with the texts that lie beside the weights in ``source``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in source.glob("*.json"):
+        if file.name != INDEX and source != folder:
+            shutil.copy(file, folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m tests.benchmarks.codec 1.1b lossless --rounds 3 --plot lossless.png
     python -m tests.benchmarks.codec 1.1b fp8 --rounds 3
     python -m tests.benchmarks.codec 1.1b mxfp4 --rounds 3
+    python -m tests.benchmarks.codec 1.1b gguf --rounds 3
     python -m tests.benchmarks.codec 1.1b lossless --json /tmp/offstage-bench/results-codec-lossless-1.1b.json
 
 Needs root (memory and block-io cgroups, dropped caches), the extra ``bench``, and room in ``--folder``: for a
@@ -39,12 +40,12 @@ from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import make
 from tests.benchmarks.codec_table import BASE, FULL, LOSSLESS, PACKED, THEIRS, lines, points
 from tests.benchmarks.offload import keep, rounds_parser, run_round, say
-from tests.benchmarks.packed_checkpoints import make_pair
+from tests.benchmarks.packed_checkpoints import KINDS as PACKED_KINDS, make_pair
 from tests.benchmarks.sides import Setting, Side, accelerate_side, offstage_side
 from tests.benchmarks.throttle import throttled
 
 Sides = Mapping[str, Callable[[], Side]]
-KINDS = (LOSSLESS, "fp8", "mxfp4")
+KINDS = (LOSSLESS, *PACKED_KINDS)
 CAPS = {LOSSLESS: "2GiB"}
 USUAL_CAP = "1GiB"
 RATES = {LOSSLESS: ["200MB", "500MB", "1GB", FULL]}
@@ -97,12 +98,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 found[name]["first"] = first_run(setting, sides)
             raw = partial(raw_bandwidth, rate=rate)
             for number in range(arguments.rounds):
-                found[name]["rounds"].append(run_round(sides, packed, number, bandwidth=raw))
+                found[name]["rounds"].append(run_round(sides, twin, number, bandwidth=raw))
                 keep(folder / f"results-codec-{kind}-{arguments.size}.json", arguments, found)
     finally:
         shutil.rmtree(work, ignore_errors=True)
         if arguments.remove:
-            for made in {packed, twin}:
+            for made in {packed.parent if packed.is_file() else packed, twin}:
                 shutil.rmtree(made)
     return found
 
@@ -121,7 +122,7 @@ def prepare(kind: str, setting: Setting, twin: Path, arguments: argparse.Namespa
         unpacked = [*arguments.option, "storage.codec=none"]
         options = [*arguments.option, "storage.codec=zstd", f"offload_folder={_store(setting)}"]
     else:
-        unpacked = options = arguments.option
+        unpacked = options = [*arguments.option, "dtype=bfloat16"]
     sides: dict[str, Callable[[], Side]] = {
         BASE: partial(timed_side, replace(setting, checkpoint=twin), unpacked),
         PACKED: partial(timed_side, setting, options),

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of real sizes: ``python -m tests.benchmarks.packed_checkpoints fp8|mxfp4 SIZE FOLDER``.
+"""Quantised checkpoints of real sizes: ``python -m tests.benchmarks.packed_checkpoints fp8|mxfp4|gguf SIZE FOLDER``.
 
 Each has a twin that isn't packed: what transformers' own dequantising gives of it, in bfloat16. Both say the same
 tokens then, and differ in nothing but the bytes at rest. They are written tensor by tensor, so that a checkpoint may be
@@ -9,28 +9,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfig, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import dequantize_convertops
 
 from stages.empty_init import init_empty_weights
-from tests.benchmarks.checkpoints import INDEX, SHAPES, SPREAD, WORDS, make, save_shards
+from tests.benchmarks.checkpoints import (
+    INDEX,
+    SHAPES,
+    SPREAD,
+    WORDS,
+    Named,
+    copy_beside,
+    make,
+    save_shards,
+    tensors_of,
+)
+from tests.benchmarks.gguf_checkpoints import make_gguf, unpack_gguf
 
+KINDS = ("fp8", "mxfp4", "gguf")
 SCALE = "_scale_inv"
 HEAD = "lm_head"
 MXFP4_BLOCK = 32
 """The values that share a scale: two in a byte, sixteen bytes in a row."""
 EXPERTS, CHOSEN = 32, 4
-
-Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def make_fp8(source: Path, folder: Path, *, block: tuple[int, int] = (128, 128)) -> Path:
@@ -121,22 +128,9 @@ def unpack_mxfp4(source: Path, folder: Path) -> Path:
     return folder
 
 
-def tensors_of(folder: Path, *, only: str = "") -> Named:
-    """Yield the tensors of a checkpoint in shards, one by one; ``only`` those whose names end so."""
-    weight_map = json.loads(folder.joinpath(INDEX).read_text())["weight_map"]
-    for shard in sorted(set(weight_map.values())):
-        with safe_open(folder / shard, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                if name.endswith(only):
-                    yield name, opened.get_tensor(name)
-
-
 def _begin(source: Path, folder: Path, *, quantization_config: dict[str, Any] | None) -> None:
     """Give ``folder`` the files of ``source`` beside its weights, with how those are quantised in its config."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in source.glob("*.json") if source != folder else ():
-        if file.name != INDEX:
-            shutil.copy(file, folder)
+    copy_beside(source, folder)
     config = json.loads(folder.joinpath("config.json").read_text())
     config.pop("quantization_config", None)
     if quantization_config:
@@ -170,7 +164,7 @@ def _codes(name: str, shape: tuple[int, int, int], chance: torch.Generator) -> N
 def main() -> None:
     """Make one and its twin."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("fp8", "mxfp4"))
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("size", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
@@ -178,8 +172,14 @@ def main() -> None:
 
 
 def make_pair(kind: str, size: str, folder: Path) -> tuple[Path, Path]:
-    """Return the packed checkpoint of ``kind`` and ``size`` in ``folder``, and its twin; made unless they are there."""
+    """Return the packed checkpoint of ``kind`` and ``size`` in ``folder``, and its twin; made unless they are there.
+
+    That of GGUF is a file.
+    """
     packed, twin = folder / f"{size}-{kind}", folder / f"{size}-{kind}-unpacked"
+    if kind == "gguf":
+        source = make(size, folder / size)
+        return make_gguf(source, packed), unpack_gguf(source, twin)
     if kind == "fp8":
         return make_fp8(make(size, folder / size), packed), unpack_fp8(packed, twin)
     return make_mxfp4(size, packed), unpack_mxfp4(packed, twin)

@@ -22,11 +22,15 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 COMMAND = [sys.executable, "-c", "from pipeline.app import main; main()"]
 
 ACCELERATE = """
-import json, sys, time, torch
+import json, os, sys, time, torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 folder, budget, tokens, offload = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+given = {"dtype": "auto"}
+if folder.endswith(".gguf"):
+    folder, file = os.path.split(folder)
+    given = {"gguf_file": file, "dtype": torch.bfloat16}
 model = AutoModelForCausalLM.from_pretrained(
-    folder, dtype="auto", device_map="auto", max_memory={"cpu": budget}, offload_folder=offload)
+    folder, device_map="auto", max_memory={"cpu": budget}, offload_folder=offload, **given)
 times = []
 class Clock(StoppingCriteria):
     def __call__(self, ids, scores, **kwargs):
