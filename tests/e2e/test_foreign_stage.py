@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +89,35 @@ class EchoStage:
 '''
 
 
-def run(command: list[object], folder: Path) -> subprocess.CompletedProcess[str]:
+IN_TURN = """
+import contextlib, io, json, sys
+from pathlib import Path
+from hydra.core.global_hydra import GlobalHydra
+from pipeline.app import main
+from pipeline.cache.sealed_files import write_sealed
+from stages.machine.process_memory import FILE_NAME, identity
+
+kept, told = Path("outputs/cache/hardware"), []
+kept.mkdir(parents=True)
+write_sealed(kept / FILE_NAME, {identity(): 300_000_000})
+for arguments in json.load(sys.stdin):
+    GlobalHydra.instance().clear()
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            told.append([ended.code, said.getvalue()])
+json.dump(told, sys.stdout)
+"""
+"""Runs the command again and again in one process, for the seconds of its imports; what that holds isn't measured."""
+
+
+def run(command: list[object], folder: Path, given: str | None = None) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HYDRA"))}
     return subprocess.run(
         [str(part) for part in command], cwd=folder, env={**clean, "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=300, check=False, input=given,
     )  # fmt: skip
 
 
@@ -119,25 +142,46 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fresh
 
 
-Echo = Callable[..., subprocess.CompletedProcess[str]]
+Ran = tuple[Path, list[tuple[int, str]]]
 IN_PLACE = "stages=[empty_init,plan,shard_load,dispatch,echo]"
 
 
-@pytest.fixture
-def offstage(python: Path, tmp_path: Path) -> Echo:
-    """Return a function that runs the command of the fresh environment in an empty folder."""
-    return lambda *arguments: run([python.with_name("offstage"), *arguments], tmp_path)
+RUNS = [
+    [IN_PLACE], [IN_PLACE, "echo.times=3"], [IN_PLACE, "echo.times=3"], [IN_PLACE, "echo.times=3", "echo.prompt=[9]"],
+    ["stop_after=plan"],
+]  # fmt: skip
+REFUSED = [
+    (["echo.tims=3"], ["echo.tims: unknown key", "did you mean 'times'"]),
+    (["+echo.tims=3"], ["echo.tims: unknown key", "did you mean 'times'"]),
+    (["ecko.times=3"], ["ecko.times: unknown key", "did you mean 'echo'"]),
+    (["echo.times=many"], ["echo.times: 'many' is no whole number", "the default is 2"]),
+    (["echo.times=true"], ["echo.times: True is no whole number"]),
+    (["echo.style=loudly"], ["echo.style: 'loudly' is none of plain, loud", "did you mean 'loud'"]),
+    (["echo.prompt=[5,x]"], ["echo.prompt: [5, 'x'] is no list of whole numbers"]),
+    (["echo.share=half"], ["echo.share: 'half' is no number or null"]),
+    (["echo=3"], ["echo: 3 is no group of the keys times, prompt, style, share"]),
+    (["echo.times=0"], ["echo.times: give a whole number from 1"]),
+]
+
+
+@pytest.fixture(scope="module")
+def ran(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Return the folder of ``RUNS`` and those that are ``REFUSED``, and of each its exit code and what it said."""
+    folder = tmp_path_factory.mktemp("runs")
+    commands = [*RUNS, *([IN_PLACE, *arguments] for arguments, _ in REFUSED)]
+    done = run([python, "-P", "-c", IN_TURN], folder, json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    return folder, [(code, said) for code, said in json.loads(done.stdout)]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("outputs/runs/*/*/run.json"))]
 
 
-def test_it_runs_in_place_of_generate_with_its_own_keys_and_is_cached_by_them(offstage: Echo, tmp_path: Path) -> None:
-    for arguments in ((), ("echo.times=3",), ("echo.times=3",), ("echo.times=3", "echo.prompt=[9]")):
-        done = offstage(IN_PLACE, *arguments)
-        assert done.returncode == 0, done.stderr
-    first, three, again, other = records(tmp_path)
+def test_it_runs_in_place_of_generate_with_its_own_keys_and_is_cached_by_them(ran: Ran) -> None:
+    folder, told = ran
+    assert [code for code, _ in told[: len(RUNS)]] == [0] * len(RUNS), told
+    first, three, again, other, _ = records(folder)[: len(RUNS)]
     assert [len(record["outputs"][0]["token_ids"]) for record in (first, three, again)] == [2, 3, 3]
     assert len(set(three["outputs"][0]["token_ids"])) == 1
     assert three["config"]["echo"] == {"times": 3, "prompt": [5, 6, 7], "style": "plain", "share": None}
@@ -145,31 +189,20 @@ def test_it_runs_in_place_of_generate_with_its_own_keys_and_is_cached_by_them(of
     assert cached == [[False] * 5, [True] * 4 + [False], [True] * 5, [True] * 4 + [False]]
 
 
-def test_its_keys_are_there_before_it_runs_and_do_not_disturb_a_run_without_it(offstage: Echo) -> None:
-    shown = offstage("--cfg", "job")
+def test_its_keys_are_there_before_it_runs_and_do_not_disturb_a_run_without_it(
+    python: Path, ran: Ran, tmp_path: Path
+) -> None:
+    shown = run([python.with_name("offstage"), "--cfg", "job"], tmp_path)
     assert "echo:\n  times: 2\n  prompt:\n  - 5" in shown.stdout, shown.stderr
-    assert offstage("stop_after=plan").returncode == 0
+    without = records(ran[0])[len(RUNS) - 1]
+    assert [stage["name"] for stage in without["stages"]] == ["empty_init", "plan"]
+    assert without["status"] == "completed"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["echo.tims=3"], ["echo.tims: unknown key", "did you mean 'times'"]),
-        (["+echo.tims=3"], ["echo.tims: unknown key", "did you mean 'times'"]),
-        (["ecko.times=3"], ["ecko.times: unknown key", "did you mean 'echo'"]),
-        (["echo.times=many"], ["echo.times: 'many' is no whole number", "the default is 2"]),
-        (["echo.times=true"], ["echo.times: True is no whole number"]),
-        (["echo.style=loudly"], ["echo.style: 'loudly' is none of plain, loud", "did you mean 'loud'"]),
-        (["echo.prompt=[5,x]"], ["echo.prompt: [5, 'x'] is no list of whole numbers"]),
-        (["echo.share=half"], ["echo.share: 'half' is no number or null"]),
-        (["echo=3"], ["echo: 3 is no group of the keys times, prompt, style, share"]),
-        (["echo.times=0"], ["echo.times: give a whole number from 1"]),
-    ],
-    ids=lambda value: " ".join(value)[:30],
-)
-def test_wrong_keys_and_types_are_refused_in_one_line(arguments: list[str], words: list[str], offstage: Echo) -> None:
-    done = offstage(IN_PLACE, *arguments)
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("offstage: ")]
-    assert len(lines) == len(done.stderr.splitlines()) == 1, done.stderr
-    assert all(word in lines[0] for word in words), lines[0]
+def test_wrong_keys_and_types_are_refused_in_one_line(ran: Ran) -> None:
+    _, told = ran
+    for (code, said), (_, words) in zip(told[len(RUNS) :], REFUSED, strict=True):
+        assert code == 2, said
+        (line,) = said.splitlines()
+        assert line.startswith("offstage: ")
+        assert all(word in line for word in words), line
