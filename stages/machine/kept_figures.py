@@ -6,12 +6,14 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.cache.locks import locked
 from pipeline.cache.manifest import DamagedError
 from pipeline.cache.sealed_files import read_sealed, settle_sealed, write_sealed
+from pipeline.stage import MEASURED
 
 _log = logging.getLogger("offstage")
 
@@ -41,6 +43,27 @@ def kept_or_measured(
         if found != kept:
             _keep(path, found)
     return found
+
+
+def kept_for_user(
+    path: Path, wanted: Mapping[str, Callable[[], Any]], *, is_sound: Callable[[Any], bool]
+) -> dict[str, Any]:
+    """Return what ``kept_or_measured`` does of figures that hang on processor and installed packages alone.
+
+    What ``path`` lacks of them another cache of this user may have: before it is measured it is looked for in the
+    user's own, and kept there too.
+    """
+    try:
+        shared = user_cache() / MEASURED / path.name
+    except RuntimeError:  # a user without a home
+        return kept_or_measured(path, wanted, is_sound=is_sound)
+    if shared.resolve() == path.resolve():
+        return kept_or_measured(path, wanted, is_sound=is_sound)
+
+    def find(key: str, probe: Callable[[], Any]) -> Any:
+        return kept_or_measured(shared, {key: probe}, is_sound=is_sound).get(key)
+
+    return kept_or_measured(path, {key: partial(find, key, probe) for key, probe in wanted.items()}, is_sound=is_sound)
 
 
 def _sound(figures: Any, is_sound: Callable[[Any], bool]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
-from stages.machine.kept_figures import kept_or_measured
+from stages.machine.kept_figures import kept_for_user
 
 FILE_NAME = "kernels.json"
 _MOST = 64
@@ -61,7 +61,7 @@ def local_kernels(folder: Path) -> Kernels:
     Where the system doesn't tell a process its peak they are ``NOMINAL``.
     """
     key = identity()
-    kept = kept_or_measured(folder / FILE_NAME, {key: _measure}, is_sound=are_factors).get(key)
+    kept = kept_for_user(folder / FILE_NAME, {key: _measure}, is_sound=are_factors).get(key)
     return NOMINAL if kept is None else {kernel: tuple(factors) for kernel, factors in kept.items()}
 
 

@@ -11,7 +11,6 @@ import logging
 import subprocess
 import sys
 from contextlib import suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +18,7 @@ from tempfile import TemporaryDirectory
 from pipeline.cache.sealed_files import write_sealed
 from pipeline.stage import MEASURED
 from stages.machine.host_memory import PROCESS_BYTES, host_memory
-from stages.machine.kept_figures import kept_or_measured, user_cache
+from stages.machine.kept_figures import kept_for_user
 
 FILE_NAME = "process.json"
 
@@ -46,11 +45,10 @@ _CONFIG = (
 def process_bytes(folder: Path) -> int:
     """Return the anonymous memory of a run's process without weights: as kept in ``folder``, or measured and kept now.
 
-    What one cache lacks another of this user may have: the figure hangs on the environment alone. Where it can't be
-    measured it is ``PROCESS_BYTES``.
+    Where it can't be measured it is ``PROCESS_BYTES``.
     """
     key = identity()
-    kept = kept_or_measured(folder / FILE_NAME, {key: partial(_kept_for_user, key, folder)}, is_sound=is_process)
+    kept = kept_for_user(folder / FILE_NAME, {key: measure}, is_sound=is_process)
     return int(kept.get(key, PROCESS_BYTES))
 
 
@@ -70,18 +68,6 @@ def identity(paths: list[str] | None = None) -> str:
             found.update(each.name for each in Path(path).iterdir() if each.suffix in (".dist-info", ".egg-info"))
     version = ".".join(map(str, sys.version_info[:3]))
     return f"python {version}; {len(found)} distributions {sha256(' '.join(sorted(found)).encode()).hexdigest()[:16]}"
-
-
-def _kept_for_user(key: str, folder: Path) -> int | None:
-    """Return what this user's own cache keeps, or what is measured now."""
-    try:
-        shared = user_cache() / MEASURED
-    except RuntimeError:  # a user without a home
-        return measure()
-    if shared.resolve() == folder.resolve():
-        return measure()
-    figure: int | None = kept_or_measured(shared / FILE_NAME, {key: measure}, is_sound=is_process).get(key)
-    return figure
 
 
 def measure() -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.cache.sealed_files import read_sealed, write_sealed
-from stages.machine.kept_figures import kept_or_measured
+from stages.machine.kept_figures import kept_for_user, kept_or_measured, user_cache
 from stages.machine.kernels import are_factors
 from stages.machine.rates import is_rate
 from tests.deadline import deadline
@@ -41,6 +41,29 @@ def test_what_was_measured_is_read_ever_after_and_added_to(tmp_path: Path) -> No
     assert figures(path) == never(path) == MEASURED
     both = kept_or_measured(path, {"host": lambda: 1, "link": lambda: 10**9}, is_sound=is_rate)
     assert both == read_sealed(path) == {**MEASURED, "link": 10**9}
+
+
+def test_what_one_cache_lacks_another_of_the_user_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    asked: list[int] = []
+
+    def probe() -> int:
+        asked.append(1)
+        return 10**10
+
+    own = user_cache() / "hardware" / "rates.json"
+    for path in (tmp_path / "a" / "rates.json", tmp_path / "b" / "rates.json", own):
+        assert kept_for_user(path, {"host": probe}, is_sound=is_rate) == read_sealed(path) == MEASURED
+    assert len(asked) == 1
+
+
+def test_a_user_without_a_home_has_each_cache_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert kept_for_user(tmp_path / "rates.json", {"host": lambda: 10**10}, is_sound=is_rate) == MEASURED
 
 
 def flip(path: Path) -> None:

@@ -38,6 +38,12 @@ with PeakMeter(Path("/proc/self")) as meter:
 print(result_factor * 1024 * 3072 * 2, beside)
 """
 
+
+@pytest.fixture(autouse=True)
+def _of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+
+
 linux = pytest.mark.skipif(not PROCESS.is_dir(), reason="no /proc")
 
 
