@@ -1,5 +1,6 @@
 """Models in GGUF files: the tokens that transformers gets of them, wherever the weights lie."""
 
+import shutil
 from pathlib import Path
 
 import offstage
@@ -7,7 +8,12 @@ import pytest
 import torch
 import transformers
 
+from pipeline.stage import MEASURED
 from stages.checkpoints.checkpoint import open_checkpoint
+from stages.machine.kept_figures import user_cache
+
+pytest.importorskip("gguf")
+
 from tests.stages.checkpoints.test_gguf_entries import made
 
 PROMPT = "On the stern a sail is set."
@@ -17,8 +23,11 @@ RATES = {"storage": "1GB", "host": "10GB", "unpacking": "1GB"}
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all tests here keep what was measured of the machine, and skeletons."""
-    return tmp_path_factory.mktemp("cache")
+    """Where all tests here keep what was measured of the machine, if it was, and skeletons."""
+    folder = tmp_path_factory.mktemp("cache")
+    if (measured := user_cache() / MEASURED).is_dir():
+        shutil.copytree(measured, folder / "offstage" / MEASURED)
+    return folder
 
 
 @pytest.fixture(autouse=True)
