@@ -2,8 +2,7 @@
 
 What comes out is ``(code as float32 * scale as float32)`` rounded to the dtype in use, as transformers dequantises. A
 code of FP8 is a float16 but for its exponent, so shifting its bits makes one, and a table has those of the other
-formats; the rest is a conversion, a product and a rounding, which torch has vectorised and numpy has not. Tiles are
-smaller than what torch shares among threads, so each thread that unpacks stays one.
+formats; the rest is a conversion, a product and a rounding, which torch has vectorised and numpy has not.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from stages.units import DTYPE_BYTES
 
 Floats = npt.NDArray[np.float32]
 
-TILE = elements_alone(2**18)
+TILE = elements_alone(2**17)
 """How many values are unpacked at once: few enough for a core's cache, so many that threads seldom want Python's lock.
 """
 
@@ -118,8 +117,9 @@ class BlockScaled:
             for left in range(0, columns, TILE):
                 piece = slice(left, min(left + TILE, columns))
                 at_rest = slice(*(edge * codes.shape[1] // columns for edge in (piece.start, piece.stop)))
-                of_block = np.arange(piece.start, piece.stop) // self.block_columns
-                for begin, end in self._strips(inside, inside + len(codes), len(of_block)):
+                one = scales.shape[-1] == 1
+                of_block = np.zeros(1, np.intp) if one else np.arange(piece.start, piece.stop) // self.block_columns
+                for begin, end in self._strips(inside, inside + len(codes), piece.stop - piece.start):
                     last = (end - 1) // self.block_rows - first
                     scale = factors[begin // self.block_rows - first : last + 1, of_block]
                     some = slice(begin - inside, end - inside)
@@ -167,7 +167,7 @@ class _Tiles:
         self._decode, self._worth = _DECODERS[name]
 
     def fill(self, codes: Bytes, scale: Floats, made: torch.Tensor) -> None:
-        """Unpack ``codes`` to ``made``, both by rows, by the ``scale`` of each column, or else of each value."""
+        """Unpack ``codes`` to ``made``, both by rows, by the ``scale`` of each row, column or value."""
         rows, width = made.shape
         factor, worth = self._factor(scale)
         height = TILE // width

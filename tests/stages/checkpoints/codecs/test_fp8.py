@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.codecs.fp8 import TILE, sample
-from stages.checkpoints.packed import BLOCK_BYTES, PackedTensor
+from stages.checkpoints.codecs.fp8 import FORMATS, TILE, BlockScaled, sample
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import BLOCK_BYTES, SCRATCH_BYTES, PackedTensor
 from stages.checkpoints.packed_reads import read_packed
 from stages.checkpoints.quantised import logical_entries
 
@@ -162,6 +165,24 @@ def test_the_sample_is_one_block_that_unpacks() -> None:
     made = torch.from_numpy(target).view(torch.bfloat16).view(tensor.shape)
     assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
     assert not made.isnan().any()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("block", [(1, 32), (1, 4096), (128, 128)])
+def test_unpacking_takes_no_more_beside_than_it_may(name: Any, block: tuple[int, int]) -> None:
+    tensor, whole, data = sample(name)
+    rows, columns = tensor.shape
+    codes, _ = tensor.parts
+    grid = -(-rows // block[0]), columns // block[1]
+    scales = Extent(codes.file, 0, "float32", grid)
+    tensor = replace(tensor, codec=BlockScaled(name, *block), parts=(codes, scales))
+    target, given = np.zeros(tensor.bytes, np.uint8), [data[0], np.ones(grid, np.float32).view(np.uint8).ravel()]
+    tracemalloc.start()
+    tensor.codec.unpack(tensor, whole, given, target)
+    traced = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    of_torch = TILE * (torch.float32.itemsize + torch.int16.itemsize)
+    assert traced + of_torch < SCRATCH_BYTES
 
 
 def test_a_thread_that_unpacks_starts_no_others() -> None:
