@@ -132,7 +132,8 @@ def _experts(skeleton: Skeleton, plan: Plan) -> dict[str, ExpertsSpec]:
 def _reserves(skeleton: Skeleton, plan: Plan) -> dict[DeviceId, int]:
     leaders = {skeleton.leader(name): home for name, home in plan.homes.items()}
     outline = Outline(skeleton, routes="experts" in plan.serving.values())
-    return reserves(outline, Placement(leaders, plan.main_device), plan.budgets)
+    packed = frozenset(map(skeleton.leader, plan.packed_on_host))
+    return reserves(outline, Placement(leaders, plan.main_device, packed), plan.budgets)
 
 
 def _entries(skeleton: Skeleton, plan: Plan) -> dict[str, DeviceId]:

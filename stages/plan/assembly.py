@@ -48,6 +48,7 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
         pools=sharing,
         slots=share_slots(outline, serving, sharing, budgets=allowance.budgets, held=held, kept=kept),
         packed=_packed(outline, placement),
+        packed_on_host=tuple(name for name in outline.sizes if skeleton.leader(name) in placement.packed),
         tied={name: skeleton.leader(name) for name in outline.sizes if skeleton.leader(name) != name},
         notes=allowance.notes,
         budget_terms=allowance.terms,
@@ -67,7 +68,7 @@ def _packed(outline: Outline, placement: Placement) -> dict[str, dict[str, int]]
 
 def lying_bytes(outline: Outline, plan: Plan) -> dict[str, int]:
     """Return the bytes of every tensor where it lies."""
-    at_rest = {name for name, home in plan.homes.items() if home == DISK or plan.serving.get(name) == "packed"}
+    at_rest = {name for name, home in plan.homes.items() if home == DISK} | set(plan.packed_on_host)
     return {name: (outline.rest_sizes if name in at_rest else outline.sizes)[name] for name in outline.sizes}
 
 

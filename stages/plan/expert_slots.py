@@ -10,7 +10,7 @@ measured how often, that counts.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from stages.empty_init.skeleton import ExpertsSpec
@@ -158,11 +158,14 @@ def expert_traffic(
     *,
     slots: Mapping[DeviceId, int],
     routing: Routing,
+    packed: Collection[str] = (),
 ) -> ExpertTraffic:
     """Return what a pass uses of the experts that lie at ``homes``, of which those of ``offstage`` are brought.
 
-    ``slots`` are the bytes of the pool on each device that computes them.
+    ``slots`` are the bytes of the pool on each device that computes them. Tensors that are ``packed`` lie so on the
+    host.
     """
+    at_rest = set(packed)
     found, resident = (defaultdict[DeviceId, float](float) for _ in range(2))
     brought = Brought()
     rates = _hit_rates(outline, offstage, slots=slots, routing=routing)
@@ -174,8 +177,8 @@ def expert_traffic(
                 resident[homes[name]] += used
                 continue
             device, missed = offstage[module], 1 - rates[module]
-            packed = name in outline.packed and homes[name] == DISK
-            rest = outline.rest_sizes[name] * share if packed else used
-            brought.add(homes[name], rest * missed, unpacked=used * missed if packed else None)
+            rests = name in outline.packed and (homes[name] == DISK or name in at_rest)
+            rest_bytes = outline.rest_sizes[name] * share if rests else used
+            brought.add(homes[name], rest_bytes * missed, unpacked=used * missed if rests else None)
             found[device] += used * rates[module]
     return ExpertTraffic(brought, found, resident)

@@ -181,7 +181,7 @@ def offstage(outline: Outline, placement: Placement) -> dict[str, DeviceId]:
     return {
         module: device
         for module, device in computing.items()
-        if is_offstage(outline.experts[module], placement.homes, computes=device)
+        if is_offstage(outline.experts[module], placement.homes, placement.packed, computes=device)
     }
 
 

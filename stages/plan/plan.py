@@ -40,7 +40,8 @@ class Plan:
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null; likewise
     ``lockstep``, how many batches share each pass.
     ``offload_ratio`` is the share of a training's activations that waits elsewhere, null where nothing is trained.
-    ``packed`` has, for each codec, the bytes that rest packed by where they lie, and under ``used`` what they come to.
+    ``packed`` has, for each codec, the bytes that rest packed by where they lie, and under ``used`` what they come to;
+    ``packed_on_host`` the tensors that lie so on the host, tied names included.
     ``pass_tokens`` are those of a pass of decoding, by which slots are divided among layers. ``codec`` is what streamed
     weights are packed by that the checkpoint has plain, null where they stay so.
     """
@@ -69,6 +70,7 @@ class Plan:
     lockstep: int | None = None
     offload_ratio: float | None = None
     packed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    packed_on_host: tuple[str, ...] = ()
     pass_tokens: int = 1
     codec: str | None = None
 
@@ -110,5 +112,6 @@ def from_json(data: Mapping[str, Any]) -> Plan:
     for key in ("budgets", "resident_bytes", "predicted", "ledgers", "slots", "used_bytes"):
         fields[key] = {parse_device(device): count for device, count in data.get(key, {}).items()}
     fields["pools"] = {parse_device(device): Pool(**pool) for device, pool in data.get("pools", {}).items()}
-    fields["notes"] = tuple(data.get("notes", ()))
+    for key in ("notes", "packed_on_host"):
+        fields[key] = tuple(data.get(key, ()))
     return Plan(**fields)

@@ -154,7 +154,9 @@ def predict(
     ``process_bytes`` of its own.
     """
     offstage = offstage_in(outline, plan.serving, plan.execution)
-    experts = expert_traffic(outline, plan.homes, offstage, slots=plan.slots, routing=routing)
+    experts = expert_traffic(
+        outline, plan.homes, offstage, slots=plan.slots, routing=routing, packed=plan.packed_on_host
+    )
     brought = _brought(outline, plan, experts, routing, pages_stay=pages_stay)
     used = _used_bytes(outline, plan, experts, routing)
     seconds = token_seconds(brought, used, main=plan.main_device, rates=rates, members=members)
@@ -261,10 +263,11 @@ def _bounced(plan: Plan) -> int:
 
 def _unpacking_bytes(outline: Outline, plan: Plan) -> int:
     """Return the host memory of the threads that unpack what is brought: what each reads into, and what it takes."""
+    on_host = set(plan.packed_on_host)
     unpacked = (
         outline.packed[name].working_bytes
         for name, serving in plan.serving.items()
-        if name in outline.packed and (serving in ("direct", "packed") or plan.homes[name] == DISK)
+        if name in outline.packed and (plan.homes[name] == DISK or name in on_host)
     )
     return READERS * max(unpacked, default=0)
 

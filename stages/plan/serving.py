@@ -77,14 +77,13 @@ def serving_of(
     home = homes[name] if name in homes else homes[outline.skeleton.leader(name)]
     if home == DISK and name in outline.computed:
         home = CPU
-    if home == CPU and outline.skeleton.leader(name) in packed:
-        return "packed"
-    if home == computes:
+    rests_here = home == CPU and outline.skeleton.leader(name) in packed
+    if home == computes and not rests_here:
         return None
-    if name in outline.expert_tensors and is_offstage(outline.experts[parent(name)], homes, computes=computes):
+    if name in outline.expert_tensors and is_offstage(outline.experts[parent(name)], homes, packed, computes=computes):
         return "experts"
     if home != DISK:
-        return "copy"
+        return "packed" if rests_here else "copy"
     if computes != CPU:
         return "direct"
     if name in outline.lookups:
@@ -92,22 +91,19 @@ def serving_of(
     return "map" if io == "mmap" and name not in outline.packed else "direct"
 
 
-def is_offstage(experts: ExpertsSpec, homes: Mapping[str, DeviceId], *, computes: DeviceId) -> bool:
-    """Return whether ``experts`` lie elsewhere than where they compute, all of their tensors.
+def is_offstage(
+    experts: ExpertsSpec, homes: Mapping[str, DeviceId], packed: Collection[str], *, computes: DeviceId
+) -> bool:
+    """Return whether ``experts`` lie elsewhere than where they compute, or ``packed``, all of their tensors.
 
     Where a map keeps some of the tensors, the others are streamed whole: an expert is brought with all it has, or not.
     """
-    return all(homes[name] != computes for name in experts.tensors)
+    return all(homes[name] != computes or name in packed for name in experts.tensors)
 
 
 def routed(serving: Mapping[str, Serving]) -> tuple[str, ...]:
     """Return the tensors of which those experts are brought that tokens are routed to."""
     return tuple(name for name, how in serving.items() if how == "experts")
-
-
-def packed_on_host(serving: Mapping[str, Serving]) -> tuple[str, ...]:
-    """Return the tensors that wait in memory as they rest on disk."""
-    return tuple(name for name, how in serving.items() if how == "packed")
 
 
 def is_streamed(serving: Serving | None) -> bool:

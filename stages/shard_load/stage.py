@@ -17,7 +17,7 @@ from stages.checkpoints.adapters import weights_identity
 from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
-from stages.plan.serving import packed_on_host, routed
+from stages.plan.serving import routed
 from stages.shard_load.config import ShardLoadConfig, faults, open_adapter_of, open_weights
 from stages.shard_load.offload_store import open_store
 from stages.units import CPU, DeviceId, format_bytes
@@ -93,7 +93,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             skeleton=skeleton.key,
             device_map=plan.digest(plans.MAP_NAME),
             routed=routed(found.serving),
-            packed=packed_on_host(found.serving),
+            packed=found.packed_on_host,
             packs=found.packs,
             ledgers=found.ledgers,
             offload_folder=given.offload_folder,
