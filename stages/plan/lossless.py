@@ -55,11 +55,15 @@ def possible_packing(asked: StorageConfig, outline: Outline, config: Config) -> 
     return LosslessPacking({dtype: _share(samples, dtype) for dtype in sorted(dtypes)}) if dtypes else None
 
 
-def choose_packing(asked: StorageConfig, possible: LosslessPacking | None, rates: Rates) -> LosslessPacking | None:
+def choose_packing(
+    asked: StorageConfig, possible: LosslessPacking | None, outline: Outline, rates: Rates
+) -> LosslessPacking | None:
     """Return ``possible`` where it is asked for, or pays; null where what is streamed stays as it is."""
     if possible is None or asked.codec == NAME:
         return possible
-    return possible if pays(min(possible.shares.values()), rates) else None
+    packed = with_copies(outline, possible).packed
+    share = sum(spec.bytes for spec in packed.values()) / sum(outline.sizes[name] for name in packed) if packed else 1
+    return possible if pays(share, rates) else None
 
 
 def pays(share: float, rates: Rates) -> bool:

@@ -89,7 +89,7 @@ class PlanStage(Stage[PlanInputs]):
             live = partial(context.live, EmptyInitStage.name)
             media = media_demand(config, context.cache, skeleton=stored.key, live=live)
         training = self._training(context, machine) if asking(config) == "finetune" else None
-        packing = choose_packing(storage, packing, rates)
+        packing = choose_packing(storage, packing, outline, rates)
         inputs = gather_inputs(
             with_copies(outline, packing),
             config,
@@ -148,7 +148,7 @@ def make_plan(
     """
     rates = rates or read_rates(config.get("hardware") or {})
     storage, machine = read(PlanConfig, config).storage, hardware(config)
-    packing = choose_packing(storage, possible_packing(storage, outline, config), rates)
+    packing = choose_packing(storage, possible_packing(storage, outline, config), outline, rates)
     inputs = gather_inputs(with_copies(outline, packing), config, machine=machine, rates=rates, kernels=kernels)
     return plan_from(replace(inputs, packing=packing))
 

@@ -1,0 +1,113 @@
+"""Whether streamed weights are packed, and what a plan expects of it before there is a copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec
+from stages.machine.rates import Rates
+from stages.plan import options
+from stages.plan.lossless import NOMINAL, choose_packing, pays, possible_packing, with_copies
+from stages.plan.options import PlanConfig, StorageConfig
+from stages.plan.outline import Outline
+from stages.plan.stage import make_plan
+
+SHARE = 0.67
+
+
+@pytest.mark.parametrize("unpacking", [10**9, 4 * 10**9, 10**10])
+def test_packing_pays_below_the_rate_at_which_unpacking_and_using_take_as_long_as_reading_plain(unpacking: int) -> None:
+    host = 10**10
+    even = 1 / (1 / unpacking + 1 / host)
+    assert pays(SHARE, Rates(storage=round(even * 0.99), host=host, unpacking=unpacking))
+    assert not pays(SHARE, Rates(storage=round(even * 1.01), host=host, unpacking=unpacking))
+    assert not pays(1.0, Rates(storage=10**6, host=host, unpacking=unpacking)), "nothing is read in fewer bytes"
+
+
+@pytest.mark.parametrize(
+    ("codec", "io", "storage", "packs"),
+    [
+        ("none", "direct", "1MB", None),
+        ("zstd", "direct", "100GB", "zstd"),
+        ("zstd", "auto", "100GB", "zstd"),
+        ("auto", "direct", "500MB", "zstd"),
+        ("auto", "direct", "100GB", None),
+        ("auto", "mmap", "1MB", None),
+    ],
+)
+def test_the_key_decides_and_auto_goes_by_the_rates(codec: str, io: str, storage: str, packs: str | None) -> None:
+    plan = make_plan(weights(), config(codec, io, storage=storage))
+    assert plan.codec == packs
+    assert bool(plan.packs) == bool(packs)
+    expected = 2**18 * (NOMINAL["bfloat16"] if packs else 1) + 512
+    if io == "direct":
+        assert plan.forecast["streamed_bytes_per_token"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_map_has_no_use_for_what_is_packed() -> None:
+    given = PlanConfig(storage=StorageConfig(io="mmap", codec="zstd"))
+    assert [fault.key for fault in options.faults(given)] == ["storage.codec"]
+
+
+def test_a_few_stretches_of_the_checkpoint_say_how_far_it_shrinks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "noise": torch.randint(-(2**15), 2**15, (2**17,), dtype=torch.int16).view(torch.bfloat16),
+        "weights": torch.randn(2**17).bfloat16(),
+        "zeros": torch.zeros(2**17).bfloat16(),
+        "small": torch.randn(8).bfloat16(),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = possible_packing(StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}})
+    assert found is not None
+    assert found.shares["bfloat16"] == pytest.approx((1 + 0.67 + 0) / 3, abs=0.07)
+    assert found == possible_packing(StorageConfig(codec="auto"), weights(), {"model": {"path": str(tmp_path)}})
+    damaged = tmp_path / "model.safetensors"
+    damaged.write_bytes(b"nothing")
+    found = possible_packing(StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}})
+    assert found is not None
+    assert found.shares == {"bfloat16": NOMINAL["bfloat16"]}, "whoever loads it says what is wrong"
+
+
+def test_weights_that_all_learn_and_those_looked_up_stay_as_they_are() -> None:
+    outline = weights(looks_up=True)
+    trains = {"stages": ["finetune"], "model": {}, "finetune": {}}
+    assert possible_packing(StorageConfig(codec="zstd"), outline, trains) is None
+    packing = possible_packing(StorageConfig(codec="zstd"), outline, {})
+    assert with_copies(outline, packing).packed.keys() == {"b.weight"}
+    assert with_copies(outline, None) is outline
+
+
+def test_auto_weighs_what_does_not_shrink_too() -> None:
+    outline = weights()
+    possible = possible_packing(StorageConfig(codec="auto"), outline, {})
+    slow = Rates(storage=10**6, host=10**10, unpacking=10**9)
+    assert choose_packing(StorageConfig(codec="auto"), possible, outline, slow) == possible
+    assert choose_packing(StorageConfig(codec="auto"), None, outline, slow) is None
+
+
+def config(codec: str, io: str, *, storage: str) -> dict[str, Any]:
+    hardware = {"rates": {"storage": storage}, "devices": [], "host": {"memory": "2GB"}}
+    shared = {"max_memory": {"cpu": "150kB"}, "device_map_overrides": {}, "generate": {}, "model": {}}
+    return {**shared, "device_map": "disk", "hardware": hardware, "storage": {"io": io, "codec": codec}}
+
+
+def weights(*, looks_up: bool = False) -> Outline:
+    """Two layers of 128 KiB, and a norm that is too small to be packed."""
+    modules = (
+        ModuleSpec("", "Model"),
+        ModuleSpec("a", "Layer", looks_up=looks_up),
+        ModuleSpec("b", "Layer"),
+        ModuleSpec("norm", "Layer"),
+    )
+    tensors = (
+        TensorSpec("a.weight", (256, 256), "bfloat16"),
+        TensorSpec("b.weight", (256, 256), "bfloat16"),
+        TensorSpec("norm.weight", (256,), "bfloat16"),
+    )
+    return Outline(Skeleton(tensors, modules, order=("a", "b", "norm")))
