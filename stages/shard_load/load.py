@@ -24,6 +24,7 @@ from stages.machine.aligned_memory import HostBlock
 from stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
 from stages.shard_load.expert_rows import Rows, locate_rows
 from stages.shard_load.offload_store import StoredTensor
+from stages.shard_load.packed_on_host import Sources
 from stages.units import CPU, DISK, DeviceId
 
 
@@ -67,19 +68,27 @@ class Load:
         """The tensors that wait on the host as they rest on disk: in the checkpoint, or in the offload store."""
         return frozenset(name for name in (*self._packed_in_place, *self.packable) if self.homes[name] != DISK)
 
-    def packed_on_host(self, stored: Mapping[str, AtRest]) -> dict[str, PackedTensor]:
+    def packed_on_host(self, stored: Mapping[str, AtRest]) -> dict[str, Sources]:
         """Return where those lie on disk, some of them among what is ``stored``."""
-        found = {name: stored.get(name) or self._packed_in_place.get(name) for name in sorted(self.waits_packed)}
-        return {name: source for name, source in found.items() if isinstance(source, PackedTensor)}
+        own = {name: (at,) for name, at in stored.items() if isinstance(at, PackedTensor)}
+        known = {**self._packed_in_place, **own}
+        return {name: known[name] for name in sorted(self.waits_packed) if name in known}
 
     @cached_property
-    def _packed_in_place(self) -> Mapping[str, PackedTensor]:
-        found = {
-            name: self._in_place(self.skeleton.by_name[name])
-            for name in self.match.origins
-            if self.outer_name(name) in self.packed
-        }
-        return {name: source for name, source in found.items() if isinstance(source, PackedTensor)}
+    def _packed_in_place(self) -> Mapping[str, Sources]:
+        names = (name for name in self.match.origins if self.outer_name(name) in self.packed)
+        found = {name: self._packed_sources(self.skeleton.by_name[name]) for name in names}
+        return {name: sources for name, sources in found.items() if sources}
+
+    def _packed_sources(self, spec: TensorSpec) -> Sources:
+        """Return what ``spec`` rests in, if all of it is packed: a tensor, or those of which its experts are read."""
+        whole = self._in_place(spec)
+        if isinstance(whole, PackedTensor):
+            return (whole,)
+        places = self._places_by_expert(spec) if self.outer_name(spec.name) in self.routed else []
+        packed = tuple(place for place in places if isinstance(place, PackedTensor))
+        is_whole = len(packed) == len(places) and locate_rows(packed, spec.shape, spec.dtype)
+        return packed if is_whole else ()
 
     @cached_property
     def served(self) -> Mapping[str, AtRest]:
@@ -202,10 +211,13 @@ class Load:
         return {spec.name: sources_in_order(origins[spec.name][0], self.reader.entries) for spec in self.experts}
 
     def _rows_in_place(self, spec: TensorSpec) -> Rows:
-        sources = self._expert_sources[spec.name]
-        extents = [extent for name in sources if (extent := self.source_extent(name)) is not None]
-        served = [place for extent in extents if (place := self._served_as(extent, spec.dtype)) is not None]
-        return locate_rows(served, spec.shape, spec.dtype)
+        return locate_rows(self._places_by_expert(spec), spec.shape, spec.dtype)
+
+    def _places_by_expert(self, spec: TensorSpec) -> list[AtRest]:
+        """Return the places that ``spec`` is, one after the other."""
+        names = sources_in_order(self.match.origins[spec.name][0], self.reader.entries)
+        extents = [extent for name in names if (extent := self.source_extent(name)) is not None]
+        return [place for extent in extents if (place := self._served_as(extent, spec.dtype)) is not None]
 
 
 def prepare(

@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.bulk_reader import BulkReader, read_into_new_memory
 from stages.checkpoints.byte_bar import byte_bar
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.memory_file import in_memory
-from stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
+from stages.checkpoints.packed import AtRest, rest_bytes
 from stages.checkpoints.readers import read_extent
 from stages.empty_init.skeleton import parent
 from stages.machine.aligned_memory import HostBlock
@@ -28,6 +26,7 @@ from stages.shard_load.disk_weights import DiskWeights
 from stages.shard_load.expert_rows import Rows, locate_rows
 from stages.shard_load.load import Load
 from stages.shard_load.model_tensors import make_tensors
+from stages.shard_load.packed_on_host import Sources, read_at_rest
 from stages.shard_load.spill import Spill
 from stages.units import CPU, DeviceId
 
@@ -82,12 +81,14 @@ def place(
                 _bind_home(load, name, tensor, devices)
                 del tensor
     _settle_others(load, devices)
-    packed = _read_packed(load, load.packed_on_host(stored), check_finite=check_finite)
+    packed = _read_packed(load, stored, check_finite=check_finite)
     steps = {id(step): step for step, _ in (load.match.origins[name] for name in names)}
-    read_bytes = sum(load.source_bytes(step) for step in steps.values()) + sum(map(rest_bytes, packed.values()))
+    read_bytes = sum(load.source_bytes(step) for step in steps.values())
+    read_bytes += sum(tensor.rest_bytes for sources in packed.values() for tensor in sources)
     seconds = time.perf_counter() - began
-    waiting = extents(load, stored) | _by_all_names(load, packed)
-    offloaded = DiskWeights(waiting, expert_rows(load, stored))
+    whole = {name: sources[0] for name, sources in packed.items() if len(sources) == 1}
+    waiting = extents(load, stored) | _by_all_names(load, whole)
+    offloaded = DiskWeights(waiting, expert_rows(load, stored) | _rows_of(load, packed))
     return PlacedWeights(load.model, offloaded, seconds, read_bytes, devices, load.host)
 
 
@@ -120,20 +121,21 @@ def _by_all_names(load: Load, places: Mapping[str, AtRest]) -> dict[str, AtRest]
     return {load.outer_name(name): at for leader, at in places.items() for name in load.skeleton.names_of(leader)}
 
 
-def _read_packed(load: Load, sources: Mapping[str, PackedTensor], *, check_finite: bool) -> dict[str, PackedTensor]:
-    """Read what waits on the host as it rests on disk, each part into memory that storage can read into."""
-    extents = [
-        replace(part, dtype="uint8", shape=(part.bytes,)) for tensor in sources.values() for part in tensor.parts
-    ]
-    devices = Devices()
-    reads = [read_into_new_memory(extent, torch.uint8, devices=devices, device=CPU) for extent in extents]
-    with byte_bar("loading", sum(extent.bytes for extent in extents)) as bar, BulkReader() as bulk:
-        bulk.read(reads, bar.update)
-    parts = (read.target.numpy() for read in reads)
-    found = {name: in_memory(tensor, [next(parts) for _ in tensor.parts]) for name, tensor in sources.items()}
-    for name, tensor in found.items() if check_finite else ():
-        refuse_infinite(load, name, read_extent(tensor))
+def _read_packed(load: Load, stored: Mapping[str, AtRest], *, check_finite: bool) -> dict[str, Sources]:
+    """Read what waits on the host as it rests on disk."""
+    wanted = load.packed_on_host(stored)
+    with byte_bar("loading", sum(tensor.rest_bytes for sources in wanted.values() for tensor in sources)) as bar:
+        found = read_at_rest(wanted, bar.update)
+    for name, sources in found.items() if check_finite else ():
+        for tensor in sources:
+            refuse_infinite(load, name, read_extent(tensor))
     return found
+
+
+def _rows_of(load: Load, packed: Mapping[str, Sources]) -> dict[str, Rows]:
+    """Return where the row of each expert is in what waits ``packed`` on the host."""
+    specs = [load.skeleton.by_name[name] for name in packed if name in load.expert_names]
+    return {load.outer_name(spec.name): locate_rows(packed[spec.name], spec.shape, spec.dtype) for spec in specs}
 
 
 def expert_rows(load: Load, stored: Mapping[str, AtRest]) -> dict[str, Rows]:

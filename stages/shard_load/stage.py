@@ -268,10 +268,10 @@ def _load_report(loads: Sequence[Load], stored: Sequence[Mapping[str, AtRest]]) 
             tier["tensors"] += 1
             tier["bytes"] += spec.bytes
     for load, own in zip(loads, stored, strict=True):
-        for name, tensor in load.packed_on_host(own).items():
+        for name, sources in load.packed_on_host(own).items():
             tier = tiers.setdefault(str(load.homes[name]), {"tensors": 0, "bytes": 0})
             tier["tensors"] += 1
-            tier["bytes"] += tensor.rest_bytes
+            tier["bytes"] += sum(map(rest_bytes, sources))
     kept = {name: source for own in stored for name, source in own.items()}
     packed = [source for source in kept.values() if isinstance(source, PackedTensor)]
     plain = [source.bytes for source in kept.values() if not isinstance(source, PackedTensor)]

@@ -14,7 +14,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.memory_file import MemoryFile
-from stages.checkpoints.packed import PackedTensor
+from stages.checkpoints.packed import AtRest, PackedTensor, files_of
+from stages.checkpoints.readers import read_extent
 from stages.empty_init import init_empty_weights
 from stages.empty_init.describe import describe
 from stages.shard_load.load import Load, prepare
@@ -162,3 +163,27 @@ def test_where_no_expert_is_brought_alone_the_store_has_them_unpacked(mixture: P
     offloaded, wanted = place(load, files).offloaded, place(loading(mixture / "plain", "cpu"), {}).model.state_dict()
     for name in load.stored:
         assert torch.equal(offloaded[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("codec", ["fp8", "zstd"])
+def test_experts_that_rest_packed_in_memory_are_had_one_by_one(codec: str, mixture: Path, tmp_path: Path) -> None:
+    load = loading(mixture if codec == "fp8" else mixture / "plain", "cpu")
+    names = [name for spec in load.skeleton.experts for name in spec.tensors]
+    load = replace(load, packed=names, routed=names, packs=names if codec == "zstd" else ())
+    store = open_store(tmp_path / "store", load.store_key)
+    placed = place(load, fill_store(load, store) if codec == "zstd" else {}, check_finite=True)
+    for path in [*tmp_path.rglob("*.dat")]:
+        path.unlink()
+    wanted = place(loading(mixture / "plain", "cpu"), {}).model.state_dict()
+    assert placed.offloaded.rows.keys() == set(names) == set(placed.offloaded)
+    for name in names:
+        rows = placed.offloaded.rows[name]
+        assert not any(files_of(piece) for row in rows for piece in row)
+        assert torch.equal(placed.offloaded[name], wanted[name]), name
+        assert torch.equal(torch.stack([torch.cat([*map(flat, row)]) for row in rows]), wanted[name]), name
+
+
+def flat(piece: AtRest) -> torch.Tensor:
+    """Return a row, or a part of one, without the dimension that a packed stack keeps."""
+    tensor = read_extent(piece)
+    return tensor[0] if tensor.dim() == 3 else tensor
