@@ -47,7 +47,9 @@ def test_the_tokens_are_those_of_the_model_that_transformers_unpacks(
     wanted = theirs.generate(**asked, max_new_tokens=6, do_sample=False)
     device_map = {"cpu": {"": "cpu"}, "disk": {"": "disk"}}.get(tier, "sequential")
     memory = {"cpu": "9MB" if tier == "both" else "1GB"}
-    with offstage.load(path, max_memory=memory, device_map=device_map, hardware={"rates": RATES}) as loaded:
+    with offstage.load(
+        path, max_memory=memory, device_map=device_map, hardware={"rates": RATES}, max_length=32
+    ) as loaded:
         again = loaded.tokenizer(PROMPT, return_tensors="pt")
         assert torch.equal(again.input_ids, asked.input_ids)
         assert {tensor.dtype for tensor in loaded.model.state_dict().values()} == {torch.float32}
