@@ -28,6 +28,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 1_000_000
+MAX_ITEMS = 4_000_000
+"""As many texts and numbers may stand in lists: a large vocabulary has a million, and each of them is looked at."""
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 
@@ -94,6 +96,7 @@ class _Head:
         self._descriptor, self.path, self._size = descriptor, path, size
         self._bytes = bytearray()
         self.at = 0
+        self.items = 0
 
     def take(self, count: int, what: str) -> bytes:
         """Return the next ``count`` bytes, which are ``what``."""
@@ -182,6 +185,9 @@ def _value(head: _Head, kind: int, what: str) -> str | int | None:
     if kind != _ARRAY:
         raise CheckpointError(f"{head.path}: {what} is of type {kind}, which GGUF doesn't have; damaged, get it again")
     element, length = head.number(4, what), head.number(8, what)
+    head.items += length
+    if head.items > MAX_ITEMS:
+        raise CheckpointError(f"{head.path}: {what} is a list of {length}; lists of {MAX_ITEMS} in all are accepted")
     if element in _WIDTHS:
         head.skip(length * _WIDTHS[element], what)
     elif element == _STRING:

@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
@@ -77,12 +78,18 @@ def _publish(header: GgufHeader, options: bytes, folder: Path) -> None:
 
 def _describe(header: GgufHeader, folder: Path) -> None:
     """Write to ``folder`` what transformers reads of the file: the config, the tokenizer, the names of tensors."""
+    import transformers
+
     from stages.checkpoints.gguf_names import name_gguf_tensors
 
     path = header.file.path
-    with bounded(str(path)), foreign(CheckpointError, f"{path}: no model can be made of it"):
-        keys, config, model = _empty_model(header)
-        named = name_gguf_tensors(header, keys, model)
+    _log.info("%s: transformers reads its config and its tokenizer, once; a large vocabulary takes a minute", path)
+    transformers.logging.set_verbosity_error()
+    with foreign(CheckpointError, f"{path}: no model can be made of it"):
+        keys = _read_keys(header)
+        with bounded(str(path)):
+            config, model = _empty_model(path, keys)
+            named = name_gguf_tensors(header, keys, model)
         config.architectures, config.dtype = [type(model).__name__], "float32"  # as transformers loads it by default
         config.save_pretrained(folder)
     if header.has_tokenizer:
@@ -90,26 +97,39 @@ def _describe(header: GgufHeader, folder: Path) -> None:
     write_text(folder / NAMES, json.dumps({name: asdict(tensor) for name, tensor in named.items()}))
 
 
-def _empty_model(header: GgufHeader) -> tuple[dict[str, Any], Any, Any]:
-    """Return what transformers reads of the file's keys, the config that this is, and the model without weights."""
-    import torch
-    import transformers
-    from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+def _read_keys(header: GgufHeader) -> dict[str, Any]:
+    """Return what transformers makes of the file's keys: the fields of a config."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     path = header.file.path
-    if header.architecture in GGUF_ARCHS:
+    if header.architecture in _read_otherwise():
         raise CheckpointError(
             f"{path}: files of the architecture {header.architecture!r} aren't served; give the model as safetensors"
         )
-    keys = load_gguf_checkpoint(str(path))["config"]
+    return dict(load_gguf_checkpoint(str(path))["config"])
+
+
+def _read_otherwise() -> Collection[str]:
+    """Return the architectures that transformers loads by another way, in which it unpacks to the dtype in use."""
+    try:
+        from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+    except ImportError:  # a transformers before it had that way
+        return ()
+    return tuple(GGUF_ARCHS)
+
+
+def _empty_model(path: Path, keys: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the config that the ``keys`` are, and its model without weights."""
+    import torch
+    import transformers
+
     config = transformers.CONFIG_MAPPING[keys["model_type"]].from_dict(dict(keys))
     mappings = [getattr(transformers, name)._model_mapping for name in _AUTO_CLASSES]
     model_class = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
     if model_class is None:
         raise CheckpointError(f"{path}: {keys['model_type']!r} is no model that generates text; give it as safetensors")
     with torch.device("meta"):
-        return keys, config, model_class(config)
+        return config, model_class(config)
 
 
 def _save_tokenizer(path: Path, folder: Path) -> None:

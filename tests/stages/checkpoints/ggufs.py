@@ -114,6 +114,7 @@ def make_gguf(path: Any, architecture: str, config: Any, *, kinds: Sequence[str]
             rows = random_blocks(kind, int(np.prod(shape[:-1])), shape[-1], seed=turn)
             packed = rows.reshape(*shape[:-1], -1)
             writer.add_tensor(told, packed, raw_shape=packed.shape, raw_dtype=gguf.GGMLQuantizationType[kind.upper()])
+    writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))  # which no model of transformers has
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

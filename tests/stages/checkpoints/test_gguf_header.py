@@ -11,7 +11,8 @@ from tests.stages.checkpoints.ggufs import KEYS, STRING, key, raw_gguf, settings
 A = tensor("a", [4, 2])
 DATA = bytes(32)
 HUGE = 2**63
-ENDLESS = text("k") + struct.pack("<IIQ", 9, STRING, HUGE)
+ENDLESS = text("k") + struct.pack("<IIQ", 9, STRING, 999)
+LISTS = [text(name) + struct.pack("<IIQ", 9, 0, 2_500_000) + bytes(2_500_000) for name in ("j", "k")]
 
 REFUSED = {
     "an empty name of a format": (b"GGML" + bytes(60), "not a GGUF file"),
@@ -25,8 +26,10 @@ REFUSED = {
     "more tensors than there are": (raw_gguf([A], data=DATA, counts=(900_000, 1)), "an empty name"),
     "a key beyond the end": (raw_gguf([A], [struct.pack("<Q", HUGE)], DATA), "a key would end at byte"),
     "a text beyond the end": (raw_gguf([A], [text("k") + struct.pack("<IQ", 8, 999)], DATA), "'k' would end at"),
-    "a list beyond the end": (raw_gguf([A], [text("k") + struct.pack("<IIQ", 9, 12, HUGE)]), "'k' would end at"),
+    "a list beyond the end": (raw_gguf([A], [text("k") + struct.pack("<IIQ", 9, 12, 999)]), "'k' would end at"),
     "a list of texts beyond the end": (raw_gguf([A], [ENDLESS], DATA), "'k' would end at byte"),
+    "a list of more than there can be": (raw_gguf([A], [text("k") + struct.pack("<IIQ", 9, 0, HUGE)]), "'k' is a list"),
+    "lists of too much together": (raw_gguf([A], LISTS, bytes(9_000_000)), "of 4000000 in all"),
     "a list of lists": (raw_gguf([A], [text("k") + struct.pack("<IIQ", 9, 9, 1)], DATA), "a list of type 9"),
     "a type that there isn't": (raw_gguf([A], [text("k") + struct.pack("<I", 99)], DATA), "of type 99"),
     "a key twice": (raw_gguf([A], settings(KEYS) * 2, DATA), "'general.architecture' twice"),
