@@ -58,18 +58,24 @@ class SourceReader(Protocol):
 
 
 def open_reader(checkpoint: Checkpoint) -> SourceReader:
-    """Return the reader for the checkpoint's format."""
-    return PickleReader(checkpoint) if checkpoint.format == "bin" else SafetensorsReader(checkpoint)
+    """Return what reads the checkpoint's tensors as a model uses them, in whatever they rest."""
+    if checkpoint.format == "bin":
+        return PickleReader(checkpoint)
+    if checkpoint.format == "gguf":
+        return SafetensorsReader(gguf_entries(checkpoint.files[0].path))
+    return SafetensorsReader(logical_entries(checkpoint.entries, quantization_of(checkpoint.folder)))
+
+
+def open_stored_reader(checkpoint: Checkpoint) -> SourceReader:
+    """Return what reads the checkpoint's tensors as its files have them: scales are tensors beside the codes."""
+    return SafetensorsReader(checkpoint.entries) if checkpoint.format == "safetensors" else open_reader(checkpoint)
 
 
 class SafetensorsReader:
     """Reads tensors that are extents of files: of safetensors, and of GGUF."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.format == "gguf":
-            self.entries = gguf_entries(checkpoint.files[0].path)
-        else:
-            self.entries = logical_entries(checkpoint.entries, quantization_of(checkpoint.folder))
+    def __init__(self, entries: Mapping[str, AtRest]) -> None:
+        self.entries = entries
 
     def borrow(self, name: str) -> torch.Tensor:
         """Return the tensor as the checkpoint has it."""

@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError
 from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.packed import AtRest, PackedTensor
-from stages.checkpoints.readers import open_reader
+from stages.checkpoints.readers import open_stored_reader
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
 from stages.empty_init.tied import check_tied_parameters_on_same_device
@@ -44,7 +44,7 @@ def load_state_dict(
 
     A name goes by its longest prefix in the map; one that the map leaves out, or puts on ``disk``, is on the cpu.
     """
-    reader = open_reader(open_checkpoint(Path(checkpoint_file)))
+    reader = open_stored_reader(open_checkpoint(Path(checkpoint_file)))
     found = {}
     for name, entry in reader.entries.items():
         tensor = reader.read(name, torch_dtype(entry.dtype))

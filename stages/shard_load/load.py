@@ -16,7 +16,7 @@ from stages.checkpoints.checkpoint import Checkpoint, identity
 from stages.checkpoints.codecs.planes import can_pack
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, rest_bytes
-from stages.checkpoints.readers import SourceReader, open_reader
+from stages.checkpoints.readers import SourceReader, open_reader, open_stored_reader
 from stages.empty_init.merges import sources_in_order
 from stages.empty_init.names import Step
 from stages.empty_init.skeleton import Skeleton, TensorSpec
@@ -231,10 +231,14 @@ def prepare(
 ) -> Load:
     """Return the load of ``checkpoint`` into ``model``, checked against its ``skeleton`` from headers alone.
 
-    ``homes`` says where each of the skeleton's tensors goes. ``strict`` and ``partial`` say which of the two may
-    lack tensors of the other; see ``match_checkpoint``.
+    A model that computes with codes and scales itself has them as the files do. ``homes`` says where each of the
+    skeleton's tensors goes. ``strict`` and ``partial`` say which of the two may lack tensors of the other; see
+    ``match_checkpoint``.
     """
     reader = open_reader(checkpoint)
+    scales = checkpoint.entries.keys() - reader.entries.keys()
+    if any(spec.name in scales for spec in skeleton.tensors):
+        reader = open_stored_reader(checkpoint)
     match = match_checkpoint(
         model, skeleton, checkpoint=checkpoint, entries=reader.entries, strict=strict, partial=partial
     )
