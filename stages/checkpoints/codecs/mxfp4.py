@@ -36,8 +36,8 @@ _GROUP_BYTES = 16
 _WORD_BYTES = 4
 """Bytes of a row that are brought to their place together, as one word with a scale beside each."""
 _GROUP_WORDS = _GROUP_BYTES // _WORD_BYTES
-_TILE_WORDS = 2**15
-"""Words that are looked up at a time: what that takes beside the table fits in a core's cache, under a megabyte."""
+_TILE_WORDS = 2**16
+"""Words that are looked up at a time: few enough for a core's cache, so many that threads seldom want Python's lock."""
 _SCALE_OF_EACH = np.uint64(0x0100010001000100)
 
 Numbers = npt.NDArray[np.unsignedinteger[Any]]

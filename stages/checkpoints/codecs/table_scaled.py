@@ -23,14 +23,16 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import ShardFile
 from stages.machine.aligned_memory import Bytes
+from stages.machine.operator_threads import alone, elements_alone
 from stages.units import DTYPE_BYTES
 
 NAME = "nf4"
 RUNS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """How many values may share a scale."""
 
-_TILE = 2**14
-"""How many values are unpacked at once: whole runs, in a core's cache, and fewer than torch shares among threads."""
+_TILE = elements_alone(2**17)
+"""How many values are unpacked at once: few enough for a core's cache, so many that threads seldom want Python's lock.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,13 @@ class TableScaled:
         scales = torch.from_numpy(self._scales(block, data))[:, None]
         made = torch.from_numpy(target).view(torch_dtype(tensor.dtype)).view(-1, self.run)[block.begin : block.end]
         codes, pairs = data[0].reshape(-1, self.run // 2), _pairs(self.values)
-        floats = np.empty((min(len(codes), _TILE // self.run), self.run), np.float32)
-        for begin in range(0, len(codes), len(floats)):
-            some = slice(begin, begin + len(floats))
-            values = floats[: len(codes[some])]
-            np.take(pairs, codes[some], out=values.view(pairs.dtype), mode="clip")
-            made[some].copy_(torch.from_numpy(values).mul_(scales[some]))
+        floats = np.empty((min(len(codes), max(1, _TILE // self.run)), self.run), np.float32)
+        with alone():
+            for begin in range(0, len(codes), len(floats)):
+                some = slice(begin, begin + len(floats))
+                values = floats[: len(codes[some])]
+                np.take(pairs, codes[some], out=values.view(pairs.dtype), mode="clip")
+                made[some].copy_(torch.from_numpy(values).mul_(scales[some]))
 
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return rows ``begin`` to ``end``; null where they, or the scales of theirs, aren't whole runs."""
