@@ -1,8 +1,9 @@
 """Weights in FP8 or FP4, or in integers of as many bits, with one scale for each block of a matrix.
 
 What comes out is ``(code as float32 * scale as float32)`` rounded to the dtype in use, as transformers dequantises. A
-code of FP8 is a float16 but for its exponent, so shifting its bits makes one, and a table has those of the other
-formats; the rest is a conversion, a product and a rounding, which torch has vectorised and numpy has not.
+code of FP8 is a float16 but for its exponent, so shifting its bits makes one, and a table has those of four bits; the
+rest is a conversion, a product and a rounding, which torch has vectorised and numpy has not. Its operators run in the
+thread that unpacks, and start no others.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ def _pairs(values: npt.NDArray[np.float16]) -> npt.NDArray[np.uint32]:
 
 
 _FP4_PAIRS, _INT4_PAIRS = _pairs(_E2M1), _pairs(_INT4)
-_INT8 = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float16).view(np.int16)
 
 _EXPONENTS = np.ldexp(np.float32(1), np.arange(-127, 128))
 _SCALES_OF_A_BYTE = {
@@ -209,7 +209,9 @@ def _decode_fp4(codes: Bytes, bits: npt.NDArray[np.int16]) -> None:
 
 
 def _decode_int8(codes: Bytes, bits: npt.NDArray[np.int16]) -> None:
-    np.take(_INT8, codes, out=bits, mode="clip")
+    np.copyto(bits, codes.view(np.int8))
+    bits += np.int16(0x6400 + 128)  # the float16 of 1024, whose last bits are worth one each
+    torch.from_numpy(bits).view(torch.float16).sub_(1024 + 128)
 
 
 def _decode_int4(codes: Bytes, bits: npt.NDArray[np.int16]) -> None:
