@@ -54,6 +54,17 @@ def test_a_packed_checkpoint_is_unpacked_by_transformers_to_its_twin(
     assert sum(file.stat().st_size for file in files) < sum(file.stat().st_size for file in twin.glob("*.safetensors"))
 
 
+def test_what_was_packed_is_counted_by_the_index_of_the_store(tmp_path: Path) -> None:
+    plain = {"dtype": "float32", "shape": [9], "bytes": 36}
+    packed = {"dtype": "bfloat16", "shape": [3, 4], "codec": "zstd"}
+    incompressible = {"dtype": "bfloat16", "shape": [7], "codec": "none"}
+    told = {"a": plain, "b.zstd": packed, "c.zstd": incompressible}
+    tmp_path.joinpath("index.json").write_text(json.dumps(told))
+    tmp_path.joinpath("a.dat").write_bytes(bytes(36))
+    tmp_path.joinpath("b.zstd.dat").write_bytes(bytes(17))
+    assert importlib.import_module("tests.benchmarks.codec").packed_sizes(tmp_path) == {"rested": 24, "packed": 17}
+
+
 def test_where_packing_stops_to_pay_is_found_between_the_rates() -> None:
     assert codec_table.break_even({1e8: 2.0, 4e8: 0.5}) == pytest.approx(2e8)
     assert codec_table.break_even({1e8: 1.5, 4e8: 1.0, 8e8: 0.9}) == pytest.approx(4e8)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stages.units import parse_size
+from stages.units import DTYPE_BYTES, parse_size
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import make
 from tests.benchmarks.codec_table import BASE, FULL, LOSSLESS, PACKED, THEIRS, lines, points
@@ -139,7 +140,7 @@ def first_run(setting: Setting, sides: Sides) -> Side:
     first = sides[PACKED]()
     told = " ".join(f"{key}={value}" for key, value in first.items() if key not in ("tokens", "answers"))
     say(f"first run  {PACKED:42} {told}")
-    return first | {"rested": _bytes_in(setting.checkpoint), "packed": _bytes_in(_store(setting))}
+    return first | packed_sizes(_store(setting))
 
 
 def timed_side(setting: Setting, options: Sequence[str]) -> Side:
@@ -161,8 +162,15 @@ def _store(setting: Setting) -> Path:
     return setting.work / "packed"
 
 
-def _bytes_in(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+def packed_sizes(store: Path) -> dict[str, int]:
+    """Return the bytes of the packed copies in an offload ``store``, and of the tensors that they are of."""
+    found = {"rested": 0, "packed": 0}
+    for index in store.rglob("index.json"):
+        for name, told in json.loads(index.read_text()).items():
+            if told.get("codec", "none") != "none":
+                found["rested"] += math.prod(told["shape"]) * int(DTYPE_BYTES[told["dtype"]])
+                found["packed"] += index.with_name(f"{name}.dat").stat().st_size
+    return found
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ from stages.checkpoints.packed import PackedTensor
 from stages.checkpoints.packed_reads import read_packed
 from stages.checkpoints.readers import open_reader
 from stages.checkpoints.shard_files import ShardFile
+from stages.shard_load.offload_store import StoredTensor, open_store
+from stages.shard_load.packed_copies import find_packed, note_plain, put_packed
 from tests.fuzz.formats import ALONE, RIGHT, Format, require
 from tests.fuzz.mutations import JSON, SAFETENSORS
 from tests.fuzz.packed_mutations import FRAMES, GGUF
@@ -34,6 +36,7 @@ from tests.stages.checkpoints.ggufs import random_blocks, raw_gguf, settings, te
 
 BLOCK = (4, 8)
 GROUP_BYTES = 16
+_SHAPE, _RUN = (6, 40), 80
 Reference = Callable[[Tensors], Tensors]
 
 
@@ -196,39 +199,49 @@ def _by_gguf(path: Path) -> Tensors | None:
         return None
 
 
-def _make_planes(folder: Path) -> None:
-    compressor = new_compressor()
+def _stored() -> dict[str, tuple[torch.Tensor, StoredTensor]]:
+    """Return tensors with how a store has them."""
+    found = {}
     for number, dtype in enumerate((torch.bfloat16, torch.float16, torch.float32)):
-        whole = (_matrix(number, 6, 40) * 0.02).to(dtype)
+        whole = (_matrix(number, *_SHAPE) * 0.02).to(dtype)
         name = str(dtype).removeprefix("torch.")
-        data, run = whole.view(-1).view(torch.uint8).numpy(), 80
-        size = whole.element_size()
-        tiles = [pack_tile(data[begin * size : end * size], name, compressor) for begin, end in tile_borders(240, run)]
-        told = {
-            "dtype": name,
-            "shape": [6, 40],
-            "run": run,
-            "tiles": [[len(frame) for frame in tile] for tile in tiles],
-        }
-        folder.joinpath(f"{name}.json").write_text(json.dumps(told))
-        folder.joinpath(f"{name}.dat").write_bytes(b"".join(frame for tile in tiles for frame in tile))
+        found[name] = whole, StoredTensor(name, _SHAPE, (f"source.{name}",))
+    return found
 
 
-def _attempt_planes(folder: Path, pristine: Path) -> str:
-    """What comes out has the bits that were packed; a change that isn't found is one that harmed nothing."""
-    for index in sorted(folder.glob("*.json")):
-        found, whole = (_read_planes(place / index.name) for place in (folder, pristine))
-        require(same(found, whole), f"{index.stem}: {found!r}")
+def _make_copies(folder: Path) -> None:
+    store, compressor = open_store(folder / "offload", "key"), new_compressor()
+    with store.locked():
+        for name, (whole, told) in _stored().items():
+            data, size = whole.view(-1).view(torch.uint8).numpy(), whole.element_size()
+            borders = tile_borders(whole.numel(), _RUN)
+            tiles = (pack_tile(data[begin * size : end * size], name, compressor) for begin, end in borders)
+            put_packed(store, name, told, tiles, run=_RUN)
+        note_plain(store, "noise", StoredTensor("bfloat16", (3,), ()))
+        store.publish()
+
+
+def _attempt_copies(folder: Path, _pristine: Path) -> str:
+    """What comes out has the bits that were packed; a copy that the store has set aside is made again, in a run."""
+    stored = _stored()
+    found = find_packed(open_store(folder / "offload", "key"), {name: told for name, (_, told) in stored.items()})
+    for name, copy in found.items():
+        made = read_packed(copy) if copy else stored[name][0]
+        require(same(made, stored[name][0]), f"{name}: {made!r}")
     return RIGHT
 
 
-def _read_planes(index: Path) -> torch.Tensor:
-    told, path = json.loads(index.read_text()), index.with_suffix(".dat")
-    codec = codec_of(told["dtype"], 240, told["run"], told["tiles"])
-    if codec is None:
-        raise ValueError(f"{index}: no codec")
-    file = ShardFile(path.name, path, path.stat().st_size, None, "")
-    return read_packed(codec.located(file, 0, tuple(told["shape"])))
+def _attempt_planes(folder: Path, _pristine: Path) -> str:
+    """Read the copies without the store, which knows each block of them: what was damaged later is found too."""
+    told = json.loads((folder / "offload" / "index.json").read_bytes())
+    for name, (whole, _) in _stored().items():
+        entry, path = told[f"{name}.zstd"], folder / "offload" / f"{name}.zstd.dat"
+        codec = codec_of(name, whole.numel(), entry["run"], entry["tiles"])
+        require(codec is not None, f"{name} has no codec")
+        if codec is not None:
+            made = read_packed(codec.located(ShardFile(path.name, path, path.stat().st_size, None, ""), 0, _SHAPE))
+            require(same(made, whole), f"{name}: {made!r}")
+    return RIGHT
 
 
 _fp8, _mxfp4 = (partial(_attempt_weights, reference=reference) for reference in (_by_fp8, _by_mxfp4))
@@ -238,5 +251,7 @@ FORMATS = (
     Format("mxfp4", _make_mxfp4, ("*.safetensors",), SAFETENSORS, _mxfp4),
     Format("mxfp4 config", _make_mxfp4, ("config.json",), JSON, _attempt_config),
     Format("gguf", _make_gguf, ("*.gguf",), GGUF, _attempt_gguf),
-    Format("planes", _make_planes, ("*.dat",), FRAMES, _attempt_planes),
+    Format("packed copies", _make_copies, ("offload/*.dat",), FRAMES, _attempt_copies),
+    Format("planes", _make_copies, ("offload/*.dat",), FRAMES, _attempt_planes),
+    Format("packed index", _make_copies, ("offload/*.json",), JSON, _attempt_copies),
 )
