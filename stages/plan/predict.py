@@ -222,7 +222,7 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, process: int) -> dict[D
     staging = min(plan.staging_bytes, through)
     layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
     computing = [_computes(outline, plan, name) for name in layers]
-    bounced = _bounced(plan)
+    bounced = _bounced(outline, plan)
     peaks: dict[DeviceId, dict[str, int]] = {}
     for device in in_tier_order([*plan.resident_bytes, plan.main_device, CPU]):
         held = {"weights": plan.resident_bytes.get(device, 0)}
@@ -255,10 +255,22 @@ def _computed_share(outline: Outline, plan: Plan, device: DeviceId) -> float:
     return computed[device] / max(1, computed.total())
 
 
-def _bounced(plan: Plan) -> int:
-    """Return the host memory that experts pass through on their way from storage to a slot, wherever that is."""
-    stored = any(serving == "experts" and plan.homes[name] == DISK for name, serving in plan.serving.items())
-    return READERS * sum(min(CHUNK_BYTES, pool.unit_bytes) for pool in plan.pools.values()) if stored else 0
+def _bounced(outline: Outline, plan: Plan) -> int:
+    """Return the host memory that experts pass through on their way from storage to a slot, wherever that is.
+
+    For an accelerator an expert's tensor that rests packed is unpacked there, whole where it must be.
+    """
+    brought = [name for name, serving in plan.serving.items() if serving == "experts"]
+    stored = any(plan.homes[name] == DISK for name in brought)
+    chunks = READERS * sum(min(CHUNK_BYTES, pool.unit_bytes) for pool in plan.pools.values()) if stored else 0
+    unpacked: dict[DeviceId, int] = {}
+    on_host = set(plan.packed_on_host)
+    for name in brought:
+        device = plan.execution[parent(name)]
+        if device != CPU and name in outline.packed and (plan.homes[name] == DISK or name in on_host):
+            size = outline.sizes[name] // outline.experts[parent(name)].count
+            unpacked[device] = max(unpacked.get(device, 0), size)
+    return max(chunks, sum(min(READERS * size, max(PINNED_BYTES, size)) for size in unpacked.values()))
 
 
 def _unpacking_bytes(outline: Outline, plan: Plan) -> int:

@@ -22,6 +22,7 @@ from stages.plan.stage import make_plan
 from stages.plan.table import render
 from stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
+from tests.stages.plan.skeletons import at_rest
 
 NAMES = ["Mixtral", "Qwen3-MoE", "DeepSeek-V3", "gpt-oss"]
 many = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -281,6 +282,22 @@ def test_what_is_read_into_slots_passes_through_buffers_of_the_host() -> None:
     assert plan.predicted[CPU]["staging"] == 4 * expert_bytes(model), "four readers, each with an expert at most"
     from_host = plan_for(model, _0=dense_bytes(model) + 4 * expert_bytes(model), cpu=model.skeleton.bytes)
     assert from_host.predicted[CPU]["staging"] == 0
+
+
+def test_what_is_unpacked_for_slots_of_an_accelerator_passes_through_buffers_of_a_tensor_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = mixture("Mixtral")
+    model = at_rest(plain, {name: plain.sizes[name] // 2 for name in plain.expert_tensors})
+    monkeypatch.setattr("stages.plan.predict.CHUNK_BYTES", 1)
+    plan = plan_for(model, _0=dense_bytes(model) + 4 * expert_bytes(model), cpu=0)
+    largest = max(plain.sizes[name] for name in plain.expert_tensors) // 6
+    assert plan.predicted[CPU]["staging"] - plan_for(plain, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"] == (
+        4 * (largest - 1)
+    )
+    monkeypatch.setattr("stages.plan.predict.PINNED_BYTES", 1)
+    small = plan_for(model, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"]
+    assert small == largest, "one is enough, which several threads unpack into"
 
 
 def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> None:
