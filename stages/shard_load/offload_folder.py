@@ -25,7 +25,7 @@ from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular
 from stages.machine.aligned_memory import byte_view
 from stages.shard_load.expert_rows import Rows, locate_rows, read_rows
-from stages.shard_load.offload_store import read_index
+from stages.shard_load.offload_store import plain_index, read_index
 from stages.units import DTYPE_BYTES, format_bytes
 
 
@@ -116,7 +116,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise ValueError("OffloadedWeightsLoader needs a state_dict, a save_folder or an index")
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
-        self.index = (read_index(Path(save_folder)) if save_folder is not None else {}) if index is None else index
+        self.index = (plain_index(Path(save_folder)) if save_folder is not None else {}) if index is None else index
         self.device = device
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self._headers: dict[Path, tuple[ShardFile, dict[str, Extent]]] = {}

@@ -234,6 +234,11 @@ def read_index(folder: Path) -> dict[str, Any]:
     return {name: entry for name, entry in read_object(folder / INDEX_NAME).items() if isinstance(entry, dict)}
 
 
+def plain_index(folder: Path) -> dict[str, Any]:
+    """Return what ``read_index`` does of those tensors that lie in ``folder`` as they are used."""
+    return {name: entry for name, entry in read_index(folder).items() if "codec" not in entry}
+
+
 def _is_empty(folder: Path) -> bool:
     """Return whether nothing is in ``folder`` but hidden files, as another job's claim in the making is."""
     return all(item.name.startswith(".") for item in folder.iterdir())

@@ -42,7 +42,8 @@ def put_packed(store: OffloadStore, name: str, tensor: StoredTensor, tiles: Iter
             lengths.append(list(map(len, tile)))
             yield from tile
 
-    told = {**tensor.origin, "codec": NAME, "run": run, "tiles": lengths}  # the last is full once all is written
+    told = {**tensor.origin, "codec": NAME, "unpacked": tensor.bytes, "run": run}
+    told["tiles"] = lengths  # which is full once all is written
     store.put_pieces(_key(name), told, frames())
 
 

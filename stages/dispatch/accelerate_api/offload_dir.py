@@ -17,7 +17,7 @@ from stages.plan.plan import Plan
 from stages.shard_load import OffloadedWeightsLoader, offload_state_dict
 from stages.shard_load.disk_weights import DiskWeights
 from stages.shard_load.expert_rows import Rows, locate_rows
-from stages.shard_load.offload_store import read_index
+from stages.shard_load.offload_store import plain_index
 from stages.units import DISK
 
 
@@ -86,7 +86,7 @@ def store_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
 
     A tensor on meta has no values: the folder must have it, else that is a ``CheckpointError``.
     """
-    index = read_index(folder)
+    index = plain_index(folder)
     stored = OffloadedWeightsLoader(save_folder=folder, index=index)
     for name, tensor in weights.items():
         if not tensor.is_meta:

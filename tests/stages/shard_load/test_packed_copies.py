@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -16,14 +17,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rich.filesize import decimal
 from safetensors.torch import load_file
 
 from pipeline.cache.block_sums import INDEX_NAME, find_store_damage
+from pipeline.cache.command import main
+from pipeline.cache.housekeeping import entries
 from pipeline.errors import CheckpointError, StorageError
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import PackedTensor, rest_bytes
 from stages.checkpoints.readers import read_extent
 from stages.empty_init.init import init_empty_weights
+from stages.shard_load import OffloadedWeightsLoader
 from stages.shard_load.offload_store import StoredTensor, open_store
 from stages.shard_load.packed_copies import find_packed
 from tests.stages.shard_load.checkpoints import FakeContext, assert_same, load, make_context, revive, state_of
@@ -48,8 +53,8 @@ def empty_model(config: Any) -> Any:
 
 def context_of(root: Path, checkpoint: Path, config: Any, **keys: Any) -> FakeContext:
     """Return a context in which all lies on disk and is packed."""
-    keys = {"where": lambda _: "disk", "packs": True, **keys}
-    return make_context(root, checkpoint, partial(empty_model, config), **keys)
+    keys = {"make": partial(empty_model, config), "where": lambda _: "disk", "packs": True, **keys}
+    return make_context(root, checkpoint, **keys)
 
 
 def packed_of(placed: Any) -> dict[str, PackedTensor]:
@@ -267,3 +272,38 @@ def test_a_disk_that_fills_up_while_packing_is_one_clear_line(tmp_path: Path, mo
         load(context, tmp_path / "out")
     monkeypatch.undo()
     assert packed_of(load(context, tmp_path / "out"))
+
+
+def test_the_cache_tells_what_reading_packing_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(LLAMA).save_pretrained(tmp_path / "checkpoint")
+    placed = load(context_of(tmp_path, tmp_path / "checkpoint", LLAMA), tmp_path / "out")
+    (entry,) = entries(tmp_path / "cache")
+    packed = packed_of(placed).values()
+    assert (entry.packed, entry.unpacked) == (sum(map(rest_bytes, packed)), sum(tensor.bytes for tensor in packed))
+    with suppress(SystemExit):
+        main(["--outputs", str(tmp_path), "list"])
+    assert f"{decimal(entry.unpacked)} in {decimal(entry.packed)}" in capsys.readouterr().out
+
+
+def test_the_field_s_loader_knows_nothing_of_copies(tmp_path: Path) -> None:
+    make_model(LLAMA, torch.float32).save_pretrained(tmp_path / "checkpoint")
+    load(context_of(tmp_path, tmp_path / "checkpoint", LLAMA, offload_folder=str(tmp_path / "store")), tmp_path / "out")
+    found = OffloadedWeightsLoader(save_folder=tmp_path / "store")
+    assert "model.norm.weight" in found
+    assert not [name for name in found if "zstd" in name]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in found.values())
+
+
+def test_two_runs_that_pack_at_once_come_to_one_store(tmp_path: Path) -> None:
+    model = make_model(MIXTRAL)
+    model.save_pretrained(tmp_path / "checkpoint")
+    keys = {"checkpoint": tmp_path / "checkpoint", "config": MIXTRAL, "offload_folder": str(tmp_path / "store")}
+    models = [empty_model(MIXTRAL) for _ in range(2)]  # here: making one sets torch's dtype for all threads
+    contexts = [
+        context_of(tmp_path / str(number), make=lambda made=made: made, **keys) for number, made in enumerate(models)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda context: load(context, context.cache.with_name("out")), contexts))
+    for placed in both:
+        assert_same(state_of(placed), model.state_dict())
+    assert find_store_damage(tmp_path / "store") is None
