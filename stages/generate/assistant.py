@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import CheckpointError, ConfigError, Fault, OffstageError, StorageError
@@ -16,6 +17,7 @@ from pipeline.stage import Context
 from stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
+from stages.checkpoints.weight_files import gguf_file
 from stages.empty_init.identity import quantization_fault, text_identity
 from stages.plan import plan as plans
 from stages.plan.request.assistant import KEY, assistant_node
@@ -30,6 +32,9 @@ def check_assistant_folder(generate: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield why the folder that ``generate`` names can't be an assistant's, as far as its files show it."""
     path = generate.get(KEY)
     if path is None:
+        return
+    if isinstance(path, str) and gguf_file(Path(path)) is not None:
+        yield Fault(_KEY, f"{path!r} is in GGUF, which a model is read from, not an assistant; give one of safetensors")
         return
     if not isinstance(path, str) or not checkpoint_folder({"path": path}).is_dir():
         yield Fault(_KEY, f"{path!r} is no folder; give that of a small checkpoint with the same tokenizer")

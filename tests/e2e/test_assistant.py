@@ -77,6 +77,7 @@ def harms(assistant: Path, folder: Path) -> dict[str, tuple[tuple[str, ...], str
     named = f"generate.assistant_model={assistant}"
     bare = folder / "bare"
     bare.mkdir()
+    (folder / "small.gguf").write_bytes(b"GGUF")
     other = Path(shutil.copytree(assistant, folder / "other"))
     tokenizer = json.loads(other.joinpath("tokenizer.json").read_text())
     words = tokenizer["model"]["vocab"]
@@ -88,6 +89,7 @@ def harms(assistant: Path, folder: Path) -> dict[str, tuple[tuple[str, ...], str
         "no folder": (("generate.assistant_model=gone",), "gone' is no folder; give that of a small checkpoint"),
         "no path": (("generate.assistant_model=5",), "5 is no folder"),
         "an empty folder": ((f"generate.assistant_model={bare}",), "generate.assistant_model: "),
+        "a GGUF file": ((f"generate.assistant_model={folder / 'small.gguf'}",), "is in GGUF"),
         "fewer words": ((f"generate.assistant_model={words_less}",), "has 3000 words and the model 3072"),
         "another tokenizer": ((f"generate.assistant_model={other}",), "has a tokenizer with other tokens"),
         "beams": ((named, "generate.num_beams=2"), "generate.num_beams: 2 can't go with generate.assistant_model"),

@@ -1,7 +1,9 @@
 """Models in GGUF files: the tokens that transformers gets of them, wherever the weights lie."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import offstage
 import pytest
@@ -37,8 +39,20 @@ def _one_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
 
+ON_DISK = {"": 0, "model.layers": "disk"}
+TIERS: Mapping[str, dict[str, Any]] = {
+    "in memory": {"device_map": {"": "cpu"}},
+    "in memory and on disk": {"device_map": "sequential", "max_memory": {"cpu": "9MB"}},
+    "on disk": {"device_map": {"": "disk"}},
+    "from disk to an accelerator": {"device_map": ON_DISK, "max_memory": {0: "20MB", "cpu": "9MB"}},
+    "from the host to an accelerator": {"device_map": {**ON_DISK, "model.layers": "cpu"}},
+}
+DEVICES = [{"name": "small", "memory": "40MB"}]
+
+
 @pytest.mark.parametrize(
-    ("architecture", "tier"), [("llama", "both"), ("llama", "disk"), ("qwen2", "cpu"), ("qwen3moe", "both")]
+    ("architecture", "tier"),
+    [*(("llama", tier) for tier in TIERS), ("qwen2", "in memory"), ("qwen3moe", "in memory and on disk")],
 )
 def test_the_tokens_are_those_of_the_model_that_transformers_unpacks(
     tmp_path: Path, architecture: str, tier: str
@@ -47,18 +61,15 @@ def test_the_tokens_are_those_of_the_model_that_transformers_unpacks(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
     asked = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)(PROMPT, return_tensors="pt")
     wanted = theirs.generate(**asked, max_new_tokens=6, do_sample=False)
-    device_map = {"cpu": {"": "cpu"}, "disk": {"": "disk"}}.get(tier, "sequential")
-    memory = {"cpu": "9MB" if tier == "both" else "1GB"}
-    with offstage.load(
-        path, max_memory=memory, device_map=device_map, hardware={"rates": RATES}, max_length=32
-    ) as loaded:
+    hardware = {"rates": RATES, **({"devices": DEVICES} if "accelerator" in tier else {})}
+    with offstage.load(path, hardware=hardware, max_length=32, **TIERS[tier]) as loaded:
         again = loaded.tokenizer(PROMPT, return_tensors="pt")
         assert torch.equal(again.input_ids, asked.input_ids)
         assert {tensor.dtype for tensor in loaded.model.state_dict().values()} == {torch.float32}
         got = loaded.model.generate(**again, max_new_tokens=6, do_sample=False)
         streamed, forecast = loaded.traffic.streamed_bytes, loaded.plan.forecast
     assert torch.equal(got, wanted)
-    if tier == "disk":
+    if tier == "on disk":
         entries = open_checkpoint(path).entries
         at_rest = sum(entry.bytes for name, entry in entries.items() if name not in UNREAD)
         passes = got.shape[1] - asked.input_ids.shape[1]
