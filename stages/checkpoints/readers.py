@@ -25,7 +25,7 @@ from stages.checkpoints.legacy_pickle import check_storages
 from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
 from stages.checkpoints.packed_reads import fill_packed, read_packed
 from stages.checkpoints.quantised import logical_entries
-from stages.checkpoints.quantization import quantization_of
+from stages.checkpoints.quantization import SERVED, method_of, quantization_of
 from stages.checkpoints.safetensors_header import check_name
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
 from stages.machine.aligned_memory import byte_view
@@ -59,16 +59,24 @@ class SourceReader(Protocol):
 
 def open_reader(checkpoint: Checkpoint) -> SourceReader:
     """Return what reads the checkpoint's tensors as a model uses them, in whatever they rest."""
-    if checkpoint.format == "bin":
-        return PickleReader(checkpoint)
     if checkpoint.format == "gguf":
         return SafetensorsReader(gguf_entries(checkpoint.files[0].path))
-    return SafetensorsReader(logical_entries(checkpoint.entries, quantization_of(checkpoint.folder)))
+    quantization = quantization_of(checkpoint.folder)
+    if checkpoint.format == "safetensors":
+        return SafetensorsReader(logical_entries(checkpoint.entries, quantization))
+    if method_of(quantization) in SERVED:
+        raise CheckpointError(
+            f"{checkpoint.path}: weights quantised by {method_of(quantization)!r} are served of safetensors alone; "
+            "save the checkpoint again as safetensors"
+        )
+    return PickleReader(checkpoint)
 
 
 def open_stored_reader(checkpoint: Checkpoint) -> SourceReader:
     """Return what reads the checkpoint's tensors as its files have them: scales are tensors beside the codes."""
-    return SafetensorsReader(checkpoint.entries) if checkpoint.format == "safetensors" else open_reader(checkpoint)
+    if checkpoint.format == "gguf":
+        return open_reader(checkpoint)
+    return PickleReader(checkpoint) if checkpoint.format == "bin" else SafetensorsReader(checkpoint.entries)
 
 
 class SafetensorsReader:

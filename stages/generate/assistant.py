@@ -20,7 +20,7 @@ from stages.checkpoints.tokenizers import load_tokenizer
 from stages.checkpoints.weight_files import gguf_file
 from stages.empty_init.identity import quantization_fault, text_identity
 from stages.plan import plan as plans
-from stages.plan.request.assistant import KEY, assistant_node
+from stages.plan.request.assistant import KEY, assistant_node, assistant_weights
 from stages.plan.request.geometry import read_geometry
 
 _KEY = f"generate.{KEY}"
@@ -123,7 +123,7 @@ def loaded_assistant(path: str | None, context: Context) -> Iterator[Assistant |
     from stages.generate.options import checkpoint_defaults
 
     main = plans.from_json(context.artifact("plan").json(plans.FILE_NAME)).main_device
-    whole = {main: 2 * _open(path).bytes}
+    whole = {main: 2 * assistant_weights(checkpoint_folder({"path": path}))}
     options = {"hardware": context.config["hardware"], "cache": context.cache}
     try:
         loaded = load(path, max_memory=whole, device_map=main, batch_size=1, max_length=2, **options)

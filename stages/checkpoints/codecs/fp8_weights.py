@@ -122,7 +122,7 @@ def _block(shape: tuple[int, ...], grid: tuple[int, int], declared: tuple[int, i
     if not all((*sizes, *grid)):
         return None
     if declared and grid == tuple(-(-size // step) for size, step in zip(sizes, declared, strict=True)):
-        return declared
+        return min(declared[0], sizes[0]), min(declared[1], sizes[1])
     if any(size % count for size, count in zip(sizes, grid, strict=True)):
         return None
     return sizes[0] // grid[0], sizes[1] // grid[1]

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from pipeline.errors import CheckpointError
 from stages.shard_load import load_checkpoint_in_model, load_state_dict
 
 
@@ -54,3 +55,14 @@ def test_a_plain_module_gets_what_both_are_together(checkpoint: Path) -> None:
     scales = load_state_dict(checkpoint / "scales.safetensors")["0.weight_scale_inv"]
     spread = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
     assert torch.equal(model.get_parameter("0.weight"), codes.float() * spread)
+
+
+def test_codes_in_a_pickle_are_refused_before_they_pass_for_numbers(checkpoint: Path) -> None:
+    tensors = {
+        name: tensor for file in checkpoint.glob("*.safetensors") for name, tensor in load_state_dict(file).items()
+    }
+    pickled = checkpoint / "pytorch_model.bin"
+    torch.save(tensors, pickled)
+    with pytest.raises(CheckpointError, match=r"quantised by 'fp8' are served of safetensors alone"):
+        load_checkpoint_in_model(nn.Sequential(nn.Linear(32, 32, bias=False)), pickled)
+    assert load_state_dict(pickled).keys() == tensors.keys()

@@ -111,6 +111,12 @@ def test_a_weight_may_have_one_scale(tmp_path: Path, scales: torch.Tensor) -> No
     assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
 
 
+def test_a_block_may_be_declared_larger_than_any_weight(tmp_path: Path) -> None:
+    codes, scales = codes_of(64, 80), torch.tensor([[0.37]])
+    made = read_packed(packed(tmp_path, codes, scales, weight_block_size=[10**30, 10**20]))
+    assert same_bits(made, DEQUANTIZE._dequantize_one(codes, scales, torch.bfloat16))
+
+
 def test_each_expert_of_a_stack_may_have_one_scale(tmp_path: Path) -> None:
     codes, scales = codes_of(4, 32, 48), scales_of(4)
     made = read_packed(packed(tmp_path, codes, scales, weight_block_size=None))
