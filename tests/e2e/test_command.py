@@ -93,17 +93,6 @@ def test_prompts_are_strings_or_token_ids_and_come_from_a_file_too(offstage_here
     assert [output["prompt"] for output in file.record["outputs"]] == ["One prompt", "Another, longer prompt"]
 
 
-def test_a_sweep_shares_what_its_jobs_have_in_common(offstage: Run) -> None:
-    done = offstage("-m", "max_memory.cpu=2MB,3.8MB,8MB")
-    assert done.code == 0, done.err
-    assert len(done.records) == 3
-    tokens = {json.dumps(record["outputs"]) for record in done.records}
-    assert len(tokens) == 1
-    computed = [stage["name"] for record in done.records for stage in record["stages"] if not stage["cached"]]
-    assert computed.count("empty_init") == 1
-    assert computed.count("generate") == 3, "each placement is measured"
-
-
 def test_a_device_map_of_an_earlier_run_can_be_given_back(offstage_here: Run, tmp_path: Path) -> None:
     first = offstage_here("generate.max_new_tokens=4")
     plan = next(stage for stage in first.record["stages"] if stage["name"] == "plan")

@@ -18,6 +18,7 @@ from tests.e2e.conftest import Finished, finish, records_in, start
 
 Run = Callable[..., Finished]
 SLOW = "max_memory.cpu=1.9MB"
+DTYPES, GIVEN = ("float32", "bfloat16"), ("generate.max_new_tokens=2",)
 LONG = (2001, 2002, 2003)
 """Tokens of a job that runs long enough to be hit."""
 
@@ -72,16 +73,27 @@ def test_killed_interrupted_and_refused_jobs_leave_the_others_alone(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
-    """Return the folder in which a whole experiment was run, and what came of it."""
+    """Return the folder in which an experiment was run, with two of its dtypes and two budgets; and what came of it."""
     folder = tmp_path_factory.mktemp("experiment")
-    return folder, finish(start(folder, "experiment=precision", "generate.max_new_tokens=2"), folder, {})
+    given = ("experiment=precision", f'hydra.sweeper.params.dtype="{",".join(DTYPES)}"', *GIVEN)
+    return folder, finish(start(folder, *given, "max_memory.cpu=3.8MB,8MB"), folder, {})
 
 
 def test_an_experiment_is_a_whole_sweep(experiment: tuple[Path, Finished]) -> None:
     _, done = experiment
     assert done.code == 0, done.err
-    assert {record["config"]["dtype"] for record in done.records} == {"float32", "bfloat16", "float16"}
-    assert "3 of 3 completed" in done.out
+    asked = [(record["config"]["dtype"], record["config"]["max_memory"]["cpu"]) for record in done.records]
+    assert sorted(asked) == [(dtype, budget) for dtype in sorted(DTYPES) for budget in ("3.8MB", "8MB")]
+    assert "4 of 4 completed" in done.out
+
+
+def test_a_sweep_shares_what_its_jobs_have_in_common(experiment: tuple[Path, Finished]) -> None:
+    _, done = experiment
+    told = {(record["config"]["dtype"], json.dumps(record["outputs"])) for record in done.records}
+    assert len(told) == len(DTYPES), "under both budgets the tokens are the same"
+    computed = [stage["name"] for record in done.records for stage in record["stages"] if not stage["cached"]]
+    assert computed.count("empty_init") == len(DTYPES)
+    assert computed.count("generate") == 4, "each placement is measured"
 
 
 def test_all_jobs_plan_by_the_rates_that_were_measured_before_the_first(experiment: tuple[Path, Finished]) -> None:
@@ -96,8 +108,8 @@ def test_all_jobs_plan_by_the_rates_that_were_measured_before_the_first(experime
 def test_every_job_has_a_process_of_its_own_that_is_gone_afterwards(experiment: tuple[Path, Finished]) -> None:
     folder, _ = experiment
     assert list(job_processes(folder)) == []
-    jobs = list(folder.glob("outputs/multirun/*/*/[012]"))
-    assert len(jobs) == 3
+    jobs = list(folder.glob("outputs/multirun/*/*/[0123]"))
+    assert len(jobs) == 4
     for job in jobs:
         assert job.joinpath(".hydra", "overrides.yaml").is_file()
         log = job.joinpath("run.log").read_text()
@@ -108,7 +120,7 @@ def test_every_job_has_a_process_of_its_own_that_is_gone_afterwards(experiment: 
 def test_the_folders_of_a_sweep_are_those_of_the_design(experiment: tuple[Path, Finished]) -> None:
     (path,) = experiment[0].glob("outputs/multirun/*/*/0/run.json")
     record = json.loads(path.read_text())
-    assert set(record["overrides"]) == {"experiment=precision", "generate.max_new_tokens=2", "dtype=float32"}
+    assert set(record["overrides"]) == {"experiment=precision", *GIVEN, "dtype=float32", "max_memory.cpu=3.8MB"}
     assert record["status"] == "completed"
 
 
