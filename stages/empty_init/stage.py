@@ -79,7 +79,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 12
+    version = 13
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

@@ -51,7 +51,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 15
+    version = 16
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 

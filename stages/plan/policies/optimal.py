@@ -44,12 +44,13 @@ from stages.plan.placement import (
     streamed_bytes,
 )
 from stages.plan.policies.balanced import balanced
+from stages.plan.policies.even_choice import below, fitting, total_bytes
+from stages.plan.policies.packed_experts import with_experts_packed
 from stages.plan.policies.sequential import sequential
 from stages.plan.policies.subset_sums import subset_sums
 from stages.plan.token_time import slowest, token_seconds
 from stages.units import CPU, DISK, DeviceId, in_tier_order
 
-_GOLDEN = 0.6180339887498949
 _TRIES = 8
 """How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
 _SHARES = 8
@@ -63,7 +64,9 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> P
     """
     placement = _as_used(outline, budgets, rates)
     stored = {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
-    if outline.experts or not stored or not budgets.get(CPU):
+    if outline.experts:
+        return with_experts_packed(outline, placement, budgets, rates or Rates())
+    if not stored or not budgets.get(CPU):
         return placement
     found = [placement, *_with_packed(outline, budgets, rates)]
     fitting = [one for one in found if find_shortage(outline, one, budgets) is None]
@@ -79,7 +82,7 @@ def _with_packed(outline: Outline, budgets: Budgets, rates: Rates | None) -> Ite
         stored = {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
         held, kept = resident_bytes(outline, placement.homes).get(CPU, 0), kept_free(outline, placement).get(CPU, 0)
         ahead = max(0, _two_largest(outline, stored - outline.lookups) - kept) if placement.main == CPU else 0
-        packed = _fitting(outline, stored - outline.lookups, budget - held - kept - ahead, at_rest=True)
+        packed = fitting(outline, stored - outline.lookups, budget - held - kept - ahead, at_rest=True)
         yield replace(placement, homes={**placement.homes, **dict.fromkeys(packed, CPU)}, packed=frozenset(packed))
 
 
@@ -98,7 +101,7 @@ def _beside_packed(outline: Outline, budgets: Budgets) -> int:
     leaders = {name for layer in outline.layers for name in layer.owned}
     stays = {name for name in leaders if name not in outline.packed and not _is_table(outline, name)}
     placement = Placement({name: CPU if name in stays else DISK for name in leaders}, CPU)
-    return _bytes(outline, stays) + kept_free(outline, placement).get(CPU, 0)
+    return total_bytes(outline, stays) + kept_free(outline, placement).get(CPU, 0)
 
 
 def _as_used(outline: Outline, budgets: Budgets, rates: Rates | None) -> Placement:
@@ -152,16 +155,12 @@ def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) ->
     held = resident_bytes(outline, {**dense.homes, **near}).get(CPU, 0)
     left = [name for name in names if name not in near]
     room = _less(budgets.get(CPU, 0), held)
-    homes = {**dense.homes, **near, **_below(outline, left, dense.main, {CPU: room})}
+    homes = {**dense.homes, **near, **below(outline, left, dense.main, {CPU: room})}
     if outline.experts and dense.main == CPU and room is not None:
         tables = {name for name, home in dense.homes.items() if home == CPU and _is_table(outline, name)}
-        spare = room + _bytes(outline, tables) - _bytes(outline, left)
-        homes |= dict.fromkeys(tables - _fitting(outline, tables, spare), DISK)
+        spare = room + total_bytes(outline, tables) - total_bytes(outline, left)
+        homes |= dict.fromkeys(tables - fitting(outline, tables, spare), DISK)
     return Placement(homes, dense.main)
-
-
-def _bytes(outline: Outline, names: Iterable[str]) -> int:
-    return sum(outline.sizes[name] for name in names)
 
 
 def _largest_expert(outline: Outline) -> int:
@@ -184,7 +183,7 @@ def _near(outline: Outline, away: Placement, budgets: Budgets) -> dict[str, Devi
     for device, names in computed.items():
         room = budgets.get(device, 0)
         taken = held.get(device, 0) + kept.get(device, 0)
-        near |= dict.fromkeys(names if room is None else _fitting(outline, names, room - taken), device)
+        near |= dict.fromkeys(names if room is None else fitting(outline, names, room - taken), device)
     return near
 
 
@@ -211,7 +210,7 @@ def _part_by_part(outline: Outline, budgets: Budgets) -> Iterator[Placement]:
     main, accelerators = _computing(budgets)
     homes, rest = _others(outline, budgets, accelerators[1:])
     names = [name for layer in rest for name in layer.owned]
-    placement = Placement({**homes, **_below(outline, names, main, budgets)}, main)
+    placement = Placement({**homes, **below(outline, names, main, budgets)}, main)
     if find_shortage(outline, placement, budgets, tight=True) is None:
         yield placement
 
@@ -237,14 +236,14 @@ def _split(outline: Outline, budgets: Budgets, *, plain_stays: bool = False) -> 
     homes, rest = _others(outline, budgets, accelerators[1:])
     tables = {name for layer in rest for name in layer.owned if main == CPU and _is_table(outline, name)}
     stays = {name for layer in rest for name in layer.owned if plain_stays and name not in outline.packed} - tables
-    left = None if room is None else room - _bytes(outline, stays)
+    left = None if room is None else room - total_bytes(outline, stays)
     streamed = None if left is None else _least_streamed(outline, _without(outline, rest, tables | stays), left)
     if streamed is None or room is None:
         return
-    kept = sum(layer.bytes for layer in rest) - _bytes(outline, streamed | tables)
-    streamed |= tables - _fitting(outline, tables, 0 if streamed else room - kept)
+    kept = sum(layer.bytes for layer in rest) - total_bytes(outline, streamed | tables)
+    streamed |= tables - fitting(outline, tables, 0 if streamed else room - kept)
     homes |= {name: main for layer in rest for name in layer.owned if name not in streamed}
-    homes |= _below(outline, [name for layer in rest for name in layer.owned if name in streamed], main, budgets)
+    homes |= below(outline, [name for layer in rest for name in layer.owned if name in streamed], main, budgets)
     placement = Placement(homes, main)
     if main in homes.values() and find_shortage(outline, placement, budgets) is None:
         yield placement
@@ -291,7 +290,7 @@ def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int) -> set
         extra = max(0, _two_parts(chosen, counts) - reserve)
         found = roomy if extra <= spare else tight
         if len(found) < _TRIES:
-            found.append(away - _fitting(outline, away, max(0, spare - extra)))
+            found.append(away - fitting(outline, away, max(0, spare - extra)))
         if len(roomy) == _TRIES:
             break
     return min(roomy or tight, key=lambda away: sum(outline.rest_sizes[name] for name in away), default=None)
@@ -318,41 +317,3 @@ def _two_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape, in
             held[module] += size
         parts += list(held.values()) * min(2, counts[shape])
     return sum(sorted(parts)[-2:])
-
-
-def _fitting(outline: Outline, names: Iterable[str], room: int, *, at_rest: bool = False) -> set[str]:
-    """Return those of ``names`` that fit into ``room`` bytes together, as they are used or ``at_rest``: the largest
-    are taken first.
-
-    Among equals they are taken from all over the order of execution: steps by the golden ratio never bunch.
-    """
-    taken: set[str] = set()
-    sizes = outline.rest_sizes if at_rest else outline.sizes
-    chosen = set(names)
-    ordered = [name for layer in outline.layers for name in layer.owned if name in chosen]
-    turn = {name: index * _GOLDEN % 1 for index, name in enumerate(ordered)}
-    for name in sorted(ordered, key=lambda name: (-sizes[name], turn[name])):
-        if sizes[name] <= room:
-            taken.add(name)
-            room -= sizes[name]
-    return taken
-
-
-def _below(outline: Outline, names: Sequence[str], main: DeviceId, budgets: Budgets) -> dict[str, DeviceId]:
-    """Return where streamed tensors wait: on the host as far as it goes, the rest on disk, evenly in between.
-
-    The shares are kept even by error diffusion along the order of execution: storage and link work side by side.
-    """
-    room = budgets.get(CPU, 0) if main != CPU else 0
-    total = _bytes(outline, names)
-    if room is None or room >= total:
-        return dict.fromkeys(names, CPU)
-    homes: dict[str, DeviceId] = dict.fromkeys(names, DISK)
-    passed = held = 0
-    for name in names:
-        size = outline.sizes[name]
-        passed += size
-        if held + size <= room * passed / total:
-            homes[name], held = CPU, held + size
-    late = [name for name in names if homes[name] == DISK]
-    return {**homes, **dict.fromkeys(_fitting(outline, late, room - held), CPU)}

@@ -151,6 +151,26 @@ def test_an_accelerator_has_waiting_on_the_host_packed_what_would_be_on_disk() -
     assert plan.forecast["unpacked_bytes_per_token"] == 10 * (len(waiting) + list(plan.homes.values()).count("disk"))
 
 
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_experts_wait_on_the_host_packed_where_storage_would_be_slower(accelerated: bool) -> None:
+    plain = mixture("Mixtral")
+    model = at_rest(plain, {name: plain.sizes[name] // 4 for name in plain.expert_tensors})
+    one = max(kind.bytes for kind in plain.expert_kinds.values())
+    quarter = sum(plain.sizes[name] for name in plain.expert_tensors) // 4
+    beside = plain.dense.skeleton.bytes + 3 * one
+    budgets = {"_0": str(2 * beside), "cpu": str(quarter)} if accelerated else {"cpu": str(beside + quarter)}
+    slow = Rates(storage=10, host=10**9, link=10**9, device=10**9, unpacking=10**6)
+    plan = optimal_plan(model, rates=slow, **budgets)
+    assert set(plan.packed_on_host) == plain.expert_tensors
+    assert {plan.serving[name] for name in plain.expert_tensors} == {"experts"}
+    assert plan.packed["half"]["cpu"] == quarter
+    assert plan.resident_bytes["cpu"] + plan.slots.get("cpu", 0) <= (plan.budgets["cpu"] or 0)
+    assert "storage_bandwidth_bytes_per_second" not in plan.forecast, "nothing of it is read for a token"
+    swift = Rates(storage=10**9, host=10**9, link=10**9, device=10**9, unpacking=10**9)
+    again = optimal_plan(plain, rates=swift, **budgets)
+    assert not again.packed_on_host
+
+
 def test_what_is_not_packed_stays_before_what_is_read_in_fewer_bytes() -> None:
     model = at_rest(stack(20), {f"layers.{index}.weight": 5 for index in range(10)})
     plan = optimal_plan(model, rates=Rates(storage=10, host=10**6, unpacking=50), cpu="140")

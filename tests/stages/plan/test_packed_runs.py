@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
+
 CONFIG = LlamaConfig(
     vocab_size=64, hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2,
     num_hidden_layers=6, dtype="bfloat16", architectures=["LlamaForCausalLM"],
@@ -78,3 +80,20 @@ def test_a_plan_predicts_the_bytes_of_what_rests_packed_exactly(place: str, chec
         assert stored == 0
         assert set(plan.packed["fp8"]) == {"used", "cpu"}
         assert plan.resident_bytes["cpu"] > 0.5 * WEIGHT_BYTES
+
+
+@pytest.mark.parametrize("max_memory", [{"cpu": "420KB"}, {0: "1MB", "cpu": "300KB"}], ids=["host", "accelerator"])
+def test_a_mixture_answers_the_same_from_experts_that_wait_packed_in_memory(
+    max_memory: dict[Any, str], tmp_path: Path, cache: Path
+) -> None:
+    folder = save_packed_mixture(tmp_path)
+    devices = {"devices": SMALL} if 0 in max_memory else {}
+    with offstage.load(folder, cache=cache, max_length=16, max_memory={"cpu": "9MB"}) as whole, torch.inference_mode():
+        expected = whole.model(TOKENS).logits
+    options: dict[str, Any] = {"max_memory": max_memory, "hardware": {**devices, "rates": SLOW_STORAGE}}
+    with offstage.load(folder, cache=cache, max_length=16, **options) as loaded, torch.inference_mode():
+        logits, plan = loaded.model(TOKENS).logits, loaded.plan
+    assert torch.equal(logits, expected)
+    stacks = {name for name, how in plan.serving.items() if how == "experts" and not name.endswith("bias")}
+    assert set(plan.packed_on_host) == stacks
+    assert len(stacks) == 2 * 3
