@@ -88,6 +88,17 @@ def test_what_packing_brings_is_told_beside_what_was_predicted() -> None:
     assert told[-1] == "packing pays up to 400 MB/s as measured"
 
 
+def test_what_packing_costs_by_itself_is_told_with_what_plans_make_of_other_storage() -> None:
+    speeds = importlib.import_module("tests.benchmarks.codec_speeds").speeds(2**20)
+    assert speeds["share"] == pytest.approx(0.67, abs=0.01)
+    kept = _kept()
+    kept["full"] |= {"speeds": speeds | {"packing": 4e8, "unpacking": 5e9}}
+    kept["full"] |= {"forecasts": {"1GB": [2.0, 1.0], "4GB": [0.5, 1.0]}}
+    *_, by_itself, planned = codec_table.lines(kept, "lossless")
+    assert by_itself == f"weights are packed at 0.40 GB/s, to {speeds['share']:.3f}, and unpacked at 5.00"
+    assert planned.endswith("times as fast 2.00 at 1GB, 0.50 at 4GB; packing pays up to 2,000 MB/s")
+
+
 def test_sides_that_die_or_say_other_tokens_are_told() -> None:
     kept = _kept()
     killed = {"seconds": None, "failed": "exit -9: nothing said"}

@@ -17,7 +17,8 @@ checkpoint, its twin, and transformers + accelerate with the packed one and the 
 
 Each round runs every side once, cold, the first one another each time, between two measurements of raw direct reads
 at the same limit. In the end a table: the medians of seconds a token, bytes streamed for one and the peak, each beside
-what was predicted; how many times as fast as unpacked; where packing stops to pay, as predicted and as measured. The
+what was predicted; how many times as fast as unpacked; where packing stops to pay, as predicted and as measured, and as
+plans have it for storage of rates that this machine hasn't; how fast weights are packed and unpacked by themselves. The
 rounds stay in ``--folder`` as JSON; with ``--json`` they are read from there and nothing runs.
 """
 
@@ -39,6 +40,7 @@ from typing import Any
 from stages.units import DTYPE_BYTES, parse_size
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import make
+from tests.benchmarks.codec_speeds import forecasts, speeds
 from tests.benchmarks.codec_table import BASE, FULL, LOSSLESS, PACKED, THEIRS, lines, points
 from tests.benchmarks.offload import keep, rounds_parser, run_round, say
 from tests.benchmarks.packed_checkpoints import KINDS as PACKED_KINDS, make_pair
@@ -101,6 +103,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for number in range(arguments.rounds):
                 found[name]["rounds"].append(run_round(sides, twin, number, bandwidth=raw))
                 keep(folder / f"results-codec-{kind}-{arguments.size}.json", arguments, found)
+            if kind == LOSSLESS and rate is None:
+                both = options_of(kind, setting, arguments.option)
+                found[name] |= {"speeds": speeds(), "forecasts": forecasts(setting, *both)}
+                keep(folder / f"results-codec-{kind}-{arguments.size}.json", arguments, found)
     finally:
         shutil.rmtree(work, ignore_errors=True)
         if arguments.remove:
@@ -119,18 +125,21 @@ def checkpoints(kind: str, size: str, folder: Path) -> tuple[Path, Path]:
 
 def prepare(kind: str, setting: Setting, twin: Path, arguments: argparse.Namespace) -> Sides:
     """Return what runs each side, by the side's name."""
-    if kind == LOSSLESS:
-        unpacked = [*arguments.option, "storage.codec=none"]
-        options = [*arguments.option, "storage.codec=zstd", f"offload_folder={_store(setting)}"]
-    else:
-        unpacked = options = [*arguments.option, "dtype=bfloat16"]
+    unpacked, packed = options_of(kind, setting, arguments.option)
     sides: dict[str, Callable[[], Side]] = {
         BASE: partial(timed_side, replace(setting, checkpoint=twin), unpacked),
-        PACKED: partial(timed_side, setting, options),
+        PACKED: partial(timed_side, setting, packed),
     }
     for budget in () if kind == LOSSLESS else arguments.budgets:
         sides[f"{THEIRS} {budget}"] = partial(accelerate_side, setting, parse_size(budget))
     return sides
+
+
+def options_of(kind: str, setting: Setting, given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides of the unpacked side and of the packed one."""
+    if kind != LOSSLESS:
+        return [*given, "dtype=bfloat16"], [*given, "dtype=bfloat16"]
+    return [*given, "storage.codec=none"], [*given, "storage.codec=zstd", f"offload_folder={_store(setting)}"]
 
 
 def first_run(setting: Setting, sides: Sides) -> Side:

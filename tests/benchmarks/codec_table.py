@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stages.units import parse_size
+
 LOSSLESS = "lossless"
 FULL = "full"
 BASE, PACKED, THEIRS = "unpacked", "packed", "accelerate"
@@ -44,6 +46,8 @@ def lines(by_rate: Mapping[str, Any], kind: str) -> Iterator[str]:
     yield _verdict(by_rate)
     if kind == LOSSLESS:
         yield from _break_evens(points(by_rate))
+        for found in by_rate.values():
+            yield from _by_themselves(found)
 
 
 def median_of(rounds: Sequence[Mapping[str, Any]], side: str, figure: str) -> float | None:
@@ -160,3 +164,16 @@ def _break_evens(found: Sequence[StoragePoint]) -> Iterator[str]:
             least, most = min(gains.values()), max(gains.values())
             verb = "pays" if least >= 1 else "doesn't pay" if most < 1 else "pays now and then"
             yield f"packing {verb} at each rate as {word}: {least:.2f} to {most:.2f} times as fast"
+
+
+def _by_themselves(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how fast packing and unpacking are by themselves, and what plans predict of other storage."""
+    if "speeds" in found:
+        packing, unpacking, share = (found["speeds"][name] for name in ("packing", "unpacking", "share"))
+        yield f"weights are packed at {packing / 1e9:.2f} GB/s, to {share:.3f}, and unpacked at {unpacking / 1e9:.2f}"
+    if "forecasts" in found:
+        gains = {parse_size(rate): base / packed for rate, (base, packed) in found["forecasts"].items()}
+        told = ", ".join(f"{gains[parse_size(rate)]:.2f} at {rate}" for rate in found["forecasts"])
+        place = break_even(gains)
+        verdict = f"packing pays up to {place / 1e6:,.0f} MB/s" if place else "there is no break-even among these"
+        yield f"plans for storage of other rates: times as fast {told}; {verdict}"

@@ -157,6 +157,17 @@ def offstage_side(setting: Setting, options: Sequence[str]) -> Side:
     }
 
 
+def offstage_forecast(setting: Setting, options: Sequence[str]) -> dict[str, Any]:
+    """Return what offstage's plan under the cap predicts; what is cached in the work folder stays."""
+    shutil.rmtree(setting.work / "outputs" / "runs", ignore_errors=True)
+    asked = ["max_memory=null", "stop_after=plan", *options]
+    done = _run(setting, offstage_command(setting.checkpoint, setting.tokens, asked))
+    if isinstance(done, dict):
+        raise SystemExit(f"no plan: {done['failed']}")
+    forecast: dict[str, Any] = artifact(record_in(setting.work), "plan", "plan.json")["forecast"]
+    return forecast
+
+
 def offstage_command(checkpoint: Path, tokens: int, options: Sequence[str]) -> list[str]:
     """Return the command that has offstage generate ``tokens`` tokens from ``checkpoint``."""
     fixed = [f"generate.max_new_tokens={tokens}", f"generate.min_new_tokens={tokens}"]
