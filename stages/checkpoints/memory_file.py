@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile
 from stages.machine.aligned_memory import Bytes
-
-if TYPE_CHECKING:
-    from stages.checkpoints.packed import PackedTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +26,8 @@ class MemoryFile(ShardFile):
         return self.data[span.begin - self.start : span.end - self.start]
 
 
-def in_memory(tensor: PackedTensor, parts: Sequence[Bytes]) -> PackedTensor:
-    """Return ``tensor`` as one whose ``parts`` are in memory, each as its extent has it."""
-    placed = zip(tensor.parts, parts, strict=True)
-    return replace(tensor, parts=tuple(replace(part, file=_memory_file(part, data)) for part, data in placed))
-
-
-def _memory_file(part: Extent, data: Bytes) -> MemoryFile:
+def memory_file(part: Extent, data: Bytes) -> MemoryFile:
+    """Return the stretch of the file of ``part`` that is ``part``, whose bytes are ``data``."""
     known = {each.name: getattr(part.file, each.name) for each in fields(ShardFile)}
     kept = data.view()
     kept.flags.writeable = False

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.memory_file import MemoryFile
+from stages.checkpoints.memory_file import MemoryFile, memory_file
 from stages.checkpoints.shard_files import ShardFile
 from stages.units import DTYPE_BYTES
 
@@ -117,6 +117,12 @@ def files_of(source: AtRest) -> tuple[ShardFile, ...]:
     """Return the files that ``source`` is read from: none where it is in memory."""
     parts = source.parts if isinstance(source, PackedTensor) else (source,)
     return tuple(part.file for part in parts if not isinstance(part.file, MemoryFile))
+
+
+def in_memory(tensor: PackedTensor, parts: Sequence[Bytes]) -> PackedTensor:
+    """Return ``tensor`` as one whose ``parts`` are in memory, each as its extent has it."""
+    placed = zip(tensor.parts, parts, strict=True)
+    return replace(tensor, parts=tuple(replace(part, file=memory_file(part, data)) for part, data in placed))
 
 
 def in_dtype(source: AtRest, dtype: str) -> AtRest | None:

@@ -10,8 +10,7 @@ import torch
 
 from stages.checkpoints.bulk_reader import BulkReader, TensorRead
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.memory_file import in_memory
-from stages.checkpoints.packed import PackedTensor
+from stages.checkpoints.packed import PackedTensor, in_memory
 from stages.checkpoints.packed_reads import SMALL_SPAN_BYTES
 from stages.machine.aligned_memory import TENSOR_ALIGNMENT, align_down, align_up, private_memory, tensor_in
 

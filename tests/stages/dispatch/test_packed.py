@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.memory_file import in_memory
-from stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
+from stages.checkpoints.packed import AtRest, PackedTensor, in_memory, rest_bytes
 from stages.dispatch.streaming.streamer import Streamer
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import parent
