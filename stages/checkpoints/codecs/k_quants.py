@@ -56,15 +56,12 @@ def _nibbles(packed: Blocks) -> Blocks:
 
 def _scale_runs(blocks: Blocks, out: Values) -> None:
     """Scale the eight runs of each block and take their minima off; both are six bits, under a float16 each."""
-    first, second, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = np.concatenate(
-        [first & np.uint8(63), (mixed & np.uint8(15)) | ((first >> np.uint8(2)) & np.uint8(48))], axis=1
-    )
-    minima = np.concatenate(
-        [second & np.uint8(63), (mixed >> np.uint8(4)) | ((second >> np.uint8(2)) & np.uint8(48))], axis=1
-    )
-    out *= _for_each(_halves(blocks, 0) * scales.astype(np.float32), 32)
-    out -= _for_each(_halves(blocks, 2) * minima.astype(np.float32), 32)
+    head = np.ascontiguousarray(blocks[:, 4:16].T)  # (12, n): loops over blocks are long ones
+    first, second, mixed = head[:4], head[4:8], head[8:]
+    scales = np.concatenate([first & np.uint8(63), (mixed & np.uint8(15)) | ((first >> np.uint8(2)) & np.uint8(48))])
+    minima = np.concatenate([second & np.uint8(63), (mixed >> np.uint8(4)) | ((second >> np.uint8(2)) & np.uint8(48))])
+    out *= _for_each((_halves(blocks, 0).T * scales.astype(np.float32)).T, 32)
+    out -= _for_each((_halves(blocks, 2).T * minima.astype(np.float32)).T, 32)
 
 
 def _for_each(scales: Values, run: int) -> Values:
