@@ -53,7 +53,7 @@ def to_disk(model: nn.Module, on_disk: set[str], path: Path, *, begin: int = 24)
     bytes: where bits are compared, it must be a multiple of that, as it is in memory.
     """
     tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
-    data, begins = b"\0" * begin, {}
+    data, begins = bytearray(begin), {}
     for name in sorted(on_disk):
         begins[name] = len(data)
         data += tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

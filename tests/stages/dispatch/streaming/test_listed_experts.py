@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from stages.dispatch.dispatch_plan import make_dispatch_plan
 from stages.dispatch.streaming.streamer import Streamer
 from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import parent
+from stages.empty_init.skeleton import Skeleton, parent
 from stages.machine.devices import Devices
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
@@ -30,6 +31,17 @@ GUESSED = 1.1
 STAGING = {"one matrix": 140_000, "little": 400_000, "an expert": 700_000, "a layer": 2_000_000}
 
 
+def made(style: type[HitExperts], codec: ScaledRows | None) -> Mixture:
+    """Return a mixture, always the same."""
+    return quantised(mixture(style), codec) if codec else mixture(style)
+
+
+@cache
+def described(style: type[HitExperts], codec: ScaledRows | None, *, rehearsed: bool) -> Skeleton:
+    """Return what is known of that mixture without its data."""
+    return describe(made(style, codec), rehearsed=rehearsed, call=lambda m: m(torch.ones((1, 8), dtype=torch.long)))
+
+
 class Listed:
     """A mixture on disk that is streamed to ``computes``, and the same in memory; every pass is compared.
 
@@ -46,8 +58,8 @@ class Listed:
         computes: DeviceId = "cpu",
         codec: ScaledRows | None = None,
     ) -> None:
-        self.plain, self.model = (quantised(m, codec) if codec else m for m in (mixture(style), mixture(style)))
-        skeleton = describe(self.model, rehearsed=rehearsed, call=lambda m: m(torch.ones((1, 8), dtype=torch.long)))
+        self.plain, self.model = made(style, codec), made(style, codec)
+        skeleton = described(style, codec, rehearsed=rehearsed)
         homes: dict[str, DeviceId] = {tensor.name: "disk" for tensor in skeleton.tensors}
         execution = {parent(name): computes for name in homes}
         serving = serve(Outline(skeleton), homes, execution, io="direct")
