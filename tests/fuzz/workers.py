@@ -79,7 +79,7 @@ def make_case(kind: Format, whole: Files, *, seed: int, number: int) -> Case:
 
 def run_cases(kind: Format, numbers: Sequence[int], *, seed: int, folder: Path) -> Iterator[Result]:
     """Try the cases ``numbers`` of ``kind`` in ``folder`` and yield what comes of each; inputs are made there once."""
-    pristine = folder / kind.make.__name__
+    pristine = folder / f"{kind.make.__module__}.{kind.make.__name__}"
     if not pristine.exists():
         pristine.mkdir()
         _in_child(lambda _: kind.make(pristine), folder)
