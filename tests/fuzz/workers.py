@@ -77,9 +77,14 @@ def make_case(kind: Format, whole: Files, *, seed: int, number: int) -> Case:
     return Case(kind.name, seed, number, name, content)
 
 
+def _pristine(kind: Format, folder: Path) -> Path:
+    """Return where the inputs of ``kind`` lie: functions of two modules may share a name."""
+    return folder / f"{kind.make.__module__}.{kind.make.__name__}"
+
+
 def run_cases(kind: Format, numbers: Sequence[int], *, seed: int, folder: Path) -> Iterator[Result]:
     """Try the cases ``numbers`` of ``kind`` in ``folder`` and yield what comes of each; inputs are made there once."""
-    pristine = folder / f"{kind.make.__module__}.{kind.make.__name__}"
+    pristine = _pristine(kind, folder)
     if not pristine.exists():
         pristine.mkdir()
         _in_child(lambda _: kind.make(pristine), folder)
@@ -196,7 +201,7 @@ def _try_case(kind: Format, whole: Files, case: Case, folder: Path) -> Result:
     write_files(place, {**whole, case.file: case.content})
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
     began, held = time.process_time(), _held("VmRSS")
-    outcome, words = _attempt(kind, place, folder / kind.make.__name__)
+    outcome, words = _attempt(kind, place, _pristine(kind, folder))
     seconds, grown = time.process_time() - began, _held("VmHWM") - held
     if outcome in GOOD and seconds > SECONDS:
         outcome, words = "slow", f"{seconds:.1f} s of processor time; {outcome}: {words}"
