@@ -28,7 +28,7 @@ from stages.checkpoints.direct_file import Chunk, DirectFile, cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_pieces
-from stages.checkpoints.packed_reads import read_block, read_span, room_at_rest
+from stages.checkpoints.packed_reads import read_block, read_span, room_at_rest, unpack_block
 from stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
 from stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_bytes, private_memory
@@ -176,7 +176,7 @@ class _BlockRead:
             room = room_at_rest(self.block)
             memory = np.frombuffer(buffer, np.uint8) if room <= BLOCK_BYTES else private_bytes(room)
             data, count = read_block(self.block, memory, small=source.read_span, direct=source.read_chunk)
-            self.tensor.codec.unpack(self.tensor, self.block, data, self.target)
+            unpack_block(self.tensor, self.block, data, self.target)
         finally:
             buffers.put(buffer)
         return count

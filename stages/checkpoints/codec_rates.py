@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.environment import allowed_cores
 from stages.machine import kernels
 from stages.machine.kept_figures import kept_or_measured
 from stages.machine.probes import READERS
@@ -72,8 +72,7 @@ def measure(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]) -> 
     """
     import numpy as np
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = min(READERS, cores)
+    threads = min(READERS, len(allowed_cores()))
     targets = [np.empty(tensor.bytes, np.uint8) for _ in range(threads)]
 
     def unpack(target: Bytes) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from pipeline.environment import allowed_cores
 from stages.checkpoints.direct_file import Chunk
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
@@ -17,6 +19,8 @@ from stages.machine.aligned_memory import Bytes, align_down, byte_view, room_for
 
 SMALL_SPAN_BYTES = 64 * 2**10
 """Smaller spans, such as scales, are read through the page cache: an aligned read brings more than is asked for."""
+
+_UNPACKING = threading.BoundedSemaphore(len(allowed_cores()))
 
 ReadSmall = Callable[[Extent, memoryview], object]
 """Fills the memory with a span."""
@@ -62,6 +66,15 @@ def _chunk(span: Extent) -> Chunk:
     return Chunk(span.file, align_down(span.begin), span.begin, span.end)
 
 
+def unpack_block(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
+    """Unpack ``block`` to its place in ``target``, as many at a time as there are cores.
+
+    More of them would wait for each other, and each for Python's lock between two of its operators.
+    """
+    with _UNPACKING:
+        tensor.codec.unpack(tensor, block, data, target)
+
+
 def read_packed(tensor: PackedTensor) -> torch.Tensor:
     """Return ``tensor`` as it is used, on the cpu, in new memory; read and unpacked block by block."""
     made = room_for(tensor.shape, torch_dtype(tensor.dtype)).tensor
@@ -74,7 +87,7 @@ def fill_packed(tensor: PackedTensor, target: torch.Tensor) -> None:
     """Read and unpack ``tensor`` into ``target``: contiguous, on the cpu, of its dtype and shape, not empty."""
     place = np.frombuffer(byte_view(target), np.uint8)
     for block in tensor.codec.blocks(tensor):
-        tensor.codec.unpack(tensor, block, [_bytes_of(span) for span in block.spans], place)
+        unpack_block(tensor, block, [_bytes_of(span) for span in block.spans], place)
 
 
 def _bytes_of(span: Extent) -> Bytes:

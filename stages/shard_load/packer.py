@@ -6,7 +6,6 @@ more of it is held than a few blocks.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from pipeline.environment import allowed_cores
 from stages.checkpoints.codecs.planes import TILE_ELEMENTS, new_compressor, pack_tile, tile_borders
 from stages.checkpoints.direct_file import DirectFile
 from stages.checkpoints.extents import Extent
@@ -101,8 +101,7 @@ class Packer:
     """Packs with a thread for each core; a context manager."""
 
     def __enter__(self) -> Packer:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._pool = ThreadPoolExecutor(min(cores, _AHEAD), thread_name_prefix="packer")
+        self._pool = ThreadPoolExecutor(min(len(allowed_cores()), _AHEAD), thread_name_prefix="packer")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

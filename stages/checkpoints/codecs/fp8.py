@@ -9,6 +9,7 @@ thread that unpacks, and start no others.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,10 +127,12 @@ class BlockScaled:
                     tiles.fill(codes[some, at_rest], scale, made[some, piece])
 
     def _strips(self, begin: int, end: int, width: int) -> Iterator[tuple[int, int]]:
-        """Yield the rows that are taken together: those with the same scales, or single ones with their own."""
-        height = self.block_rows if self.block_rows > 1 else max(1, TILE // width)
+        """Yield the rows that are taken together: as many whole blocks as a tile has room for, or a part of one."""
+        height = self.block_rows * max(1, TILE // (self.block_rows * width))
         while begin < end:
-            stop = min(end, begin + height - begin % height)
+            whole = min(begin + height, end) // self.block_rows * self.block_rows
+            within = begin % self.block_rows or whole <= begin
+            stop = min(end, begin + self.block_rows - begin % self.block_rows) if within else whole
             yield begin, stop
             begin = stop
 
@@ -156,46 +159,56 @@ class _Tile:
     floats: torch.Tensor
 
 
-class _Tiles:
-    """Unpacks tile by tile, in memory that is used again and again."""
+class _Memory(threading.local):
+    """A thread's memory for tiles, kept from block to block: new memory costs as much as what is done in it."""
 
-    def __init__(self, name: str, *, has_nan: bool) -> None:
+    def __init__(self) -> None:
         self._floats = torch.empty(TILE, dtype=torch.float32, device="cpu")  # aligned, as numpy's would not be
         self._halves = torch.empty(TILE, dtype=torch.int16, device="cpu").numpy()
-        self._shaped: dict[tuple[int, int], _Tile] = {}
+
+    def tile(self, rows: int, width: int) -> _Tile:
+        """Return memory for a tile of so many values."""
+        bits = self._halves[: rows * width].reshape(rows, width)
+        floats = self._floats[: rows * width].view(rows, width)
+        return _Tile(bits, torch.from_numpy(bits).view(torch.float16), floats)
+
+
+_MEMORY = _Memory()
+
+
+class _Tiles:
+    """Unpacks tile by tile."""
+
+    def __init__(self, name: str, *, has_nan: bool) -> None:
         self._has_nan = has_nan
         self._decode, self._worth = _DECODERS[name]
 
     def fill(self, codes: Bytes, scale: Floats, made: torch.Tensor) -> None:
-        """Unpack ``codes`` to ``made``, both by rows, by the ``scale`` of each row, column or value."""
+        """Unpack ``codes`` to ``made``, both by rows; as many rows as come to one each have the same row of ``scale``.
+
+        That is of one column, or of all.
+        """
         rows, width = made.shape
         factor, worth = self._factor(scale)
         height = TILE // width
         for begin in range(0, rows, height):
             some = slice(begin, begin + height)
-            tile = self._tile(min(height, rows - begin), width)
+            tile = _MEMORY.tile(min(height, rows - begin), width)
             self._decode(codes[some], tile.bits)
             if self._has_nan:
                 tile.bits[(codes[some] & 0x7F) == 0x7F] = _HALF_NAN
             tile.floats.copy_(tile.halves)
             if worth != 1:
                 tile.floats.mul_(worth)
-            made[some].copy_(tile.floats.mul_(factor))
-
-    def _tile(self, rows: int, width: int) -> _Tile:
-        found = self._shaped.get((rows, width))
-        if found is None:
-            bits = self._halves[: rows * width].reshape(rows, width)
-            floats = self._floats[: rows * width].view(rows, width)
-            found = self._shaped[rows, width] = _Tile(bits, torch.from_numpy(bits).view(torch.float16), floats)
-        return found
+            tile.floats.view(len(factor), -1, width).mul_(factor)
+            made[some].copy_(tile.floats)
 
     def _factor(self, scale: Floats) -> tuple[torch.Tensor, float]:
         """Return what to multiply by, and what else, since the product of both had no room in a float32."""
         with np.errstate(over="ignore"):
             both = scale * self._worth
         fits = bool(np.isfinite(both).all())
-        return (torch.from_numpy(both), 1.0) if fits else (torch.from_numpy(scale), float(self._worth))
+        return (torch.from_numpy(both if fits else scale)[:, None], 1.0 if fits else float(self._worth))
 
 
 def _decode_fp8(codes: Bytes, bits: npt.NDArray[np.int16]) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 
 from stages.checkpoints.packed import PackedBlock, PackedTensor
-from stages.checkpoints.packed_reads import read_block, room_at_rest
+from stages.checkpoints.packed_reads import read_block, room_at_rest, unpack_block
 from stages.dispatch.transfer.carrier import ChunkReader
 from stages.machine.aligned_memory import Bytes, buffer_bytes
 from stages.machine.probes import READERS
@@ -34,7 +34,7 @@ class BlockReader:
         """
         with self._lend() as buffer:
             data, count = read_block(block, buffer, small=self._reader.read_small, direct=self._reader.read)
-            tensor.codec.unpack(tensor, block, data, target)
+            unpack_block(tensor, block, data, target)
         return count
 
     @contextmanager
