@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import zstandard
 
 from pipeline.cache.leftovers import move_aside
 from pipeline.errors import CheckpointError
@@ -30,6 +29,8 @@ from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import ShardFile
 
 if TYPE_CHECKING:
+    import zstandard  # where it is used: a run that packs nothing needs none of it
+
     from stages.machine.aligned_memory import Bytes  # without torch, which planning doesn't need
 
 NAME = "zstd"
@@ -38,9 +39,6 @@ TILE_ELEMENTS = 2**18
 _MOST_BYTES = TILE_ELEMENTS + 2**12
 """What a frame of a tile takes at most: noise as it is, and what zstandard says of it."""
 
-_PARAMETERS = zstandard.ZstdCompressionParameters(
-    strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, write_checksum=1, write_content_size=1, write_dict_id=0
-)
 _DESCRIPTOR = 4
 """Where a frame says what it is, in one byte."""
 _FLAGS, _OURS = 0b0011_1111, 0b0010_0100
@@ -96,6 +94,8 @@ class PlaneCodec:
 
         A file that is damaged is set aside: it is the offload store's, which only looks at a sample when it is opened.
         """
+        import zstandard
+
         (packed,) = data
         decompressor, words = zstandard.ZstdDecompressor(), target.view(_WORDS[self.dtype])
         at = 0
@@ -142,7 +142,11 @@ def pack_tile(data: Bytes, dtype: str, compressor: zstandard.ZstdCompressor) -> 
 
 def new_compressor() -> zstandard.ZstdCompressor:
     """Return what packs tiles, in one thread at a time."""
-    return zstandard.ZstdCompressor(compression_params=_PARAMETERS)
+    import zstandard
+
+    fast = {"strategy": zstandard.STRATEGY_FAST, "min_match": 7, "hash_log": 6}
+    told = {"write_checksum": 1, "write_content_size": 1, "write_dict_id": 0}
+    return zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(**fast, **told))
 
 
 def tile_borders(elements: int, run: int) -> Iterator[tuple[int, int]]:
@@ -196,6 +200,8 @@ def _unpack_tile(
 
 def _unpack_plane(decompressor: zstandard.ZstdDecompressor, frame: Bytes, size: int) -> Bytes:
     """Return the ``size`` bytes of a frame. What it says of itself is checked before room is made for it."""
+    import zstandard
+
     told = zstandard.get_frame_parameters(frame.data)
     if told.content_size != size or frame[_DESCRIPTOR] & _FLAGS != _OURS:
         raise zstandard.ZstdError(f"its frame tells of {told.content_size} bytes, and {size} belong there")
