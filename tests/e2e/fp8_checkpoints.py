@@ -22,6 +22,7 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from tests.e2e.test_architectures import ENDS, SIZES, WORDS
+from tests.packed_references import without_asking_for_accelerate
 
 BLOCK = (16, 16)
 PLAIN = ("embed_tokens", "lm_head", "norm", ".gate.weight", "bias")
@@ -81,7 +82,8 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 def dequantised(folder: Path, **options: Any) -> Any:
     """Return the model in memory that transformers dequantises."""
     config = FineGrainedFP8Config(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options).eval()
+    with without_asking_for_accelerate():
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options).eval()
 
 
 def save_twin(folder: Path, source: Path) -> Path:

@@ -81,6 +81,7 @@ def test_python_users_have_it_in_any_dtype(llama: Path, dtype: torch.dtype) -> N
 def test_an_adapter_trained_beside_it_is_that_of_its_twin(
     llama: Path, tmp_path: Path, offstage_here: Callable[..., Finished]
 ) -> None:
+    pytest.importorskip("peft", reason="the extra adapter isn't installed")
     Path("text.txt").write_text("The weights wait offstage until their cue. " * 8)
     given = (
         "stages=finetune", "model=pretrained", f"model.tokenizer={EMBEDDED}", "finetune.text_file=text.txt",

@@ -25,6 +25,7 @@ from tests.e2e.conftest import records_in
 from tests.fuzz.formats import ALONE, RIGHT, Format, WrongAnswerError, require
 from tests.fuzz.mutations import BYTES, JSON, SAFETENSORS, SEALED, ZIP
 from tests.fuzz.texts import TINY
+from tests.packed_references import without_asking_for_accelerate
 
 CODES = (2, 3, 4, 5)
 TOKENS = 3
@@ -125,7 +126,8 @@ def by_transformers(folder: Path, **where: str) -> list[list[int]] | None:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **where)
         kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
-        model = kind.from_pretrained(folder, dtype=config.dtype or "auto", **where).eval()
+        with without_asking_for_accelerate():
+            model = kind.from_pretrained(folder, dtype=config.dtype or "auto", **where).eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **where)
         given = tokenizer("The weights wait offstage", return_tensors="pt")
         with torch.no_grad():

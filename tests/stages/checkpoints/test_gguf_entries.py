@@ -17,6 +17,7 @@ from stages.checkpoints.gguf_model import gguf_folder
 from stages.checkpoints.hub import checkpoint_folder, weights_path
 from stages.checkpoints.packed import PackedTensor, in_dtype
 from stages.checkpoints.readers import open_reader
+from tests.packed_references import without_asking_for_accelerate
 from tests.stages.checkpoints.ggufs import make_gguf, raw_gguf, settings, tensor
 
 pytest.importorskip("gguf")
@@ -49,7 +50,8 @@ def made(folder: Path, architecture: str, **changed: Any) -> Path:
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_every_tensor_is_the_one_that_transformers_unpacks(tmp_path: Path, architecture: str) -> None:
     path = made(tmp_path, architecture)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.bfloat16)
+    with without_asking_for_accelerate():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.bfloat16)
     reader = open_reader(open_checkpoint(path))
     wanted = {name: value for name, value in theirs.state_dict().items() if name in reader.entries}
     missing = theirs.state_dict().keys() - wanted.keys()

@@ -16,6 +16,7 @@ from stages.machine.kept_figures import user_cache
 
 pytest.importorskip("gguf")
 
+from tests.packed_references import without_asking_for_accelerate
 from tests.stages.checkpoints.test_gguf_entries import made
 
 PROMPT = "On the stern a sail is set."
@@ -58,7 +59,8 @@ def test_the_tokens_are_those_of_the_model_that_transformers_unpacks(
     tmp_path: Path, architecture: str, tier: str
 ) -> None:
     path = made(tmp_path, architecture)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
+    with without_asking_for_accelerate():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)
     asked = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)(PROMPT, return_tensors="pt")
     wanted = theirs.generate(**asked, max_new_tokens=6, do_sample=False)
     hardware = {"rates": RATES, **({"devices": DEVICES} if "accelerator" in tier else {})}

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config, PreTrainedModel
 
+from tests.packed_references import without_asking_for_accelerate
+
 QUANTIZATION = {
     "modules_to_not_convert": [
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
@@ -53,4 +55,5 @@ def save_packed_mixture(folder: Path, *, quantization: Mapping[str, Any] = QUANT
 def unpacked_by_transformers(folder: Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """Return the model of the checkpoint in memory, unpacked as a whole."""
     settings = Mxfp4Config(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=dtype).eval()
+    with without_asking_for_accelerate():
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings, dtype=dtype).eval()
