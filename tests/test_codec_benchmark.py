@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.packed_references import without_asking_for_accelerate
+
 codec_table = importlib.import_module("tests.benchmarks.codec_table")
 
 
@@ -44,9 +46,10 @@ def test_a_packed_checkpoint_is_unpacked_by_transformers_to_its_twin(
     for folder in (packed, twin):
         where = {"gguf_file": folder.name} if folder.is_file() else {}
         place = folder.parent if where else folder
-        model, report = AutoModelForCausalLM.from_pretrained(
-            place, dtype=torch.bfloat16, output_loading_info=True, **where
-        )
+        with without_asking_for_accelerate():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                place, dtype=torch.bfloat16, output_loading_info=True, **where
+            )
         assert not any(report.values())
         loaded.append(model.state_dict())
     assert all(torch.equal(tensor, loaded[1][name]) for name, tensor in loaded[0].items())

@@ -196,6 +196,7 @@ def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: An
 
     def run(*arguments: str) -> Finished:
         before = records_in(fresh_folder)
+        capfd.readouterr()  # what the test itself has said, such as the progress of writing a checkpoint
         code = enter(fresh_folder, *arguments)
         captured = capfd.readouterr()
         new = [record for path, record in records_in(fresh_folder).items() if path not in before]
