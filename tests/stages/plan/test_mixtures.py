@@ -147,7 +147,7 @@ def test_more_budget_is_never_fewer_slots_nor_more_bytes_a_token(name: str, data
     if less.resident_bytes[CPU] == more.resident_bytes[CPU]:
         assert less.slots.get(CPU, 0) <= more.slots.get(CPU, 0)
     # Which subset of a small layer fits may cost a norm's bytes, where a second slot takes the room.
-    assert less.forecast["streamed_bytes_per_token"] >= 0.99 * more.forecast["streamed_bytes_per_token"]
+    assert less.forecast["streamed_bytes_per_token"] >= 0.98 * more.forecast["streamed_bytes_per_token"]
 
 
 @pytest.mark.parametrize("name", NAMES)
