@@ -11,10 +11,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from pipeline.command_exit import FULL_ERROR, INTERRUPTED, heeded_signals
 from pipeline.errors import KilledError
@@ -46,13 +46,14 @@ def supervise(
     if group is not None:
         command = group.entering([*command, "--group", str(group.folder), "--version", str(group.version)])
     try:
-        # In a group of its own: a terminal's Ctrl-C is passed on from here, once.
-        process = subprocess.Popen(
-            command, process_group=0, env=_environment(show_all=show_all), pass_fds=() if lock is None else (lock,)
-        )
-        with _passing_signals_to(process) as passed:
+        with _PassedSignals() as signals:
+            # In a group of its own: a terminal's Ctrl-C is passed on from here, once.
+            process = subprocess.Popen(
+                command, process_group=0, env=_environment(show_all=show_all), pass_fds=() if lock is None else (lock,)
+            )
+            signals.pass_to(process)
             code = process.wait()
-        return _settle(record.path, code, passed, group)
+        return _settle(record.path, code, signals.came, group)
     finally:
         if group is not None:
             group.remove()
@@ -72,21 +73,36 @@ def _group(record: RunRecord) -> MemoryGroup | None:
         return None
 
 
-@contextmanager
-def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass signals on to ``process``: the first as it is, a later one as SIGKILL. Yields those that came."""
-    came: list[int] = []
+class _PassedSignals:
+    """Passes signals on to a process: the first as it is, a later one as SIGKILL; ``came`` are those that came.
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        came.append(number)
-        process.send_signal(number if len(came) == 1 else signal.SIGKILL)
+    It is entered before there is a process: one that came while that was made would else leave it to go on alone. It
+    ends that before its first line.
+    """
 
-    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
+    def __init__(self) -> None:
+        self.came: list[int] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _PassedSignals:
+        self._before = {number: signal.signal(number, self._pass_on) for number in heeded_signals()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def pass_to(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass on to ``process`` what comes from now on; end it if something came already."""
+        self._process = process
+        if self.came:
+            process.kill()
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        self.came.append(number)
+        if self._process is not None:
+            self._process.send_signal(number if len(self.came) == 1 else signal.SIGKILL)
 
 
 def _settle(path: Path, code: int, passed: Sequence[int], group: MemoryGroup | None) -> int:

@@ -1,4 +1,4 @@
-"""What a run cost, as two tables for the terminal: its figures, and the peaks of its devices.
+"""What a run cost, as tables for the terminal: its figures, the peaks of its devices, and its links.
 
 They are made of the record alone, by the names that every stage's metrics have there, so that whichever stage comes
 last is shown by them. What isn't known has no cell, and a table that says nothing isn't there. A prediction stands
@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from pipeline.provenance import provenance
+from pipeline.report.links import LINK_FIGURES, linked_devices
 from pipeline.report.quantities import Kind, scale_for, tell
 
 _DISK = "disk"
@@ -73,6 +74,7 @@ def measurements(record: Mapping[str, Any]) -> Iterator[Table]:
     ]
     yield from _table(["", _how(record), "least to largest", "predicted", "bound"], rows)
     yield from _table(["device", "peak", "predicted", "budget of weights"], list(_devices(memory)))
+    yield from _table(["streamed to", *(figure.title for figure in LINK_FIGURES)], list(_links(metrics)))
 
 
 def remarks(record: Mapping[str, Any]) -> Iterator[str]:
@@ -87,6 +89,11 @@ def remarks(record: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "Several drafts were judged in one forward (generate.speculation=batched): the last bits of what is "
             "computed, and so tokens, may differ from those of plain decoding."
+        )
+    if layers := record["metrics"].get("host_layers"):
+        yield (
+            f"{layers} layers computed on the host, where they lie (execution=fastest): the last bits of what is "
+            "computed, and so tokens, may differ from those of other placements."
         )
     if enforcement.get("enforced") is False:
         yield f"No memory cap was tested: {enforcement['how']}."
@@ -127,6 +134,12 @@ def _devices(memory: Mapping[str, Mapping[str, int | None]]) -> Iterator[list[st
         if device != _DISK:
             peak, expected, budget = (held.get(device) for held in (measured, predicted, memory["budget"]))
             yield [device, *("" if held is None else tell(held, "bytes") for held in (peak, expected, budget))]
+
+
+def _links(metrics: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield a row for each device that weights are streamed to, where there are several."""
+    for device in linked_devices(metrics):
+        yield [device, *(_cell(metrics, figure.kind, figure.name(device)) for figure in LINK_FIGURES)]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[Table]:

@@ -62,6 +62,11 @@ machine was, and how fast its storage. ``samples`` and ``busy_samples`` say how 
 A mixture whose experts wait has ``expert_hit_rate`` beside them: how often one that tokens were routed to was in a
 slot, in decoding alone where there was any. ``expert_hits``, ``expert_misses`` and ``expert_evictions`` are of the
 whole run, and the section ``experts`` has them by layer, with the bytes that were streamed for it.
+
+What streams is told by the device that computes it too: ``link_bytes_per_token.0`` is what came to accelerator 0 for a
+token, as it crossed the link (``.cpu``: to the host, as it rests), and ``link_stall_seconds_per_token.0`` how long
+forwards waited for it there. Where there are no tokens they are a forward's; ``link_stall_seconds.0`` is of the whole
+run. ``predicted_link_bytes_per_token.0`` is what the plan had said.
 """
 
 Status = Literal["running", "completed", "failed", "interrupted"]

@@ -6,6 +6,7 @@ order of the tiers. GB is 10**9 bytes and GiB is 2**30, as in the SI and IEC sta
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 
@@ -26,6 +27,11 @@ DTYPE_BYTES: Mapping[str, float] = {
     "fp8": 1, "int4": 0.5, "uint4": 0.5, "int2": 0.25,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
 }  # fmt: skip
+
+
+def tensor_bytes(shape: Iterable[int], dtype: str) -> int:
+    """Return the size of a tensor of ``shape`` and ``dtype`` in bytes."""
+    return int(math.prod(shape) * DTYPE_BYTES[dtype])
 
 
 def parse_size(value: int | str, *, of: int | None = None) -> int:

@@ -1,7 +1,8 @@
 """Runs all the checks there are: ``python -m tests [PYTEST OPTIONS]``.
 
-Style, types, the rules of import and the tests, one after another. A check that fails stops none of the others, so one
-run shows all that is wrong. pytest comes last, so that its closing line is the last line.
+Style, types and the rules of import, side by side, then the tests. A check that fails stops none of the others, so one
+run shows all that is wrong. pytest comes last, so that its closing line is the last line. Beside the checks its tests
+are imported once: what was never imported in this environment is compiled then, and not by each of its workers.
 """
 
 from __future__ import annotations
@@ -10,40 +11,50 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PYTEST_WORKERS = 2
 CHECKS = {
+    "mypy": ["mypy"],
+    "the tests' imports": ["pytest", "--collect-only", "-qq"],
+    "lint-imports": ["lint-imports"],
     "ruff check": ["ruff", "check"],
     "ruff format": ["ruff", "format", "--check"],
-    "mypy": ["mypy"],
-    "lint-imports": ["lint-imports"],
 }
+"""In the order in which they begin: the long ones first, since as many run at a time as pytest has workers."""
 
 
 def main(pytest_options: Sequence[str]) -> int:
     """Run every check; return 0 if all passed, else 1."""
-    failed = [name for name, command in CHECKS.items() if not passes(name, command)]
+    with ThreadPoolExecutor(PYTEST_WORKERS) as pool:
+        failed = [name for name, passed in zip(CHECKS, pool.map(passes, CHECKS), strict=True) if not passed]
     say(f"{len(CHECKS) - len(failed)} of {len(CHECKS)} checks passed; now the tests")
     # A module stays on one worker, for what its tests share. In the order of the folders, the last modules are short:
     # by the number of tests, which is the default, they are those of few long ones, and a worker waits for the other.
     spread = ["-n", str(PYTEST_WORKERS), "--dist", "loadscope", "--no-loadscope-reorder"]
-    if not passes("pytest", ["pytest", *spread, *pytest_options]):
+    code = run(["pytest", *spread, *pytest_options]).returncode
+    if code:
+        say(f"pytest exited {code}")
         failed.append("pytest")
     if failed:
         say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
 
 
-def passes(name: str, command: Sequence[str]) -> bool:
-    """Run one tool of this environment at the project's root; return whether it exited 0."""
-    say(f"== {name}")
+def passes(name: str) -> bool:
+    """Run one of ``CHECKS`` and return whether it exited 0; if not, show what it said."""
+    done = run(CHECKS[name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said = f" exited {done.returncode}\n{done.stdout}" if done.returncode else " passed"
+    say(f"== {name}{said}")
+    return done.returncode == 0
+
+
+def run(command: Sequence[str], **streams: int) -> subprocess.CompletedProcess[str]:
+    """Run one tool of this environment at the project's root; ``streams`` go to ``subprocess.run``."""
     tool = Path(sys.executable).with_name(command[0])
-    code = subprocess.run([tool, *command[1:]], cwd=ROOT, env=environment(), check=False).returncode
-    if code:
-        say(f"{name} exited {code}")
-    return code == 0
+    return subprocess.run([tool, *command[1:]], cwd=ROOT, env=environment(), text=True, check=False, **streams)
 
 
 def environment() -> dict[str, str]:

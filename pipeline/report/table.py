@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeline.report.differences import ABSENT, Spread
+from pipeline.report.links import LINK_FIGURES, linked_devices
 from pipeline.report.noise import Noise, told_samples
 from pipeline.report.placements import in_tier_order
 from pipeline.report.quantities import MISSING, Kind, listed, scale_for, shorten
@@ -44,6 +45,7 @@ PASSES = "passes"
 TOKENS_A_PASS = "tokens_per_pass"
 SPECULATION = "speculation"
 ACCEPTANCE = "draft_acceptance"
+HOST_LAYERS = "host_layers"
 _LONGEST = 600
 """So many characters of a cell are kept: a prompt may have thousands, and the table has it once for each job."""
 _OF_CHECKPOINT = ("model.kind", "model.path", "model._target_")
@@ -110,6 +112,7 @@ def job_table(
         _measured(jobs, "streamed a token", "bytes", lambda run: run.metric(STREAMED)),
         *_predicted_bytes(jobs),
         _measured(jobs, "experts in slots", "share", lambda run: run.metric(HIT_RATE)),
+        _measured(jobs, "layers on the host", "count", lambda run: run.metric(HOST_LAYERS)),
         _measured(jobs, "passes", "count", lambda run: run.metric(PASSES)),
         _words(jobs, "drafts judged", SPECULATION),
         _measured(jobs, "drafts accepted", "share", lambda run: run.metric(ACCEPTANCE)),
@@ -118,6 +121,7 @@ def job_table(
         _measured(jobs, "streaming", "bytes", lambda run: run.metric(STREAMING), per="/s"),
         _measured(jobs, "stalled a token", "seconds", lambda run: run.metric(STALLED)),
         _measured(jobs, "stalled", "share", lambda run: run.metric(STALL_SHARE)),
+        *_links(jobs),
         _words(jobs, "bound by", BOUND),
         _words(jobs, "predicted bound", PREDICTED_BOUND),
         *_peaks(jobs),
@@ -206,6 +210,20 @@ def _given(run: Run, device: str) -> str:
 def _peaks(jobs: Sequence[Job]) -> list[Column]:
     every = devices(jobs, lambda run: run.measured)
     return [_measured(jobs, f"peak {device}", "bytes", partial(_peak, device)) for device in every]
+
+
+def _links(jobs: Sequence[Job]) -> list[Column]:
+    """Return a column for each figure of each link, where there are several."""
+    figures = [
+        (f"to {device}, {figure.title}", figure.kind, figure.name(device))
+        for device in linked_devices(name for job in jobs for name in job.run.metrics)
+        for figure in LINK_FIGURES
+    ]
+    return [_measured(jobs, title, kind, partial(_metric, name)) for title, kind, name in figures]
+
+
+def _metric(name: str, run: Run) -> Number | None:
+    return run.metric(name)
 
 
 def _peak(device: str, run: Run) -> Number | None:

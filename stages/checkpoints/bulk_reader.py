@@ -28,7 +28,7 @@ from stages.checkpoints.direct_file import Chunk, DirectFile, cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_pieces
-from stages.checkpoints.packed_reads import read_block, read_span, room_at_rest, unpack_block
+from stages.checkpoints.packed_reads import bring_block, lent, read_span, room_at_rest
 from stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
 from stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_bytes, private_memory
@@ -144,11 +144,8 @@ class _Block:
             for part in self.parts:
                 read_into(source.file.descriptor, byte_view(part.target), offset=part.begin, path=source.path)
         else:
-            buffer = buffers.get()
-            try:
+            with lent(buffers) as buffer:
                 self._read_by_way_of(buffer, source)
-            finally:
-                buffers.put(buffer)
         return sum(part.end - part.begin for part in self.parts)
 
     def _read_by_way_of(self, buffer: mmap.mmap, source: _OpenFile) -> None:
@@ -171,15 +168,11 @@ class _BlockRead:
 
     def read(self, source: _OpenFile, buffers: SimpleQueue[mmap.mmap]) -> int:
         """Read by way of a buffer, or of new memory where the block is larger than that."""
-        buffer = buffers.get()
-        try:
-            room = room_at_rest(self.block)
-            memory = np.frombuffer(buffer, np.uint8) if room <= BLOCK_BYTES else private_bytes(room)
-            data, count = read_block(self.block, memory, small=source.read_span, direct=source.read_chunk)
-            unpack_block(self.tensor, self.block, data, self.target)
-        finally:
-            buffers.put(buffer)
-        return count
+        room = room_at_rest(self.block)
+        small, direct = source.read_span, source.read_chunk
+        with lent(buffers) as lent_buffer:
+            buffer = np.frombuffer(lent_buffer, np.uint8) if room <= BLOCK_BYTES else private_bytes(room)
+            return bring_block(self.tensor, self.block, self.target, buffer=buffer, small=small, direct=direct)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,10 @@ def unpacking_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
     """
     if not names:
         return {}
-    machine = f"numpy {metadata.version('numpy')}; {kernels.identity()}"
+    from stages.checkpoints.codecs import loops  # a run that has nothing packed needs no numpy to plan
+
+    loops.build()
+    machine = f"{loops.identity()}; numpy {metadata.version('numpy')}; {kernels.identity()}"
     wanted = {name: f"unpacking {name}; {machine}" for name in names}
     probes: Mapping[str, Callable[[], Any]] = {key: partial(_measured, name) for name, key in wanted.items()}
     kept = kept_or_measured(folder / FILE_NAME, probes, is_sound=is_rate)

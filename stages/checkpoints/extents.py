@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stages.checkpoints.shard_files import ShardFile
-from stages.units import DTYPE_BYTES
+from stages.units import tensor_bytes
 
 MAX_ELEMENTS = 2**63 - 1
 """As many as a tensor can have, and as large as an offset can be."""
@@ -38,9 +38,24 @@ class Extent:
     @property
     def bytes(self) -> int:
         """The size of the tensor."""
-        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+        return tensor_bytes(self.shape, self.dtype)
 
     @property
     def end(self) -> int:
         """The offset of the first byte after the tensor's."""
         return self.begin + self.bytes
+
+    @property
+    def flat(self) -> Extent:
+        """The same elements in one dimension."""
+        return replace(self, shape=(math.prod(self.shape),))
+
+    @property
+    def as_bytes(self) -> Extent:
+        """The same bytes, as ``uint8`` in one dimension."""
+        return replace(self, dtype="uint8", shape=(self.bytes,))
+
+    def rows(self, begin: int, end: int) -> Extent:
+        """Return the rows ``begin`` to ``end`` of the first dimension."""
+        row = tensor_bytes(self.shape[1:], self.dtype)
+        return replace(self, begin=self.begin + begin * row, shape=(end - begin, *self.shape[1:]))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import CheckpointError
+from stages.checkpoints.codecs.ggml_formats import PLAIN
 from stages.checkpoints.codecs.gguf import AS_THEY_ARE, Arrangement
 from stages.checkpoints.gguf_header import GgufHeader, GgufTensor
 
@@ -107,17 +108,32 @@ _STACKING = ("Qwen2MoeTensorProcessor", "MiniMaxM2TensorProcessor")
 def _fitting(
     header: GgufHeader, target: str, named: NamedTensor, arrange: Arrange, config: Mapping[str, Any]
 ) -> NamedTensor:
-    """Return ``named`` with its arrangement, if the file's tensors are as large as the model's ``target``."""
+    """Return ``named`` with its arrangement, if the file's tensors have the shape of the model's ``target``."""
     parts = [header.tensors[name] for name in named.sources]
     arrangement = arrange(named.sources[0], parts[0], config)
-    rows = parts[0].shape[0]
-    is_whole = sum(math.prod(part.shape) for part in parts) == math.prod(named.shape)
-    is_rows = arrangement.swapped is None or math.prod(arrangement.swapped) == rows
-    is_matrix = not arrangement.transposed or parts[0].shape == tuple(reversed(named.shape))
-    is_stack = len(parts) == 1 or all(part.shape[:1] == named.shape[:1] for part in parts)
-    if is_whole and is_rows and is_matrix and is_stack:
+    if _is_stack(parts, named.shape) if len(parts) > 1 else _is_whole(parts[0], arrangement, named.shape):
         return NamedTensor(named.shape, named.sources, arrangement)
     shapes = " and ".join(f"{name!r} of shape {list(header.tensors[name].shape)}" for name in named.sources)
     raise CheckpointError(
         f"{header.file.path}: {shapes} can't be the model's {target!r} of shape {list(named.shape)}; get the file again"
     )
+
+
+def _is_stack(parts: Sequence[GgufTensor], shape: tuple[int, ...]) -> bool:
+    """Return whether each matrix of a stack of ``shape`` is rows of each of ``parts``, one after the other."""
+    alike = {(len(part.shape), part.shape[:1], part.shape[2:]) for part in parts} == {(3, shape[:1], shape[2:])}
+    return alike and len(shape) == 3 and sum(part.shape[1] for part in parts) == shape[1]
+
+
+def _is_whole(part: GgufTensor, arrangement: Arrangement, shape: tuple[int, ...]) -> bool:
+    """Return whether ``part`` has the ``shape`` of the model's tensor, but for dimensions of one.
+
+    Elements of a vector change places one by one: it must be plain.
+    """
+    if arrangement.transposed:
+        return part.shape == shape[::-1]
+    if arrangement.swapped is not None and (
+        math.prod(arrangement.swapped) != part.shape[0] or (len(part.shape) == 1 and part.kind not in PLAIN)
+    ):
+        return False
+    return [size for size in part.shape if size > 1] == [size for size in shape if size > 1]

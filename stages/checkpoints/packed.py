@@ -6,7 +6,6 @@ block, each in the thread that read it, straight to where the tensor is used; so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.memory_file import MemoryFile, memory_file
 from stages.checkpoints.shard_files import ShardFile
-from stages.units import DTYPE_BYTES
+from stages.units import tensor_bytes
 
 if TYPE_CHECKING:
     from stages.machine.aligned_memory import Bytes
@@ -86,7 +85,7 @@ class PackedTensor:
     @property
     def bytes(self) -> int:
         """The size of the tensor in use."""
-        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+        return tensor_bytes(self.shape, self.dtype)
 
     @property
     def rest_bytes(self) -> int:
@@ -119,10 +118,12 @@ def files_of(source: AtRest) -> tuple[ShardFile, ...]:
     return tuple(part.file for part in parts if not isinstance(part.file, MemoryFile))
 
 
-def in_memory(tensor: PackedTensor, parts: Sequence[Bytes]) -> PackedTensor:
-    """Return ``tensor`` as one whose ``parts`` are in memory, each as its extent has it."""
+def in_memory(tensor: PackedTensor, parts: Sequence[Bytes], memory: Bytes | None = None) -> PackedTensor:
+    """Return ``tensor`` as one whose ``parts`` are in memory, each as its extent has it; all of them in ``memory``, or
+    each in its own.
+    """
     placed = zip(tensor.parts, parts, strict=True)
-    return replace(tensor, parts=tuple(replace(part, file=memory_file(part, data)) for part, data in placed))
+    return replace(tensor, parts=tuple(replace(part, file=memory_file(part, data, memory)) for part, data in placed))
 
 
 def in_dtype(source: AtRest, dtype: str) -> AtRest | None:
@@ -136,6 +137,14 @@ def in_dtype(source: AtRest, dtype: str) -> AtRest | None:
             return part
         return source if source.dtype == dtype else replace(source, dtype=dtype)
     return source if source.dtype == dtype else None
+
+
+def rows_of(source: AtRest, begin: int, end: int) -> AtRest | None:
+    """Return rows ``begin`` to ``end`` of the first dimension of ``source``; null where they can't be read alone."""
+    if isinstance(source, PackedTensor):
+        return source.codec.rows(source, begin, end)
+    row_bytes = source.bytes // max(1, source.shape[0])
+    return replace(source, begin=source.begin + begin * row_bytes, shape=(end - begin, *source.shape[1:]))
 
 
 def in_pieces(tensor: PackedTensor) -> list[tuple[int, PackedTensor]]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,12 +18,14 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.memory_file import MemoryFile
 from stages.checkpoints.packed import PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import opened_shard, read_into
-from stages.machine.aligned_memory import Bytes, align_down, byte_view, room_for
+from stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, room_for
 
 SMALL_SPAN_BYTES = 64 * 2**10
 """Smaller spans, such as scales, are read through the page cache: an aligned read brings more than is asked for."""
 
 _UNPACKING = threading.BoundedSemaphore(len(allowed_cores()))
+
+Buffer = TypeVar("Buffer")
 
 ReadSmall = Callable[[Extent, memoryview], object]
 """Fills the memory with a span."""
@@ -30,16 +35,39 @@ ReadChunk = Callable[[Chunk, memoryview], object]
 
 
 def room_at_rest(block: PackedBlock) -> int:
-    """Return the aligned memory that ``block`` is read into, but for its small spans; in bytes."""
-    return sum(_chunk(span).length for span in block.spans if span.bytes >= SMALL_SPAN_BYTES and not _is_there(span))
+    """Return the aligned memory that ``block`` is read into, in bytes."""
+    return sum(
+        _chunk(span).length if span.bytes >= SMALL_SPAN_BYTES else align_up(span.bytes)
+        for span in block.spans
+        if not isinstance(span.file, MemoryFile)
+    )
+
+
+@contextmanager
+def lent(buffers: SimpleQueue[Buffer]) -> Iterator[Buffer]:
+    """Lend one of ``buffers``, once there is one."""
+    buffer = buffers.get()
+    try:
+        yield buffer
+    finally:
+        buffers.put(buffer)
+
+
+def bring_block(
+    tensor: PackedTensor, block: PackedBlock, target: Bytes, *, buffer: Bytes, small: ReadSmall, direct: ReadChunk
+) -> int:
+    """Read ``block`` and unpack it to its place in ``target``, the bytes of all of ``tensor``.
+
+    It is read into ``buffer``, which is aligned and has ``room_at_rest`` bytes at least. Returns how many bytes were
+    read.
+    """
+    data, count = read_block(block, buffer, small=small, direct=direct)
+    _unpack_block(tensor, block, data, target)
+    return count
 
 
 def read_block(block: PackedBlock, buffer: Bytes, *, small: ReadSmall, direct: ReadChunk) -> tuple[list[Bytes], int]:
-    """Return the bytes of the spans of ``block``, and how many were read.
-
-    Large spans lie in ``buffer``, which is aligned and has ``room_at_rest`` bytes at least; what is in memory stays
-    there.
-    """
+    """Return the bytes of the spans of ``block``, and how many were read: what isn't in memory, into ``buffer``."""
     data: list[Bytes] = []
     begin, count = 0, 0
     for span in block.spans:
@@ -47,9 +75,9 @@ def read_block(block: PackedBlock, buffer: Bytes, *, small: ReadSmall, direct: R
             data.append(span.file.bytes_of(span))
             continue
         if span.bytes < SMALL_SPAN_BYTES:
-            data.append(np.empty(span.bytes, np.uint8))
+            data.append(buffer[begin : begin + span.bytes])
             small(span, data[-1].data)
-            count += span.bytes
+            begin, count = begin + align_up(span.bytes), count + span.bytes
             continue
         chunk = _chunk(span)
         direct(chunk, buffer[begin : begin + chunk.length].data)
@@ -58,15 +86,11 @@ def read_block(block: PackedBlock, buffer: Bytes, *, small: ReadSmall, direct: R
     return data, count
 
 
-def _is_there(span: Extent) -> bool:
-    return isinstance(span.file, MemoryFile)
-
-
 def _chunk(span: Extent) -> Chunk:
     return Chunk(span.file, align_down(span.begin), span.begin, span.end)
 
 
-def unpack_block(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
+def _unpack_block(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
     """Unpack ``block`` to its place in ``target``, as many at a time as there are cores.
 
     More of them would wait for each other, and each for Python's lock between two of its operators.
@@ -87,7 +111,7 @@ def fill_packed(tensor: PackedTensor, target: torch.Tensor) -> None:
     """Read and unpack ``tensor`` into ``target``: contiguous, on the cpu, of its dtype and shape, not empty."""
     place = np.frombuffer(byte_view(target), np.uint8)
     for block in tensor.codec.blocks(tensor):
-        unpack_block(tensor, block, [_bytes_of(span) for span in block.spans], place)
+        _unpack_block(tensor, block, [_bytes_of(span) for span in block.spans], place)
 
 
 def _bytes_of(span: Extent) -> Bytes:

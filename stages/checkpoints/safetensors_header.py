@@ -30,6 +30,8 @@ DTYPES: Mapping[str, str] = {
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 1_000_000
+MAX_NAME = 1024
+"""The letters of a tensor's name: those of models have two hundred at most."""
 PADDING_BYTES = 4096
 """Padding up to here is alignment; more, when it is also most of the header, is refused."""
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -47,10 +49,11 @@ def read_header(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
 
 
 def check_name(path: Path, name: str) -> None:
-    """Refuse a tensor name that is empty, can't be a file's name, or isn't text."""
-    if not is_plain_name(name):
+    """Refuse a tensor name that is empty, without end, can't be a file's name, or isn't text."""
+    if not is_plain_name(name) or len(name) > MAX_NAME:
         raise CheckpointError(
-            f"{path}: tensor {name!r}: an empty name, one with NUL or a path in it, or one that is not text, is refused"
+            f"{path}: tensor {name[:MAX_NAME]!r}: an empty name, one with NUL or a path in it, one that is not text or "
+            f"has more than {MAX_NAME} letters, is refused"
         )
 
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.atomic_files import write_text
 from stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent, upward
-from stages.plan.outline import Outline
-from stages.plan.placement import Placement, reserves
 from stages.plan.plan import Plan
 from stages.plan.serving import Serving, is_streamed
 from stages.units import CPU, DeviceId, parse_device
@@ -29,7 +27,8 @@ class ModulePlan:
     ``serving`` is the plan's, by tensor; what isn't in it is resident. ``callers`` are the modules whose calls bring in
     what is streamed: the module itself, and those that read its tensors without calling it. ``experts`` are those of a
     mixture that are brought one by one, if the module has such. ``listed_expert`` is the expert that it is a piece of,
-    if it is one of a list of modules: it is brought once that is called.
+    if it is one of a list of modules: it is brought once that is called. Of a weight in ``block_rows`` so many rows are
+    brought at a time.
     """
 
     execution: DeviceId
@@ -37,6 +36,7 @@ class ModulePlan:
     callers: tuple[str, ...]
     experts: ExpertsSpec | None = None
     listed_expert: str | None = None
+    block_rows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def streamed(self) -> tuple[str, ...]:
@@ -55,11 +55,12 @@ class DispatchPlan:
 
     ``entries`` maps module name → device: each is the root of a subtree that computes on one device alone.
     ``streamed_bytes`` are brought in for every pass, whatever experts it calls. ``staging_bytes`` may be held on the
-    host for streamed weights on their way: the reserve, and what the plan left of the main device's budget where that
-    is the host. ``reserves`` are kept free on each device that computes what is streamed: what an accelerator holds
-    for weights on their way. ``slots`` are the bytes for experts on each device that computes some which lie elsewhere;
-    they are divided for passes of ``pass_tokens``. ``host_peak_bytes`` is the predicted peak of a host that stands in
-    for accelerators, null where none is simulated.
+    host for streamed weights that it computes: its reserve, and what the plan left of its budget. ``reserves`` are kept
+    free on each device that computes what is streamed: what an accelerator holds for weights on their way. ``slots``
+    are the bytes for experts on each device that computes some which lie elsewhere; they are divided for passes of
+    ``pass_tokens``. ``unpacking`` are those by which an accelerator unpacks what comes to it packed; on one that isn't
+    listed nothing is. ``host_peak_bytes`` is the predicted peak of a host that stands in for accelerators, null where
+    none is simulated.
     """
 
     main_device: DeviceId
@@ -72,6 +73,7 @@ class DispatchPlan:
     slots: Mapping[DeviceId, int]
     host_peak_bytes: int | None = None
     pass_tokens: int = 1
+    unpacking: Mapping[DeviceId, int] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write ``dispatch.json`` into ``folder``."""
@@ -82,7 +84,8 @@ def from_json(data: Mapping[str, Any]) -> DispatchPlan:
     """Return the plan that ``dispatch.json`` holds."""
     parts = {name: _part(part) for name, part in data["parts"].items()}
     by_device = {  # JSON's keys are strings
-        key: {parse_device(device): count for device, count in data[key].items()} for key in ("reserves", "slots")
+        key: {parse_device(device): count for device, count in data.get(key, {}).items()}
+        for key in ("reserves", "slots", "unpacking")
     }
     return DispatchPlan(**{**data, "parts": parts, "order": tuple(data["order"]), **by_device})
 
@@ -100,7 +103,8 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
         serving = {spec.name: plan.serving[spec.name] for spec in tensors if spec.name in plan.serving}
         callers = (module, *skeleton.borrowers.get(module, ()))
         listed = skeleton.expert_of.get(module)
-        parts[module] = ModulePlan(plan.execution[module], serving, callers, experts.get(module), listed)
+        blocks = {spec.name: plan.block_rows[spec.name] for spec in tensors if spec.name in plan.block_rows}
+        parts[module] = ModulePlan(plan.execution[module], serving, callers, experts.get(module), listed, blocks)
     return DispatchPlan(
         main_device=plan.main_device,
         parts=parts,
@@ -113,10 +117,11 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
             for name in part.streamed
         ),
         staging_bytes=plan.staging_bytes if plan.serving else 0,  # what nobody uses would be news to every key
-        reserves=_reserves(skeleton, plan),
+        reserves=plan.reserves,
         slots=plan.slots,
         host_peak_bytes=sum(plan.predicted[CPU].values()) if plan.ledgers and plan.predicted else None,
         pass_tokens=plan.pass_tokens,
+        unpacking=plan.unpacking,
     )
 
 
@@ -127,13 +132,6 @@ def _experts(skeleton: Skeleton, plan: Plan) -> dict[str, ExpertsSpec]:
         for spec in skeleton.experts
         if all(plan.serving.get(name) == "experts" for name in spec.tensors)
     }
-
-
-def _reserves(skeleton: Skeleton, plan: Plan) -> dict[DeviceId, int]:
-    leaders = {skeleton.leader(name): home for name, home in plan.homes.items()}
-    outline = Outline(skeleton, routes="experts" in plan.serving.values())
-    packed = frozenset(map(skeleton.leader, plan.packed_on_host))
-    return reserves(outline, Placement(leaders, plan.main_device, packed), plan.budgets)
 
 
 def _entries(skeleton: Skeleton, plan: Plan) -> dict[str, DeviceId]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import ConfigError, closest, raise_faults
 from pipeline.kernel_caches import bound_kernel_caches
@@ -116,6 +116,7 @@ def load(
     *,
     max_memory: Mapping[DeviceId, int | str] | None = None,
     device_map: str | int | Mapping[str, Any] = "optimal",
+    execution: Literal["exact", "fastest"] = "exact",
     dtype: str | torch.dtype = "auto",
     batch_size: int = 1,
     max_length: int = 512,
@@ -128,9 +129,10 @@ def load(
     are worked out from what is free, cgroups included, beside what ``batch_size`` sequences of ``max_length`` tokens
     take, half of these as a prompt; the process's C library then gives freed blocks of a MiB or more back at once, and
     few compiled kernels are kept, as what is worked out relies on. ``device_map`` is a policy, a map of module names to
-    devices, the path of a ``device_map.json``, or one device. ``cache`` is where skeletons, plans, measured rates and
-    weights that must be converted are kept: by default ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves
-    both.
+    devices, the path of a ``device_map.json``, or one device. With ``execution="fastest"`` layers that lie on the host
+    compute there where that is predicted to be faster than bringing them to an accelerator. ``cache`` is where
+    skeletons, plans, measured rates and weights that must be converted are kept: by default
+    ``$XDG_CACHE_HOME/offstage``; a run's ``outputs/cache`` serves both.
 
     ``options`` are keys of the config by their own names, nested ones as dicts: ``offload_folder``, ``strict``,
     ``storage={"io": "direct"}``, ``hardware``, …; and those of its ``model``: ``revision``, ``tokenizer``,
@@ -149,6 +151,7 @@ def load(
     config |= {
         "dtype": dtype_name(dtype),
         "device_map": _plain(device_map),
+        "execution": execution,
         "max_memory": {str(device): str(size) for device, size in (max_memory or {}).items()},
         "generate": {"prompts": [[0] * max(1, max_length // 2)] * batch_size, "max_length": max_length},
     }

@@ -62,7 +62,7 @@ class DispatchStage(Stage[DispatchInputs]):
     """Leaves ``dispatch.json``; its live half is the model with its hooks."""
 
     name = "dispatch"
-    version = 8
+    version = 9
     needs: tuple[str, ...] = ("shard_load",)
     config_class = DispatchConfig
 

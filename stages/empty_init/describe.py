@@ -41,7 +41,7 @@ def describe(
     return Skeleton(
         tensors=tuple(_tensors(model)),
         modules=tuple(
-            ModuleSpec(name, type(module).__name__, isinstance(module, nn.Embedding))
+            ModuleSpec(name, type(module).__name__, isinstance(module, nn.Embedding), _multiplies(module))
             for name, module in model.named_modules(remove_duplicate=False)
         ),
         tied=tuple(tuple(group) for group in tied),
@@ -56,6 +56,11 @@ def describe(
         experts=tuple(_experts(model, seen, tied, borrowers)),
         expert_lists=_expert_lists(model, seen),
     )
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Return whether a call of ``module`` is a linear layer's, and nothing else."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _experts(

@@ -14,12 +14,13 @@ from itertools import accumulate
 from torch import nn
 
 from stages.checkpoints.checkpoint import Checkpoint
+from stages.checkpoints.device_codec import can_unpack, device_parts, moved_bytes
 from stages.checkpoints.packed import SCRATCH_BYTES, AtRest, PackedTensor, in_dtype, rest_bytes
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.adapted_model import without_adapter
 from stages.empty_init.merges import sources_in_order
 from stages.empty_init.names import Step, name_tensors
-from stages.empty_init.skeleton import PackedSpec, Skeleton, TensorSpec
+from stages.empty_init.skeleton import DeviceUnpacking, PackedSpec, Skeleton, TensorSpec
 from stages.machine.aligned_memory import ALIGNMENT, align_up
 
 
@@ -57,7 +58,19 @@ def _packed(step: Step, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_e
     by_row = bulk.codec.rows(bulk, 0, 1) is not None if alone else _are_rows(parts, spec.shape)
     if not (by_row if by_expert else alone):
         return None
-    return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), _working_bytes(bulk), by_row)
+    packed = [part for part in parts if isinstance(part, PackedTensor)]
+    one = bulk.codec.rows(bulk, 0, 1) if alone and by_expert else None
+    device = _on_device(packed, packed if one is None else [one])
+    return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), _working_bytes(bulk), by_row, device)
+
+
+def _on_device(packed: Sequence[PackedTensor], brought: Sequence[PackedTensor]) -> DeviceUnpacking | None:
+    """Return what it takes an accelerator to unpack all of ``packed``, by pieces like those ``brought``; null where
+    only the host can.
+    """
+    if not all(map(can_unpack, packed)):
+        return None
+    return DeviceUnpacking(*device_parts(brought), sum(map(moved_bytes, packed)))
 
 
 def _are_rows(parts: Sequence[AtRest], shape: tuple[int, ...]) -> bool:

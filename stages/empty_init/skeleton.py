@@ -17,9 +17,21 @@ from typing import Any, Literal
 
 from pipeline.atomic_files import write_text
 from stages.machine.kernels import Kernels
-from stages.units import DTYPE_BYTES
+from stages.units import tensor_bytes
 
 FILE_NAME = "skeleton.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUnpacking:
+    """What unpacking a tensor on an accelerator takes there beside what comes of it, in bytes: blocks that have come
+    over the link, temporaries, and tables; and the bytes that it reads and writes there.
+    """
+
+    landing_bytes: int
+    scratch_bytes: int
+    table_bytes: int
+    moved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +39,15 @@ class PackedSpec:
     """What a tensor rests in, where that is other than as it is used: the name of its ``codec``, and its ``bytes``.
 
     A thread that unpacks it takes ``working_bytes`` at most: what it reads into, and what is made on the way.
-    ``by_row`` says that a row of it can be had without the others.
+    ``by_row`` says that a row of it can be had without the others. ``device`` is what it takes an
+    accelerator to unpack it, null where only the host can.
     """
 
     codec: str
     bytes: int
     working_bytes: int
     by_row: bool = False
+    device: DeviceUnpacking | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +67,21 @@ class TensorSpec:
     @property
     def bytes(self) -> int:
         """The size of the tensor's data in bytes, as it is used."""
-        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+        return tensor_bytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
     """One module: its dotted ``name`` (``""`` is the model) and the name of its class.
 
-    ``looks_up`` says that it is an embedding: a call reads a few rows of its weight.
+    ``looks_up`` says that it is an embedding: a call reads a few rows of its weight. ``multiplies`` says that it is a
+    linear layer: each number of its result depends on one row of its weight.
     """
 
     name: str
     class_name: str
     looks_up: bool = False
+    multiplies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +126,23 @@ class Moment:
         )
         return max(0, round(held - result))
 
-    def at(self, sequences: int, length: int, kernels: Kernels) -> tuple[int, int]:
-        """Return the bytes of activations, and of scratch with ``kernels``, for ``sequences`` of ``length`` tokens."""
+    def at(
+        self, sequences: int, length: int, kernels: Kernels, *, blocks: Mapping[int, int] | None = None
+    ) -> tuple[int, int]:
+        """Return the bytes of activations, and of scratch with ``kernels``, for ``sequences`` of ``length`` tokens.
+
+        ``blocks`` has the bytes of weights that are multiplied by blocks of rows, and those of a block.
+        """
         terms = monomials(sequences, length)
         held, *operands = (
             sum(factor * term for factor, term in zip(factors, terms, strict=True))
             for factors in (self.activations, *self.operands)
         )
+        for whole, block in (blocks or {}).items():
+            if operands and round(operands[1]) in (whole, whole * sequences):  # a batch has it for each sequence
+                operands[1:] = [operand * block / whole for operand in operands[1:]]
+                held += operands[2]  # the block's product, beside that of all rows
+                break
         beside = sum(map(mul, kernels.get(self.kernel, ()), operands))
         return max(0, round(held)), max(0, round(beside))
 
@@ -225,8 +251,14 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
 
 
 def _tensor_spec(data: Mapping[str, Any]) -> TensorSpec:
-    packed = PackedSpec(**data["packed"]) if data.get("packed") else None
-    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "packed": packed})
+    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "packed": _packed_spec(data.get("packed"))})
+
+
+def _packed_spec(data: Mapping[str, Any] | None) -> PackedSpec | None:
+    if not data:
+        return None
+    device = DeviceUnpacking(**data["device"]) if data.get("device") else None
+    return PackedSpec(**{**data, "device": device})
 
 
 def parent(name: str) -> str:

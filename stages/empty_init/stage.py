@@ -79,7 +79,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 13
+    version = 14
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

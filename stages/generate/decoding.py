@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -189,7 +188,7 @@ class Decoding:
         marks: list[tuple[Traffic, float]] = []
         clock = decode.Clock(
             tick=bar.update,
-            first=lambda: marks.append((replace(traffic), time.process_time())),  # the traffic goes on counting
+            first=lambda: marks.append((traffic.copy(), time.process_time())),  # the traffic goes on counting
         )
         if live:
             clock.tick, clock.see = bar.close, live.more  # the text takes the bar's place
@@ -198,7 +197,7 @@ class Decoding:
         began = time.perf_counter()
         with seeded_rows([one.seed for one in batch]):
             tokens = self._decode(asked, given, clock, logprobs, speculation)
-        ended, judged = (replace(traffic), time.process_time()), self._judged(given, speculation, clock)
+        ended, judged = (traffic.copy(), time.process_time()), self._judged(given, speculation, clock)
         spans = [
             TimedBatch(began, clock.times, len(tokens), first, ended[0], cpu=(cpu, ended[1]), judged=judged)
             for first, cpu in marks[:1]

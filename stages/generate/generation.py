@@ -135,7 +135,8 @@ def perform(session: GenerationSession, context: Context, folder: Path) -> Gener
         decoding = make()
         sample = session.run(decoding, progress, show=context.show_text)
     if not decoding.cost.passes:  # of several in lockstep it is another rate than the next run's alone
-        note_decoding(context, session.plan, steps=decoding.cost.steps, rate=decoding.cost.hit_rate)
+        cost = decoding.cost
+        note_decoding(context, session.plan, steps=cost.steps, calls=cost.expert_calls, rate=cost.hit_rate)
     return Generation(
         outputs_of(progress),
         session.is_chat,

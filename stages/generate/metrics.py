@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.carrier import LinkTraffic, Traffic
 from stages.generate.judged import Judged
 from stages.inference.bound import Bound, bound_of
-from stages.inference.cost import Metrics
+from stages.inference.cost import Metrics, link_metrics
 from stages.plan.plan import Plan
-from stages.plan.predict import bound_seconds
+from stages.plan.token_bound import bound_seconds
+from stages.units import DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,12 @@ class Cost:
     """Sums over batches. ``steps`` are forwards after the first token, however many sequences share one.
 
     The bytes and ``stall_seconds`` are those of decoding alone; ``storage_bytes`` of the streamed ones were read from
-    storage for it. So are the calls for experts that wait, ``expert_hits`` of which found theirs in a slot.
+    storage for it. So are the ``links``, by the device that they lead to, and the calls for experts that
+    wait, ``expert_hits`` of which found theirs in a slot.
     ``cpu_seconds`` are those of all threads while it was decoded. ``first_token_seconds`` has an entry a batch,
     ``token_seconds`` one a token after that: how long it let itself be waited for. Of batches in lockstep, decoding
-    begins with the first token of all; they shared ``passes`` of the model. ``judged`` sums up what came of guesses.
+    begins with the first token of all, and what ends with another's first is prefill too; they shared ``passes`` of the
+    model. ``judged`` sums up what came of guesses.
     """
 
     batches: int = 0
@@ -63,6 +66,7 @@ class Cost:
     expert_misses: int = 0
     cpu_seconds: float = 0.0
     passes: int = 0
+    links: dict[DeviceId, LinkTraffic] = field(default_factory=dict)
     judged: Judged = field(default_factory=Judged)
     first_token_seconds: list[float] = field(default_factory=list)
     token_seconds: list[float] = field(default_factory=list)
@@ -79,11 +83,14 @@ class Cost:
             if span.judged is not None:
                 self.passes += span.judged.passes
                 self.judged.add(span.judged)
-        self.cpu_seconds += latest.cpu[1] - earliest.cpu[0]
+        began, ended = earliest.times[0], latest.times[-1]
+        beside = _prefill_beside(spans)
+        share = 1 - beside / (ended - began) if ended > began else 1
+        self.cpu_seconds += (latest.cpu[1] - earliest.cpu[0]) * share
         self.first_token_seconds += [span.times[0] - span.began for span in spans]
         self.token_seconds += [now - before for span in spans for before, now in pairwise(span.times)]
-        self.prefill_seconds += earliest.times[0] - min(span.began for span in spans)
-        self.decode_seconds += latest.times[-1] - earliest.times[0]
+        self.prefill_seconds += began - min(span.began for span in spans) + beside
+        self.decode_seconds += ended - began - beside
         self.steps += sum(span.steps for span in spans)
         self.tokens += sum(span.steps * span.sequences for span in spans)
         self.streamed_bytes += last.streamed_bytes - first.streamed_bytes
@@ -91,12 +98,18 @@ class Cost:
         self.stall_seconds += last.stall_seconds - first.stall_seconds
         self.expert_hits += last.expert_hits - first.expert_hits
         self.expert_misses += last.expert_misses - first.expert_misses
+        for device, link in last.since(first).items():
+            self.links.setdefault(device, LinkTraffic()).add(link)
+
+    @property
+    def expert_calls(self) -> int:
+        """How often decoding called for an expert that waits."""
+        return self.expert_hits + self.expert_misses
 
     @property
     def hit_rate(self) -> float | None:
         """How often decoding found its experts in slots; null where it called none that wait."""
-        calls = self.expert_hits + self.expert_misses
-        return self.expert_hits / calls if calls else None
+        return self.expert_hits / self.expert_calls if self.expert_calls else None
 
     def bound(self) -> Bound:
         """Return what decoding waited for."""
@@ -127,7 +140,17 @@ class Cost:
             "stall_share": self.stall_seconds / seconds if steps and seconds else None,
             "bound": self.bound() if steps else None,
             "bound_seconds_per_token": self.bound_seconds(plan),
+            **link_metrics(self.links, unit="token", count=steps),
             **({} if self.hit_rate is None else {"expert_hit_rate": self.hit_rate}),
             **({} if not self.passes else {"passes": self.passes}),
             **self.judged.metrics(),
         }
+
+
+def _prefill_beside(spans: Sequence[TimedBatch]) -> float:
+    """Return the seconds after the first token of all of ``spans`` that others took to their own first one.
+
+    Batches in lockstep have their tokens one after another: each is what was worked on since the one before.
+    """
+    tokens = sorted((time, place == 0) for span in spans for place, time in enumerate(span.times))
+    return sum(now - before for (before, _), (now, is_first) in pairwise(tokens) if is_first)

@@ -5,11 +5,13 @@ Of a mixture whose experts wait, it is also how often these were found in slots.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 
 from stages.dispatch.stage import Dispatched
-from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.carrier import LinkTraffic, Traffic
 from stages.inference.bound import bound_of
+from stages.units import DeviceId
 
 Metrics = dict[str, float | int | str | None]
 
@@ -21,7 +23,7 @@ class ForwardCost:
     """
 
     def __init__(self, traffic: Traffic) -> None:
-        self._traffic, self._before, self._results = traffic, replace(traffic), 0
+        self._traffic, self._before, self._results = traffic, traffic.copy(), 0
         self.seconds, self.forwards = 0.0, 0
 
     def add(self, seconds: float, *, results: int) -> None:
@@ -46,11 +48,24 @@ class ForwardCost:
             "streamed_bytes_per_second": self._per_second(streamed),
             "stall_share": self._per_second(stalled),
             "bound": bound,
+            **link_metrics(self._traffic.since(self._before), unit="forward", count=self.forwards),
         }
 
     def _per_second(self, total: float) -> float | None:
         """Return what of ``total`` falls to each second of the forwards."""
         return total / self.seconds if self.seconds > 0 else None
+
+
+def link_metrics(links: Mapping[DeviceId, LinkTraffic], *, unit: str, count: int) -> Metrics:
+    """Return the run record's metrics of each device that something was brought to, by the ``unit``.
+
+    There were ``count`` of these; where there was none, there are no metrics.
+    """
+    found: Metrics = {}
+    for device, link in links.items() if count else ():
+        found[f"link_bytes_per_{unit}.{device}"] = round(link.bytes / count)
+        found[f"link_stall_seconds_per_{unit}.{device}"] = link.stall_seconds / count
+    return found
 
 
 def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:
@@ -66,6 +81,7 @@ def run_metrics(dispatched: Dispatched, own: Metrics) -> Metrics:
         **own,
         "storage_read_bytes": dispatched.read_bytes + traffic.storage_bytes,
         "stall_seconds": traffic.stall_seconds,
+        **{f"link_stall_seconds.{device}": link.stall_seconds for device, link in traffic.links.items()},
         "base_host_bytes": dispatched.base_bytes,
     }
 

@@ -127,6 +127,6 @@ def _array(archive: zipfile.ZipFile, name: str) -> Any:
 
 def total_bytes(heads: Mapping[str, TensorHead]) -> int:
     """Return the bytes of all tensors together."""
-    from stages.units import DTYPE_BYTES
+    from stages.units import tensor_bytes
 
-    return sum(int(math.prod(head.shape) * DTYPE_BYTES[head.dtype]) for head in heads.values())
+    return sum(tensor_bytes(head.shape, head.dtype) for head in heads.values())

@@ -82,7 +82,7 @@ def identity(environment: Mapping[str, str] = os.environ) -> str:
     """Return all that the kernels are chosen by: torch's version, the processor, the cores, and the environment."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     chosen = (f"{name}={value}" for name, value in choosers(environment).items())
-    return "; ".join([f"torch {metadata.version('torch')}", _processor(), f"{cores} cores", *chosen])
+    return "; ".join([f"torch {metadata.version('torch')}", processor_features(), f"{cores} cores", *chosen])
 
 
 def choosers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -90,7 +90,7 @@ def choosers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: environment[name] for name in _CHOOSERS if name in environment}
 
 
-def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's family, model and name, and a hash of its features: a hypervisor may hide some."""
     first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.is_file() else ""
     told = re.findall(r"^(?:vendor_id|cpu family|model|model name|flags|Features)\s*: *(.*)$", first, re.MULTILINE)

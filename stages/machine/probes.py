@@ -15,8 +15,6 @@ CHUNK_BYTES = 2 * 2**20
 READERS = 4
 """How streaming reads: chunks of that size, that many in flight. So storage is measured."""
 _STORAGE_BYTES = 256 * 2**20
-_HOST_BYTES = 16 * 2**20
-_TARGET_BYTES = 2**18
 _DEVICE_BYTES = 128 * 2**20
 _ROUNDS = 4
 
@@ -52,20 +50,6 @@ def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
         return None
     finally:
         os.close(descriptor)
-
-
-def copy_speed(count: int = _HOST_BYTES) -> int:
-    """Return the bytes a second at which one thread reads host memory; the best of a few rounds, since what else the
-    machine does only ever makes one slower.
-    """
-    source, target = memoryview(bytearray(count)), bytearray(_TARGET_BYTES)
-    taken: list[float] = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        for begin in range(0, count, _TARGET_BYTES):
-            target[:] = source[begin : begin + _TARGET_BYTES]
-        taken.append(time.perf_counter() - start)
-    return round(count / min(taken))
 
 
 def link_speed(index: int = 0, count: int = _DEVICE_BYTES) -> int:

@@ -109,10 +109,16 @@ def be_measured() -> None:
     kept = Path("outputs/cache", MEASURED)
     kept.mkdir(parents=True)
     write_sealed(kept / FILE_NAME, {identity(): PROCESS_BYTES})
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    be_expendable()
     from pipeline import commands
+
+    commands.offstage()
+
+
+def be_expendable() -> None:
+    """Have this process be the first to be ended where memory is short, and be ended with the one who waits for it."""
     from pipeline.process_setup import die_with_parent
 
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
     die_with_parent()
-    commands.offstage()

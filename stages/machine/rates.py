@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from stages.machine import probes
-from stages.machine.kept_figures import kept_or_measured
+from stages.machine.decoding_probe import decoding_speed
+from stages.machine.kept_figures import kept_for_user, kept_or_measured
+from stages.machine.kernels import identity
 from stages.units import parse_size
 
 FILE_NAME = "rates.json"
+DECODING_NAME = "decoding.json"
 _STEPS_AN_OCTAVE = 8
 _LEAST, _MOST = 10**4, 10**15
 """Bytes a second below and above which nothing is: a figure beyond was damaged, or its probe was."""
@@ -24,9 +27,12 @@ _LEAST, _MOST = 10**4, 10**15
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second of storage, host memory, the link to an accelerator, and an accelerator's memory.
+    """Bytes a second of storage, host memory, the link of each accelerator, and an accelerator's memory.
 
-    ``unpacking`` is how fast the threads that read unpack together what rests packed, in bytes as they are used.
+    ``host`` is how fast its products read weights, and ``calls`` how many modules that hold weights are called there in
+    a second, for all that they do beside these. ``unpacking`` is how fast the threads that read unpack together what
+    rests packed, in bytes as they are used.
+    ``root`` is what all links bring together, where they share one; null: each brings what it can.
     """
 
     storage: int = 10**9
@@ -34,6 +40,8 @@ class Rates:
     link: int = 12 * 10**9
     device: int = 800 * 10**9
     unpacking: int = 4 * 10**9
+    calls: int = 15_000
+    root: int | None = None
 
 
 def read_rates(hardware: Mapping[str, Any]) -> Rates:
@@ -42,7 +50,7 @@ def read_rates(hardware: Mapping[str, Any]) -> Rates:
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, int]:
-    return {name: parse_size(size) for name, size in given.items()}
+    return {name: parse_size(size) for name, size in given.items() if size is not None}
 
 
 def local_rates(
@@ -54,7 +62,7 @@ def local_rates(
     of its own. ``accelerators`` are the names of those that are here; the first one's link and memory are measured.
     What can't be measured keeps its nominal value; those that are ``pinned`` (``{storage: 3GB}``) aren't measured.
     """
-    wanted: dict[str, tuple[str, Callable[[], int | None]]] = {"host": ("host", probes.copy_speed)}
+    wanted: dict[str, tuple[str, Callable[[], int | None]]] = {}
     if sample is not None:
         wanted["storage"] = f"storage {sample.stat().st_dev} again", lambda: probes.read_speed(sample)
     if accelerators:
@@ -64,7 +72,27 @@ def local_rates(
     wanted = {name: probe for name, probe in wanted.items() if name not in given}
     kept = kept_or_measured(folder / FILE_NAME, dict(wanted.values()), is_sound=is_rate)
     found = {name: kept.get(key) for name, (key, _) in wanted.items()}
+    found |= {} if {"host", "calls"} <= given.keys() else _host_rates(folder)
     return Rates(**{**{name: coarse_rate(speed) for name, speed in found.items() if speed}, **given})
+
+
+def _host_rates(folder: Path) -> dict[str, int]:
+    """Return how fast the host decodes, by name: as ``folder`` or this user keeps it, or measured; none if it can't be.
+
+    It hangs on what chooses the kernels, and on how many threads run them.
+    """
+    key = identity()
+    kept = kept_for_user(folder / DECODING_NAME, {key: decoding_speed}, is_sound=are_host_rates)
+    return dict(kept.get(key, {}))
+
+
+def are_host_rates(figures: object) -> bool:
+    """Return whether ``figures`` can be how fast a host decodes."""
+    return isinstance(figures, dict) and figures.keys() == {"host", "calls"} and all(map(_is_count, figures.values()))
+
+
+def _is_count(figure: object) -> bool:
+    return type(figure) is int and 1 <= figure <= _MOST
 
 
 def is_rate(figure: object) -> bool:

@@ -11,8 +11,18 @@ from stages.plan.checks import require_fit
 from stages.plan.expert_slots import Pool, offstage_in, pools, slot_bytes
 from stages.plan.options import EXPLICIT, OFFLOAD
 from stages.plan.outline import Layer, Outline
-from stages.plan.placement import Budgets, Placement, execution_devices, fold, reserves, resident_bytes
+from stages.plan.placement import (
+    Budgets,
+    Placement,
+    execution_devices,
+    fold,
+    least_slots,
+    reserves,
+    resident_bytes,
+    unpacking_rooms,
+)
 from stages.plan.plan import Plan
+from stages.plan.row_blocks import block_rows
 from stages.plan.serving import Io, Serving, serve
 from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
@@ -34,6 +44,8 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
     serving = serve(outline, homes, execution, io=io, packed=placement.packed)
     kept = reserves(outline, placement, allowance.budgets)
     sharing = pools(outline, offstage_in(outline, serving, execution))
+    unpacking = _unpacking(outline, placement, allowance.budgets, held=held, kept=kept)
+    beside = Counter(kept) + Counter(unpacking)
     return Plan(
         policy=policy,
         main_device=placement.main,
@@ -43,16 +55,37 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
         serving=serving,
         budgets={device: allowance.budgets.get(device) for device in devices},
         resident_bytes={device: held.get(device, 0) for device in devices},
-        reserve_bytes=kept.get(placement.main, 0),
+        reserves=kept,
         reasons={layer.name: _reason(outline, layer, placement, computing, policy) for layer in outline.layers},
         pools=sharing,
-        slots=share_slots(outline, serving, sharing, budgets=allowance.budgets, held=held, kept=kept),
+        slots=share_slots(outline, serving, sharing, budgets=allowance.budgets, held=held, kept=beside),
+        unpacking=unpacking,
         packed=_packed(outline, placement),
         packed_on_host=tuple(name for name in outline.sizes if skeleton.leader(name) in placement.packed),
+        block_rows=block_rows(outline, _brought(serving), execution, kept),
         tied={name: skeleton.leader(name) for name in outline.sizes if skeleton.leader(name) != name},
         notes=allowance.notes,
+        host_layers=tuple(name for name, device in placement.computes.items() if device == CPU != placement.main),
         budget_terms=allowance.terms,
     )
+
+
+def _unpacking(
+    outline: Outline,
+    placement: Placement,
+    budgets: Budgets,
+    *,
+    held: Mapping[DeviceId, int],
+    kept: Mapping[DeviceId, int],
+) -> dict[DeviceId, int]:
+    """Return the bytes by which accelerators unpack that are to, where their budgets leave them."""
+    slots = least_slots(outline, placement)
+    found = {}
+    for device, room in unpacking_rooms(outline, placement).items() if placement.unpacks else ():
+        budget, taken = budgets.get(device, 0), held.get(device, 0) + kept.get(device, 0) + slots.get(device, 0)
+        if device in placement.unpacks and (budget is None or taken + room <= budget):
+            found[device] = room
+    return found
 
 
 def _packed(outline: Outline, placement: Placement) -> dict[str, dict[str, int]]:
@@ -94,6 +127,11 @@ def share_slots(
     return found
 
 
+def _brought(serving: Mapping[str, Serving]) -> list[str]:
+    """Return the tensors that come into memory that is kept free for them, for each use."""
+    return [name for name, how in serving.items() if how in ("direct", "copy", "packed")]
+
+
 def _two_parts(outline: Outline, serving: Mapping[str, Serving]) -> int:
     """Return the bytes of the two largest parts that the host reads for each use: what one module holds is a part."""
     parts = Counter[str]()
@@ -113,7 +151,8 @@ def _reason(
     where = " and ".join(str(home) for home in homes)
     device = computing[layer.name]
     if homes == [device]:
-        return f"{size} resident on {where}"
+        chosen = device == CPU != placement.main
+        return f"{size} resident on {where}{', which computes it: faster than over the link' * chosen}"
     cause = _ASKED_FOR.get(policy, "the faster devices are full" if DISK in homes else "the accelerators are full")
     away = {leader for leader in leaders if placement.homes[leader] != device}
     how = "its experts brought to" if away <= outline.expert_tensors else "streamed to"

@@ -6,7 +6,7 @@ numbers on a machine that is otherwise busy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ConfigError
@@ -35,14 +35,23 @@ class Allowance:
     notes: tuple[str, ...] = ()
 
 
-def allow(max_memory: Mapping[str, str] | None, machine: Hardware, *, needed: int = 0, unpacking: int = 0) -> Allowance:
+def allow(
+    max_memory: Mapping[str, str] | None,
+    machine: Hardware,
+    *,
+    needed: int = 0,
+    host_needed: int | None = None,
+    unpacking: int = 0,
+) -> Allowance:
     """Return what every device may hold. An empty or null ``max_memory`` is automatic.
 
     ``needed`` is what this request takes beside weights where it computes (KV cache, activations), in bytes; an
-    automatic budget of any device that may compute leaves it free, and that of the host what ``unpacking`` takes there.
+    automatic budget of any device that may compute leaves it free: that of the host ``host_needed``, by default as much
+    where no accelerator computes, and what ``unpacking`` takes there.
     An accelerator that is listed but not there is passed over, and a note says so.
     """
-    allowance = _given(max_memory, machine) if max_memory else _automatic(machine, needed, unpacking)
+    on_host = (0 if machine.accelerators else needed) if host_needed is None else host_needed
+    allowance = _given(max_memory, machine) if max_memory else _automatic(machine, needed, on_host, unpacking)
     return replace(allowance, notes=(*allowance.notes, *_simulated(machine)))
 
 
@@ -77,18 +86,17 @@ def size_of(device: DeviceId, machine: Hardware) -> int | None:
     return machine.host.total_bytes if device == CPU else None
 
 
-def _automatic(machine: Hardware, needed: int, unpacking: int) -> Allowance:
+def _automatic(machine: Hardware, needed: int, host_needed: int, unpacking: int) -> Allowance:
     terms: dict[str, dict[str, int]] = {}
     for index, accelerator in enumerate(machine.accelerators):
         free = accelerator.free_bytes if accelerator.simulated else coarse(accelerator.free_bytes)
         terms[str(index)] = {"free": free, "request": -needed, "margin": -round(free * MARGIN)}
     free = coarse(machine.host.available_bytes)
-    request = 0 if machine.accelerators else needed
     terms["cpu"] = {
         "available": free,
         "process": -machine.host.process_bytes,
         "libraries": -LIBRARY_BYTES,
-        "request": -request,
+        "request": -host_needed,
         "margin": -round(free * MARGIN),
     } | ({"unpacking": -unpacking} if unpacking else {})
     budgets: dict[DeviceId, int | None] = {parse_device(key): max(0, sum(of.values())) for key, of in terms.items()}
@@ -117,8 +125,12 @@ def _absent(device: int, machine: Hardware) -> str:
     return f"no accelerator {device} here" + (f", the last is {count - 1}" if count else "")
 
 
-def with_idle_noted(allowance: Allowance, homes: Homes, *, layers: Sequence[Layer], policy: str) -> Allowance:
-    """Return ``allowance`` with a note for each accelerator with a budget that holds nothing while others overflow.
+def with_idle_noted(
+    allowance: Allowance, homes: Homes, *, computing: Collection[DeviceId], layers: Sequence[Layer], policy: str
+) -> Allowance:
+    """Return ``allowance`` with a note for each accelerator with a budget that is idle while others overflow.
+
+    It holds nothing, and isn't ``computing`` what is streamed either.
 
     ``layers`` are those that a policy keeps whole. Where one of them that lies elsewhere would have fitted, it is the
     ``policy`` that left the accelerator idle, and the note says so.
@@ -128,7 +140,7 @@ def with_idle_noted(allowance: Allowance, homes: Homes, *, layers: Sequence[Laye
         return allowance
     notes = []
     for device, room in allowance.budgets.items():
-        if isinstance(device, int) and room and device not in homes.values():
+        if isinstance(device, int) and room and device not in homes.values() and device not in computing:
             small = not away or room < min(away)
             why = "its budget is too small for a layer" if small else f"device_map ({policy}) puts none there"
             notes.append(f"accelerator {device} holds no weights: {why}")

@@ -110,7 +110,7 @@ def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int) -> str:
     where = "the host" if device == CPU else f"accelerator {device}"
     terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in parts.items() if count)
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
-    reserve = max(parts["reserve"], plan.reserve_bytes if device == plan.main_device else 0)
+    reserve = max(parts["reserve"], plan.reserves.get(device, 0))
     most = parts["weights"] + reserve + parts.get("slots", 0) - excess
     advice = f"the most that works is {most} bytes ({format_bytes(most)})"
     return (

@@ -3,22 +3,22 @@
 Each device that computes such experts has one pool of memory, cut into slots for one expert. Experts of one kind, whose
 tensors are of the same shapes, can lie in each other's slots; where a mixture has several kinds, each has that part of
 the pool which it is of all of the experts. What a token brings is an expectation. Routing is taken as uniform, which is
-the worst case for any rule of eviction: an expert is then in a slot as often as any other of its layer. Where a run has
-measured how often, that counts.
+the worst case for any rule of eviction: an expert is then in a slot as often as any other of its layer, once slots are
+full. Where a run has measured how often, that counts.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from stages.empty_init.skeleton import ExpertsSpec
+from stages.empty_init.skeleton import ExpertsSpec, parent
 from stages.plan.expert_banks import kept_share, wanted
 from stages.plan.outline import ExpertKind, Outline
 from stages.plan.serving import Serving
-from stages.plan.token_time import Brought
-from stages.units import DISK, DeviceId
+from stages.plan.token_time import Brought, HostShare, LayerOutput
+from stages.units import CPU, DISK, DeviceId
 
 ROOMY, LEAST = 2, 1
 """The slots of each kind that one is read into while the other computes, and those that suffice."""
@@ -54,11 +54,14 @@ class Pool:
 class Routing:
     """How many ``tokens`` a pass of decoding has, and how often runs found their experts in slots.
 
-    ``hit_rates`` are by ``rate_key``.
+    ``hit_rates`` are by ``rate_key``. The prompts before have ``prompt_tokens``, and so many ``passes`` follow; 0: so
+    many that it doesn't matter how slots are filled.
     """
 
     tokens: int = 1
     hit_rates: Mapping[str, float] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    passes: int = 0
 
     def distinct(self, experts: ExpertsSpec) -> float:
         """Return how many different experts the tokens of a pass are expected to use."""
@@ -70,11 +73,45 @@ class Routing:
 
     def measured(self, pool: Pool, slots: int) -> float | None:
         """Return which share of the experts that are wanted runs found in so many bytes of ``slots``, if any did."""
-        return 1.0 if slots == pool.bytes else self.hit_rates.get(rate_key(pool, slots, self.tokens))
+        return self.hit_rates.get(rate_key(pool, slots, self.tokens))
+
+    def before(self, experts: ExpertsSpec) -> float:
+        """Return how many different experts the prompts are expected to use."""
+        return wanted(experts.count, experts.per_token, self.prompt_tokens)
 
 
 SINGLE = Routing()
 """One token a pass, of which nothing was measured."""
+
+
+def read_bytes(outline: Outline, names: Iterable[str], routing: Routing = SINGLE) -> float:
+    """Return what a pass reads of the tensors ``names`` where they lie and compute, in bytes.
+
+    Of tables that are looked up it is next to nothing, of experts those that its tokens use.
+    """
+    total = 0.0
+    for name in names:
+        if name in outline.expert_tensors:
+            experts = outline.experts[parent(name)]
+            share = routing.share(experts.count, experts.per_token)
+        elif name in outline.listed:
+            share = routing.share(*outline.listed[name])
+        else:
+            share = 0.0 if name in outline.lookups else 1.0
+        total += outline.sizes[name] * share
+    return total
+
+
+def host_share(
+    outline: Outline, computing: Mapping[str, DeviceId], output: LayerOutput, routing: Routing = SINGLE
+) -> HostShare:
+    """Return what the host computes of a token, where ``computing`` says which device computes each layer.
+
+    For each of its layers the ``output`` of another goes there, and its own comes back.
+    """
+    there = [layer for layer in outline.layers if computing[layer.name] == CPU]
+    names = (name for layer in there for name in layer.tensors)
+    return HostShare(read_bytes(outline, names, routing), 2 * len(there), output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +128,7 @@ class ExpertTraffic:
     @property
     def hit_rate(self) -> float:
         """The share of what isn't resident that is in slots."""
-        found, brought = sum(self.found.values()), self.brought.used
+        found, brought = sum(self.found.values()), self.brought.used.total()
         return found / (found + brought) if found + brought else 0.0
 
 
@@ -146,6 +183,8 @@ def _hit_rates(
                 layers=len(members),
                 count=max(each.count for each in members),
                 used=max(map(routing.distinct, members)),
+                before=max(map(routing.before, members)),
+                passes=routing.passes,
             )
         rates |= dict.fromkeys((each.module for each in members), rate)
     return rates
@@ -179,6 +218,17 @@ def expert_traffic(
             device, missed = offstage[module], 1 - rates[module]
             rests = name in outline.packed and (homes[name] == DISK or name in at_rest)
             rest_bytes = outline.rest_sizes[name] * share if rests else used
-            brought.add(homes[name], rest_bytes * missed, unpacked=used * missed if rests else None)
+            unpacked = used * missed if rests else None
+            moved = outline.moved_bytes(name, device) if rests else None
+            moved_there = None if moved is None else moved * share * missed
+            brought.add(
+                homes[name], rest_bytes * missed, computes=device, unpacked=unpacked, moved=moved_there, ahead=False
+            )
             found[device] += used * rates[module]
     return ExpertTraffic(brought, found, resident)
+
+
+def host_calls(outline: Outline, execution: Mapping[str, DeviceId], routing: Routing) -> float:
+    """Return how many calls of modules that hold weights the host computes for a token."""
+    shares = {parent(name): routing.share(*experts_of) for name, experts_of in outline.listed.items()}
+    return sum(shares.get(name, 1) for name in outline.skeleton.calls if execution.get(name) == CPU)

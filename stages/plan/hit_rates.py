@@ -6,6 +6,7 @@ belongs to its weights: so a rate is kept by the checkpoint's files, with the sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _LEAST_STEPS = 16
 """Fewer steps of decoding tell more of the prefill, which filled the slots, than of what follows."""
 _NEWS = 0.05
 """By which share of the bytes that its plan expected a rate brings more or less, if it is to be kept."""
+_DEVIATIONS = 3
+"""How many standard deviations from what was expected are more than chance: so far off is one run of hundreds."""
 
 
 def kept_hit_rates(cache: Path, model: Mapping[str, Any]) -> dict[str, float]:
@@ -33,8 +36,8 @@ def kept_hit_rates(cache: Path, model: Mapping[str, Any]) -> dict[str, float]:
     return {key.removeprefix(prefix): rate for key, rate in kept.items() if key.startswith(prefix)}
 
 
-def note_decoding(context: Context, plan: Plan, *, steps: int, rate: float | None) -> None:
-    """Keep which ``rate`` so many ``steps`` of decoding under ``plan`` had, if that is news.
+def note_decoding(context: Context, plan: Plan, *, steps: int, calls: int, rate: float | None) -> None:
+    """Keep which ``rate`` so many ``steps`` of decoding under ``plan`` had, of ``calls`` for experts, if that is news.
 
     A rate that is about what the plan expected isn't kept: it would have the same run planned anew and say nothing.
     Nor is one of several devices together, each of which has slots of its own.
@@ -43,7 +46,7 @@ def note_decoding(context: Context, plan: Plan, *, steps: int, rate: float | Non
         return
     ((device, pool),) = plan.pools.items()
     slots, expected = plan.slots[device], float(plan.forecast["expert_hit_rate"])
-    if slots < pool.bytes and is_news(rate, expected):
+    if slots < pool.bytes and is_news(rate, expected, calls):
         tokens = plan.pass_tokens
         note_hit_rate(context.cache, context.config["model"], pool, slots=slots, tokens=tokens, rate=rate)
 
@@ -57,9 +60,13 @@ def note_hit_rate(cache: Path, model: Mapping[str, Any], pool: Pool, *, slots: i
     kept_or_measured(cache / MEASURED / FILE_NAME, {key: lambda: round(rate, _PLACES)}, is_sound=is_share)
 
 
-def is_news(rate: float, expected: float) -> bool:
-    """Return whether ``rate`` brings other bytes than were ``expected``: where nearly all is found, a little counts."""
-    return abs(rate - expected) > _NEWS * (1 - expected)
+def is_news(rate: float, expected: float, calls: int) -> bool:
+    """Return whether ``rate``, of so many ``calls``, brings other bytes than were ``expected``, and not by chance.
+
+    Where nearly all is found, a little counts.
+    """
+    chance = _DEVIATIONS * math.sqrt(expected * (1 - expected) / max(1, calls))
+    return abs(rate - expected) > max(_NEWS * (1 - expected), chance)
 
 
 def is_share(figure: object) -> bool:

@@ -7,8 +7,9 @@ plan of their key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.stage import MEASURED, Config
@@ -21,12 +22,13 @@ from stages.machine.host_memory import PEFT_BYTES
 from stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from stages.machine.process_memory import process_bytes
 from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
+from stages.machine.row_products import exact_dtypes
 from stages.plan import options
 from stages.plan.budgets import Allowance, allow, rooms
 from stages.plan.expert_slots import Routing
 from stages.plan.lossless import LosslessPacking
 from stages.plan.outline import Outline
-from stages.plan.predict import Work, most, work
+from stages.plan.predict import Work, compute_dtype, most, work
 from stages.plan.request.batch_size import AUTO
 from stages.plan.request.geometry import Request, read_geometry
 from stages.plan.request.lockstep import KEY as LOCKSTEP
@@ -40,9 +42,14 @@ from stages.plan.request.requests import (
     with_adapter,
 )
 from stages.plan.request.training import Learns
+from stages.plan.row_blocks import divisible, linear_dtypes
 from stages.plan.serving import Io, choose_io
+from stages.plan.token_time import LayerOutput
 from stages.plan.training_work import TrainingWork, product_bytes
-from stages.units import CPU, DeviceId
+from stages.units import CPU, DTYPE_BYTES, DeviceId
+
+ByBlocks = Callable[[Mapping[int, int]], Work]
+"""The work of a request, by the bytes of weights that are multiplied by blocks of rows, and those of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,8 @@ class Demand:
 
     ``io``, ``pages_stay`` and ``tight`` are all that free memory changes of a plan: how the host reads, whether what
     it maps stays in memory, and the memory that is free where it may be too little, else null. ``routing`` is how the
-    tokens of a pass use a mixture's experts, null for other models. ``members`` share a pass in lockstep.
+    tokens of a pass use a mixture's experts, null for other models. ``members`` share a pass in lockstep;
+    ``output`` is what a layer of one of them hands to the next, where that may go to another memory.
     """
 
     work: Work
@@ -61,11 +69,14 @@ class Demand:
     tight: int | None
     routing: Routing | None
     members: int
+    output: LayerOutput
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
     """The model by the key of its ``skeleton``, the map that was asked for, and what is demanded beside weights.
+
+    ``execution`` says whether layers may compute on the host beside accelerators.
 
     ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
     least the last; where ``lockstep`` says so, for each number of batches in lockstep. ``count`` prompts or windows,
@@ -74,12 +85,14 @@ class PlanInputs:
     ``learns`` says which weights are changed by the run, and ``offload_ratio`` which share of a training's activations
     waits elsewhere. ``simulated`` has the accelerators that the config lists; those that are here stand in ``machine``,
     since their free memory is in the budgets already. ``process_bytes`` are what the process holds on the host of all
-    that is neither weights nor the request's. ``packing`` is how floats are packed, null if they stay.
+    that is neither weights nor the request's. ``packing`` is how floats are packed, null if they stay. The
+    weights that are ``divisible`` may be brought by blocks of rows: ``works`` are those of ``demands``, by the blocks.
     """
 
     skeleton: str
     choice: options.Choice
     overrides: Mapping[str, DeviceId]
+    execution: str
     demands: Mapping[int | None, Demand]
     lockstep: bool
     count: int
@@ -92,7 +105,9 @@ class PlanInputs:
     rates: Rates
     outline: Outline = field(compare=False)
     machine: Hardware = field(compare=False)
+    works: Mapping[int | None, ByBlocks] = field(compare=False)
     packing: LosslessPacking | None = None
+    divisible: tuple[str, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -134,26 +149,26 @@ def gather_inputs(
     demands = {
         size: _demand(
             outline,
-            given,
+            config,
             machine,
-            works[size],
-            Routing(request.pass_tokens, {} if chosen else hit_rates or {}) if outline.experts else None,
-            request.members,
+            works[size]({}),
+            _routing(request, {} if chosen else hit_rates or {}) if outline.experts else None,
+            request,
         )
         for size, request in requests.items()
     }
-    free = rooms(machine, leaves=bool(given.max_memory)) if chosen else {}
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
         overrides=options.read_overrides(given.device_map_overrides),
+        execution=given.execution,
         demands=demands,
         lockstep=chosen and (config.get(asking(config)) or {}).get(LOCKSTEP) == AUTO,
         count=read_request(config).sequences // largest.copies if chosen else 0,
         copies=largest.copies * largest.positions if chosen else 0,
         rooms={
             device: room
-            for device, room in free.items()
+            for device, room in (rooms(machine, leaves=bool(given.max_memory)) if chosen else {}).items()
             if any(_most_held(outline, demand, machine, device) > room for demand in demands.values())
         },
         learns=what_learns(config),
@@ -163,6 +178,7 @@ def gather_inputs(
         rates=rates,
         outline=outline,
         machine=machine,
+        works=works,
     )
 
 
@@ -174,32 +190,46 @@ def _works(
     apart: Sequence[Request],
     kernels: Kernels,
     training: TrainingWork | None,
-) -> tuple[dict[int | None, Work], float | None]:
+) -> tuple[dict[int | None, ByBlocks], float | None]:
     """Return what each of ``requests`` takes, or those ``apart``; of a ``training`` the ratio of its offload too."""
     model = config.get("model") or {}
     geometry, library = read_geometry(model), PEFT_BYTES if with_adapter(config) else 0
     if training is None:
-        found = {
-            size: most(work(outline, geometry, one, kernels) for one in (request, *apart))
-            for size, request in requests.items()
-        }
-        return {size: replace(needs, library_bytes=library) for size, needs in found.items()}, None
+
+        def asked(requests: Sequence[Request], blocks: Mapping[int, int]) -> Work:
+            needs = most(work(outline, geometry, one, kernels, blocks=blocks) for one in requests)
+            return replace(needs, library_bytes=library)
+
+        return {size: partial(asked, (request, *apart)) for size, request in requests.items()}, None
     (request,) = requests.values()
     scratch = product_bytes(outline, geometry, request, kernels)
     ratio = training.ratio(outline, beside=scratch + library)
     needs = training.at(ratio, scratch=scratch)
-    return {None: replace(needs, library_bytes=needs.library_bytes + library)}, ratio
+    needs = replace(needs, library_bytes=needs.library_bytes + library)
+    return {None: lambda _blocks: needs}, ratio
+
+
+def _routing(request: Request, hit_rates: Mapping[str, float]) -> Routing:
+    """Return how the tokens of ``request`` use a mixture's experts, with what was measured of it."""
+    tokens, before = request.pass_tokens, request.prompt_tokens
+    return Routing(tokens, hit_rates, prompt_tokens=before, passes=request.passes)
 
 
 def _demand(
     outline: Outline,
-    given: options.PlanConfig,
+    config: Config,
     machine: Hardware,
     needs: Work,
     routing: Routing | None,
-    members: int,
+    request: Request,
 ) -> Demand:
-    allowance = allow(given.max_memory, machine, needed=_needed(machine, needs), unpacking=outline.unpacking_bytes)
+    """Return what ``request`` comes to, whose ``needs`` are known."""
+    given = read(options.PlanConfig, config)
+    fastest = given.execution == options.FASTEST
+    on_device, on_host = _needed(machine, needs, host_computes=fastest)
+    allowance = allow(
+        given.max_memory, machine, needed=on_device, host_needed=on_host, unpacking=outline.unpacking_bytes
+    )
     streaming = _streaming(machine, outline, allowance, needs)
     demand = Demand(
         work=needs,
@@ -208,9 +238,17 @@ def _demand(
         pages_stay=choose_io("auto", **streaming) == "mmap",
         tight=None,
         routing=routing,
-        members=members,
+        members=request.members,
+        output=_output(outline, config, request) if fastest else LayerOutput(),
     )
     return replace(demand, tight=_tight(demand, machine, outline))
+
+
+def _output(outline: Outline, config: Config, request: Request) -> LayerOutput:
+    """Return what a layer hands to the next in a pass of ``request``, of one member."""
+    hidden = read_geometry(config.get("model") or {}).hidden * int(DTYPE_BYTES[compute_dtype(outline)])
+    tokens = request.pass_tokens // request.members
+    return LayerOutput(tokens, tokens * hidden)
 
 
 def known_machine(config: Config, cache: Path) -> Hardware:
@@ -251,10 +289,28 @@ def host_kernels(config: Config, cache: Path) -> Kernels:
     return local_kernels(cache / MEASURED) if described.get("host") is None else NOMINAL
 
 
-def _needed(machine: Hardware, needs: Work) -> int:
-    """Return what the request takes beside weights where it computes; the host computes where nothing else does."""
-    on_host = 0 if machine.accelerators else needs.scratch_bytes + needs.result_bytes + needs.library_bytes
-    return needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes + on_host
+def with_row_blocks(outline: Outline, config: Config, cache: Path, machine: Hardware) -> Outline:
+    """Return ``outline`` with the weights divisible whose products have the same bits by blocks of rows as whole.
+
+    They are known of this host's kernels alone, and not of an accelerator's that is really there. A training is never
+    computed so: what autograd saves is whole weights.
+    """
+    described = config.get("hardware") or {}
+    elsewhere = described.get("host") is not None or not all(device.simulated for device in machine.accelerators)
+    if elsewhere or asking(config) == "finetune":
+        return outline
+    exact = exact_dtypes(cache / MEASURED, linear_dtypes(outline))
+    return replace(outline, divisible=divisible(outline, exact))
+
+
+def _needed(machine: Hardware, needs: Work, *, host_computes: bool) -> tuple[int, int]:
+    """Return what the request takes beside weights on accelerators that compute, and on the host.
+
+    That computes where nothing else does, and where ``host_computes`` says that it may.
+    """
+    needed = needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
+    on_host = needed + needs.scratch_bytes + needs.result_bytes + needs.library_bytes
+    return needed, on_host if host_computes or not machine.accelerators else 0
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> dict[str, int]:

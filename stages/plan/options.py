@@ -16,6 +16,8 @@ from stages.plan.policies import POLICIES
 from stages.units import DeviceId, parse_device, parse_size
 
 OFFLOAD, EXPLICIT = "cpu_offload_gb", "explicit"
+FASTEST = "fastest"
+"""The ``execution`` by which layers may compute on the host, where they lie, if that is predicted to be faster."""
 RATES = frozenset(field.name for field in fields(Rates))
 _ANY_SIZE = 1 << 40
 """Stands for the size of a device where only the notation of a share of it is checked."""
@@ -41,6 +43,7 @@ class PlanConfig:
     max_memory: Mapping[str, str] | None = field(default_factory=dict, metadata={KEYS: Device})
     device_map: Any = field(default="optimal", metadata={PATHS: {"": _located}})
     device_map_overrides: Mapping[str, Any] | None = field(default_factory=dict)
+    execution: Literal["exact", "fastest"] = "exact"
     storage: StorageConfig = StorageConfig()
     hardware: Mapping[str, Any] | None = field(default_factory=dict)
 
@@ -65,6 +68,13 @@ def faults(given: PlanConfig) -> Iterator[Fault]:
     yield from _map_faults("device_map", given.device_map)
     for name, device in (given.device_map_overrides or {}).items():
         yield from _fault(f"device_map_overrides.{name}", lambda device=device: parse_device(device))
+    if given.execution == FASTEST and given.device_map != "optimal":
+        told = "a map" if isinstance(given.device_map, Mapping) else repr(given.device_map)
+        yield Fault(
+            "execution",
+            f"{FASTEST!r} is for device_map=optimal, which then chooses what computes on the host, and device_map is "
+            f"{told}; take optimal, or execution=exact",
+        )
     yield from _hardware_faults(given.hardware or {})
     if given.storage.codec == "zstd" and given.storage.io == "mmap":
         yield Fault("storage.codec", "'zstd' is of no use in a map of a file; set storage.io=direct, or take 'none'")
@@ -72,7 +82,9 @@ def faults(given: PlanConfig) -> Iterator[Fault]:
 
 def _hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
     devices, host, rates = (hardware.get(key) for key in ("devices", "host", "rates"))
-    sizes: dict[str, object] = {f"rates.{name}": rate for name, rate in (rates or {}).items()}
+    sizes: dict[str, object] = {
+        f"rates.{name}": rate for name, rate in (rates or {}).items() if (name, rate) != ("root", None)
+    }
     if host is not None:
         sizes["host.memory"] = host.get("memory") if isinstance(host, Mapping) else host
     if devices is not None and not isinstance(devices, list):

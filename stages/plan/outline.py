@@ -11,11 +11,13 @@ follows it with its other tensors too (the bias of a tied head lies beside the e
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent
 from stages.machine.probes import READERS
+from stages.units import DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,16 @@ class Outline:
     ``gathers`` says that an embedding on disk is served row by row where the host computes: it is a lookup, and neither
     streamed nor given room for; and that of experts which are modules in a list those are brought that are called.
     ``routes`` says that of a mixture's stacked experts which lie elsewhere only those are brought that a token uses.
-    Without both the layers are those that the field's own functions see.
+    Without both the layers are those that the field's own functions see. The tensors that are ``divisible`` can be
+    brought by blocks of rows; see ``stages.plan.row_blocks``. Accelerators that are among ``unpacks`` unpack there what
+    comes to them packed.
     """
 
     skeleton: Skeleton
     gathers: bool = True
     routes: bool = True
+    divisible: frozenset[str] = frozenset()
+    unpacks: frozenset[DeviceId] = frozenset()
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -71,6 +77,11 @@ class Outline:
     def rest_sizes(self) -> dict[str, int]:
         """Bytes of every tensor by name, as it rests on disk."""
         return self.sizes | {name: packed.bytes for name, packed in self.packed.items()}
+
+    def moved_bytes(self, name: str, device: DeviceId) -> int | None:
+        """Return what ``device`` moves in its memory to unpack the tensor ``name``; null where the host unpacks it."""
+        packed = self.packed.get(name)
+        return packed.device.moved_bytes if packed and packed.device and device in self.unpacks else None
 
     @property
     def unpacking_bytes(self) -> int:
@@ -179,9 +190,13 @@ class Outline:
     @cached_property
     def dense(self) -> Outline:
         """The model without its experts: what every token needs."""
-        experts = self.expert_tensors | self.listed.keys()
-        tensors = tuple(spec for spec in self.skeleton.tensors if spec.name not in experts)
-        return replace(self, skeleton=replace(self.skeleton, tensors=tensors, experts=(), expert_lists={}))
+        return self.without(self.expert_tensors | self.listed.keys())
+
+    def without(self, names: Collection[str]) -> Outline:
+        """Return the model without the tensors ``names``: of tied ones all, of experts that are stacked too."""
+        tensors = tuple(spec for spec in self.skeleton.tensors if spec.name not in names)
+        experts = tuple(spec for spec in self.skeleton.experts if spec.tensors[0] not in names)
+        return replace(self, skeleton=replace(self.skeleton, tensors=tensors, experts=experts))
 
     @cached_property
     def token_bytes(self) -> int:

@@ -45,7 +45,7 @@ def draw(plan: Plan, sizes: Mapping[str, int]) -> str:
 def _bar(plan: Plan, device: DeviceId, sizes: Mapping[str, int], *, top: int) -> str:
     """Return the bar of one device: its layers in order, its slots, then its reserve, and the line of its budget."""
     held, slots = plan.resident_bytes[device], plan.slots.get(device, 0)
-    reserve = plan.reserve_bytes if device == plan.main_device else 0
+    reserve = plan.reserves.get(device, 0)
     budget = plan.budgets.get(device)
     scale = _BAR / max(held + slots + reserve, budget or 0, 1)
     parts = [f'<text x="{_LEFT - 10}" y="{top + 22}" text-anchor="end" font-weight="600">{device}</text>']
@@ -67,6 +67,8 @@ def _bar(plan: Plan, device: DeviceId, sizes: Mapping[str, int], *, top: int) ->
         parts.append(f'<line x1="{x:.1f}" y1="{top - 5}" x2="{x:.1f}" y2="{top + _HEIGHT + 5}" class="budget"/>')
     label = [f"weights {gib(held)}", *([f"slots {gib(slots)}"] if slots else [])]
     label += [f"reserve {gib(reserve)}"] if reserve else []
+    brought = plan.link_bytes_per_token.get(device, 0)
+    label += [f"{gib(brought)} a token over its link"] if brought else []
     label.append("no limit" if budget is None else f"budget {gib(budget)}")
     parts.append(f'<text x="{_LEFT}" y="{top + _HEIGHT + 18}" font-size="12">{escape(" · ".join(label))}</text>')
     return "\n".join(parts)

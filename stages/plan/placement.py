@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 
-from stages.empty_init.skeleton import parent, upward
-from stages.plan.expert_slots import LEAST, ROOMY, pools
+from stages.empty_init.skeleton import DeviceUnpacking, parent, upward
+from stages.plan.expert_slots import LEAST, ROOMY, pools, read_bytes
 from stages.plan.outline import Layer, Outline
+from stages.plan.row_blocks import block_bytes
 from stages.plan.serving import Serving, is_offstage, is_streamed, is_unpacked, serving_of, waits_on
 from stages.plan.token_time import Brought
 from stages.units import CPU, DISK, DeviceId, in_tier_order
@@ -33,12 +34,16 @@ Homes = Mapping[str, DeviceId]
 class Placement:
     """What a policy decides: the ``homes`` of all leaders, and the ``main`` device, which computes what is streamed.
 
-    Of those on the host some lie there ``packed``: as they rest on disk, to be unpacked for each use.
+    Of those on the host some lie there ``packed``: as they rest on disk, to be unpacked for each use. ``computes`` has
+    the layers, by name, that compute elsewhere than ``execution_device`` would have them by where their tensors lie.
+    Accelerators that are among ``unpacks`` unpack there what comes to them packed, where they have the room.
     """
 
     homes: Homes
     main: DeviceId
     packed: frozenset[str] = frozenset()
+    computes: Mapping[str, DeviceId] = field(default_factory=dict)
+    unpacks: frozenset[DeviceId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +68,12 @@ def main_device(homes: Homes) -> DeviceId:
 def execution_device(outline: Outline, layer: Layer, placement: Placement) -> DeviceId:
     """Return where all modules of ``layer`` compute.
 
-    It is the accelerator that holds most of the layer, or the main device where none holds any. What an earlier layer
-    owns (a tied tensor) draws a layer to its device only where the layer has nothing of its own.
+    It is what ``placement`` says of the layer; else the accelerator that holds most of it, or the main device where
+    none holds any. What an earlier layer owns (a tied tensor) draws a layer to its device only where the layer has
+    nothing of its own.
     """
+    if layer.name in placement.computes:
+        return placement.computes[layer.name]
     leaders = dict.fromkeys(map(outline.skeleton.leader, layer.tensors))
     held: Counter[DeviceId] = Counter()
     for leader in [name for name in leaders if name in layer.owned] or leaders:
@@ -98,9 +106,9 @@ def reserves(outline: Outline, placement: Placement, budgets: Budgets) -> dict[D
 def least_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
     """Return the bytes that each device must keep free which computes what is streamed.
 
-    That is the largest part, where each is alone while its module runs: a part is what one module holds. Where several
-    are there together, where no rehearsal saw how it is, and where experts are modules in a list, it is as much as for
-    a layer.
+    That is the largest part, where each is alone while its module runs: a part is what one module holds, or of what is
+    divisible a block of rows. Where several are there together, where no rehearsal saw how it is, and where experts are
+    modules in a list, it is as much as for a layer.
     """
     return _reserves(outline, placement)[1]
 
@@ -117,18 +125,20 @@ def _reserves(outline: Outline, placement: Placement) -> tuple[dict[DeviceId, in
     """
     layers: Counter[DeviceId] = Counter()
     parts: dict[str, Counter[DeviceId]] = {}
+    pieces: dict[str, Counter[DeviceId]] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
         streamed = _streamed(outline, layer, placement, device)
         layers |= Counter({device: _at_once(outline, set(map(outline.skeleton.leader, streamed)))})
         for name in streamed:
             parts.setdefault(parent(name), Counter())[device] += outline.sizes[name]
+            pieces.setdefault(parent(name), Counter())[device] += block_bytes(outline, name)
     rehearsed = outline.skeleton.unrehearsed is None
     beside = _beside(outline, parts) if rehearsed else Counter[DeviceId]()
     whole = dict(layers + beside) if layers else {}
     if not rehearsed or outline.listed or beside:
         return whole, whole
-    return whole, dict(reduce(or_, parts.values(), Counter[DeviceId]()))
+    return whole, dict(reduce(or_, pieces.values(), Counter[DeviceId]()))
 
 
 def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
@@ -210,8 +220,47 @@ def streamed_bytes(outline: Outline, placement: Placement) -> Brought:
             packed = is_unpacked(outline, name, serving)
             size = (outline.rest_sizes if packed else outline.sizes)[name] * used // count
             unpacked = outline.sizes[name] * used // count if packed else None
-            found.add(waits_on(serving), size, unpacked=unpacked)
+            ahead = name not in outline.listed
+            moved = outline.moved_bytes(name, device) if packed else None
+            moved = None if moved is None else moved * used // count
+            found.add(waits_on(serving), size, computes=device, unpacked=unpacked, moved=moved, ahead=ahead)
+        if device == CPU != placement.main:
+            found.compute_on_host(read_bytes(outline, layer.tensors))
     return found
+
+
+def unpacking_rooms(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
+    """Return the bytes by which each accelerator could unpack what comes to it packed."""
+    found: dict[DeviceId, list[DeviceUnpacking]] = {}
+    for layer in outline.layers if outline.packed else ():
+        device = execution_device(outline, layer, placement)
+        for name in layer.tensors:
+            leader, packed = outline.skeleton.leader(name), outline.packed.get(name)
+            rests = placement.homes[leader] == DISK or leader in placement.packed
+            if device != CPU and rests and packed and packed.device:
+                found.setdefault(device, []).append(packed.device)
+    return {
+        device: sum(
+            max(getattr(one, part) for one in needs) for part in ("landing_bytes", "scratch_bytes", "table_bytes")
+        )
+        for device, needs in found.items()
+    }
+
+
+def computed_bytes(outline: Outline, placement: Placement, *, without: Collection[str] = ()) -> dict[DeviceId, int]:
+    """Return the bytes on each device that computes with what it holds, ``without`` some tensors.
+
+    What waits on the host for an accelerator isn't among them.
+    """
+    computing = execution_devices(outline, placement)
+    host = (layer.tensors for layer in outline.layers if computing[layer.name] == CPU)
+    used = {outline.skeleton.leader(name) for tensors in host for name in tensors}
+    homes = {
+        leader: home
+        for leader, home in placement.homes.items()
+        if home != DISK and leader not in without and (home != CPU or leader in used)
+    }
+    return resident_bytes(outline, homes, placement.packed)
 
 
 def resident_bytes(outline: Outline, homes: Homes, packed: Collection[str] = ()) -> dict[DeviceId, int]:

@@ -24,6 +24,7 @@ from stages.plan.module_sizes import Classes, outline_of
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, fold
 from stages.plan.policies import POLICIES
+from stages.plan.policies.optimal import optimal
 from stages.plan.predict import work
 from stages.plan.request.geometry import Request, geometry_of
 from stages.units import CPU, DISK, DeviceId
@@ -47,7 +48,8 @@ def map_by_policy(
     classes = getattr(model, "_no_split_modules", None) if no_split is None else no_split
     outline = replace(outline_of(model, classes, dtype=dtype), gathers=True, routes=True)
     budgets: Budgets = {CPU: 0, DISK: None, **(get_max_memory(max_memory) if max_memory else _free(model, outline))}
-    placement = POLICIES[policy](outline, budgets)
+    # A map has a module compute where it lies, or on the main device: it can't say more of what is streamed.
+    placement = optimal(outline, budgets, links=1) if policy == "optimal" else POLICIES[policy](outline, budgets)
     require_fit(outline, placement, budgets)
     return fold(outline, placement.homes), budgets
 

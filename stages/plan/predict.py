@@ -14,12 +14,29 @@ from stages.machine.kernels import NOMINAL, Kernels
 from stages.machine.probes import CHUNK_BYTES, READERS
 from stages.machine.rates import Rates
 from stages.plan.assembly import lying_bytes
-from stages.plan.expert_slots import SINGLE, ExpertTraffic, Routing, expert_traffic, offstage_in
+from stages.plan.expert_slots import (
+    SINGLE,
+    ExpertTraffic,
+    Routing,
+    expert_traffic,
+    host_calls,
+    host_share,
+    offstage_in,
+    read_bytes,
+)
 from stages.plan.outline import Outline
 from stages.plan.plan import SIMULATED, Plan
 from stages.plan.request.geometry import Geometry, Request
 from stages.plan.serving import is_streamed, is_unpacked, waits_on
-from stages.plan.token_time import HOST, UNPACKING, Brought, slowest, token_seconds
+from stages.plan.token_time import (
+    ONE_TOKEN,
+    Brought,
+    HostShare,
+    LayerOutput,
+    forwards_for_free,
+    slowest,
+    token_seconds,
+)
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
 PINNED_BYTES = 16 * 2**20
@@ -57,18 +74,27 @@ def most(works: Iterable[Work]) -> Work:
     return Work(*map(max, parts))
 
 
-def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernels = NOMINAL) -> Work:
+def work(
+    outline: Outline,
+    geometry: Geometry,
+    request: Request,
+    kernels: Kernels = NOMINAL,
+    *,
+    blocks: Mapping[int, int] | None = None,
+) -> Work:
     """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.
 
     The moments of the prompt's forward are the rehearsal's, which asks for the logits of one position of a sequence.
     Beside them stand the logits that the request asks for, and what decoding takes with a whole cache: a layer's keys
     and values are copied as they grow, and repeated for every head. ``kernels`` says what those of the host take.
+    ``blocks`` has the bytes of weights that are multiplied by blocks of rows, and those of a block.
     """
     dtype = compute_dtype(outline)
     width = int(DTYPE_BYTES[dtype])
     cache = request.members * geometry.layers * geometry.cached * request.tokens * width
     grown = request.tokens * (geometry.cached + 2 * geometry.hidden) * width
-    found = [moment.at(request.sequences, request.prompt, kernels) for moment in outline.skeleton.moments]
+    moments = outline.skeleton.moments
+    found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
     if not found:
         tokens = request.sequences * max(request.prompt, request.length)
         found = [
@@ -76,7 +102,7 @@ def work(outline: Outline, geometry: Geometry, request: Request, kernels: Kernel
             (0, _scratch_bytes(outline, kernels)),
         ]
     found += [moment.at(1, 1, kernels) for moment in request.moments]
-    found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()))
+    found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()), blocks=blocks or {})
     activations = max(grown, *(held for held, _ in found))
     scratch = max(map(sum, found)) - activations
     beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
@@ -91,18 +117,23 @@ def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:
     return max((moment.before(request.sequences, request.prompt) for moment in products), default=at_most)
 
 
-def _logits(geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...]) -> Iterator[tuple[int, int]]:
+def _logits(
+    geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...], blocks: Mapping[int, int]
+) -> Iterator[tuple[int, int]]:
     """Yield the activations and the scratch of the moments that make ``request``'s logits and then take their softmax.
 
     They are made in the model's dtype, of ``width`` bytes, by a product whose kernel takes the factors of ``head``
-    beside; softmax has those that it takes at once twice in float32.
+    beside, of as much of the weight as ``blocks`` says; softmax has those that it takes at once twice in float32.
     """
     rows = request.sequences * request.positions
     hidden, logits = rows * geometry.hidden * width, rows * geometry.vocabulary * width
     at_once = rows if request.normalised is None else min(rows, request.normalised)
     if request.positions > 1:  # of one position of each the rehearsal has the product
         weight = geometry.hidden * geometry.vocabulary * width
-        yield 2 * hidden + logits, round(sum(map(mul, head, (hidden, weight, logits))))
+        block = blocks.get(weight, weight)
+        part = logits * block // max(1, weight)
+        beside = round(sum(map(mul, head, (hidden, block, part))))
+        yield 2 * hidden + logits + (part if block < weight else 0), beside
     yield logits + at_once * geometry.vocabulary * 2 * 4, 0
 
 
@@ -145,81 +176,122 @@ def predict(
     members: int = 1,
     pages_stay: bool = False,
     process_bytes: int = PROCESS_BYTES,
+    output: LayerOutput = ONE_TOKEN,
 ) -> Plan:
     """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token.
 
     A token stands for a pass of decoding, whose tokens are routed as ``routing`` says; of ``members`` in lockstep each
     has one a pass, and what is streamed is shared out among them. Where ``pages_stay``, what is
     mapped is read from storage once, and is in memory for every token that follows. The host's process holds
-    ``process_bytes`` of its own.
+    ``process_bytes`` of its own. A layer hands ``output`` to the next.
     """
+    outline = replace(outline, unpacks=frozenset(plan.unpacking)) if plan.unpacking else outline
     offstage = offstage_in(outline, plan.serving, plan.execution)
     experts = expert_traffic(
         outline, plan.homes, offstage, slots=plan.slots, routing=routing, packed=plan.packed_on_host
     )
     brought = _brought(outline, plan, experts, routing, pages_stay=pages_stay)
     used = _used_bytes(outline, plan, experts, routing)
-    seconds = token_seconds(brought, used, main=plan.main_device, rates=rates, members=members)
+    share = _host_share(outline, plan, output, routing)
+    calls = host_calls(outline, plan.execution, routing)
+    seconds = token_seconds(
+        brought, used, rates=rates, members=members, reserves=plan.reserves, on_host=share, host_calls=calls
+    )
     bound, slowest_seconds = slowest(seconds)
-    forecast: dict[str, float | int | str] = {"streamed_bytes_per_token": round(brought.bytes / members)}
-    if brought.unpacked:
-        forecast["packed_bytes_per_token"] = round(brought.packed / members)
-        forecast["unpacked_bytes_per_token"] = round(brought.unpacked / members)
-    if offstage:
-        forecast["expert_bytes_per_token"] = round(experts.brought.bytes / members)
-        forecast["expert_hit_rate"] = round(experts.hit_rate, 4)
+    forecast: dict[str, float | int | str] = _token_bytes(brought, experts if offstage else None, members)
+    if share is not None:
+        told = {"host_read": share.read_bytes, "crossing": share.crossings * output.bytes}
+        forecast |= {f"{name}_bytes_per_token": round(count) for name, count in told.items()}
+        forecast["crossings_per_token"] = share.crossings
     forecast |= {"seconds_per_token": slowest_seconds, "bound": bound}
     if brought.bytes:
-        forecast["forwards_for_free"] = round(_carried(seconds, members), 2)
+        forecast["forwards_for_free"] = round(forwards_for_free(seconds, members), 2)
     if brought.at_rest.get(DISK):
         forecast["storage_bandwidth_bytes_per_second"] = rates.storage
-    peaks = _peaks(outline, plan, needs, process=process_bytes)
+    links = brought.links
     return replace(
-        plan, predicted=peaks, forecast=forecast, used_bytes=used, rates=asdict(rates), pass_tokens=routing.tokens
+        plan,
+        predicted=_peaks(outline, plan, needs, process=process_bytes),
+        forecast=forecast,
+        link_bytes_per_token={device: round(links[device] / members) for device in in_tier_order(links)},
+        used_bytes=used,
+        rates={name: rate for name, rate in asdict(rates).items() if rate is not None},
+        pass_tokens=routing.tokens,
     )
+
+
+def _token_bytes(brought: Brought, experts: ExpertTraffic | None, members: int) -> dict[str, float | int | str]:
+    """Return the forecast of what is brought for a token of each of ``members``, and of the ``experts`` that wait."""
+    found: dict[str, float | int | str] = {"streamed_bytes_per_token": round(brought.bytes / members)}
+    if brought.unpacked:
+        found["packed_bytes_per_token"] = round(brought.packed / members)
+        found["unpacked_bytes_per_token"] = round(brought.unpacked / members)
+    if brought.moved:
+        found["device_unpacked_bytes_per_token"] = round(brought.unpacked_there / members)
+        found["device_moved_bytes_per_token"] = round(brought.moved.total() / members)
+    if experts is not None:
+        found["expert_bytes_per_token"] = round(experts.brought.bytes / members)
+        found["expert_hit_rate"] = round(experts.hit_rate, 4)
+    return found
+
+
+def _host_share(outline: Outline, plan: Plan, output: LayerOutput, routing: Routing) -> HostShare | None:
+    """Return what the host computes of a token beside accelerators; null where it computes nothing, or all."""
+    computing = {layer.name: plan.execution[parent(layer.tensors[0])] for layer in outline.layers}
+    return host_share(outline, computing, output, routing) if plan.host_layers else None
 
 
 def _brought(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: Routing, *, pages_stay: bool) -> Brought:
     """Return what a pass brings: of experts what is expected, of all else that is streamed each use."""
-    whole = Counter({device: round(count) for device, count in experts.brought.at_rest.items()})
-    found = Brought(whole, experts.brought.packed, experts.brought.unpacked)
-    for name, serving in plan.serving.items():
-        if is_streamed(serving):
+    at_rest, used, saved = (
+        Counter({device: round(count) for device, count in counts.items()})
+        for counts in (experts.brought.at_rest, experts.brought.used, experts.brought.saved)
+    )
+    found = replace(experts.brought, at_rest=at_rest, used=used, saved=saved, runs=[])
+    on_host = set(plan.host_layers)
+    for layer in outline.layers:
+        for name in layer.tensors:
+            serving = plan.serving.get(name)
+            if serving is None or not is_streamed(serving):
+                continue
             share = routing.share(*outline.listed[name]) if name in outline.listed else 1
             waits = CPU if pages_stay and serving == "map" else waits_on(serving)
             packed = is_unpacked(outline, name, serving)
-            size = (outline.rest_sizes if packed else outline.sizes)[name]
-            found.add(waits, round(size * share), unpacked=outline.sizes[name] * share if packed else None)
+            size = round((outline.rest_sizes if packed else outline.sizes)[name] * share)
+            unpacked = outline.sizes[name] * share if packed else None
+            computes, ahead = plan.execution[parent(name)], name not in outline.listed
+            moved = outline.moved_bytes(name, computes) if packed else None
+            moved_there = None if moved is None else moved * share
+            found.add(waits, size, computes=computes, unpacked=unpacked, moved=moved_there, ahead=ahead)
+        if layer.name in on_host:
+            found.compute_on_host(read_bytes(outline, layer.tensors, routing))
     return found
 
 
-def _carried(seconds: Mapping[str, float], members: int) -> float:
-    """Return how many forwards of one token compute while the weights for a pass are brought.
-
-    ``seconds`` are a token's, of which a pass has ``members``.
-    """
-    computing, waiting = max(seconds[HOST], seconds["device memory"]), max(seconds["storage"], seconds["link"])
-    if seconds[HOST]:  # the cores that compute unpack too
-        waiting = max(0.0, waiting - seconds[UNPACKING])
-    return members * max(waiting, 0 if seconds[HOST] else seconds[UNPACKING]) / computing if computing else 0.0
-
-
 def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: Routing) -> dict[DeviceId, int]:
-    """Return the bytes that a token reads of what each device holds: all weights, but only those experts it uses."""
-    used, lying = Counter(plan.resident_bytes), lying_bytes(outline, plan)
-    for name in outline.expert_tensors:
-        used[plan.homes[name]] -= lying[name]
-    for name, experts_of in outline.listed.items():
-        used[plan.homes[name]] -= round(lying[name] * (1 - routing.share(*experts_of)))
+    """Return the bytes that a token reads on each device which computes with what it holds; of experts those it uses.
+
+    What waits on the host for an accelerator isn't among them.
+    """
+    lying = lying_bytes(outline, plan)
+    on_host = {outline.skeleton.leader(name) for name in outline.sizes if plan.execution[parent(name)] == CPU}
+    used = {device: 0 for device in plan.resident_bytes if device != DISK}
+    for spec in outline.skeleton.unique:
+        home, unused = plan.homes[spec.name], 0.0
+        if spec.name in outline.listed:
+            unused = 1 - routing.share(*outline.listed[spec.name])
+        if home in used and spec.name not in outline.expert_tensors and (home != CPU or spec.name in on_host):
+            used[home] += lying[spec.name] - round(lying[spec.name] * unused)
     for there in (experts.resident, experts.found):
-        used.update({device: round(count) for device, count in there.items()})
-    return dict(used)
+        for device, count in there.items():
+            if device in used and (device != CPU or on_host):
+                used[device] += round(count)
+    return used
 
 
 def _peaks(outline: Outline, plan: Plan, needs: Work, *, process: int) -> dict[DeviceId, dict[str, int]]:
     """Return the bytes of each device at its peak, by what they are for; the host's own process takes ``process``."""
-    through = sum(outline.sizes[name] for name, serving in plan.serving.items() if serving in ("direct", "packed"))
-    staging = min(plan.staging_bytes, through)
+    staged = _staged_bytes(outline, plan)
     layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
     computing = [_computes(outline, plan, name) for name in layers]
     bounced = _bounced(outline, plan)
@@ -227,8 +299,9 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, process: int) -> dict[D
     for device in in_tier_order([*plan.resident_bytes, plan.main_device, CPU]):
         held = {"weights": plan.resident_bytes.get(device, 0)}
         if device != DISK:
-            held["reserve"] = plan.reserve_bytes if device == plan.main_device else 0
+            held["reserve"] = plan.reserves.get(device, 0)
             held |= {"slots": plan.slots[device]} if device in plan.slots else {}
+            held |= {"unpacking": plan.unpacking[device]} if device in plan.unpacking else {}
             held["cache"] = needs.cache_bytes * computing.count(device) // len(computing)
             held["activations"] = needs.activation_bytes if device in plan.execution.values() else 0
             if needs.learning_bytes:
@@ -236,7 +309,8 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, process: int) -> dict[D
         if device == plan.main_device and needs.assistant_bytes:
             held["assistant"] = needs.assistant_bytes
         if device == CPU:
-            held |= {"reserve": staging} if plan.main_device == CPU else {"staging": min(staging, PINNED_BYTES)}
+            held["reserve"] = staged.pop(CPU, 0)
+            held |= {"staging": min(sum(staged.values()), PINNED_BYTES)} if plan.main_device != CPU else {}
             held |= {"staging": held.get("staging", 0) + bounced} if bounced else {}
             held["scratch"] = needs.scratch_bytes if CPU in plan.execution.values() else 0
             held |= {"unpacking": unpacking} if (unpacking := _unpacking_bytes(outline, plan)) else {}
@@ -245,6 +319,23 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, process: int) -> dict[D
             held["process"] = process + needs.library_bytes
         peaks[device] = held
     return _with_simulated(peaks, plan, needs)
+
+
+def _staged_bytes(outline: Outline, plan: Plan) -> dict[DeviceId, int]:
+    """Return the host memory that streamed weights are read or unpacked into, by the device that computes them.
+
+    What accelerators compute passes through on its way over their links, by way of the same few buffers; so does what
+    they unpack, as it rests, if it is read.
+    """
+    through: Counter[DeviceId] = Counter()
+    for name, serving in plan.serving.items():
+        if serving in ("direct", "packed"):
+            device = plan.execution[parent(name)]
+            there = outline.moved_bytes(name, device) is not None
+            size = (outline.rest_sizes if there else outline.sizes)[name]
+            through[device] += 0 if there and serving == "packed" else size
+    rooms = {device: plan.reserves.get(device, 0) for device in through} | {CPU: plan.staging_bytes}
+    return {device: min(count, rooms[device]) for device, count in through.items()}
 
 
 def _computed_share(outline: Outline, plan: Plan, device: DeviceId) -> float:
@@ -258,7 +349,8 @@ def _computed_share(outline: Outline, plan: Plan, device: DeviceId) -> float:
 def _bounced(outline: Outline, plan: Plan) -> int:
     """Return the host memory that experts pass through on their way from storage to a slot, wherever that is.
 
-    For an accelerator an expert's tensor that rests packed is unpacked there, whole where it must be.
+    For an accelerator an expert's tensor that rests packed is unpacked there, whole where it must be; one that unpacks
+    itself has it pass through as it rests, if it is read.
     """
     brought = [name for name, serving in plan.serving.items() if serving == "experts"]
     stored = any(plan.homes[name] == DISK for name in brought)
@@ -268,7 +360,9 @@ def _bounced(outline: Outline, plan: Plan) -> int:
     for name in brought:
         device = plan.execution[parent(name)]
         if device != CPU and name in outline.packed and (plan.homes[name] == DISK or name in on_host):
-            size = outline.sizes[name] // outline.experts[parent(name)].count
+            there = outline.moved_bytes(name, device) is not None
+            size = (outline.rest_sizes if there else outline.sizes)[name] // outline.experts[parent(name)].count
+            size = 0 if there and name in on_host else size
             unpacked[device] = max(unpacked.get(device, 0), size)
     return max(chunks, sum(min(READERS * size, max(PINNED_BYTES, size)) for size in unpacked.values()))
 
@@ -279,7 +373,9 @@ def _unpacking_bytes(outline: Outline, plan: Plan) -> int:
     unpacked = (
         outline.packed[name].working_bytes
         for name, serving in plan.serving.items()
-        if name in outline.packed and (plan.homes[name] == DISK or name in on_host)
+        if name in outline.packed
+        and (plan.homes[name] == DISK or name in on_host)
+        and outline.moved_bytes(name, plan.execution[parent(name)]) is None
     )
     return READERS * max(unpacked, default=0)
 
@@ -300,20 +396,3 @@ def _with_simulated(peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: Wo
 def _computes(outline: Outline, plan: Plan, name: str) -> DeviceId:
     inside = (plan.execution.get(tensor.rpartition(".")[0]) for tensor in outline.below(name))
     return next((device for device in inside if device is not None), plan.main_device)
-
-
-def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, members: float = 1) -> float:
-    """Return the least seconds of a token in a pass for which so much was streamed, ``storage_bytes`` of it read.
-
-    A pass has a token for each of ``members``. The rates are those that ``plan`` was made with.
-    """
-    expected = float(plan.forecast.get("streamed_bytes_per_token", 0))
-    share = streamed_bytes / expected if expected else 0.0
-    packed, unpacked = (
-        float(plan.forecast.get(f"{kind}_bytes_per_token", 0)) * share for kind in ("packed", "unpacked")
-    )
-    streamed = Counter({DISK: storage_bytes, CPU: streamed_bytes - storage_bytes})
-    used = plan.used_bytes or plan.resident_bytes
-    brought = Brought(streamed, packed, unpacked)
-    seconds = token_seconds(brought, used, main=plan.main_device, rates=Rates(**plan.rates), members=members)
-    return slowest(seconds)[1]

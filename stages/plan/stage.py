@@ -24,7 +24,15 @@ from stages.plan.assembly import assemble, lying_bytes
 from stages.plan.checks import has_room, require_resident, require_room, require_writable
 from stages.plan.expert_slots import SINGLE
 from stages.plan.hit_rates import kept_hit_rates
-from stages.plan.inputs import PlanInputs, gather_inputs, host_kernels, known_machine, machine_rates
+from stages.plan.inputs import (
+    Demand,
+    PlanInputs,
+    gather_inputs,
+    host_kernels,
+    known_machine,
+    machine_rates,
+    with_row_blocks,
+)
 from stages.plan.lossless import choose_packing, possible_packing, with_copies
 from stages.plan.options import PlanConfig
 from stages.plan.outline import Outline
@@ -32,8 +40,11 @@ from stages.plan.placement import Budgets, Placement, execution_device
 from stages.plan.plan import SIMULATED, own_parts
 from stages.plan.policies import POLICIES
 from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
+from stages.plan.policies.device_unpacking import with_unpacking
 from stages.plan.policies.explicit import explicit, override
+from stages.plan.policies.host_layers import with_host_layers
 from stages.plan.policies.optimal import optimal
+from stages.plan.policies.placed_seconds import placed_seconds
 from stages.plan.predict import predict
 from stages.plan.request.batch_size import soonest
 from stages.plan.request.lockstep import soonest_in_lockstep
@@ -41,6 +52,7 @@ from stages.plan.request.media_demand import media_demand
 from stages.plan.request.requests import asking, what_learns
 from stages.plan.request.training import FinetuneOptions
 from stages.plan.request.training_demand import training_demand
+from stages.plan.row_blocks import block_sizes
 from stages.plan.training_work import TrainingWork
 from stages.units import CPU, DeviceId, format_bytes
 
@@ -51,13 +63,20 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 16
+    version = 19
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the budgets and the map, as far as neither model nor machine must be known."""
-        yield from options.faults(read(PlanConfig, config))
+        given = read(PlanConfig, config)
+        yield from options.faults(given)
+        if given.execution == options.FASTEST and asking(config) == "finetune":
+            yield Fault(
+                "execution",
+                f"{options.FASTEST!r} is chosen by what a token takes, which says nothing of a step of training; take "
+                "execution=exact",
+            )
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield a fault where the map names an accelerator that isn't there."""
@@ -91,7 +110,7 @@ class PlanStage(Stage[PlanInputs]):
         training = self._training(context, machine) if asking(config) == "finetune" else None
         packing = choose_packing(storage, packing, outline, rates)
         inputs = gather_inputs(
-            with_copies(outline, packing),
+            with_row_blocks(with_copies(outline, packing), config, context.cache, machine),
             config,
             machine=machine,
             rates=rates,
@@ -101,7 +120,7 @@ class PlanStage(Stage[PlanInputs]):
             hit_rates=hit_rates,
             training=training,
         )
-        return replace(inputs, packing=packing)
+        return replace(inputs, packing=packing, divisible=tuple(sorted(inputs.outline.divisible)))
 
     def _training(self, context: Context, machine: Hardware) -> TrainingWork:
         """Return what a step of training takes on ``machine``, rehearsed if that isn't known."""
@@ -132,7 +151,10 @@ class PlanStage(Stage[PlanInputs]):
         """Say what lies where, and what each device will hold."""
         plan = plans.from_json(artifact.json(plans.FILE_NAME))
         metrics = {f"predicted_{name}": value for name, value in plan.forecast.items()}
+        links = plan.link_bytes_per_token.items()
+        metrics |= {f"predicted_link_bytes_per_token.{device}": count for device, count in links}
         metrics |= {"simulated_accelerators": len(plan.ledgers)} if plan.ledgers else {}
+        metrics |= {"host_layers": len(plan.host_layers)} if plan.host_layers else {}
         chosen = {"batch_size": plan.batch_size, "lockstep": plan.lockstep}
         metrics |= {name: size for name, size in chosen.items() if size}
         screen = table.render(plan, artifact.json(SIZES_NAME))
@@ -179,13 +201,20 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
 def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[object, ...], Placement]) -> plans.Plan:
     """Return the plan that leaves room for batches of ``size``; ``placements`` keeps those of budgets met before."""
     outline, demand = inputs.outline, inputs.demands[size]
-    allowed = tuple(demand.allowance.budgets.items())
+    fastest = (demand.output, demand.members) if inputs.execution == options.FASTEST else ()
+    allowed = (*demand.allowance.budgets.items(), *fastest)
     if allowed not in placements:
-        placements[allowed] = _placed(inputs, demand.allowance.budgets)
+        placements[allowed] = _placed(inputs, demand)
     placement = placements[allowed]
     policy, blocks = inputs.choice.policy, [layer for layer in outline.layers if layer.name in outline.blocks]
     whole = blocks or outline.layers
-    allowance = budgets.with_idle_noted(demand.allowance, placement.homes, layers=whole, policy=policy)
+    computing = set(placement.computes.values())
+    allowance = budgets.with_idle_noted(
+        demand.allowance, placement.homes, computing=computing, layers=whole, policy=policy
+    )
+    if inputs.execution == options.FASTEST and placement.main == CPU:
+        idle = "execution=fastest changes nothing: no accelerator computes"
+        allowance = replace(allowance, notes=(*allowance.notes, idle))
     plan = assemble(outline, placement, allowance, policy=policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
@@ -196,27 +225,43 @@ def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[objec
     return predict(
         outline,
         plan,
-        demand.work,
+        inputs.works[size](block_sizes(outline, plan.block_rows)),
         inputs.rates,
         routing=demand.routing or SINGLE,
         members=demand.members,
         pages_stay=demand.pages_stay,
         process_bytes=inputs.process_bytes,
+        output=demand.output,
     )
 
 
-def _placed(inputs: PlanInputs, allowed: Budgets) -> Placement:
+def _placed(inputs: PlanInputs, demand: Demand) -> Placement:
     """Return the placement that was asked for. An adapter that learns stays where it computes, whatever a map says."""
     outline, kept = inputs.outline, inputs.learning if inputs.learns == "adapter" else ()
     taken = sum(outline.sizes[name] for name in kept)
+    allowed = demand.allowance.budgets
     left = {device: room if room is None else max(0, room - taken) for device, room in allowed.items()}
-    placement = override(outline, _place(inputs, left), inputs.overrides)
+    placement = override(outline, _place(inputs, demand, left), inputs.overrides)
     at_home = {name: execution_device(outline, outline.layer_of[name], placement) for name in kept}
     return replace(placement, homes={**placement.homes, **at_home})
 
 
-def _place(inputs: PlanInputs, allowed: Budgets) -> Placement:
-    outline, choice = inputs.outline, inputs.choice
+def _place(inputs: PlanInputs, demand: Demand, allowed: Budgets) -> Placement:
+    """Return the placement of the policy in the budgets ``allowed``, accelerators unpacking where that is sooner."""
+    return with_unpacking(
+        inputs.outline,
+        allowed,
+        lambda outline, budgets: _place_in(inputs, demand, outline, budgets),
+        lambda outline, placement, budgets: placed_seconds(
+            outline, placement, budgets, inputs.rates, output=demand.output, members=demand.members
+        ),
+    )
+
+
+def _place_in(inputs: PlanInputs, demand: Demand, outline: Outline, allowed: Budgets) -> Placement:
+    choice = inputs.choice
+    if inputs.execution == options.FASTEST:
+        return with_host_layers(outline, allowed, inputs.rates, output=demand.output, members=demand.members)
     if choice.policy == "optimal":
         return optimal(outline, allowed, inputs.rates)
     if choice.policy in POLICIES:
@@ -233,12 +278,14 @@ def _require_devices(choice: options.Choice, overrides: Mapping[str, DeviceId], 
 
 def _summary(plan: plans.Plan) -> str:
     held = [f"{device} {format_bytes(count)}" for device, count in plan.resident_bytes.items() if count]
-    reserve = [f"reserve {format_bytes(plan.reserve_bytes)} on {plan.main_device}"] if plan.reserve_bytes else []
-    experts = [*table.experts_told(plan), *table.packed_told(plan)]
+    kept = " and ".join(f"{format_bytes(count)} on {device}" for device, count in plan.reserves.items() if count)
+    reserve = [f"reserve {kept}"] if kept else []
+    experts = [*table.experts_told(plan), *table.packed_told(plan), *table.host_layers_told(plan)]
     batch = [f"batches of {plan.batch_size}"] if plan.batch_size else []
     batch += [f"{plan.lockstep} in lockstep"] if plan.lockstep else []
+    blocks = [f"{len(plan.block_rows)} weights by blocks of rows"] if plan.block_rows else []
     ratio = [f"{plan.offload_ratio:.1%} of activations offloaded"] if plan.offload_ratio else []
-    return "; ".join([", ".join(held), *reserve, *experts, *batch, *ratio, *plan.notes])
+    return "; ".join([", ".join(held), *reserve, *experts, *blocks, *batch, *ratio, *plan.notes])
 
 
 def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:

@@ -64,12 +64,13 @@ def render(plan: Plan, sizes: Mapping[str, int]) -> str:
     slots = ["slots"] if plan.slots else []
     devices = [["device", "weights", "reserve", *slots, "budget"]]
     for device, held in plan.resident_bytes.items():
-        reserve = plan.reserve_bytes if device == plan.main_device else 0
+        reserve = plan.reserves.get(device, 0)
         budget = plan.budgets.get(device)
         room = "unlimited" if budget is None and device == DISK else format_bytes(budget or 0)
         kept = [format_bytes(plan.slots.get(device, 0)) for _ in slots]
         devices.append([str(device), format_bytes(held), format_bytes(reserve), *kept, room])
-    return "\n\n".join([_align(lines), _align(devices), *experts_told(plan), *packed_told(plan)])
+    told = [*links_told(plan), *experts_told(plan), *packed_told(plan), *host_layers_told(plan)]
+    return "\n\n".join([_align(lines), _align(devices), *told])
 
 
 def slots_told(plan: Plan, device: DeviceId) -> str:
@@ -89,6 +90,12 @@ def experts_told(plan: Plan) -> list[str]:
     ]
 
 
+def links_told(plan: Plan) -> list[str]:
+    """Return in words what goes over the link of each accelerator for a token, where several stream."""
+    links = [f"{format_bytes(count)} over that of {device}" for device, count in plan.link_bytes_per_token.items()]
+    return [f"a token brings {', '.join(links)}, side by side"] if len(links) > 1 else []
+
+
 def packed_told(plan: Plan) -> list[str]:
     """Return in words what rests packed, where and by which codec, and what it comes to as it is used."""
     told = []
@@ -97,7 +104,19 @@ def packed_told(plan: Plan) -> list[str]:
             f"{format_bytes(count)} on {device}" for device, count in lying.items() if device != "used"
         )
         told.append(f"{codec}: {where} rest packed, {format_bytes(lying['used'])} as they are used")
-    return told
+    rooms = " and ".join(f"{format_bytes(count)} on {device}" for device, count in plan.unpacking.items())
+    return [*told, f"what comes to an accelerator packed is unpacked there, by {rooms}"] if rooms else told
+
+
+def host_layers_told(plan: Plan) -> list[str]:
+    """Return in words how many layers compute on the host by choice, and what that means for the answer."""
+    if not plan.host_layers:
+        return []
+    count, read = len(plan.host_layers), int(plan.forecast["host_read_bytes_per_token"])
+    return [
+        f"{count} of {len(plan.reasons)} layers compute on the host, where they lie: {format_bytes(read)} a token are "
+        "read there; the last bits may differ from those of other placements"
+    ]
 
 
 def _align(lines: Sequence[Iterable[str]]) -> str:

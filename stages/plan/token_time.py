@@ -2,39 +2,105 @@
 
 Decoding is bound by the movement of weights: each token reads the resident weights once from the memory they lie in,
 and the streamed ones once from where they wait. Reading ahead overlaps these, so a token takes as long as the slowest
-of storage, link and memory (the roofline argument, with bytes in place of operations). What rests packed is read in
-fewer bytes, and takes the cores that unpack it: the cores that compute, where the host does.
+of storage, links and memory (the roofline argument, with bytes in place of operations). Each accelerator has a link of
+its own; memories are read one after the other, as layers compute, those of the host among them where it computes some
+beside accelerators. That links read the host's memory too isn't counted. Beside its bytes each call of a module takes
+the host a while. What rests packed is read in fewer bytes, and takes the cores that unpack it: the cores that compute,
+where the host does. An accelerator that unpacks itself takes it over the link in fewer bytes too, and reads
+and writes its own memory for it: what it is given, temporaries, what comes of it.
+
+While another accelerator computes, a link runs ahead as far as its own one has room. Of a run of layers on one
+accelerator what is more than that comes only when the run is under way, while all other links wait. So links work side
+by side only where layers take turns.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stages.machine.rates import Rates
 from stages.units import CPU, DISK, DeviceId
 
-HOST, UNPACKING = "host memory", "unpacking"
+HOST, DEVICE, CROSSING, UNPACKING = "host memory", "device memory", "crossing", "unpacking"
+WAITING = "link beside the host"
+"""What layers wait for whose weights found no room ahead while the host computed."""
+HOST_TOKENS, DEVICE_TOKENS = 16, 128
+"""How many tokens compute in the time in which the weights are read from the host's memory, or an accelerator's.
+
+Nominal: operations a second over bytes a second, of bfloat16."""
+_STEADY = 3
+"""After so many tokens what has come ahead is the same for each."""
+_CROSSING_SECONDS = 20e-6
+"""What it takes that activations go from one device to another, however few they are: a copy, and waiting for it.
+Nominal."""
 
 
 @dataclass(slots=True)
 class Brought:
     """What a pass brings to where it is used, in bytes: as it rests, by where it waits; of these those ``packed``.
 
-    ``unpacked`` is what these come to.
+    ``unpacked`` is what these come to. ``used`` is all as it is used, by the device that computes it. ``runs`` has what
+    of it can come ahead, in the order of execution, each device's as long as no other's comes between; the rest is
+    asked for one layer at a time. Among them is what the host reads of layers that it computes beside accelerators.
+    What accelerators unpack themselves comes to ``unpacked_there``; each link brings what is ``saved`` less for it, and
+    they move so many bytes in their memories.
     """
 
     at_rest: Counter[DeviceId] = field(default_factory=Counter)
     packed: float = 0
     unpacked: float = 0
+    used: Counter[DeviceId] = field(default_factory=Counter)
+    runs: list[tuple[DeviceId, float]] = field(default_factory=list)
+    unpacked_there: float = 0
+    saved: Counter[DeviceId] = field(default_factory=Counter)
+    moved: Counter[DeviceId] = field(default_factory=Counter)
 
-    def add(self, waits: DeviceId, rest_bytes: float, *, unpacked: float | None = None) -> None:
-        """Count what waits there in ``rest_bytes``, and is used ``unpacked`` in so many; null: as it rests."""
+    def add(
+        self,
+        waits: DeviceId,
+        rest_bytes: float,
+        *,
+        computes: DeviceId,
+        unpacked: float | None = None,
+        moved: float | None = None,
+        ahead: bool = True,
+    ) -> None:
+        """Count what waits there in ``rest_bytes``, and is used ``unpacked`` in so many; null: as it rests.
+
+        The accelerator that computes unpacks it by so many bytes ``moved`` in its memory; null: the host does.
+        """
+        used = rest_bytes if unpacked is None else unpacked
         self.at_rest[waits] += rest_bytes  # type: ignore[assignment]
+        self.used[computes] += used  # type: ignore[assignment]
         if unpacked is not None:
             self.packed += rest_bytes
             self.unpacked += unpacked
+        if moved is not None:
+            self.unpacked_there += used
+            self.saved[computes] += used - rest_bytes  # type: ignore[assignment]
+            self.moved[computes] += moved  # type: ignore[assignment]
+        if ahead and self.runs and self.runs[-1][0] == computes:
+            self.runs[-1] = computes, self.runs[-1][1] + used
+        elif ahead:
+            self.runs.append((computes, used))
+
+    def compute_on_host(self, read_bytes: float) -> None:
+        """Note that the host reads and computes so much then, beside accelerators: links bring what comes after."""
+        self.runs.append((CPU, read_bytes))
+
+    def include(self, other: Brought) -> None:
+        """Count all that ``other`` has, too."""
+        self.at_rest.update(other.at_rest)
+        self.used.update(other.used)
+        self.packed += other.packed
+        self.unpacked += other.unpacked
+        self.runs += other.runs
+        self.unpacked_there += other.unpacked_there
+        self.saved.update(other.saved)
+        self.moved.update(other.moved)
 
     @property
     def bytes(self) -> float:
@@ -42,43 +108,172 @@ class Brought:
         return self.at_rest.total()
 
     @property
-    def used(self) -> float:
-        """The same as it is used."""
-        return self.bytes - self.packed + self.unpacked
+    def links(self) -> dict[DeviceId, float]:
+        """What goes over the link of each accelerator."""
+        apart = {device: count for device, count in self.used.items() if device != CPU and count}
+        return {device: count - self.saved.get(device, 0) for device, count in apart.items()}
+
+    @property
+    def link_shares(self) -> dict[DeviceId, float]:
+        """Which share of what is used comes over the link of each accelerator."""
+        return {device: count / self.used[device] for device, count in self.links.items() if self.used[device]}
+
+    @property
+    def used_apart(self) -> Counter[DeviceId]:
+        """What comes to each accelerator, as it is used there."""
+        return Counter({device: count for device, count in self.used.items() if device != CPU})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOutput:
+    """What a layer hands to the next in a pass of one member: activations of so many ``tokens``, in so many bytes."""
+
+    tokens: int = 1
+    bytes: int = 0
+
+
+ONE_TOKEN = LayerOutput()
+"""A token whose activations take no time to cross but what any do."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """What the host computes beside accelerators, of one token: the bytes of weights that it reads for it, and how
+    often activations go there or come back, each time the ``output`` of a layer.
+    """
+
+    read_bytes: float = 0
+    crossings: int = 0
+    output: LayerOutput = ONE_TOKEN
+
+    def computing_seconds(self, rates: Rates) -> float:
+        """Return how long the host computes: as long as it reads, unless a pass has more tokens than go with that."""
+        return self.read_bytes / rates.host * max(1.0, self.output.tokens / HOST_TOKENS)
+
+    def crossing_seconds(self, rates: Rates) -> float:
+        """Return how long the activations are under way."""
+        return self.crossings * (_CROSSING_SECONDS + self.output.bytes / rates.link)
 
 
 def token_seconds(
     brought: Brought,
     held: Mapping[DeviceId, int],
     *,
-    main: DeviceId,
     rates: Rates,
     members: float = 1,
+    on_host: HostShare | None = None,
+    reserves: Mapping[DeviceId, int] | None = None,
+    host_calls: float = 0,
 ) -> dict[str, float]:
-    """Return the seconds that a token takes storage, the link, either memory, and the cores that unpack.
+    """Return the seconds that a token takes storage, the links, either memory, and the cores that unpack.
 
-    ``brought`` is for a pass, ``held`` are the bytes read on each device for a token. A pass has a token for each of
-    ``members``.
+    ``brought`` is for a pass, ``held`` are the bytes that a token reads on each device which computes with them. A pass
+    has a token for each of ``members``. Each device runs ahead by the bytes of its one of ``reserves``; null: by all.
+    Where accelerators compute and the host beside them, ``on_host`` is what it has to do. So many ``host_calls`` of
+    modules that hold weights each take it a while, however few these are.
     """
-    on_accelerators = sum(count for device, count in held.items() if isinstance(device, int))
-    apart = brought.used if main != CPU else 0
+    computing = on_host.computing_seconds(rates) if on_host else held.get(CPU, 0) / rates.host
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
-        "link": apart / rates.link / members,
-        HOST: (held.get(CPU, 0) + brought.used) / rates.host if main == CPU else 0.0,
-        "device memory": (on_accelerators + apart) / rates.device,
-        UNPACKING: brought.unpacked / rates.unpacking / members,
+        "link": link_seconds(brought, rates, reserves) / members,
+        HOST: computing + brought.used.get(CPU, 0) / rates.host + host_calls / rates.calls,
+        DEVICE: _read_on_devices(brought, held, members) / rates.device,
+        CROSSING: on_host.crossing_seconds(rates) if on_host else 0.0,
+        WAITING: waiting_seconds(brought, rates, reserves, computing * members) / members if on_host else 0.0,
+        UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
     }
+
+
+def _read_on_devices(brought: Brought, held: Mapping[DeviceId, int], members: float) -> float:
+    """Return the bytes that accelerators read one after the other, or one of them in all if that is more.
+
+    They compute in turn, each with what it holds and what came; what one unpacks it does meanwhile.
+    """
+    read = brought.used_apart + Counter({device: count for device, count in held.items() if isinstance(device, int)})
+    return max([read.total(), *(read[device] + moved / members for device, moved in brought.moved.items())])
+
+
+def link_seconds(brought: Brought, rates: Rates, reserves: Mapping[DeviceId, int] | None = None) -> float:
+    """Return how long the links take for a pass: the slowest, what they share, or all that comes one after the other.
+
+    That is what is asked for one layer at a time, or what no reserve has room for before its run. Reserves have room
+    for what is used; of what is unpacked there the share of it counts that comes over the link.
+    """
+    links, shares = brought.links, brought.link_shares
+    runs = [(device, count * shares.get(device, 1)) for device, count in brought.runs]
+    ahead: Counter[DeviceId] = Counter()
+    for device, count in runs:
+        ahead[device] += count  # type: ignore[assignment]
+    in_turn = sum(count - ahead.get(device, 0) for device, count in links.items())
+    rooms = {device: count * shares.get(device, 1) for device, count in (reserves or {}).items()}
+    late = 0.0 if reserves is None else late_bytes(runs, rooms)
+    together = sum(links.values()) / rates.root if rates.root else 0.0
+    return max(max([*links.values(), in_turn, late], default=0.0) / rates.link, together)
+
+
+def waiting_seconds(
+    brought: Brought, rates: Rates, reserves: Mapping[DeviceId, int] | None, host_seconds: float
+) -> float:
+    """Return how long accelerators wait in a pass for which the host computes so many ``host_seconds``.
+
+    While the host or another accelerator is at it, each link runs ahead as far as its one of ``reserves``. What can't
+    come ahead is waited for.
+    """
+    shares = brought.link_shares
+    runs = [(device, count * shares.get(device, 1)) for device, count in brought.runs]
+    read = sum(count for device, count in runs if device == CPU)
+    ahead = dict.fromkeys((device for device, _ in runs if device != CPU), 0.0)
+    room = {device: (reserves or {}).get(device, math.inf) * shares.get(device, 1) for device in ahead}
+    waited = 0.0
+    for _ in range(_STEADY if read else 0):
+        waited = 0.0
+        for device, count in runs:
+            late = 0.0 if device == CPU else max(0.0, count - ahead[device]) / rates.link
+            seconds = host_seconds * count / read if device == CPU else late
+            for other in ahead:
+                came = min(room[other], ahead[other] + seconds * rates.link)
+                ahead[other] = max(0.0, ahead[other] - count) if other == device else came
+            waited += late
+    in_turn = sum(brought.links.values()) - sum(count for device, count in runs if device != CPU)
+    return waited + max(0.0, in_turn) / rates.link
+
+
+def late_bytes(runs: Sequence[tuple[DeviceId, float]], reserves: Mapping[DeviceId, float]) -> float:
+    """Return what of each of ``runs`` on accelerators finds no room there before it begins, all together.
+
+    The last run of a token and the first of the next are one, if they are on one device.
+    """
+    turns = [(device, count) for device, count in runs if device != CPU]
+    if len({device for device, _ in turns}) < 2:
+        return 0.0
+    if turns[0][0] == turns[-1][0]:
+        device, count = turns.pop()
+        turns[0] = device, turns[0][1] + count
+    return sum(max(0.0, count - reserves.get(device, 0)) for device, count in turns)
 
 
 def slowest(seconds: Mapping[str, float]) -> tuple[str, float]:
     """Return what bounds a token, of its ``seconds``, and how long it takes.
 
-    Where the host computes, the same cores unpack: one after the other, and the longer one bounds it.
+    Layers compute one after another, on the host and on accelerators. Where the host computes, the same cores unpack.
+    What accelerators wait for beside the host comes while they compute. Of what is done one after the other the longest
+    bounds a token.
     """
-    both = max(HOST, UNPACKING, key=seconds.__getitem__)
     last = dict(seconds)
-    if seconds[HOST]:
-        last[both] = seconds[HOST] + seconds[UNPACKING]
+    apart = max(DEVICE, WAITING, key=seconds.__getitem__)
+    for parts in [(HOST, apart, CROSSING), *([(HOST, UNPACKING)] if seconds[HOST] else [])]:
+        longest = max(parts, key=seconds.__getitem__)
+        last[longest] = max(last[longest], sum(seconds[part] for part in parts))
     bound = max(last, key=last.__getitem__)
     return bound, last[bound]
+
+
+def forwards_for_free(seconds: Mapping[str, float], members: int) -> float:
+    """Return how many forwards of one token compute while the weights for a pass are brought.
+
+    ``seconds`` are a token's, of which a pass has ``members``.
+    """
+    computing, waiting = seconds[HOST] + seconds[DEVICE] + seconds[CROSSING], max(seconds["storage"], seconds["link"])
+    if seconds[HOST]:  # the cores that compute unpack too
+        waiting = max(0.0, waiting - seconds[UNPACKING])
+    return members * max(waiting, 0 if seconds[HOST] else seconds[UNPACKING]) / computing if computing else 0.0

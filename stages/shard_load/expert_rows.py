@@ -66,8 +66,7 @@ def _part(source: AtRest, begin: int, end: int, *, rest: tuple[int, ...]) -> AtR
     if isinstance(source, PackedTensor):
         steps = math.prod(source.shape[1:]) // math.prod(rest)  # in one of the source's own rows
         return source.codec.rows(source, begin // steps, end // steps) if begin % steps == end % steps == 0 else None
-    part = replace(source, shape=shape)
-    return replace(part, begin=source.begin + part.bytes // (end - begin) * begin)
+    return replace(source, shape=(end, *rest)).rows(begin, end)
 
 
 def rows_shape(rows: Rows) -> tuple[int, ...]:

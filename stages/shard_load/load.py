@@ -13,6 +13,7 @@ from torch import nn
 from pipeline.cache.fingerprint import fingerprint
 from pipeline.errors import CheckpointError
 from stages.checkpoints.checkpoint import Checkpoint, identity
+from stages.checkpoints.codecs import loops
 from stages.checkpoints.codecs.planes import can_pack
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, rest_bytes
@@ -208,14 +209,15 @@ class Load:
     @cached_property
     def _expert_sources(self) -> Mapping[str, tuple[str, ...]]:
         origins = self.match.origins
-        return {spec.name: sources_in_order(origins[spec.name][0], self.reader.entries) for spec in self.experts}
+        names = self.expert_names & origins.keys()
+        return {name: sources_in_order(origins[name][0], self.reader.entries) for name in names}
 
     def _rows_in_place(self, spec: TensorSpec) -> Rows:
         return locate_rows(self._places_by_expert(spec), spec.shape, spec.dtype)
 
     def _places_by_expert(self, spec: TensorSpec) -> list[AtRest]:
         """Return the places that ``spec`` is, one after the other."""
-        names = sources_in_order(self.match.origins[spec.name][0], self.reader.entries)
+        names = self._expert_sources[spec.name]
         extents = [extent for name in names if (extent := self.source_extent(name)) is not None]
         return [place for extent in extents if (place := self._served_as(extent, spec.dtype)) is not None]
 
@@ -236,6 +238,8 @@ def prepare(
     ``match_checkpoint``.
     """
     reader = open_reader(checkpoint)
+    if any(isinstance(entry, PackedTensor) for entry in reader.entries.values()):
+        loops.build()  # now, before any weight is there: a compiler takes memory too
     scales = checkpoint.entries.keys() - reader.entries.keys()
     if any(spec.name in scales for spec in skeleton.tensors):
         reader = open_stored_reader(checkpoint)

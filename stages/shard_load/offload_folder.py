@@ -7,7 +7,6 @@ read by the other. Writing is whole or not at all, and an index may refer to ten
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from stages.checkpoints.shard_files import ShardFile, check_regular
 from stages.machine.aligned_memory import byte_view
 from stages.shard_load.expert_rows import Rows, locate_rows, read_rows
 from stages.shard_load.offload_store import plain_index, read_index
-from stages.units import DTYPE_BYTES, format_bytes
+from stages.units import DTYPE_BYTES, format_bytes, tensor_bytes
 
 
 def offload_weight(
@@ -62,7 +61,7 @@ def weight_extent(path: Path, weight_info: Mapping[str, Any]) -> Extent:
     if not is_shape(list(shape) if isinstance(shape, tuple | torch.Size) else shape):
         raise CheckpointError(f"{path}: {shape!r} in its index is no shape; offload the weights again")
     shape = tuple(shape or ())
-    count = int(math.prod(shape) * DTYPE_BYTES[dtype])
+    count = tensor_bytes(shape, dtype)
     size = check_regular(path).st_size if count else 0
     if size != count:
         raise CheckpointError(f"{path}: {size} bytes instead of the {count} that its index tells")

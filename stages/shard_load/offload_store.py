@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 import time
@@ -31,7 +30,7 @@ from pipeline.cache.locks import locked
 from pipeline.errors import OffstageError, StorageError
 from pipeline.regular_files import NotRegularError, read_json, read_object
 from stages.checkpoints.shard_files import ShardFile
-from stages.units import DTYPE_BYTES, format_bytes
+from stages.units import format_bytes, tensor_bytes
 
 FORMAT_VERSION = 2
 _OLDER_FORMATS = (1,)
@@ -54,7 +53,7 @@ class StoredTensor:
     @property
     def bytes(self) -> int:
         """The size of its file in bytes."""
-        return int(math.prod(self.shape) * DTYPE_BYTES[self.dtype])
+        return tensor_bytes(self.shape, self.dtype)
 
     @property
     def origin(self) -> dict[str, Any]:

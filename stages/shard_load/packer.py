@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -107,7 +107,7 @@ class Packer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def pack(self, tensor: Unpacked, progress: Callable[[int], object] | None = None) -> Iterator[list[bytes]]:
+    def pack(self, tensor: Unpacked, progress: Callable[[int], object] | None = None) -> Generator[list[bytes]]:
         """Yield the frames of each tile, in order; ``progress`` is told of the bytes that they were."""
         borders = tile_borders(tensor.elements, tensor.run)
         step = max(1, BLOCK_BYTES // (min(TILE_ELEMENTS, tensor.run) * tensor.itemsize))

@@ -6,7 +6,7 @@ That is what can't be served from the checkpoint as it is, and packed copies whe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -14,8 +14,10 @@ import torch
 
 from pipeline.errors import StorageError
 from stages.checkpoints.byte_bar import byte_bar
+from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, PackedTensor
+from stages.checkpoints.packed import AtRest, PackedTensor, rows_of
+from stages.checkpoints.readers import read_extent
 from stages.machine.aligned_memory import byte_view
 from stages.machine.devices import Devices
 from stages.shard_load.load import Load
@@ -25,6 +27,10 @@ from stages.shard_load.packed_copies import find_packed, note_plain, put_packed
 from stages.shard_load.packer import WORTH, InFiles, InMemory, Packer, Source, Unpacked, packed_share
 from stages.shard_load.placed_weights import refuse_infinite
 from stages.units import DISK
+
+LARGE_BYTES = 32 * 2**20
+"""What is only cast, and as large as that, is cast piece by piece."""
+PIECE_BYTES = 4 * 2**20
 
 
 def fill_store(load: Load, store: OffloadStore, *, check_finite: bool = False, full: bool = False) -> dict[str, AtRest]:
@@ -46,7 +52,11 @@ def _fill_plain(
     files = store.find_all(wanted, full=full)
     absent = {name: tensor for name, tensor in wanted.items() if name not in files}
     store.check_space(len(absent), sum(tensor.bytes for tensor in absent.values()))
-    for name, tensor in make_tensors(load, absent, "offloading", devices=Devices()):
+    large = {name: source for name in absent if (source := _cast_source(load, name)) is not None}
+    for name, source in large.items():
+        store.put_pieces(name, absent[name].told, _cast_pieces(load, name, source, check_finite=check_finite))
+    small = {name: tensor for name, tensor in absent.items() if name not in large}
+    for name, tensor in make_tensors(load, small, "offloading", devices=Devices()):
         if check_finite:
             refuse_infinite(load, name, tensor)
         store.put(name, absent[name], byte_view(tensor))
@@ -55,6 +65,29 @@ def _fill_plain(
     files |= store.find_all(absent, full=full)
     _check_complete(store, wanted, files)
     return {name: Extent(files[name], 0, tensor.dtype, tensor.shape) for name, tensor in wanted.items()}
+
+
+def _cast_source(load: Load, name: str) -> Extent | None:
+    """Return where the tensor ``name`` lies that is large and only cast; null for any other.
+
+    A run's budget may be less than one of its tensors, which then comes by blocks of rows: it mustn't be whole here.
+    """
+    step, _ = load.match.origins[name]
+    source = load.extent_of(step) if step.converter is None else None
+    return source if isinstance(source, Extent) and source.bytes >= LARGE_BYTES else None
+
+
+def _cast_pieces(load: Load, name: str, source: Extent, *, check_finite: bool) -> Iterator[memoryview]:
+    """Yield the bytes of the tensor ``name``, read and cast some rows at a time."""
+    dtype, count = torch_dtype(load.skeleton.by_name[name].dtype), source.shape[0]
+    rows = max(1, PIECE_BYTES * count // source.bytes)
+    for begin in range(0, count, rows):
+        piece = rows_of(source, begin, min(begin + rows, count))
+        assert piece is not None
+        cast = read_extent(piece).to(dtype)
+        if check_finite:
+            refuse_infinite(load, name, cast)
+        yield byte_view(cast)
 
 
 def _fill_packed(load: Load, store: OffloadStore, *, check_finite: bool, full: bool) -> dict[str, PackedTensor]:
@@ -81,9 +114,11 @@ def _pack(load: Load, store: OffloadStore, wanted: dict[str, StoredTensor], *, c
     store.check_space(len(needed), math.ceil(sum(needed)))
     with Packer() as packer, byte_bar("packing", sum(tensor.bytes for tensor in in_files.values())) as bar:
         for name, tensor in in_files.items():
-            with closing(InFiles(load.pieces(name))) as source:
-                unpacked = _unpacked(load, name, tensor, source)
-                put_packed(store, name, tensor, packer.pack(unpacked, bar.update), run=unpacked.run)
+            with (
+                closing(InFiles(load.pieces(name))) as source,  # last: threads that pack read from its files
+                closing(packer.pack(unpacked := _unpacked(load, name, tensor, source), bar.update)) as tiles,
+            ):
+                put_packed(store, name, tensor, tiles, run=unpacked.run)
     passing = replace(load, host=None, homes={**load.homes, **dict.fromkeys(made, DISK)})  # none stays in memory
     with Packer() as packer:
         for name, data in make_tensors(passing, made, "packing", devices=Devices()):

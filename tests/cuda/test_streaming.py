@@ -170,8 +170,9 @@ def test_the_buffers_for_reads_are_no_more_than_the_plan_knows_of(setup: Callabl
     stage = setup(LAYOUTS["disk"])
     carrier = stage.streamer._lookaheads[0]._carrier
     assert isinstance(carrier, LinkCarrier)
-    assert 0 < carrier.pinned_bytes <= stage.reserve
-    assert carrier.pinned_bytes % 4096 == 0
+    assert carrier._buffers is not None
+    assert 0 < carrier._buffers.bytes <= stage.reserve
+    assert carrier._buffers.bytes % 4096 == 0
 
 
 @everywhere

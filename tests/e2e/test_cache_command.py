@@ -128,11 +128,11 @@ def test_a_bit_flipped_in_an_offload_store_is_found_and_made_again(
 
 def test_damaged_figures_of_the_machine_are_found(offstage_here: Run, cache: Command, tmp_path: Path) -> None:
     offstage_here("stop_after=plan")
-    path = tmp_path / "outputs" / "cache" / "hardware" / "rates.json"
+    path = tmp_path / "outputs" / "cache" / "hardware" / "decoding.json"
     path.write_text("{")
     code, out, _ = cache("verify")
     assert code == 1
-    assert "rates.json: isn't JSON; set aside" in out
+    assert "decoding.json: isn't JSON; set aside" in out
     assert cache("verify")[0] == 0
 
 

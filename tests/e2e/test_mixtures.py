@@ -1,8 +1,8 @@
 """A mixture answers as the plain model in memory does, whichever of its experts are brought and kept.
 
 Each architecture takes its turn under few settings that mix what can differ: the budget, the device, the lengths of
-prompts, how many at once, beams. ``OFFSTAGE_GRID=40`` draws so many of all settings for each; a minute or more for
-forty. There are 216.
+prompts, how many at once, beams. ``OFFSTAGE_GRID=40`` draws so many of all settings for each, ``OFFSTAGE_GRID=216`` has
+them all. What is loaded alike is loaded once, and answers one prompt after the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,7 @@ def load(checkpoint: Path, budgets: Mapping[Any, int], device_map: str = "optima
     )  # fmt: skip
 
 
+@cache
 def least_budget(checkpoint: Path, device: int | str, device_map: str) -> int:
     """Return the least budget of ``device`` that works, as the refusal of next to nothing says it."""
     with pytest.raises(BudgetError) as refusal:
@@ -93,34 +95,34 @@ def least_budget(checkpoint: Path, device: int | str, device_map: str) -> int:
     return int(least)
 
 
-def loaded(checkpoint: Path, setting: tuple[Any, ...], weights: int) -> Any:
-    """Load ``checkpoint``, of so many bytes of ``weights``, as ``setting`` of the grid says."""
-    share, place, batch, *_ = setting
+def loaded(checkpoint: Path, share: str | float, place: str, batch: int, *, weights: int) -> Any:
+    """Load ``checkpoint``, of so many bytes of ``weights``, as a setting of the grid says."""
     device_map = "disk" if place == "disk" else "optimal"
     device = 0 if place == "accelerator" else "cpu"
     least = least_budget(checkpoint, device, device_map)
-    budget = least if share == "least" else 2 * weights if share == "all" else max(least, round(share * weights))
+    budget = least if share == "least" else 2 * weights if share == "all" else max(least, round(float(share) * weights))
     return load(checkpoint, {device: budget, "cpu": budget}, device_map, batch=batch)
 
 
-def settings_of(checkpoint: Path) -> Iterator[tuple[tuple[Any, ...], dict[str, torch.Tensor], list[torch.Tensor], int]]:
-    """Yield each setting with its prompts, what the plain model answers, and the bytes of that."""
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-    weights = sum(parameter.nbytes for parameter in plain.parameters())
-    expected: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for setting in random.Random(checkpoint.name).sample(WHOLE, DRAWN) or FEW:
-        _, _, batch, length, beams = setting
-        prompts, asked = padded(batch, length), (batch, length, beams)
-        if asked not in expected:
-            expected[asked] = answers(plain, prompts, beams)
-        yield setting, prompts, expected[asked], weights
+def drawn(name: str) -> dict[tuple[Any, ...], list[tuple[int, int]]]:
+    """Return the settings of the architecture ``name``: what is asked of the model by how it is loaded."""
+    found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for share, place, batch, length, beams in random.Random(name).sample(WHOLE, DRAWN) or FEW:
+        found.setdefault((share, place, batch), []).append((length, beams))
+    return found
 
 
 def test_a_mixture_answers_as_the_plain_model_does(checkpoint: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    weights = sum(parameter.nbytes for parameter in plain.parameters())
+    expected = cache(lambda batch, length, beams: answers(plain, padded(batch, length), beams))
     routed = 0
-    for setting, prompts, expected, weights in settings_of(checkpoint):
-        with loaded(checkpoint, setting, weights) as streamed:
-            for got, wanted in zip(answers(streamed.model, prompts, setting[-1]), expected, strict=True):
-                assert torch.equal(got, wanted), setting
+    for way, asked in drawn(checkpoint.name).items():
+        with loaded(checkpoint, *way, weights=weights) as streamed:
+            for length, beams in asked:
+                batch = way[-1]
+                found = answers(streamed.model, padded(batch, length), beams)
+                for got, wanted in zip(found, expected(batch, length, beams), strict=True):
+                    assert torch.equal(got, wanted), (*way, length, beams)
             routed += "experts" in streamed.plan.serving.values()
     assert routed, "its experts are brought one by one"

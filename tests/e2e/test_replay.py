@@ -49,9 +49,10 @@ def test_on_the_same_machine_it_is_the_same_and_really_runs_again(
     assert "then," in out
     again = next(record for path, record in records_in(tmp_path).items() if path != run_path)
     assert not any(stage["cached"] for stage in again["stages"])
-    kept = tmp_path / "outputs" / "cache" / "hardware" / "rates.json"
+    kept = tmp_path / "outputs" / "cache" / "hardware" / "decoding.json"
     planned = json.loads(run_path.read_text())["stages"][1]["inputs"]["rates"]
-    assert planned["host"] == coarse_rate(read_sealed(kept)["host"])
+    (figures,) = read_sealed(kept).values()
+    assert planned["host"] == coarse_rate(figures["host"])
     assert again["stages"][1]["inputs"]["rates"] == planned, "it is planned with the rates of then"
     assert not list(tmp_path.glob("outputs/runs/*/*/.cache"))
 

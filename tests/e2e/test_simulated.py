@@ -75,7 +75,7 @@ def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(of
     assert metrics["bound"] in ("storage", "link", "compute")
     plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
     peak = done.record["memory"]["measured"]["0"]
-    assert plan["resident_bytes"]["0"] < peak <= plan["resident_bytes"]["0"] + plan["reserve_bytes"] <= 2 * 10**6
+    assert plan["resident_bytes"]["0"] < peak <= plan["resident_bytes"]["0"] + plan["reserves"]["0"] <= 2 * 10**6
 
 
 def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Run) -> None:

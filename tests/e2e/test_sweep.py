@@ -100,7 +100,7 @@ def test_all_jobs_plan_by_the_rates_that_were_measured_before_the_first(experime
     folder, done = experiment
     plans = [stage for record in done.records for stage in record["stages"] if stage["name"] == "plan"]
     assert len({json.dumps(plan["inputs"]["rates"]) for plan in plans}) == 1
-    kept = folder / "outputs/cache/hardware/rates.json"
+    kept = folder / "outputs/cache/hardware/decoding.json"
     begun = min(datetime.fromisoformat(record["started"]).timestamp() for record in done.records)
     assert kept.stat().st_mtime < begun
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -77,7 +78,8 @@ class ForkedCommand:
     def send_signal(self, number: int) -> None:
         """Send it a signal; its end is no fault."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # its end may be told a moment later
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it at once."""

@@ -104,3 +104,22 @@ def test_what_others_took_and_a_cap_that_nothing_tested_are_said_below(tmp_path:
     assert list(remarks(record.data))[1:] == ["No memory cap was tested: nothing was loaded."]
     record.note_enforcement(bytes_allowed=5, how="cgroup")
     assert len(list(remarks(record.data))) == 1
+
+
+LINKS = {
+    "link_bytes_per_token.0": 3 * 10**8, "link_bytes_per_token.1": 2 * 10**8, "predicted_link_bytes_per_token.0": 10**8,
+    "link_stall_seconds_per_token.0": 0.25, "link_stall_seconds_per_token.1": 0.125,
+}  # fmt: skip
+
+
+def test_each_of_several_links_has_what_came_over_it_and_what_was_waited_for_it(tmp_path: Path) -> None:
+    assert shown(tmp_path, **MEASURED, **LINKS)[-3:] == [
+        ["streamed", "to", "a", "token", "predicted", "a", "token", "stalled", "a", "token"],
+        ["0", "300.0", "MB", "100.0", "MB", "250.0", "ms"],
+        ["1", "200.0", "MB", "125.0", "ms"],
+    ]
+
+
+def test_the_only_link_is_told_by_the_figures_of_the_run(tmp_path: Path) -> None:
+    only = {name: value for name, value in LINKS.items() if name.endswith(".0")}
+    assert shown(tmp_path / "a", **MEASURED, **only) == shown(tmp_path / "b", **MEASURED)

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
+from stages.checkpoints.device_codec import look_up
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor
+from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_memory
 from stages.checkpoints.shard_files import ShardFile
-from stages.empty_init.skeleton import parent
 from stages.machine.aligned_memory import Bytes
+from tests.stages.dispatch.placed_models import leave_empty, tensors_of
 
 REFUSED = -128
 """A code that no tensor has: a file with one is damaged."""
@@ -84,6 +85,35 @@ class ScaledRows:
         return replace(tensor, parts=spans, shape=shape)
 
 
+@dataclass(frozen=True, slots=True)
+class TorchScaledRows(ScaledRows):
+    """The same, which torch can unpack on any device."""
+
+    def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:
+        return (VALUES,)
+
+    def scratch_bytes(self, tensor: PackedTensor, block: PackedBlock) -> int:
+        return 12 * block.spans[0].bytes
+
+    def unpack_on_device(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        data: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],
+        target: torch.Tensor,
+    ) -> None:
+        _, rows, width = self.at_rest(tensor.shape)
+        values = look_up(tables[0], data[0]).view(-1, width) * data[1].view(torch.float32)[:, None]
+        made = target.view(getattr(torch, tensor.dtype)).view(-1, *tensor.shape[-2:])[block.begin // rows]
+        within = slice(block.begin % rows, block.begin % rows + block.end - block.begin)
+        made = made[:, within].T if self.turned else made[within]
+        made.copy_(values)
+
+
+VALUES = torch.arange(256, dtype=torch.uint8).view(torch.int8).float()
+
+
 def coded(tensor: torch.Tensor, codec: ScaledRows) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
     """Return the codes and scales of ``tensor`` (matrices), and what they unpack to, of its dtype."""
     values = tensor.detach().float()
@@ -146,20 +176,21 @@ class PackedFile:
         return found
 
 
+def held(tensor: PackedTensor) -> PackedTensor:
+    """Return ``tensor`` with its parts in memory."""
+    parts = [np.fromfile(part.file.path, np.uint8, part.bytes, offset=part.begin) for part in tensor.parts]
+    return in_memory(tensor, parts)
+
+
 def to_packed(codec: ScaledRows) -> Callable[[nn.Module, Collection[str], Path], dict[str, AtRest]]:
     """Return what does as ``to_disk`` of the placed models, and packs the matrices."""
 
     def to_disk(model: nn.Module, on_disk: Collection[str], path: Path, *, begin: int = 24) -> dict[str, AtRest]:
-        tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+        tensors = tensors_of(model)
         file = PackedFile(path, codec, begin=begin)
         for name in sorted(on_disk):
             file.add(name, tensors[name])
-        for name in on_disk:
-            owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
-            if attribute in owner._parameters:
-                owner._parameters[attribute] = nn.Parameter(tensors[name].to("meta"), requires_grad=False)
-            else:
-                owner._buffers[attribute] = tensors[name].to("meta")
+        leave_empty(model, on_disk)
         return file.write()
 
     return to_disk

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -69,7 +69,7 @@ class _Weight:
         told = self._told()
         codes, shape = self.entries[self.name], told.get("shape")
         run, dtype, nested = told.get("blocksize"), str(told.get("dtype")), "nested_offset" in told
-        if not is_shape(shape) or not shape or run not in RUNS or dtype not in _DTYPES:
+        if not is_shape(shape) or not shape or not _is_run(run) or dtype not in _DTYPES:
             raise self._unfit(f"says shape {shape}, blocksize {run}, dtype {dtype}")
         count = math.prod(shape)
         if codes.dtype != "uint8" or math.prod(codes.shape) * 2 != count or count % run:
@@ -85,7 +85,7 @@ class _Weight:
 
     def _nested_scales(self, told: Mapping[str, Any], count: int) -> tuple[PackedScales, Extent]:
         run, offset = told.get("nested_blocksize"), told["nested_offset"]
-        if run not in RUNS or not isinstance(offset, float) or told.get("nested_dtype", "float32") != "float32":
+        if not _is_run(run) or not isinstance(offset, float) or told.get("nested_dtype", "float32") != "float32":
             raise self._unfit(f"says nested_blocksize {run}, nested_offset {str(offset)[:40]}")
         above = self._part(_NESTED_SCALES, "float32", -(-count // run))
         return PackedScales(self._values(_NESTED_MAP, 256), run, offset), above
@@ -120,6 +120,10 @@ class _Weight:
 
     def _unfit(self, what: str) -> CheckpointError:
         return _refused(self.entries[self.state], f"{self.state!r} {what}")
+
+
+def _is_run(value: object) -> TypeGuard[int]:
+    return type(value) is int and value in RUNS
 
 
 def _read(extent: Extent) -> np.ndarray[Any, np.dtype[np.uint8]]:

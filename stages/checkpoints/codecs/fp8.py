@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stages.checkpoints.codecs.loops import loops
+from stages.checkpoints.codecs.scaled_grid import multiply_blocks
+from stages.checkpoints.device_codec import look_up
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
@@ -98,27 +102,37 @@ class BlockScaled:
         last = -(-(inside + end - begin) // self.block_rows)
         above = matrix * down
         return (
-            _bytes_of(codes, begin * codes.shape[-1], end * codes.shape[-1]),
-            _bytes_of(scales, (above + inside // self.block_rows) * across, (above + last) * across),
-            *(_bytes_of(part, 0, 1) for part in divisor),
+            codes.flat.rows(begin * codes.shape[-1], end * codes.shape[-1]).as_bytes,
+            scales.flat.rows((above + inside // self.block_rows) * across, (above + last) * across).as_bytes,
+            *(part.as_bytes for part in divisor),
         )
 
     def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
         """Write the rows of ``block`` to their places in ``target``."""
-        *_, rows, columns = tensor.shape
+        rows = tensor.shape[-2]
         codes, scales = data[0].reshape(block.end - block.begin, -1), tensor.parts[1]
         factors = _as_floats(data[1], scales.dtype).reshape(-1, scales.shape[-1])
         if len(data) > 2:
             with np.errstate(all="ignore"):
                 np.divide(factors, data[2].view(np.float32), out=factors)
-        made = torch.from_numpy(target).view(torch_dtype(tensor.dtype)).view(-1, columns)[block.begin : block.end]
+        made = target.reshape(math.prod(tensor.shape[:-1]), -1)[block.begin : block.end]
+        inside, known = block.begin % rows, loops()
+        if known is not None and known.can_scale(self.name, tensor.dtype, self.block_columns):
+            size = self.block_rows, self.block_columns
+            known.unpack_scaled(codes, factors, made, code=self.name, dtype=tensor.dtype, inside=inside, block=size)
+        else:
+            self._unpack_by_operators(codes, factors, torch.from_numpy(made).view(torch_dtype(tensor.dtype)), inside)
+
+    def _unpack_by_operators(self, codes: Bytes, factors: Floats, made: torch.Tensor, inside: int) -> None:
+        """Write ``codes`` to the rows ``made``, the first of which is the row ``inside`` of its matrix."""
+        columns = made.shape[-1]
         tiles = _Tiles(self.name, has_nan=self.name == "fp8" and _has_nan(codes))
-        first, inside = block.begin % rows // self.block_rows, block.begin % rows
+        first = inside // self.block_rows
         with alone():
             for left in range(0, columns, TILE):
                 piece = slice(left, min(left + TILE, columns))
                 at_rest = slice(*(edge * codes.shape[1] // columns for edge in (piece.start, piece.stop)))
-                one = scales.shape[-1] == 1
+                one = factors.shape[-1] == 1
                 of_block = np.zeros(1, np.intp) if one else np.arange(piece.start, piece.stop) // self.block_columns
                 for begin, end in self._strips(inside, inside + len(codes), piece.stop - piece.start):
                     last = (end - 1) // self.block_rows - first
@@ -136,6 +150,36 @@ class BlockScaled:
             yield begin, stop
             begin = stop
 
+    def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:
+        """Return the float16 values of each byte of codes, as one number, and what a scale of one byte stands for."""
+        kind = tensor.parts[1].dtype
+        return (_byte_values(self.name), *((_byte_scales(kind),) if kind in _SCALES_OF_A_BYTE else ()))
+
+    def scratch_bytes(self, tensor: PackedTensor, block: PackedBlock) -> int:
+        """Return what the codes as indices, their values as float16, and the scales as float32 take."""
+        codes, scales = block.spans[0].bytes, block.spans[1].bytes // int(DTYPE_BYTES[tensor.parts[1].dtype])
+        return 4 * codes + 2 * (block.end - block.begin) * tensor.shape[-1] + 12 * scales
+
+    def unpack_on_device(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        data: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],
+        target: torch.Tensor,
+    ) -> None:
+        """Write the rows of ``block`` to their places in ``target``."""
+        *_, rows, columns = tensor.shape
+        values = look_up(tables[0], data[0]).view(torch.float16).view(-1, columns)
+        kind = tensor.parts[1].dtype
+        scales = look_up(tables[1], data[1]) if len(tables) > 1 else data[1].view(torch_dtype(kind)).float()
+        scales = scales.view(-1, tensor.parts[1].shape[-1])
+        if len(data) > 2:
+            scales = scales / data[2].view(torch.float32)
+        made = target.view(torch_dtype(tensor.dtype)).view(-1, columns)[block.begin : block.end]
+        size = {"rows": self.block_rows, "columns": self.block_columns}
+        multiply_blocks(values, scales, made, **size, skipped=block.begin % rows % self.block_rows)
+
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return some of the matrices of a stack, or of a matrix the rows of whole blocks; else null."""
         shape = (end - begin, *tensor.shape[1:])
@@ -146,7 +190,7 @@ class BlockScaled:
             first, last = begin // self.block_rows, -(-end // self.block_rows)
         else:
             first, last = begin, end
-        parts = (_rows_of(codes, begin, end), _rows_of(scales, first, last), *divisor)
+        parts = (codes.rows(begin, end), scales.rows(first, last), *divisor)
         return replace(tensor, parts=parts, shape=shape)
 
 
@@ -159,7 +203,7 @@ class _Tile:
     floats: torch.Tensor
 
 
-class _Memory(threading.local):
+class _TileMemory(threading.local):
     """A thread's memory for tiles, kept from block to block: new memory costs as much as what is done in it."""
 
     def __init__(self) -> None:
@@ -173,7 +217,7 @@ class _Memory(threading.local):
         return _Tile(bits, torch.from_numpy(bits).view(torch.float16), floats)
 
 
-_MEMORY = _Memory()
+_MEMORY = _TileMemory()
 
 
 class _Tiles:
@@ -205,7 +249,7 @@ class _Tiles:
 
     def _factor(self, scale: Floats) -> tuple[torch.Tensor, float]:
         """Return what to multiply by, and what else, since the product of both had no room in a float32."""
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             both = scale * self._worth
         fits = bool(np.isfinite(both).all())
         return (torch.from_numpy(both if fits else scale)[:, None], 1.0 if fits else float(self._worth))
@@ -240,6 +284,27 @@ _DECODERS = {
 """What makes float16 of a format's codes, and what a code is worth more than that float16."""
 
 
+@lru_cache
+def _byte_values(name: Codes) -> torch.Tensor:
+    """Return the one or two values that each byte stands for, as float16, in an integer as wide."""
+    every = np.arange(256, dtype=np.uint8)
+    match name:
+        case "fp8":
+            halves = torch.from_numpy(every).view(torch.float8_e4m3fn).to(torch.float16)
+            return halves.view(torch.int16)
+        case "int8":
+            return torch.from_numpy(every.view(np.int8)).to(torch.float16).view(torch.int16)
+        case "fp4":
+            return torch.from_numpy(_FP4_PAIRS.view(np.int32))
+        case "int4":
+            return torch.from_numpy(_INT4_PAIRS.view(np.int32))
+
+
+@lru_cache
+def _byte_scales(dtype: str) -> torch.Tensor:
+    return torch.from_numpy(_SCALES_OF_A_BYTE[dtype])
+
+
 def _has_nan(codes: Bytes) -> bool:
     return bool(codes.max() == 0xFF or codes.view(np.int8).max() == 0x7F)
 
@@ -251,17 +316,6 @@ def _as_floats(data: Bytes, dtype: str) -> Floats:
     if dtype == "bfloat16":
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return data.view(dtype).astype(np.float32)
-
-
-def _bytes_of(extent: Extent, begin: int, end: int) -> Extent:
-    """Return the elements ``begin`` to ``end`` of ``extent`` as bytes."""
-    size = int(DTYPE_BYTES[extent.dtype])
-    return Extent(extent.file, extent.begin + begin * size, "uint8", ((end - begin) * size,))
-
-
-def _rows_of(extent: Extent, begin: int, end: int) -> Extent:
-    row = math.prod(extent.shape[1:]) * int(DTYPE_BYTES[extent.dtype])
-    return replace(extent, begin=extent.begin + begin * row, shape=(end - begin, *extent.shape[1:]))
 
 
 FORMATS = tuple(_DECODERS)

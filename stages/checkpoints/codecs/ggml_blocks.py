@@ -9,46 +9,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
-from stages.checkpoints.codecs.k_quants import unpack_q4_k, unpack_q5_k, unpack_q6_k
-
-Blocks = npt.NDArray[np.uint8]
-Values = npt.NDArray[np.float32]
-
-
-def _scales(blocks: Blocks, begin: int) -> Values:
-    """Return the float16 at byte ``begin`` of each block, as a column."""
-    return np.ascontiguousarray(blocks[:, begin : begin + 2]).view(np.float16).astype(np.float32)
+from stages.checkpoints.codecs.k_quants import Blocks, Values, halves, unpack_q4_k, unpack_q5_k, unpack_q6_k
 
 
 def _unpack_q8_0(blocks: Blocks, out: Values) -> None:
     out[...] = blocks[:, 2:].view(np.int8)
-    out *= _scales(blocks, 0)
+    out *= halves(blocks, 0)
 
 
 def _unpack_q4_0(blocks: Blocks, out: Values) -> None:
     _nibbles(blocks[:, 2:], out)
     out -= np.float32(8)
-    out *= _scales(blocks, 0)
+    out *= halves(blocks, 0)
 
 
 def _unpack_q4_1(blocks: Blocks, out: Values) -> None:
     _nibbles(blocks[:, 4:], out)
-    out *= _scales(blocks, 0)
-    out += _scales(blocks, 2)
+    out *= halves(blocks, 0)
+    out += halves(blocks, 2)
 
 
 def _unpack_q5_0(blocks: Blocks, out: Values) -> None:
     _five_bits(blocks[:, 6:], blocks[:, 2:6], out)
     out -= np.float32(16)
-    out *= _scales(blocks, 0)
+    out *= halves(blocks, 0)
 
 
 def _unpack_q5_1(blocks: Blocks, out: Values) -> None:
     _five_bits(blocks[:, 8:], blocks[:, 4:8], out)
-    out *= _scales(blocks, 0)
-    out += _scales(blocks, 2)
+    out *= halves(blocks, 0)
+    out += halves(blocks, 2)
 
 
 def _nibbles(packed: Blocks, out: Values) -> None:

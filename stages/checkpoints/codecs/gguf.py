@@ -14,10 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from stages.checkpoints.codecs.float_tiles import DTYPES, TILE_ELEMENTS, cast_values, elements_of
 from stages.checkpoints.codecs.ggml_blocks import UNPACK
 from stages.checkpoints.codecs.ggml_formats import FORMATS
+from stages.checkpoints.codecs.ggml_on_device import UNPACK_ON_DEVICE
+from stages.checkpoints.codecs.loops import Loops, loops
+from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import ShardFile
@@ -86,7 +90,7 @@ class GgufCodec:
             most = max(1, BLOCK_BYTES // max(1, row_bytes))
             run = rows // tensor.shape[0] if len(tensor.parts) > 1 else rows
             for at in _cuts(rows, run, most):
-                span = replace(part, begin=part.begin + at.start * width, dtype="uint8", shape=(len(at) * width,))
+                span = part.as_bytes.rows(at.start * width, at.stop * width)
                 yield PackedBlock((span,), begin + at.start, begin + at.stop)
             begin += rows
 
@@ -96,6 +100,13 @@ class GgufCodec:
         form, columns = FORMATS[self.kinds[index]], _columns(tensor.parts[index], self.kinds[index])
         count = block.end - block.begin
         packed = np.frombuffer(data[0], np.uint8).reshape(count, -1, form.bytes)
+        known = self._loops(self.kinds[index], tensor.dtype)
+        if known is not None:
+            place = self._place(tensor, index, slice(first, first + count))
+            made = target.reshape(-1, columns * int(DTYPE_BYTES[tensor.dtype]))
+            made, places = (made[place], None) if isinstance(place, slice) else (made, place)
+            known.unpack_ggml(packed, made, kind=self.kinds[index], dtype=tensor.dtype, places=places)
+            return
         whole = elements_of(np.frombuffer(target, np.uint8), tensor.dtype)
         whole = whole.reshape(columns, -1).T if self.arrangement.transposed else whole.reshape(-1, columns)
         for rows, blocks in _tiles(count, columns // form.elements, form.elements):
@@ -108,6 +119,13 @@ class GgufCodec:
             place = self._place(tensor, index, slice(first + rows.start, first + rows.stop))
             width = slice(blocks.start * form.elements, blocks.stop * form.elements)
             whole[place, width] = cast_values(values, tensor.dtype)
+
+    def _loops(self, kind: str, dtype: str) -> Loops | None:
+        """Return the loops, if there is one for ``kind`` and all that is to be changed back is the order of rows."""
+        known = loops()
+        if known is None or self.arrangement.transposed or self.arrangement.less:
+            return None
+        return known if known.can_unpack_ggml(kind, dtype) else None
 
     def _place(self, tensor: PackedTensor, index: int, rows: slice) -> slice | npt.NDArray[np.int64]:
         """Return which rows of the tensor in use those ``rows`` of the part ``index`` are."""
@@ -122,12 +140,56 @@ class GgufCodec:
         begin = matrix * sum(shares) + sum(shares[:index]) + within
         return slice(begin, begin + rows.stop - rows.start)
 
+    def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:
+        """Return nothing: all is computed."""
+        return ()
+
+    def scratch_bytes(self, tensor: PackedTensor, block: PackedBlock) -> int:
+        """Return what the values as float32, their codes, and where rows are swapped the values as used take."""
+        index, _ = _part_of(tensor, block.begin)
+        values = (block.end - block.begin) * _columns(tensor.parts[index], self.kinds[index])
+        cast = int(DTYPE_BYTES[tensor.dtype]) if self.arrangement.swapped else 0
+        return (8 + cast) * values + 32 * (block.end - block.begin)
+
+    def unpack_on_device(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        data: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],
+        target: torch.Tensor,
+    ) -> None:
+        """Write the rows of ``block`` to their places in ``target``."""
+        index, first = _part_of(tensor, block.begin)
+        kind, count = self.kinds[index], block.end - block.begin
+        form, columns = FORMATS[kind], _columns(tensor.parts[index], kind)
+        shape = (count * columns // form.elements, form.elements)
+        values = torch.empty(shape, dtype=torch.float32, device=target.device)
+        UNPACK_ON_DEVICE[kind](data[0].view(-1, form.bytes), values)
+        if self.arrangement.less:
+            values -= self.arrangement.less
+        values = values.view(count, columns)
+        whole = target.view(torch_dtype(tensor.dtype))
+        whole = whole.view(columns, -1).T if self.arrangement.transposed else whole.view(-1, columns)
+        if self.arrangement.swapped is None:
+            whole[self._place(tensor, index, slice(first, first + count))].copy_(values)
+        else:
+            order = torch.arange(first, first + count, device=target.device)
+            whole.index_copy_(0, _swapped(order, self.arrangement.swapped), values.to(whole.dtype))
+
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return rows ``begin`` to ``end`` of the first dimension, which each part has its share of."""
         if not self.arrangement.keeps_rows or any(_grid(part)[0] % tensor.shape[0] for part in tensor.parts):
             return None
         parts = tuple(_rows_of(part, tensor.shape[0], begin, end) for part in tensor.parts)
         return replace(tensor, parts=parts, shape=(end - begin, *tensor.shape[1:]))
+
+
+def _swapped(rows: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:
+    """Return where ``rows`` in the order a, b, c, d are in the order a, c, b, d."""
+    _, b, c, d = sizes
+    within, inner, outer = rows % d, rows // d % c, rows // (c * d) % b
+    return ((rows // (b * c * d) * c + inner) * b + outer) * d + within
 
 
 def _grid(part: Extent) -> tuple[int, int]:

@@ -42,7 +42,7 @@ def unpack_q6_k(blocks: Blocks, out: Values) -> None:
     codes |= upper.reshape(-1, 256)
     out[...] = codes
     out -= np.float32(32)
-    scales = _halves(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    scales = halves(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     out *= _for_each(scales, 16)
 
 
@@ -60,8 +60,8 @@ def _scale_runs(blocks: Blocks, out: Values) -> None:
     first, second, mixed = head[:4], head[4:8], head[8:]
     scales = np.concatenate([first & np.uint8(63), (mixed & np.uint8(15)) | ((first >> np.uint8(2)) & np.uint8(48))])
     minima = np.concatenate([second & np.uint8(63), (mixed >> np.uint8(4)) | ((second >> np.uint8(2)) & np.uint8(48))])
-    out *= _for_each((_halves(blocks, 0).T * scales.astype(np.float32)).T, 32)
-    out -= _for_each((_halves(blocks, 2).T * minima.astype(np.float32)).T, 32)
+    out *= _for_each((halves(blocks, 0).T * scales.astype(np.float32)).T, 32)
+    out -= _for_each((halves(blocks, 2).T * minima.astype(np.float32)).T, 32)
 
 
 def _for_each(scales: Values, run: int) -> Values:
@@ -69,6 +69,6 @@ def _for_each(scales: Values, run: int) -> Values:
     return np.repeat(scales.reshape(-1), run).reshape(-1, 256)
 
 
-def _halves(blocks: Blocks, begin: int) -> Values:
+def halves(blocks: Blocks, begin: int) -> Values:
     """Return the float16 at byte ``begin`` of each block, as a column."""
     return np.ascontiguousarray(blocks[:, begin : begin + 2]).view(np.float16).astype(np.float32)

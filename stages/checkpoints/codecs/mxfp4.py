@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from pipeline.errors import CheckpointError
+from stages.checkpoints.codecs.loops import loops
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor
@@ -66,17 +67,50 @@ class Mxfp4:
         stack = target.view(half).reshape(tensor.shape)
         codes = data[0].reshape(-1, columns // 2)
         scales = data[1].reshape(len(codes), -1)
-        begin = block.begin
+        begin, known = block.begin, loops()
+        unpack = _unpack if known is None else known.unpack_mxfp4
         while begin < block.end:
             expert, row = divmod(begin, rows)
             end = min(block.end, begin + rows - row)
             part = slice(begin - block.begin, end - block.begin)
-            _unpack(codes[part], scales[part], table, stack[expert, :, row : row + end - begin])
+            unpack(codes[part], scales[part], table, stack[expert, :, row : row + end - begin])
+            begin = end
+
+    def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:
+        """Return the two values of each scale and byte, as one number."""
+        return (_device_table(tensor.dtype),)
+
+    def scratch_bytes(self, tensor: PackedTensor, block: PackedBlock) -> int:
+        """Return what the indices, the scales on their way to them, and the values take."""
+        codes, scales = (span.bytes for span in block.spans)
+        return (4 + 2 * int(DTYPE_BYTES[tensor.dtype])) * codes + 8 * scales
+
+    def unpack_on_device(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        data: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],
+        target: torch.Tensor,
+    ) -> None:
+        """Write the rows of ``block`` as columns of their experts."""
+        _, columns, rows = tensor.shape
+        indices = data[0].view(-1, _GROUP_BYTES).to(torch.int32)
+        indices += data[1].view(-1, 1).to(torch.int32) * 256
+        width = {2: torch.int16, 4: torch.int32}[torch_dtype(tensor.dtype).itemsize]
+        lines = tables[0].index_select(0, indices.view(-1)).view(width).view(-1, columns)
+        stack = target.view(width).view(tensor.shape)
+        begin = block.begin
+        while begin < block.end:
+            expert, row = divmod(begin, rows)
+            end = min(block.end, begin + rows - row)
+            some = lines[begin - block.begin : end - block.begin]
+            stack[expert, :, row : row + end - begin].copy_(some.T)
             begin = end
 
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor:
         """Return experts ``begin`` to ``end``, which lie side by side at rest."""
-        parts = tuple(_cut(part, begin, end) for part in tensor.parts)
+        parts = tuple(part.rows(begin, end) for part in tensor.parts)
         return replace(tensor, parts=parts, shape=(end - begin, *tensor.shape[1:]))
 
 
@@ -139,24 +173,14 @@ def _refused(extent: Extent, what: str) -> CheckpointError:
     return CheckpointError(f"{extent.file.path}: {what}; get the checkpoint again")
 
 
-def _cut(part: Extent, begin: int, end: int) -> Extent:
-    """Return the items ``begin`` to ``end`` of the first dimension of ``part``."""
-    width = math.prod(part.shape[1:])
-    return replace(part, begin=part.begin + begin * width, shape=(end - begin, *part.shape[1:]))
-
-
 def _spans(tensor: PackedTensor, begin: int, end: int) -> tuple[Extent, ...]:
     """Return where the rows ``begin`` to ``end`` of all experts lie: their codes, and their scales."""
-    return tuple(_flat(_cut(_by_row(part), begin, end)) for part in tensor.parts)
+    return tuple(_by_row(part).rows(begin, end).as_bytes for part in tensor.parts)
 
 
 def _by_row(part: Extent) -> Extent:
     experts, rows, *rest = part.shape
     return replace(part, shape=(experts * rows, math.prod(rest)))
-
-
-def _flat(part: Extent) -> Extent:
-    return replace(part, shape=(part.bytes,))
 
 
 @lru_cache
@@ -174,6 +198,13 @@ def _table(dtype: str) -> Numbers:
     pairs = np.empty((256, 16, 16, 2), bits.dtype)
     pairs[..., 0], pairs[..., 1] = bits[:, None, :], bits[:, :, None]
     return pairs.reshape(-1).view(f"u{2 * kind.itemsize}")
+
+
+@lru_cache
+def _device_table(dtype: str) -> torch.Tensor:
+    """Return the table as torch looks numbers up: of signed ones."""
+    table = _table(dtype)
+    return torch.from_numpy(table.view(f"i{table.itemsize}"))
 
 
 def _unpack(codes: Bytes, scales: Bytes, table: Numbers, target: Numbers) -> None:

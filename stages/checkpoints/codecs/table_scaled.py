@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stages.checkpoints.codecs.loops import loops
+from stages.checkpoints.device_codec import look_up
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
@@ -62,13 +64,23 @@ class TableScaled:
         runs = math.prod(tensor.shape) // self.run
         step = max(1, BLOCK_BYTES // int(self.run * DTYPE_BYTES[tensor.dtype]))
         cuts = pairwise((*range(0, runs, step), runs)) if runs else ()
-        return tuple(PackedBlock(_as_bytes(self._parts(tensor, begin, end)), begin, end) for begin, end in cuts)
+        return tuple(PackedBlock(self._spans(tensor, begin, end), begin, end) for begin, end in cuts)
+
+    def _spans(self, tensor: PackedTensor, begin: int, end: int) -> tuple[Extent, ...]:
+        return tuple(part.as_bytes for part in self._parts(tensor, begin, end))
 
     def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
         """Write the runs of ``block`` to their place in ``target``."""
-        scales = torch.from_numpy(self._scales(block, data))[:, None]
-        made = torch.from_numpy(target).view(torch_dtype(tensor.dtype)).view(-1, self.run)[block.begin : block.end]
-        codes, pairs = data[0].reshape(-1, self.run // 2), _pairs(self.values)
+        size, known = int(DTYPE_BYTES[tensor.dtype]), loops()
+        made = target.reshape(-1, self.run * size)[block.begin : block.end]
+        codes, pairs, scales = data[0].reshape(-1, self.run // 2), _pairs(self.values), self._scales(block, data)
+        if known is not None and known.has_dtype(tensor.dtype):
+            known.unpack_table_scaled(codes, pairs, scales, made, dtype=tensor.dtype)
+        else:
+            self._unpack_by_operators(codes, scales, torch.from_numpy(made).view(torch_dtype(tensor.dtype)))
+
+    def _unpack_by_operators(self, codes: Bytes, factors: npt.NDArray[np.float32], made: torch.Tensor) -> None:
+        pairs, scales = _pairs(self.values), torch.from_numpy(factors)[:, None]
         floats = np.empty((min(len(codes), max(1, _TILE // self.run)), self.run), np.float32)
         with alone():
             for begin in range(0, len(codes), len(floats)):
@@ -76,6 +88,34 @@ class TableScaled:
                 values = floats[: len(codes[some])]
                 np.take(pairs, codes[some], out=values.view(pairs.dtype), mode="clip")
                 made[some].copy_(torch.from_numpy(values).mul_(scales[some]))
+
+    def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:
+        """Return the two values of each byte, as one number, and those that packed scales are codes of."""
+        return (_device_pairs(self.values), *((_device_scales(self.scales.values),) if self.scales else ()))
+
+    def scratch_bytes(self, tensor: PackedTensor, block: PackedBlock) -> int:
+        """Return what the codes as indices, their values as float32, and the scales with their own ones take."""
+        return 12 * block.spans[0].bytes + 24 * (block.end - block.begin)
+
+    def unpack_on_device(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        data: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],
+        target: torch.Tensor,
+    ) -> None:
+        """Write the runs of ``block`` to their place in ``target``."""
+        if self.scales is None:
+            scales = data[1].view(torch.float32)
+        else:
+            runs = torch.arange(block.begin, block.end, dtype=torch.int32, device=target.device)
+            runs = runs.floor_divide_(self.scales.run).sub_(block.begin // self.scales.run)
+            scales = look_up(tables[1], data[1]).mul_(data[2].view(torch.float32).index_select(0, runs))
+            scales.add_(self.scales.offset)
+        values = look_up(tables[0], data[0]).view(torch.float32).view(-1, self.run)
+        made = target.view(torch_dtype(tensor.dtype)).view(-1, self.run)[block.begin : block.end]
+        torch.mul(values, scales[:, None], out=made)
 
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return rows ``begin`` to ``end``; null where they, or the scales of theirs, aren't whole runs."""
@@ -89,10 +129,10 @@ class TableScaled:
     def _parts(self, tensor: PackedTensor, begin: int, end: int) -> tuple[Extent, ...]:
         """Return where the codes and scales of runs ``begin`` to ``end`` lie."""
         codes, scales, *above = tensor.parts
-        found = [_cut(codes, begin * self.run // 2, end * self.run // 2), _cut(scales, begin, end)]
+        found = [codes.flat.rows(begin * self.run // 2, end * self.run // 2), scales.flat.rows(begin, end)]
         if self.scales:
             run = self.scales.run
-            found += [_cut(part, begin // run, -(-end // run)) for part in above]
+            found += [part.flat.rows(begin // run, -(-end // run)) for part in above]
         return tuple(found)
 
     def _scales(self, block: PackedBlock, data: Sequence[Bytes]) -> npt.NDArray[np.float32]:
@@ -112,13 +152,14 @@ def _pairs(values: tuple[float, ...]) -> npt.NDArray[np.unsignedinteger[Any]]:
     return np.stack([np.repeat(known, 16), np.tile(known, 16)], axis=1).view(np.uint64).ravel()
 
 
-def _cut(part: Extent, begin: int, end: int) -> Extent:
-    """Return the elements ``begin`` to ``end`` of ``part``, which is taken as flat."""
-    return replace(part, begin=part.begin + begin * int(DTYPE_BYTES[part.dtype]), shape=(end - begin,))
+@lru_cache
+def _device_pairs(values: tuple[float, ...]) -> torch.Tensor:
+    return torch.from_numpy(_pairs(values).view(np.int64))
 
 
-def _as_bytes(parts: Sequence[Extent]) -> tuple[Extent, ...]:
-    return tuple(replace(part, dtype="uint8", shape=(part.bytes,)) for part in parts)
+@lru_cache
+def _device_scales(values: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def sample() -> tuple[PackedTensor, PackedBlock, list[Bytes]]:

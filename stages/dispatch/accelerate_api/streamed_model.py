@@ -106,6 +106,7 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
         apart = [spec.name for spec in skeleton.tensors if wanted.may_leave(spec) and homes[spec.name] == CPU]
         served = {**dict.fromkeys(apart, "copy"), **served}
     sharing = pools(outline, offstage_in(outline, served, execution))
+    whole = replace(outline, skeleton=_with_preloaded(outline.skeleton, wanted.preload))
     return Plan(
         policy="explicit",
         main_device=wanted.main,
@@ -115,7 +116,7 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
         serving=served,
         budgets=budgets,
         resident_bytes=held,
-        reserve_bytes=kept.get(wanted.main, 0),
+        reserves=reserves(whole, placement, budgets),
         reasons={},
         pools=sharing,
         slots=share_slots(outline, served, sharing, budgets=budgets, held=held, kept=kept),

@@ -24,6 +24,7 @@ from stages.dispatch.streaming.saved_weights import SavedWeights
 from stages.dispatch.streaming.turns import ALONE, Turns
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
 from stages.dispatch.transfer.host_link import HostLink
 from stages.dispatch.transfer.link import Link
 from stages.dispatch.transfer.links import open_link
@@ -91,14 +92,16 @@ def attach_experts(
     traffic: Traffic,
     stack: ExitStack,
     links: Callable[[DeviceId], Link] | None = None,
+    unpackers: Mapping[DeviceId, DeviceUnpacker] | None = None,
     saved: SavedWeights | None = None,
     turns: Callable[[], Turns] = lambda: ALONE,
     trace: Trace | None = None,
 ) -> RoutedModel:
     """Have the experts in ``bindings`` be brought for what tokens are routed to; ``stack`` undoes it.
 
-    ``stored`` has what waits on disk; ``links`` are those to the accelerators, if they are open already; ``saved`` sees
-    what autograd saves of the model. ``turns`` says who may use a layer's experts now.
+    ``stored`` has what waits on disk; ``links`` are those to the accelerators, if they are open already, and
+    ``unpackers`` those of the ones that unpack themselves; ``saved`` sees what autograd saves of the model. ``turns``
+    says who may use a layer's experts now.
     """
     links, saved = links or partial(open_link, devices), saved or SavedWeights()
     routed = RoutedModel()
@@ -112,11 +115,13 @@ def attach_experts(
         pool = ExpertPool(
             kind,
             layers,
+            device=computes,
             link=link,
+            unpacker=(unpackers or {}).get(computes),
             slot_bytes=_share(plan.slots.get(computes, 0), kind, members, mixed),
             policy=policy,
             traffic=traffic,
-            trace=trace,
+            trace=trace.of(computes) if trace is not None else None,
         )
         stack.callback(pool.close)
         routed.pools.append(pool)
@@ -180,7 +185,7 @@ def _have_wait(
     """Put stacks that bring their own rows into the model."""
     for binding in each.bindings:
         source = source_of(binding, stored, device)
-        waiting = ExpertStack.of(binding.waiting, source, StackUse(experts, binding.attribute))
+        waiting = ExpertStack(binding.waiting, source, StackUse(experts, binding.attribute))
         waiting.kept = binding.waiting
         binding.wait_as(waiting)
         stack.callback(binding.restore)

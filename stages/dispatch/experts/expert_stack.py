@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stages.dispatch.experts.routed_experts import RoutedExperts
-from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
+from stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 """The names of the grouped products: torch's in its versions, and what transformers has for where there is none."""
@@ -41,20 +41,9 @@ class StackUse:
 
 
 class ExpertStack(WaitingTensor):
-    """The stacked tensors of a module's experts while they wait."""
+    """The stacked tensors of a module's experts while they wait: read by ``use``, or whole."""
 
     use: StackUse
-
-    @classmethod
-    def of(cls, like: torch.Tensor, source: WaitingSource, use: StackUse) -> ExpertStack:
-        """Return the stack that stands for ``like`` and is read by ``use``, or by ``source`` if it is read whole."""
-        stack = cls(like, source)
-        stack.use = use
-        return stack
-
-    def again(self) -> ExpertStack:
-        """Return another stack that waits as this one does."""
-        return ExpertStack.of(self.as_meta(), self.source, self.use)
 
     def moved(self, value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
         """Return all of the stack, which was read whole."""
@@ -78,7 +67,7 @@ def _swap(stack: ExpertStack, _func: Any, args: Sequence[Any], kwargs: Mapping[s
     if dimensions != [stack.dim() - 2, stack.dim() - 1] or stack.use.swapped:
         return None
     use = StackUse(stack.use.experts, stack.use.attribute, swapped=True)
-    return ExpertStack.of(stack.as_meta().transpose(-2, -1), stack.source, use)
+    return ExpertStack(stack.as_meta().transpose(-2, -1), stack.source, use)
 
 
 def _multiply_groups(

@@ -12,9 +12,11 @@ from stages.dispatch.experts.eviction import Eviction, Expert
 from stages.dispatch.experts.row_carrier import RowArrival, RowCarrier, RowSource
 from stages.dispatch.experts.slot_memory import Kind, SlotMemory, kind_bytes
 from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
 from stages.dispatch.transfer.link import Link
 from stages.dispatch.transfer.trace import Trace
 from stages.plan.expert_banks import bank_bounds
+from stages.units import DeviceId
 
 Rows = Mapping[str, Sequence[RowSource]]
 """Where the rows of a layer's experts wait, by the attribute of their module, in the order of the experts."""
@@ -50,14 +52,19 @@ class ExpertLayer:
 
 
 class ExpertPool:
-    """The slots of ``layers``, ``slot_bytes`` together, behind ``link``; at least one."""
+    """The slots of ``layers`` on ``device``, ``slot_bytes`` together, behind ``link``; at least one.
+
+    ``unpacker`` is that of the device, null where the host unpacks.
+    """
 
     def __init__(
         self,
         kind: Kind,
         layers: Sequence[ExpertLayer],
         *,
+        device: DeviceId,
         link: Link,
+        unpacker: DeviceUnpacker | None = None,
         slot_bytes: int,
         policy: Callable[[], Eviction],
         traffic: Traffic,
@@ -70,12 +77,12 @@ class ExpertPool:
         bounds = bank_bounds(
             slots, layers=len(layers), largest=largest, together=max(layer.together for layer in layers)
         )
-        self._memory: SlotMemory | None = SlotMemory(kind, bounds[-1][1], link)
+        self._memory: SlotMemory | None = SlotMemory(kind, bounds[-1][1], link, room=slot_bytes)
         banks = [Bank(begin, end, policy()) for begin, end in bounds]
         self._banks = {layer.number: banks[place % len(banks)] for place, layer in enumerate(layers)}
         sources = [row for layer in layers for rows in layer.rows.values() for row in rows]
         self._traffic = traffic
-        self._carrier = RowCarrier(link, sources, traffic=traffic, trace=trace)
+        self._carrier = RowCarrier(link, sources, device=device, unpacker=unpacker, traffic=traffic, trace=trace)
         self._asked: dict[Expert, set[str]] = {}
         self._arriving: dict[tuple[Expert, str], RowArrival] = {}
         self.uses = {layer.number: ExpertUse() for layer in layers}

@@ -1,8 +1,8 @@
 """Bringing experts into slots: each row from its places in the checkpoint, or from the host over the link.
 
 What is read passes through a few aligned buffers, since direct reads can't choose where a row begins; what waits on
-the host is copied from where it waits. What rests packed is unpacked into a slot on the host, and by way of a buffer
-into one on an accelerator. Copies follow all computing that was asked for before.
+the host is copied from where it waits. What rests packed is unpacked into a slot on the host; into one on an
+accelerator by that itself, or by way of a buffer. Copies follow all computing that was asked for before.
 """
 
 from __future__ import annotations
@@ -16,55 +16,80 @@ from itertools import count
 
 import torch
 
+from stages.checkpoints.device_codec import can_unpack
 from stages.checkpoints.direct_file import Chunk, cut
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, files_of, in_pieces, rest_bytes
 from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import ChunkReader, Traffic, reader_pool
+from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking
 from stages.dispatch.transfer.host_link import HostLink
 from stages.dispatch.transfer.link import Event, Link
+from stages.dispatch.transfer.part_layout import read_lengths
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
 from stages.machine.aligned_memory import align_up
 from stages.machine.probes import CHUNK_BYTES, READERS
 from stages.plan.predict import PINNED_BYTES
+from stages.units import DeviceId
 
 RowSource = tuple[AtRest, ...] | torch.Tensor
 """Where a row waits: in places on disk, one after the other, or on the host."""
 
+Arrived = tuple[int, Event, int] | Unpacking
+"""A copy by its place in the order of copies, when it is done, and the bytes that were read for it; or an unpacking."""
+
 
 @dataclass(slots=True)
 class RowArrival:
-    """An expert on its way into a slot: what is under way, and its bytes as they rest."""
+    """An expert on its way into a slot: what is under way, its bytes as they rest, and those that are carried there."""
 
-    pieces: list[Future[tuple[int, Event, int]]] = field(default_factory=list)
+    pieces: list[Future[Arrived]] = field(default_factory=list)
     bytes: int = 0
+    carried: int = 0
 
 
 class RowCarrier:
-    """Brings rows over ``link``, each from one of ``sources``."""
+    """Brings rows over ``link`` to ``device``, each from one of ``sources``."""
 
     def __init__(
-        self, link: Link, sources: Sequence[RowSource], *, traffic: Traffic, trace: Trace | None = None
+        self,
+        link: Link,
+        sources: Sequence[RowSource],
+        *,
+        device: DeviceId,
+        unpacker: DeviceUnpacker | None = None,
+        traffic: Traffic,
+        trace: Trace | None = None,
     ) -> None:
-        self._link, self._traffic, self._trace = link, traffic, trace
+        self._link, self._device, self._traffic, self._trace = link, device, traffic, trace
         places = [place for source in sources if isinstance(source, tuple) for place in source]
         self._reader = ChunkReader({file for place in places for file in files_of(place)}, trace)
         packed = [place for place in places if isinstance(place, PackedTensor)]
-        self._unpacks_in_place = isinstance(link, HostLink)
-        self._blocks = BlockReader(self._reader, packed)
+        self._unpacks_in_place, self._unpacker = isinstance(link, HostLink), unpacker
+        on_host = [tensor for tensor in packed if not self._is_unpacked_there(tensor)]
+        self._blocks = BlockReader(self._reader, on_host)
         lengths = [c.length for place in places if isinstance(place, Extent) for c in cut(place, CHUNK_BYTES)]
-        passed_on = () if self._unpacks_in_place else packed
+        passed_on = () if self._unpacks_in_place else on_host
         lengths += [align_up(piece.bytes) for tensor in passed_on for _, piece in in_pieces(tensor)]
+        lengths += read_lengths([place for place in packed if self._is_unpacked_there(place)], as_at_rest=True)
         self._buffers = _buffers(link, max(lengths)) if lengths else None
         self._order, self._ordering = count(), threading.Lock()
 
     def bring(self, source: RowSource, target: torch.Tensor, arrival: RowArrival) -> None:
         """Start what fills ``target`` (the bytes of one row) from ``source``, as a part of ``arrival``."""
-        arrival.bytes += target.nbytes if isinstance(source, torch.Tensor) else sum(map(rest_bytes, source))
+        if isinstance(source, torch.Tensor):
+            arrival.bytes += target.nbytes
+            arrival.carried += target.nbytes
+        else:
+            arrival.bytes += sum(map(rest_bytes, source))
+            arrival.carried += sum(
+                rest_bytes(place) if self._unpacks_in_place or self._is_unpacked_there(place) else place.bytes
+                for place in source
+            )
         after = self._link.computed()
         if isinstance(source, torch.Tensor):
-            done: Future[tuple[int, Event, int]] = Future()
+            done: Future[Arrived] = Future()
             done.set_result(self._copy(source.detach().reshape(-1).view(torch.uint8), target, after, stored=0))
             arrival.pieces.append(done)
             return
@@ -73,38 +98,47 @@ class RowCarrier:
             arrival.pieces += self._jobs(place, target[begin : begin + place.bytes], after)
             begin += place.bytes
 
-    def _jobs(self, place: AtRest, target: torch.Tensor, after: Event) -> Iterator[Future[tuple[int, Event, int]]]:
+    def _is_unpacked_there(self, place: AtRest) -> bool:
+        """Return whether what lies at ``place`` crosses the link packed."""
+        return self._unpacker is not None and isinstance(place, PackedTensor) and can_unpack(place)
+
+    def _jobs(self, place: AtRest, target: torch.Tensor, after: Event) -> Iterator[Future[Arrived]]:
         """Start what fills ``target`` with what lies at ``place``."""
         pool = reader_pool()
         if isinstance(place, Extent):
             for chunk in cut(place, CHUNK_BYTES):
                 yield pool.submit(self._pass_on, chunk, target, chunk.begin - place.begin, after)
-        elif self._unpacks_in_place:
+            return
+        if self._unpacks_in_place or self._is_unpacked_there(place):
             for block in place.codec.blocks(place):
-                yield pool.submit(self._unpack, place, block, target)
-        else:
-            for begin, piece in in_pieces(place):
-                yield from self._unpack_and_pass_on(piece, target[begin : begin + piece.bytes], after)
+                yield pool.submit(self._unpack, place, block, target, after)
+            return
+        for begin, piece in in_pieces(place):
+            yield from self._unpack_and_pass_on(piece, target[begin : begin + piece.bytes], after)
 
-    def _unpack(self, tensor: PackedTensor, block: PackedBlock, target: torch.Tensor) -> tuple[int, Event, int]:
-        """Read a block and unpack it to its place in ``target``; on the host there is nothing to follow."""
-        return 0, None, self._blocks.bring(tensor, block, target.numpy())
+    def _unpack(self, tensor: PackedTensor, block: PackedBlock, target: torch.Tensor, after: Event) -> Arrived:
+        """Read a block and have it unpacked to its place in ``target``; on the host there is nothing to follow."""
+        if self._unpacker is None:
+            return 0, None, self._blocks.bring(tensor, block, target.numpy())
+        return self._unpacker.bring(
+            tensor, block, lambda: target, after=after, reader=self._reader, buffers=self._buffers
+        )
 
     def _unpack_and_pass_on(
         self, tensor: PackedTensor, target: torch.Tensor, after: Event
-    ) -> Iterator[Future[tuple[int, Event, int]]]:
+    ) -> Iterator[Future[Arrived]]:
         """Start what unpacks a tensor, or rows of one, in a buffer, and has that copied to ``target``."""
         assert self._buffers is not None
         blocks = tensor.codec.blocks(tensor)
         shared = SharedBuffer(self._buffers, len(blocks))
 
-        def bring(block: PackedBlock) -> tuple[int, Event, int]:
+        def bring(block: PackedBlock) -> Arrived:
             buffer, _ = shared.take()
             stored = self._blocks.bring(tensor, block, buffer.memory[: tensor.bytes])
             if not shared.fill():
                 return -1, None, stored
             copied = self._copy(buffer.tensor[: tensor.bytes], target, after, stored=stored)
-            buffer.copied = copied[1]
+            buffer.note_copy(self._link, copied[1])
             return copied
 
         for block in blocks:
@@ -112,14 +146,14 @@ class RowCarrier:
             shared.watch(job)
             yield job
 
-    def _pass_on(self, chunk: Chunk, target: torch.Tensor, begin: int, after: Event) -> tuple[int, Event, int]:
+    def _pass_on(self, chunk: Chunk, target: torch.Tensor, begin: int, after: Event) -> Arrived:
         """Read one chunk and have it copied to ``begin`` in ``target``; runs in a thread of the pool."""
         assert self._buffers is not None
         with self._buffers.lend() as (buffer, _):
             self._reader.read(chunk, buffer.memory.data[: chunk.length])
             source = buffer.tensor[chunk.skipped : chunk.wanted]
             copied = self._copy(source, target[begin : begin + len(source)], after, stored=chunk.wanted)
-            buffer.copied = copied[1]
+            buffer.note_copy(self._link, copied[1])
         return copied
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, after: Event, *, stored: int) -> tuple[int, Event, int]:
@@ -133,13 +167,19 @@ class RowCarrier:
         """Wait for all ``arrivals``, and have computing follow them. Raises what bringing one raised."""
         began = time.perf_counter()
         found = [piece.result() for arrival in arrivals for piece in arrival.pieces]
-        self._traffic.stall_seconds += time.perf_counter() - began
-        if self._trace is not None and time.perf_counter() - began > STALL_SECONDS:
+        waited = time.perf_counter() - began
+        self._traffic.count_stall(self._device, waited)
+        if self._trace is not None and waited > STALL_SECONDS:
             self._trace.add("stall: experts", "stall", began)
-        self._traffic.storage_bytes += sum(stored for _, _, stored in found)
-        self._traffic.streamed_bytes += sum(arrival.bytes for arrival in arrivals)
-        if found:
-            self._link.follow(max(found, key=lambda copied: copied[0])[1])
+        there = [each for each in found if isinstance(each, Unpacking)]
+        copied = [each for each in found if not isinstance(each, Unpacking)]
+        self._traffic.storage_bytes += sum(each.stored_bytes for each in there) + sum(stored for _, _, stored in copied)
+        for arrival in arrivals:
+            self._traffic.count_use(self._device, at_rest=arrival.bytes, carried=arrival.carried)
+        if copied:
+            self._link.follow(max(copied, key=lambda one: one[0])[1])
+        if there:
+            self._link.follow(max(there, key=lambda one: one.number).done)
 
     def close(self) -> None:
         """Wait for the device and close the files; closing again does nothing."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Link
-from stages.machine.aligned_memory import align_up
+from stages.dispatch.transfer.link import Link
+from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,17 @@ def kind_bytes(kind: Kind) -> int:
 
 
 class SlotMemory:
-    """``count`` slots for experts of ``kind``, in the memory behind ``link``."""
+    """``count`` slots for experts of ``kind``, in the memory behind ``link``.
 
-    def __init__(self, kind: Kind, count: int, link: Link) -> None:
+    Stacks begin where torch's own tensors would, if that takes no more than ``room`` bytes; else one after the other.
+    """
+
+    def __init__(self, kind: Kind, count: int, link: Link, *, room: int) -> None:
         self.count = count
         sizes = [align_up(count * row.bytes, DEVICE_ALIGNMENT) for _, row in kind]
+        if sum(sizes) > room:
+            kind = tuple(sorted(kind, key=lambda each: -each[1].dtype.itemsize))  # so that each can begin where it does
+            sizes = [count * row.bytes for _, row in kind]
         memory = link.memory(max(1, sum(sizes)))
         self._bytes: dict[str, torch.Tensor] = {}
         self._stacks: dict[str, torch.Tensor] = {}

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from stages.checkpoints.packed import AtRest
+from stages.checkpoints.packed import AtRest, rows_of
 from stages.dispatch.dispatch_plan import DispatchPlan
 from stages.dispatch.streaming.bindings import Binding, settle
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.streamed_part import StreamedPart
 from stages.dispatch.streaming.turns import Place
 from stages.dispatch.transfer.carrier import Carrier, Traffic
+from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
 from stages.dispatch.transfer.host_carrier import HostCarrier
 from stages.dispatch.transfer.link import Link, pin
 from stages.dispatch.transfer.link_carrier import LinkCarrier
 from stages.dispatch.transfer.links import open_link
+from stages.dispatch.transfer.part_layout import Source, read_lengths
+from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
 from stages.dispatch.transfer.trace import Trace
 from stages.empty_init.skeleton import parent, upward
 from stages.machine.aligned_memory import HostBlock
@@ -50,46 +52,120 @@ def open_lookaheads(
     *,
     extents: Mapping[str, AtRest],
     links: Links,
+    unpackers: Mapping[DeviceId, DeviceUnpacker],
     traffic: Traffic,
     trace: Trace | None,
-) -> Iterator[Lookahead[Any]]:
-    """Give each of ``parts`` to the lookahead of the device that computes it, and yield the lookaheads.
+    stack: ExitStack,
+) -> list[Lookahead[Any]]:
+    """Give each of ``parts`` to the lookahead of the device that computes it; return the lookaheads.
 
-    ``extents`` has what waits on disk.
+    ``extents`` has what waits on disk. All bring ahead at once, each within the reserve of its device; those behind a
+    link read by way of the same buffers, and unpack by ``unpackers`` where there are. They are closed with ``stack``.
     """
-    places = part_places(plan)
-    for device in dict.fromkeys(part.computes for part in parts):
-        mine = [part for part in parts if part.computes == device]
-        numbers = {part.name: number for number, part in enumerate(mine)}
-        order = [numbers[name] for name in plan.order if name in numbers]
-        experts, lasting = _listed_experts(numbers, plan), _lasting(numbers, plan)
+    found = []
+    places, computing = part_places(plan), _by_device(parts)
+    buffers = _pin_buffers(computing, plan, extents=extents, links=links, unpackers=unpackers, stack=stack)
+    for device, mine in computing.items():
+        numbers = {part.name: number for number, part in enumerate(mine) if part.whole is None}
+        order = _order_of(mine, plan)
+        experts, lasting = _listed_experts(numbers, plan), _lasting(numbers, plan, mine)
+        told = trace.of(device) if trace is not None else None
         carrier: Carrier[Any]
         if device == CPU:
-            on_disk = [[extents[binding.name] for binding in part.bindings] for part in mine]
             carrier = HostCarrier(
-                on_disk,
+                [[_at_rest(part, binding, extents) for binding in part.bindings] for part in mine],
                 staging_bytes=plan.staging_bytes,
                 optional=experts,
                 lasting=lasting,
                 traffic=traffic,
-                trace=trace,
+                trace=told,
             )
         else:
-            sources = [[_source(binding, extents) for binding in part.bindings] for part in mine]
             carrier = LinkCarrier(
-                sources,
+                _sources(mine, extents),
                 links(device),
                 staging_bytes=plan.reserves.get(device, 0),
+                buffers=buffers,
+                unpacker=unpackers.get(device),
                 optional=experts,
                 lasting=lasting,
                 traffic=traffic,
-                trace=trace,
+                trace=told,
             )
-        lookahead: Lookahead[Any] = Lookahead(carrier, order, experts=experts, traffic=traffic, trace=trace)
-        for part in mine:
-            part.lookahead, part.number = lookahead, numbers[part.name]
-            part.place = places.get(part.name, (0,))
-        yield lookahead
+        lookahead: Lookahead[Any] = Lookahead(
+            carrier, order, device=device, experts=experts, traffic=traffic, trace=told
+        )
+        for number, part in enumerate(mine):
+            part.lookahead, part.number = lookahead, number
+            part.place = _place_of(part, places)
+        stack.callback(lookahead.close)
+        found.append(lookahead)
+    return found
+
+
+def _by_device(parts: Sequence[StreamedPart]) -> dict[DeviceId, list[StreamedPart]]:
+    """Return ``parts`` by the device that computes them."""
+    found: dict[DeviceId, list[StreamedPart]] = {}
+    for part in parts:
+        found.setdefault(part.computes, []).append(part)
+    return found
+
+
+def _order_of(parts: Sequence[StreamedPart], plan: DispatchPlan) -> list[int]:
+    """Return the numbers of ``parts`` in the order of a pass: those of one module as its call uses them."""
+    by_module: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        by_module.setdefault(part.module, []).append(number)
+    return [number for name in plan.order for number in by_module.get(name, ())]
+
+
+def _place_of(part: StreamedPart, places: Mapping[str, Place]) -> Place:
+    """Return when ``part`` comes in a pass: of blocks of rows one after another, inside the call of their module."""
+    place = places.get(part.module, (0,))
+    return place if part.whole is None else (*place, part.rows.start)
+
+
+def _at_rest(part: StreamedPart, binding: Binding, extents: Mapping[str, AtRest]) -> AtRest:
+    """Return where ``binding`` lies on disk, or those rows of it that ``part`` has."""
+    source = extents[binding.name]
+    found = source if part.whole is None else rows_of(source, part.rows.start, part.rows.stop)
+    assert found is not None, binding.name
+    return found
+
+
+def _sources(parts: Sequence[StreamedPart], extents: Mapping[str, AtRest]) -> list[list[Source]]:
+    """Return where the tensors of each of ``parts`` wait."""
+    return [
+        [_at_rest(part, binding, extents) if binding.host is None else binding.host for binding in part.bindings]
+        for part in parts
+    ]
+
+
+def _pin_buffers(
+    computing: Mapping[DeviceId, Sequence[StreamedPart]],
+    plan: DispatchPlan,
+    *,
+    extents: Mapping[str, AtRest],
+    links: Links,
+    unpackers: Mapping[DeviceId, DeviceUnpacker],
+    stack: ExitStack,
+) -> PinnedBuffers | None:
+    """Return the buffers that all links read by way of, pinned until ``stack`` is closed; null where none reads.
+
+    The threads that read are as many however many links there are, and so is what they need.
+    """
+    apart = [device for device in computing if device != CPU]
+    lengths = [
+        length
+        for device in apart
+        for part in _sources(computing[device], extents)
+        for length in read_lengths(part, as_at_rest=device in unpackers)
+    ]
+    staging_bytes = sum(plan.reserves.get(device, 0) for device in apart)
+    buffers = buffers_for(lengths, links(apart[0]), staging_bytes=staging_bytes) if apart else None
+    if buffers is not None:
+        stack.callback(buffers.close)
+    return buffers
 
 
 def part_places(plan: DispatchPlan) -> dict[str, Place]:
@@ -137,10 +213,6 @@ def pin_waiting(
         yield pin(links(apart[0]), block.memory)
 
 
-def _source(binding: Binding, extents: Mapping[str, AtRest]) -> AtRest | torch.Tensor:
-    return extents[binding.name] if binding.host is None else binding.host
-
-
 def _listed_experts(numbers: Mapping[str, int], plan: DispatchPlan) -> list[list[int]]:
     """Return the parts of each listed expert by their ``numbers``, as they are in the order of the plan."""
     found: dict[str, list[int]] = {}
@@ -150,10 +222,13 @@ def _listed_experts(numbers: Mapping[str, int], plan: DispatchPlan) -> list[list
     return list(found.values())
 
 
-def _lasting(numbers: Mapping[str, int], plan: DispatchPlan) -> set[int]:
-    """Return the parts, by their ``numbers``, that are there while others come: those of modules around modules."""
+def _lasting(numbers: Mapping[str, int], plan: DispatchPlan, parts: Sequence[StreamedPart]) -> set[int]:
+    """Return those of ``parts``, by their ``numbers``, that are there while others come.
+
+    They are those of modules around modules, and a bias beside a weight that comes by blocks.
+    """
     inside: Counter[str] = Counter()
-    for name in numbers:
+    for name in (*numbers, *{part.module for part in parts if part.whole is not None}):
         inside.update({above for caller in plan.parts[name].callers for above in upward(caller)})
     return {
         number for name, number in numbers.items() if any(inside[caller] > 1 for caller in plan.parts[name].callers)

@@ -12,10 +12,16 @@ from stages.dispatch.transfer.values import first_device, send_to_device
 
 
 def move_inputs(
-    model: nn.Module, entries: Mapping[str, torch.device], *, skip_keys: str | Collection[str] | None = None
+    model: nn.Module,
+    entries: Mapping[str, torch.device],
+    *,
+    main: torch.device,
+    skip_keys: str | Collection[str] | None = None,
 ) -> Iterator[Callable[[], None]]:
     """Hook ``model`` so that inputs go to the device of each entry (module name → device); yield what unhooks it.
 
+    What the host computes beside accelerators goes to ``main`` at once: the model's own code, which may add it to
+    something else (embeddings of words and of positions), finds it where that is.
     ``skip_keys`` are keyword arguments that aren't moved; by default those that a transformers model declares.
     """
     declared = getattr(model, "_skip_keys_device_placement", None) or ()
@@ -27,6 +33,9 @@ def move_inputs(
             send_to_device(kwargs, device, skip_keys=skip),
         )
 
+    def bring_back(_module: nn.Module, _args: Any, output: Any) -> Any:
+        return send_to_device(output, main, skip_keys=skip)
+
     def return_home(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         home = first_device((args, kwargs))
         return output if home is None else send_to_device(output, home, skip_keys=skip)
@@ -34,4 +43,6 @@ def move_inputs(
     for name, device in entries.items():
         module = model.get_submodule(name)
         yield module.register_forward_pre_hook(align(device), with_kwargs=True).remove
+        if device.type == "cpu" != main.type:
+            yield module.register_forward_hook(bring_back).remove
     yield model.register_forward_hook(return_home, with_kwargs=True).remove

@@ -24,13 +24,14 @@ from stages.dispatch.streaming.schedule import Schedule
 from stages.dispatch.transfer.arena import Region
 from stages.dispatch.transfer.carrier import Carrier, Delivery, Traffic
 from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
+from stages.units import CPU, DeviceId
 
 NEIGHBOURS = 4
 """After so many experts in turn the next is likely; a single token calls so many neighbours very rarely."""
 
 
 class Lookahead(Generic[Region]):
-    """Delivers parts by number, as ``carrier`` brings them, ahead of use in ``order``.
+    """Delivers parts by number to ``device``, as ``carrier`` brings them, ahead of use in ``order``.
 
     ``experts`` has the parts of each expert, neighbours beside each other: they are used together, and only where a
     forward decides so.
@@ -42,6 +43,7 @@ class Lookahead(Generic[Region]):
         order: Sequence[int],
         *,
         traffic: Traffic,
+        device: DeviceId = CPU,
         experts: Sequence[Sequence[int]] = (),
         trace: Trace | None = None,
     ) -> None:
@@ -53,8 +55,7 @@ class Lookahead(Generic[Region]):
         self._idle: dict[int, None] = {}  # parts of experts that nobody uses now, the longest unused first
         self._lent: int | None = None  # the part that a backward pass has, until it asks for another one
         self._begun, self._in_turn = -1, 0  # the expert that was begun last, and how many were in turn by then
-        self._traffic, self._trace = traffic, trace
-        self._sizes, self._streamed = carrier.sizes, carrier.streamed
+        self._device, self._traffic, self._trace = device, traffic, trace
 
     def take(self, part: int) -> list[torch.Tensor]:
         """Return the tensors of ``part``, in the carrier's order; waits for them if it must.
@@ -75,7 +76,7 @@ class Lookahead(Generic[Region]):
         if begins and self._in_turn >= NEIGHBOURS:
             self._ask_expert(self._begun + 1)
         self._wait_for(part, delivery)
-        self._traffic.streamed_bytes += self._streamed[part]
+        self._traffic.count_use(self._device, at_rest=self._carrier.streamed[part], carried=self._carrier.carried[part])
         return self._carrier.views(part, delivery)
 
     def lend(self, part: int) -> list[torch.Tensor]:
@@ -109,7 +110,8 @@ class Lookahead(Generic[Region]):
         if lent is not None:
             self.let_go(lent)
         self._begun = -1
-        if self._schedule.begin_pass():
+        changed = self._schedule.begin_pass()
+        if self._forget_failed() or changed:
             self._ask_ahead()  # what is there already stays
         self._forget_unwanted()
         self._ask_ahead()
@@ -189,8 +191,9 @@ class Lookahead(Generic[Region]):
             self._carrier.wait(delivery)
             undo.pop_all()
         delivery.arriving.clear()
-        self._traffic.stall_seconds += time.perf_counter() - began
-        if self._trace is not None and time.perf_counter() - began > STALL_SECONDS:
+        waited = time.perf_counter() - began
+        self._traffic.count_stall(self._device, waited)
+        if self._trace is not None and waited > STALL_SECONDS:
             self._trace.add(f"stall: part {part}", "stall", began)
 
     def _on_demand(self, part: int) -> Delivery[Region]:
@@ -201,9 +204,9 @@ class Lookahead(Generic[Region]):
             region = self._replace(part)
         if region is not None:
             return self._ask(part, Delivery(region))
-        outside = sum(self._sizes[other] for other, delivery in self._deliveries.items() if delivery.overflow)
+        outside = sum(self._carrier.sizes[other] for other, delivery in self._deliveries.items() if delivery.overflow)
         delivery = Delivery(self._carrier.beyond(part), overflow=True)
-        self._traffic.overflow_bytes = max(self._traffic.overflow_bytes, outside + self._sizes[part])
+        self._traffic.overflow_bytes = max(self._traffic.overflow_bytes, outside + self._carrier.sizes[part])
         return self._ask(part, delivery)
 
     def _cut_back(self, part: int) -> Region | None:
@@ -237,6 +240,15 @@ class Lookahead(Generic[Region]):
         wait(under_way)
         self._carrier.count([work for work in under_way if work.exception() is None])
         delivery.region = None
+
+    def _forget_failed(self) -> bool:
+        """Give up what was brought ahead and failed: by now it may be mended. Return whether there was such."""
+        failed = [part for part, delivery in self._deliveries.items() if delivery.has_failed and not delivery.users]
+        for part in failed:
+            self._drop(part)
+        if failed:
+            self._schedule.ask_again()
+        return bool(failed)
 
     def _forget_unwanted(self) -> None:
         """Give up what was brought ahead and is not expected any more."""

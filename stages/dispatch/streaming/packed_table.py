@@ -14,7 +14,7 @@ from torch.nn import functional
 from stages.checkpoints.packed import PackedTensor
 from stages.checkpoints.packed_reads import read_packed
 from stages.dispatch.streaming.bindings import Binding, read_only, source_of
-from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
+from stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 
 def can_be_looked_up(table: PackedTensor) -> bool:
@@ -23,25 +23,14 @@ def can_be_looked_up(table: PackedTensor) -> bool:
 
 
 class PackedTable(WaitingTensor):
-    """The tensor that stands for ``packed`` between its uses, and is looked up where it lies."""
+    """The tensor that stands for a packed one, ``use``, between its uses, and is looked up where that lies."""
 
-    packed: PackedTensor
-
-    @classmethod
-    def of(cls, like: torch.Tensor, source: WaitingSource, packed: PackedTensor) -> PackedTable:
-        """Return the table that stands for ``like``, and is read from ``source`` where it is read whole."""
-        table = cls(like, source)
-        table.packed = packed
-        return table
-
-    def again(self) -> PackedTable:
-        """Return another table that waits as this one does."""
-        return PackedTable.of(self.as_meta(), self.source, self.packed)
+    use: PackedTensor
 
     def look_up(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows at ``indices``, a tensor of any shape on the cpu; each is read once."""
         wanted, places = torch.unique(indices, return_inverse=True)
-        rows = [self.packed.codec.rows(self.packed, row, row + 1) for row in wanted.tolist()]
+        rows = [self.use.codec.rows(self.use, row, row + 1) for row in wanted.tolist()]
         table = torch.cat([read_packed(row) for row in rows if row is not None])
         learns = self.requires_grad and torch.is_grad_enabled()
         return functional.embedding(places, read_only(self, table, self.source.name) if learns else table)
@@ -59,6 +48,6 @@ class PackedTable(WaitingTensor):
 
 def have_table_wait(binding: Binding, stored: Mapping[str, torch.Tensor], packed: PackedTensor) -> None:
     """Have ``packed`` be looked up in the place of ``binding``, on the host; ``stored`` reads all of it."""
-    table = PackedTable.of(binding.waiting, source_of(binding, stored, torch.device("cpu")), packed)
+    table = PackedTable(binding.waiting, source_of(binding, stored, torch.device("cpu")), packed)
     table.kept = binding.waiting
     binding.wait_as(table)

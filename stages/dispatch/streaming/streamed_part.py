@@ -18,7 +18,10 @@ from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.mapped_weights import MappedWeights
 from stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
 from stages.dispatch.streaming.turns import Place
+from stages.dispatch.streaming.waiting_tensor import rebuild
+from stages.empty_init.skeleton import parent
 from stages.machine.devices import Devices
+from stages.machine.row_ranges import row_ranges
 from stages.plan.serving import Serving
 from stages.shard_load.disk_weights import DiskWeights
 from stages.units import CPU, DeviceId
@@ -31,7 +34,8 @@ class StreamedPart:
     ``lookahead`` delivers them, by the ``number`` that it knows the part by. Those that aren't ``brought`` lie where
     they compute, in memory or in the maps of ``files``, and are only bound there for each use, which counts as
     ``streamed_bytes``. ``place`` is when they come in a pass; ``expected`` are calls in lockstep that are about to use
-    them, until when they stay.
+    them, until when they stay. A block of ``rows`` of the tensor ``whole`` is bound in no module: who multiplies by it
+    asks for it.
     """
 
     name: str
@@ -47,6 +51,18 @@ class StreamedPart:
     expected: int = 0
     is_bound: bool = False
     began: float = 0.0
+    whole: Binding | None = None
+    rows: range = range(0)
+
+    @property
+    def module(self) -> str:
+        """The name of the module that holds the tensors."""
+        return self.name if self.whole is None else parent(self.whole.name)
+
+    @property
+    def bound(self) -> list[torch.Tensor]:
+        """The tensors of the bindings, while they are bound."""
+        return [binding.bound for binding in self.bindings if binding.bound is not None]
 
     @property
     def is_shared(self) -> bool:
@@ -83,10 +99,12 @@ def streamed_parts(
     for name, part in plan.parts.items():
         apart = devices.is_apart(part.execution)
         bindings = _bindings(model, part, stored, apart=apart, stack=stack)
-        if apart and (brought := bindings["copy"] + bindings["direct"]):
-            yield StreamedPart(name, brought, part.execution)
-        if not apart and bindings["direct"]:
-            yield StreamedPart(name, bindings["direct"], CPU)
+        computes = part.execution if apart else CPU
+        brought = bindings["copy"] + bindings["direct"] if apart else bindings["direct"]
+        if at_once := [binding for binding in brought if binding.name not in part.block_rows]:
+            yield StreamedPart(name, at_once, computes)
+        for whole in (binding for binding in brought if binding.name in part.block_rows):
+            yield from _row_parts(whole, part.block_rows[whole.name], computes)
         if not apart and bindings["copy"]:
             yield StreamedPart(name, bindings["copy"], CPU, brought=False)
         for looked_up, mapped in ((False, bindings["map"]), (True, bindings["rows"])):
@@ -94,6 +112,17 @@ def streamed_parts(
                 files = maps.use(mapped, looked_up=looked_up)
                 count = 0 if looked_up else sum(extents[binding.name].bytes for binding in mapped)
                 yield StreamedPart(name, mapped, CPU, brought=False, files=files, streamed_bytes=count)
+
+
+def _row_parts(whole: Binding, rows: int, computes: DeviceId) -> Iterator[StreamedPart]:
+    """Yield the blocks of so many ``rows`` that ``whole`` is brought in."""
+    for block in row_ranges(len(whole.waiting), rows):
+        host = None if whole.host is None else whole.host.detach()[block.start : block.stop]
+        # A parameter as the whole is: kernels are chosen by whether a weight requires gradients, too.
+        shape = (len(block), *whole.waiting.shape[1:])
+        waiting = rebuild(whole.waiting, torch.empty(shape, dtype=whole.waiting.dtype, device="meta"))
+        binding = Binding(whole.name, {"block": waiting}, "block", waiting, host)
+        yield StreamedPart(f"{whole.name}[{block.start}:{block.stop}]", [binding], computes, whole=whole, rows=block)
 
 
 def _bindings(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -23,21 +23,25 @@ from stages.dispatch.experts.eviction import DEFAULT, POLICIES
 from stages.dispatch.streaming.backward import BackwardOrder
 from stages.dispatch.streaming.bindings import Binding, have_wait, without_data
 from stages.dispatch.streaming.device_lookaheads import Links, OpenLink, open_lookaheads, pin_waiting
+from stages.dispatch.streaming.device_unpackers import open_unpackers
 from stages.dispatch.streaming.guard import guard, is_guarded, unguard
 from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lockstep import Lockstep, Task
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.streaming.passes import ModelPasses
+from stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from stages.dispatch.streaming.saved_weights import SavedWeights
 from stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
 from stages.dispatch.streaming.turns import Shared
 from stages.dispatch.streaming.uncompiled import uncompiled
 from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
 from stages.dispatch.transfer.links import open_link
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.shard_load.disk_weights import DiskWeights
+from stages.units import DeviceId
 
 _streamers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Streamer]] = weakref.WeakKeyDictionary()
 """Each lives with the hooks of its model, and holds it: held here, neither would ever go."""
@@ -123,9 +127,9 @@ class Streamer:
         offloaded = tuple(name for part in plan.parts.values() for name in part.serving)
         guard(self._model, main, streamed=offloaded)
         self._stack.callback(unguard, self._model)
-        if main.type != "cpu":
-            entries = {name: self._devices.torch_device(device) for name, device in plan.entries.items()}
-            for unhook in move_inputs(self._model, entries, skip_keys=self._skip_keys):
+        entries = {name: self._devices.torch_device(device) for name, device in plan.entries.items()}
+        if any(device.type != "cpu" for device in entries.values()):
+            for unhook in move_inputs(self._model, entries, main=main, skip_keys=self._skip_keys):
                 self._stack.callback(unhook)
         parts = list(streamed_parts(self._model, plan, self._stored, devices=self._devices, stack=self._stack))
         self._passes = ModelPasses(
@@ -139,14 +143,8 @@ class Streamer:
         brought = [part for part in parts if part.brought]
         for unpin in pin_waiting(brought, experts, plan, host=host, links=self._links):
             self._stack.callback(unpin)
-        for lookahead in open_lookaheads(
-            brought, plan, extents=self._extents, links=self._links, traffic=self.traffic, trace=self.trace
-        ):
-            self._stack.callback(lookahead.close)
-            self._lookaheads.append(lookahead)
-        self._stack.callback(self._backward.forget)
-        for part in brought:
-            self._stack.callback(setattr, part, "lookahead", None)
+        unpackers = open_unpackers(brought, experts, plan, stored=self._stored, links=self._links, stack=self._stack)
+        self._bring(brought, plan, unpackers)
         self.routed = attach_experts(
             self._model,
             plan,
@@ -154,6 +152,7 @@ class Streamer:
             stored=self._stored,
             devices=self._devices,
             links=self._links,
+            unpackers=unpackers,
             saved=self._saved,
             turns=lambda: self._passes.turns,
             policy=POLICIES[self._eviction],
@@ -161,13 +160,47 @@ class Streamer:
             stack=self._stack,
             trace=self.trace,
         )
-        for part in parts:
-            for binding in part.bindings:
-                have_wait(binding, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
-                self._stack.callback(binding.restore)
-            self._stream(part, callers=plan.parts[part.name].callers)
+        self._have_wait(parts, plan)
         for unhook in self._passes.hook():
             self._stack.callback(unhook)
+
+    def _bring(
+        self, parts: Sequence[StreamedPart], plan: DispatchPlan, unpackers: Mapping[DeviceId, DeviceUnpacker]
+    ) -> None:
+        """Have ``parts`` be brought ahead of use, each to the device that computes it."""
+        self._lookaheads += open_lookaheads(
+            parts,
+            plan,
+            extents=self._extents,
+            links=self._links,
+            unpackers=unpackers,
+            traffic=self.traffic,
+            trace=self.trace,
+            stack=self._stack,
+        )
+        self._stack.callback(self._backward.forget)
+        for part in parts:
+            self._stack.callback(setattr, part, "lookahead", None)
+
+    def _have_wait(self, parts: Sequence[StreamedPart], plan: DispatchPlan) -> None:
+        """Have all of ``parts`` wait: for calls, or as blocks of rows for the products of the weight that they are."""
+        for part in parts:
+            if part.whole is None:
+                for binding in part.bindings:
+                    have_wait(binding, self._stored, self._devices.torch_device(plan.parts[part.name].execution))
+                    self._stack.callback(binding.restore)
+                self._stream(part, callers=plan.parts[part.name].callers)
+        blocked: dict[str, list[StreamedPart]] = {}
+        for part in parts:
+            if part.whole is not None:
+                blocked.setdefault(part.whole.name, []).append(part)
+        for blocks in blocked.values():
+            whole = blocks[0].whole
+            assert whole is not None
+            device = self._devices.torch_device(blocks[0].computes)
+            rows = RowBlocks(blocks, self._acquire, self._release)
+            have_blocks_wait(whole, self._stored, device, rows)
+            self._stack.callback(whole.restore)
 
     def _stream(self, part: StreamedPart, *, callers: tuple[str, ...]) -> None:
         """Bring ``part`` in before, and let it go after, each call of the modules ``callers``."""
@@ -190,7 +223,8 @@ class Streamer:
         if not part.is_bound:
             for binding, tensor in zip(part.bindings, part.take(), strict=True):
                 binding.bind(tensor)
-            self.traffic.streamed_bytes += part.streamed_bytes
+            if part.streamed_bytes:
+                self.traffic.count_use(part.computes, at_rest=part.streamed_bytes, carried=part.streamed_bytes)
             part.began, part.is_bound = time.perf_counter(), True
         if part.brought and self._saved.enter(part):
             self._lend(part)
@@ -211,7 +245,7 @@ class Streamer:
             self._saved.leave(part)
         if part.users == 0 and part.expected == 0:
             if self.trace is not None:
-                self.trace.add(part.name, "compute", part.began)
+                self.trace.of(part.computes).add(part.name, "compute", part.began)
             changed = [binding.name for binding in part.bindings if binding.is_written and self._is_lost(binding)]
             part.unbind()
             if part.lookahead is not None:

@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -44,20 +44,22 @@ class WaitingTensor(torch.Tensor):
 
     Operators get its data, read at that moment; those that would change it are refused, since the change would be
     lost. ``detach`` and a copy to meta leave it waiting. ``kept`` is the tensor from before, where keeping it costs no
-    memory; ``home`` is the device that it was on.
+    memory; ``home`` is the device that it was on. ``use`` is what a kind of them is used by without being read whole.
     """
 
     source: WaitingSource
+    use: object
     home: torch.device
     kept: torch.Tensor | None
     restored: weakref.ref[torch.Tensor] | None
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, source: WaitingSource) -> WaitingTensor:
+    def __new__(cls, like: torch.Tensor, source: WaitingSource, use: object = None) -> Self:
         """Make the tensor; see the class."""
         on_meta = torch.empty_like(like, device="meta", requires_grad=False)
         waiting = torch.Tensor._make_subclass(cls, on_meta, like.requires_grad)
         waiting.source, waiting.home, waiting.kept, waiting.restored = source, like.device, None, None
+        waiting.use = use
         waiting._is_param = isinstance(like, nn.Parameter)
         return waiting
 
@@ -105,9 +107,9 @@ class WaitingTensor(torch.Tensor):
         """Return a plain tensor of this one's shape and dtype, on meta."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
-    def again(self) -> WaitingTensor:
+    def again(self) -> Self:
         """Return another tensor that waits as this one does, and is no parameter."""
-        return type(self)(self.as_meta(), self.source)
+        return type(self)(self.as_meta(), self.source, self.use)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WaitingTensor:
         if id(self) not in memo:

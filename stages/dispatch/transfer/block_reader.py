@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from queue import SimpleQueue
 
 from stages.checkpoints.packed import PackedBlock, PackedTensor
-from stages.checkpoints.packed_reads import read_block, room_at_rest, unpack_block
+from stages.checkpoints.packed_reads import bring_block, lent, room_at_rest
 from stages.dispatch.transfer.carrier import ChunkReader
 from stages.machine.aligned_memory import Bytes, buffer_bytes
 from stages.machine.probes import READERS
@@ -32,15 +31,6 @@ class BlockReader:
 
         Returns how many bytes were read.
         """
-        with self._lend() as buffer:
-            data, count = read_block(block, buffer, small=self._reader.read_small, direct=self._reader.read)
-            unpack_block(tensor, block, data, target)
-        return count
-
-    @contextmanager
-    def _lend(self) -> Iterator[Bytes]:
-        buffer = self._buffers.get()
-        try:
-            yield buffer
-        finally:
-            self._buffers.put(buffer)
+        small, direct = self._reader.read_small, self._reader.read
+        with lent(self._buffers) as buffer:
+            return bring_block(tensor, block, target, buffer=buffer, small=small, direct=direct)

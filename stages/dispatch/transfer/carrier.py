@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol
 
 import torch
@@ -16,7 +16,9 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile, read_into
 from stages.dispatch.transfer.arena import Region
 from stages.dispatch.transfer.trace import Trace
+from stages.machine.operator_threads import let_idle_teams_sleep
 from stages.machine.probes import READERS
+from stages.units import DeviceId
 
 SMALL_BYTES = 64 * 2**10
 """A norm's few KB are kept out of the way of large parts: between two of their regions they would cost room for one."""
@@ -24,7 +26,11 @@ SMALL_BYTES = 64 * 2**10
 
 @functools.cache
 def reader_pool() -> ThreadPoolExecutor:
-    """Return the process's pool of reading threads; it is started by the first read and ends with the process."""
+    """Return the process's pool of reading threads; it is started by the first read and ends with the process.
+
+    On the host they read, and unpack, on the cores that compute.
+    """
+    let_idle_teams_sleep()
     return ThreadPoolExecutor(READERS, thread_name_prefix="offstage-read")
 
 
@@ -59,14 +65,31 @@ class ChunkReader:
 
 
 @dataclass(slots=True)
+class LinkTraffic:
+    """What streaming has brought to one device so far, and how long forwards waited for it there.
+
+    The ``bytes`` count once for each use: to an accelerator as they cross its link, to the host as they rest.
+    """
+
+    bytes: int = 0
+    stall_seconds: float = 0.0
+
+    def add(self, other: LinkTraffic) -> None:
+        """Count ``other`` too."""
+        self.bytes += other.bytes
+        self.stall_seconds += other.stall_seconds
+
+
+@dataclass(slots=True)
 class Traffic:
     """What streaming has cost so far.
 
     ``streamed_bytes`` were brought to where they compute, counted as they rest, ``storage_bytes`` of them read from
-    storage; ``link_bytes`` were copied to an accelerator for it, unpacked. Forwards waited ``stall_seconds``; reads
-    waited ``link_seconds``, summed over the threads, until the link had taken what was read before. ``overflow_bytes``
-    is the most that lay outside the staging memory at once. Experts that tokens were routed to lay in a slot
-    ``expert_hits`` times, counted once a call of their layer, and were brought ``expert_misses`` times.
+    storage; ``link_bytes`` were copied to an accelerator for it, as they crossed the link. Forwards waited
+    ``stall_seconds``; reads waited ``link_seconds``, summed over the threads, until the link had taken what was read
+    before. ``overflow_bytes`` is the most that lay outside the staging memory at once. Experts that tokens were routed
+    to lay in a slot ``expert_hits`` times, counted once a call of their layer, and were brought ``expert_misses``
+    times. ``links`` has what fell to each device that computes something of what streams.
     """
 
     streamed_bytes: int = 0
@@ -77,6 +100,30 @@ class Traffic:
     overflow_bytes: int = 0
     expert_hits: int = 0
     expert_misses: int = 0
+    links: dict[DeviceId, LinkTraffic] = field(default_factory=dict)
+
+    def count_use(self, device: DeviceId, *, at_rest: int, carried: int) -> None:
+        """Count a use on ``device`` of what rests in so many bytes, of which so many were ``carried`` there."""
+        self.streamed_bytes += at_rest
+        self.links.setdefault(device, LinkTraffic()).bytes += carried
+
+    def count_stall(self, device: DeviceId, seconds: float) -> None:
+        """Count the ``seconds`` that a forward waited for something to come to ``device``."""
+        self.stall_seconds += seconds
+        self.links.setdefault(device, LinkTraffic()).stall_seconds += seconds
+
+    def copy(self) -> Traffic:
+        """Return it as it is now: it goes on counting."""
+        return replace(self, links={device: replace(link) for device, link in self.links.items()})
+
+    def since(self, before: Traffic) -> dict[DeviceId, LinkTraffic]:
+        """Return what fell to each device since it was as ``before``."""
+        nothing = LinkTraffic()
+        earlier = {device: before.links.get(device, nothing) for device in self.links}
+        return {
+            device: LinkTraffic(link.bytes - earlier[device].bytes, link.stall_seconds - earlier[device].stall_seconds)
+            for device, link in self.links.items()
+        }
 
 
 @dataclass(slots=True)
@@ -91,6 +138,11 @@ class Delivery(Generic[Region]):
     users: int = 0
     overflow: bool = False
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether something that was to fill it has failed."""
+        return any(work.done() and not work.cancelled() and work.exception() for work in self.arriving)
+
 
 class Carrier(Protocol[Region]):
     """Brings parts, known by their numbers, into regions of a staging memory."""
@@ -102,6 +154,10 @@ class Carrier(Protocol[Region]):
     @property
     def streamed(self) -> Sequence[int]:
         """The bytes of each part's tensors, as they rest."""
+
+    @property
+    def carried(self) -> Sequence[int]:
+        """The bytes that come to where each part computes: over the link as they cross it, to the host as they rest."""
 
     @property
     def kept(self) -> Collection[int]:

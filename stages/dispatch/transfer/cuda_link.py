@@ -1,17 +1,18 @@
-"""The link to a CUDA device: a stream of its own for copies, and events between it and the stream that computes.
+"""The link to a CUDA device: streams of its own for copies and for unpacking, and events between them and computing.
 
 Nothing here is decided; see ``link`` for what is asked, and the tests of ``link_carrier`` for who asks it when.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 import torch
 
-from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Event
-from stages.machine.aligned_memory import Bytes
+from stages.dispatch.transfer.link import Event, Operators
+from stages.machine.aligned_memory import DEVICE_ALIGNMENT, Bytes
 from stages.machine.devices import full
 
 _PORTABLE = 1
@@ -62,6 +63,7 @@ class CudaLink:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._unpacking = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._last = torch.cuda.current_stream(device)
 
     def memory(self, size: int) -> CudaMemory:
@@ -93,6 +95,30 @@ class CudaLink:
             self._copies.wait_event(cast("torch.cuda.Event", after))
             target.copy_(source, non_blocking=True)
             done.record(self._copies)
+        return done
+
+    def unpack(
+        self,
+        operators: Operators,
+        data: Sequence[torch.Tensor],
+        target: torch.Tensor,
+        *,
+        after: Sequence[Event],
+        scratch_bytes: int,
+    ) -> Event:
+        """Have the stream for unpacking run ``operators`` when all of ``after`` has happened.
+
+        What they allocate is of that stream, which gives it to its next operators in its own order.
+        """
+        done = _event(blocking=True)
+        with torch.cuda.stream(self._unpacking):
+            for event in after:
+                self._unpacking.wait_event(cast("torch.cuda.Event", event))
+            try:
+                operators(data, target)
+            except torch.OutOfMemoryError as error:
+                raise full(self._device.index, scratch_bytes) from error
+            done.record(self._unpacking)
         return done
 
     def finish(self, event: Event) -> None:

@@ -48,7 +48,7 @@ class HostCarrier:
         self._layouts = [lay_out_reads(sources) for sources in parts]
         self._chunks = [layout.chunks() for layout in self._layouts]
         self.sizes = [layout.size for layout in self._layouts]
-        self.streamed = [layout.rest_bytes for layout in self._layouts]
+        self.streamed = self.carried = [layout.rest_bytes for layout in self._layouts]
         options = {part for group in optional for part in group}
         small = {part for part, size in enumerate(self.sizes) if size <= SMALL_BYTES and part not in options}
         large = [0 if part in small else size for part, size in enumerate(self.sizes)]

@@ -1,15 +1,15 @@
 """The link: what the pipeline needs to know of an accelerator.
 
-All work for an accelerator is asked for and done later, in one order for computing and in another for copies. What
-ties the two orders together are events: computing that was asked for after ``follow`` begins when the event has
-happened, and a copy begins when the event ``after`` has. Neither waiting stops the thread that asks.
+All work for an accelerator is asked for and done later, in one order for computing, in another for copies, and in a
+third for unpacking. What ties the orders together are events: computing that was asked for after ``follow`` begins when
+the event has happened, and a copy begins when the event ``after`` has. No waiting stops the thread that asks.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,8 +20,8 @@ from stages.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
-DEVICE_ALIGNMENT = 512
-"""Where a tensor begins on an accelerator, as in torch's own memory there: kernels are chosen by the alignment too."""
+Operators = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+"""Torch's operators, on tensors of bytes, that write to another one; nothing in them waits for the accelerator."""
 
 Event = object | None
 """A moment in the order of an accelerator's work; each link knows its own kind."""
@@ -43,6 +43,21 @@ class Link(Protocol):
         """Have ``source`` (bytes on the host) copied into ``target`` after ``after``; return when it is done.
 
         Copies are done in the order in which they were asked for. Until it is done, ``source`` must stay as it is.
+        """
+
+    def unpack(
+        self,
+        operators: Operators,
+        data: Sequence[torch.Tensor],
+        target: torch.Tensor,
+        *,
+        after: Sequence[Event],
+        scratch_bytes: int,
+    ) -> Event:
+        """Have ``operators`` make ``target`` of ``data``, both in the accelerator's memory, after all of ``after``.
+
+        Returns when it is done. It is done beside copies and computing, in the order in which it was asked for, and
+        takes so many ``scratch_bytes`` of the accelerator's memory meanwhile.
         """
 
     def finish(self, event: Event) -> None:

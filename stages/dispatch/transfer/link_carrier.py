@@ -2,9 +2,9 @@
 
 What waits on the host is copied from where it waits, by order of the thread that runs the model, which never waits for
 it. What waits on disk is read into pinned buffers, or unpacked there, and copied on by the thread that read it as soon
-as it is there.
-Computing follows the copies of what it uses; a copy follows all computing that was asked for before its region was
-taken, and so the last use of what was there before.
+as it is there. What the accelerator can unpack crosses the link as it rests. Computing follows the copies of what it
+uses; a copy follows all computing that was asked for before its region was taken, and so the last use of what was there
+before.
 """
 
 from __future__ import annotations
@@ -19,21 +19,18 @@ from typing import Any
 
 import torch
 
+from stages.checkpoints.device_codec import can_unpack
 from stages.checkpoints.direct_file import Chunk
 from stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
 from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
-from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Event, Link
-from stages.dispatch.transfer.part_layout import Source, lay_out
+from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking
+from stages.dispatch.transfer.link import Event, Link
+from stages.dispatch.transfer.part_layout import PlacedPacked, PlacedTensor, Source, lay_out
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from stages.dispatch.transfer.staging import Staging
 from stages.dispatch.transfer.trace import Trace
-from stages.machine.aligned_memory import align_up
-from stages.machine.probes import CHUNK_BYTES
-from stages.plan.predict import PINNED_BYTES
-
-BUFFERS = PINNED_BYTES // CHUNK_BYTES
-"""Pinned buffers: one for each thread that reads, and one for each that is being copied meanwhile."""
+from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +52,9 @@ class LinkCarrier:
 
     The staging memory is as large as the largest part, or as ``staging_bytes`` if that is more, or as all parts if
     that is less. The memory of the host tensors is best pinned. Which parts a pass uses is certain, but for groups that
-    are ``optional``; ``lasting`` ones are there while others come and go.
+    are ``optional``; ``lasting`` ones are there while others come and go. What is read passes through ``buffers``,
+    which other links may use too and whoever made them closes; they are null where nothing is. The same goes for
+    ``unpacker``, by which the accelerator unpacks what it can; null where the host does.
     """
 
     def __init__(
@@ -64,48 +63,51 @@ class LinkCarrier:
         link: Link,
         *,
         staging_bytes: int,
+        buffers: PinnedBuffers | None,
+        unpacker: DeviceUnpacker | None = None,
         traffic: Traffic,
         optional: Sequence[Sequence[int]] = (),
         lasting: Collection[int] = (),
         trace: Trace | None = None,
     ) -> None:
-        self._lasting = lasting
+        self._lasting, self._unpacker = lasting, unpacker
         self._link, self._traffic, self._trace = link, traffic, trace
         self._layouts = [lay_out(sources, link_room=staging_bytes) for sources in parts]
         self.sizes = [layout.size for layout in self._layouts]
         self.streamed = [layout.rest_bytes for layout in self._layouts]
+        self.carried = [
+            sum(piece.rest_bytes if self._crosses(piece) else piece.bytes for piece in layout.pieces)
+            for layout in self._layouts
+        ]
         whole = sum(align_up(size, DEVICE_ALIGNMENT) for size in self.sizes)
         room = max(1, *self.sizes, min(staging_bytes, whole))
         self._staging: Staging[torch.Tensor] | None = Staging(
             link.memory, self.sizes, optional=optional, room=room, alignment=DEVICE_ALIGNMENT
         )
         self._chunks = [layout.chunks() for layout in self._layouts]
+        self._crossing = [[placed for placed in layout.packed if self._crosses(placed)] for layout in self._layouts]
         self._pieces = [
-            [(piece, placed.begin + begin) for placed in layout.packed for begin, piece in in_pieces(placed.source)]
+            [
+                (piece, placed.begin + begin)
+                for placed in layout.packed
+                if not self._crosses(placed)
+                for begin, piece in in_pieces(placed.source)
+            ]
             for layout in self._layouts
         ]
-        self._buffers = self._pin_buffers(staging_bytes)
+        self._buffers = buffers
         self._order, self._ordering = count(), threading.Lock()
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if trace is not None else None
         packed = [piece for pieces in self._pieces for piece, _ in pieces]
         files = {chunk.file for chunks in self._chunks for chunk, _ in chunks}
-        self._reader = ChunkReader(files.union(*map(files_of, packed)), trace)
+        crossing = [placed.source for part in self._crossing for placed in part]
+        self._reader = ChunkReader(files.union(*map(files_of, [*packed, *crossing])), trace)
         self._blocks = BlockReader(self._reader, packed)
 
-    def _pin_buffers(self, staging_bytes: int) -> PinnedBuffers | None:
-        """Return the buffers for reads, if there are reads: together at most the staging, unless one alone is more."""
-        lengths = [chunk.length for chunks in self._chunks for chunk, _ in chunks]
-        lengths += [align_up(piece.bytes) for pieces in self._pieces for piece, _ in pieces]
-        if not lengths:
-            return None
-        size = max(lengths)
-        count = min(BUFFERS, len(lengths), staging_bytes // size, PINNED_BYTES // size)
-        return PinnedBuffers(self._link, count=max(1, count), size=size)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """The host memory that is pinned for reads."""
-        return self._buffers.bytes if self._buffers is not None else 0
+    def _crosses(self, placed: PlacedTensor) -> bool:
+        """Return whether a tensor crosses the link packed."""
+        source = placed.source
+        return self._unpacker is not None and isinstance(source, PackedTensor) and can_unpack(source)
 
     @property
     def kept(self) -> Collection[int]:
@@ -136,6 +138,9 @@ class LinkCarrier:
             delivery.arriving.append(pool.submit(self._pass_on, chunk, delivery, begin=begin, after=after))
         for packed, begin in self._pieces[part]:
             delivery.arriving += self._unpack(packed, delivery, begin=begin, after=after)
+        for placed in self._crossing[part]:
+            for block in placed.source.codec.blocks(placed.source):
+                delivery.arriving.append(pool.submit(self._pass_on_packed, placed, block, delivery, after=after))
 
     def _pass_on(self, chunk: Chunk, delivery: Delivery[torch.Tensor], *, begin: int, after: Event) -> _Arrival:
         """Read one chunk and have it copied on to ``begin`` in the region; runs in a thread of the pool.
@@ -147,8 +152,26 @@ class LinkCarrier:
             self._reader.read(chunk, buffer.memory.data[: chunk.length])
             source = buffer.tensor[chunk.skipped : chunk.wanted]
             arrival = self._copy(source, delivery, begin=begin, after=after)
-            buffer.copied = arrival.done
+            buffer.note_copy(self._link, arrival.done)
         return replace(arrival, stored_bytes=chunk.wanted, waited_seconds=waited)
+
+    def _pass_on_packed(
+        self, placed: PlacedPacked, block: PackedBlock, delivery: Delivery[torch.Tensor], *, after: Event
+    ) -> Unpacking:
+        """Read one block and have the accelerator unpack it to its place in the region."""
+        assert self._unpacker is not None
+
+        def target() -> torch.Tensor:
+            assert delivery.region is not None
+            return delivery.region[placed.begin : placed.begin + placed.bytes]
+
+        began = time.perf_counter()
+        unpacking = self._unpacker.bring(
+            placed.source, block, target, after=after, reader=self._reader, buffers=self._buffers
+        )
+        if self._watcher is not None:
+            self._watcher.submit(self._note, "unpack", began, unpacking)
+        return unpacking
 
     def _unpack(
         self, tensor: PackedTensor, delivery: Delivery[torch.Tensor], *, begin: int, after: Event
@@ -164,7 +187,7 @@ class LinkCarrier:
             if not shared.fill():
                 return arrival
             copied = self._copy(buffer.tensor[: tensor.bytes], delivery, begin=begin, after=after)
-            buffer.copied = copied.done
+            buffer.note_copy(self._link, copied.done)
             return replace(copied, stored_bytes=arrival.stored_bytes, waited_seconds=waited)
 
         for block in blocks:
@@ -181,29 +204,31 @@ class LinkCarrier:
         with self._ordering:
             arrival = _Arrival(next(self._order), self._link.copy(data, target, after=after), data.nbytes)
         if self._watcher is not None:
-            self._watcher.submit(self._note, began, arrival)
+            self._watcher.submit(self._note, "copy", began, arrival)
         return arrival
 
-    def _note(self, began: float, arrival: _Arrival) -> None:
-        """Put a copy on the time line once it is done; runs in a thread of its own."""
+    def _note(self, what: str, began: float, arrival: _Arrival | Unpacking) -> None:
+        """Put a copy on the time line once it is done, or what was unpacked; runs in a thread of its own."""
         assert self._trace is not None
         self._link.finish(arrival.done)
-        self._trace.add("copy", "copy", began, bytes=arrival.copied_bytes)
+        self._trace.add(what, "copy", began, bytes=arrival.copied_bytes)
 
     def count(self, arrived: Iterable[Future[Any]]) -> None:
         """Count what was read and copied, and how long reads waited for the link."""
         for work in arrived:
-            arrival: _Arrival = work.result()
+            arrival: _Arrival | Unpacking = work.result()
             self._traffic.storage_bytes += arrival.stored_bytes
             self._traffic.link_bytes += arrival.copied_bytes
             self._traffic.link_seconds += arrival.waited_seconds
 
     def wait(self, delivery: Delivery[torch.Tensor]) -> None:
-        """Wait until the reads are there and all copies asked for, and have computing follow the last of these."""
+        """Wait until reads are there and all is asked for, and have computing follow the last copy and unpacking."""
         self.count(delivery.arriving)
-        arrivals: list[_Arrival] = [arriving.result() for arriving in delivery.arriving]
-        if arrivals:
-            self._link.follow(max(arrivals, key=lambda arrival: arrival.number).done)
+        arrivals: list[_Arrival | Unpacking] = [arriving.result() for arriving in delivery.arriving]
+        for kind in (_Arrival, Unpacking):
+            last = max((a for a in arrivals if isinstance(a, kind)), key=lambda arrival: arrival.number, default=None)
+            if last is not None:
+                self._link.follow(last.done)
 
     def views(self, part: int, delivery: Delivery[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors of ``part``, in the order of its sources."""
@@ -216,6 +241,4 @@ class LinkCarrier:
         self._staging = None  # now, and not when the last thread that read has let go of the carrier
         if self._watcher is not None:
             self._watcher.shutdown()
-        if self._buffers is not None:
-            self._buffers.close()
         self._reader.close()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from stages.dispatch.transfer.arena import Memory
-from stages.dispatch.transfer.link import DEVICE_ALIGNMENT, Event, Link
-from stages.machine.aligned_memory import Bytes
+from stages.dispatch.transfer.link import Event, Link, Operators
+from stages.machine.aligned_memory import DEVICE_ALIGNMENT, Bytes
 from stages.machine.devices import Devices, Ledger
+from stages.machine.operator_threads import alone
 from stages.units import DeviceId
 
 
@@ -67,6 +68,22 @@ class SynchronousLink:
     def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
         """Copy now."""
         target.copy_(source)
+        return None
+
+    def unpack(
+        self,
+        operators: Operators,
+        data: Sequence[torch.Tensor],
+        target: torch.Tensor,
+        *,
+        after: Sequence[Event],
+        scratch_bytes: int,
+    ) -> Event:
+        """Unpack now, in this thread alone; a ledger counts what the operators take meanwhile."""
+        scratch = self._memory(max(1, scratch_bytes))
+        with alone():
+            operators(data, target)
+        del scratch
         return None
 
     def finish(self, event: Event) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from stages.checkpoints.device_codec import can_unpack
 from stages.checkpoints.direct_file import Chunk, cut
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
-from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
-from stages.machine.aligned_memory import align_down, align_up
+from stages.checkpoints.packed import AtRest, PackedTensor, in_pieces, rest_bytes
+from stages.checkpoints.packed_reads import room_at_rest
+from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_down, align_up
 from stages.machine.probes import CHUNK_BYTES
 
 Source = AtRest | torch.Tensor
@@ -36,6 +37,11 @@ class PlacedTensor:
         """The tensor's size in use."""
         return _bytes(self.source)
 
+    @property
+    def rest_bytes(self) -> int:
+        """The tensor's size as it rests."""
+        return _rest_bytes(self.source)
+
     def view(self, region: torch.Tensor) -> torch.Tensor:
         """Return the tensor, where it lies in ``region``."""
         return region[self.begin : self.begin + self.bytes].view(self.dtype).view(self.source.shape)
@@ -58,7 +64,7 @@ class PartLayout:
     @property
     def rest_bytes(self) -> int:
         """The size of the tensors as they rest."""
-        return sum(_rest_bytes(piece.source) for piece in self.pieces)
+        return sum(piece.rest_bytes for piece in self.pieces)
 
     @property
     def packed(self) -> list[PlacedPacked]:
@@ -107,6 +113,24 @@ def lay_out_reads(sources: Sequence[AtRest]) -> PartLayout:
         pieces.append(PlacedTensor(source, size + source.begin - start))
         size += align_up(source.end) - start
     return PartLayout(tuple(pieces), size)
+
+
+def read_lengths(sources: Iterable[Source], *, as_at_rest: bool = False) -> list[int]:
+    """Return the bytes of each read that brings what lies on disk, and of each piece of what is unpacked.
+
+    What an accelerator can unpack is read ``as_at_rest`` where it does.
+    """
+    return [length for source in sources for length in _read_lengths(source, as_at_rest=as_at_rest)]
+
+
+def _read_lengths(source: Source, *, as_at_rest: bool) -> list[int]:
+    if isinstance(source, Extent):
+        return [chunk.length for chunk in cut(source, CHUNK_BYTES)]
+    if isinstance(source, torch.Tensor) or not source.bytes:
+        return []
+    if as_at_rest and can_unpack(source):
+        return [count for block in source.codec.blocks(source) if (count := room_at_rest(block))]
+    return [align_up(piece.bytes) for _, piece in in_pieces(source)]
 
 
 def _bytes(source: Source) -> int:

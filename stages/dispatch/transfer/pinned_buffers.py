@@ -1,15 +1,15 @@
 """The way station between storage and an accelerator: a few buffers of pinned host memory, used in turn.
 
 A buffer holds one read, or what several threads unpack together. It is given to the next one when the accelerator has
-copied it, which the thread that reads waits for. So what is pinned stays small whatever is streamed: it need only cover
-the reads that are under way and the copies that follow them.
+copied it, which the thread that reads waits for. So what is pinned stays small whatever is streamed, and over however
+many links: it need only cover the reads that are under way and the copies that follow them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
@@ -19,22 +19,40 @@ import torch
 
 from stages.dispatch.transfer.link import Event, Link, pin
 from stages.machine.aligned_memory import Bytes, buffer_bytes
+from stages.machine.probes import CHUNK_BYTES
+from stages.plan.predict import PINNED_BYTES
+
+BUFFERS = PINNED_BYTES // CHUNK_BYTES
+"""Pinned buffers: one for each thread that reads, and one for each that is being copied meanwhile."""
 
 
 class Buffer:
-    """One buffer: its ``memory``, the same bytes as a ``tensor``, and when they were ``copied`` for the last time."""
+    """One buffer: its ``memory``, and the same bytes as a ``tensor``."""
 
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        self.copied: Event = None
+        self._copied: tuple[Link, Event] | None = None
+
+    def note_copy(self, link: Link, done: Event) -> None:
+        """Hear when ``link`` will have copied what is in it."""
+        self._copied = link, done
+
+    def wait(self) -> None:
+        """Wait until the last copy from it is done."""
+        if self._copied is not None:
+            link, done = self._copied
+            link.finish(done)
+            self._copied = None
 
 
 class PinnedBuffers:
-    """``count`` buffers of ``size`` bytes each, page-aligned, in one piece of memory registered with ``link``."""
+    """``count`` buffers of ``size`` bytes each, page-aligned, in one piece of memory registered with ``link``.
+
+    What a link registers all links copy from by themselves.
+    """
 
     def __init__(self, link: Link, *, count: int, size: int) -> None:
-        self._link = link
         self._memory = buffer_bytes(count * size)
         self._unpin = pin(link, self._memory)
         self._free: SimpleQueue[Buffer] = SimpleQueue()
@@ -52,9 +70,7 @@ class PinnedBuffers:
         began = time.perf_counter()
         buffer = self._free.get()
         try:
-            if buffer.copied is not None:
-                self._link.finish(buffer.copied)
-                buffer.copied = None
+            buffer.wait()
             yield buffer, time.perf_counter() - began
         finally:
             self._free.put(buffer)
@@ -62,6 +78,18 @@ class PinnedBuffers:
     def close(self) -> None:
         """Unpin the memory; all copies are done."""
         self._unpin()
+
+
+def buffers_for(lengths: Sequence[int], link: Link, *, staging_bytes: int) -> PinnedBuffers | None:
+    """Return the buffers for reads of these ``lengths``; null where there are none.
+
+    They take no more than the ``staging_bytes`` of all links together, unless one alone is more.
+    """
+    if not lengths:
+        return None
+    size = max(lengths)
+    count = min(BUFFERS, len(lengths), staging_bytes // size, PINNED_BYTES // size)
+    return PinnedBuffers(link, count=max(1, count), size=size)
 
 
 class SharedBuffer:

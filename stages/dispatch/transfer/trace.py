@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.atomic_files import write_text
+from stages.units import DeviceId
 
 FILE_NAME = "trace.json"
 STALL_SECONDS = 1e-4
@@ -23,6 +25,13 @@ class Trace:
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._events: list[dict[str, Any]] = []
+        self._details: dict[str, Any] = {}
+
+    def of(self, device: DeviceId) -> Trace:
+        """Return one for the spans of ``device``, on the same time line: each tells whose it is."""
+        found = copy.copy(self)
+        found._details = {"device": str(device)}
+        return found
 
     @contextmanager
     def span(self, name: str, category: str, **details: Any) -> Iterator[None]:
@@ -44,7 +53,7 @@ class Trace:
                 "dur": (time.perf_counter() - began) * 1e6,
                 "pid": 0,
                 "tid": threading.get_ident() % 2**31,
-                "args": details,
+                "args": {**self._details, **details},
             }
         )
 

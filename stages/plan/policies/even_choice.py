@@ -8,7 +8,7 @@ from stages.plan.outline import Outline
 from stages.plan.placement import Budgets
 from stages.units import CPU, DISK, DeviceId
 
-_GOLDEN = 0.6180339887498949
+GOLDEN = 0.6180339887498949
 
 
 def total_bytes(outline: Outline, names: Iterable[str]) -> int:
@@ -16,17 +16,25 @@ def total_bytes(outline: Outline, names: Iterable[str]) -> int:
     return sum(outline.sizes[name] for name in names)
 
 
+def turns(count: int) -> list[float]:
+    """Return a number for each of ``count`` places: taken in that order, they are from all over at any moment.
+
+    Steps by the golden ratio never bunch.
+    """
+    return [index * GOLDEN % 1 for index in range(count)]
+
+
 def fitting(outline: Outline, names: Iterable[str], room: int, *, at_rest: bool = False) -> set[str]:
     """Return those of ``names`` that fit into ``room`` bytes together, as they are used or ``at_rest``: the largest
     are taken first.
 
-    Among equals they are taken from all over the order of execution: steps by the golden ratio never bunch.
+    Among equals they are taken from all over the order of execution.
     """
     taken: set[str] = set()
     sizes = outline.rest_sizes if at_rest else outline.sizes
     chosen = set(names)
     ordered = [name for layer in outline.layers for name in layer.owned if name in chosen]
-    turn = {name: index * _GOLDEN % 1 for index, name in enumerate(ordered)}
+    turn = dict(zip(ordered, turns(len(ordered)), strict=True))
     for name in sorted(ordered, key=lambda name: (-sizes[name], turn[name])):
         if sizes[name] <= room:
             taken.add(name)
@@ -52,3 +60,8 @@ def below(outline: Outline, names: Sequence[str], main: DeviceId, budgets: Budge
             homes[name], held = CPU, held + size
     late = [name for name in names if homes[name] == DISK]
     return {**homes, **dict.fromkeys(fitting(outline, late, room - held), CPU)}
+
+
+def is_table(outline: Outline, leader: str) -> bool:
+    """Return whether the tensor is only looked up, under each of its names: on disk it costs next to nothing."""
+    return outline.lookups.issuperset(outline.skeleton.names_of(leader))

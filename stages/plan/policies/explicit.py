@@ -55,4 +55,6 @@ def override(outline: Outline, placement: Placement, overrides: Mapping[str, Dev
     computes_only = placement.main not in placement.homes.values()
     main = main_device(homes)
     packed = placement.packed - {outline.skeleton.leader(name) for name in moved}
-    return Placement(homes, placement.main if main == CPU and computes_only else main, packed)
+    drawn = {outline.layer_of[name].name for name, home in moved.items() if isinstance(home, int)}
+    computes = {layer: device for layer, device in placement.computes.items() if layer not in drawn}
+    return Placement(homes, placement.main if main == CPU and computes_only else main, packed, computes)

@@ -7,8 +7,9 @@ resident layers compute: a token then takes the longer of reading and computing,
 
 For a reserve of r bytes each layer may stream at most r. Which of its tensors stream is a subset-sum problem, small
 enough (a dozen tensors, few distinct layers) to be solved exactly. The smallest r whose remaining tensors fit beside
-it leaves the fewest bytes to stream. An accelerator besides the main one holds whole layers, since what is streamed
-computes on the main device. Where the budget can't hold a layer's worth at all, everything streams, part by part.
+it leaves the fewest bytes to stream. Several accelerators each have their share of the layers, hold parts of those and
+stream the rest over links of their own (``link_shares``); or one streams, and the others hold whole layers. Where the
+budget can't hold a layer's worth at all, everything streams, part by part.
 
 Of a mixture's experts a token uses a few, so a byte of an expert is worth a fraction of a byte that every token needs.
 Where not all fits, the model without its experts is placed first, as any model is; the experts all wait below, evenly,
@@ -25,26 +26,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from stages.empty_init.skeleton import parent
 from stages.machine.rates import Rates
-from stages.plan.expert_slots import LEAST, ROOMY, pools
 from stages.plan.filling import fill
 from stages.plan.outline import Layer, Outline
 from stages.plan.placement import (
     Budgets,
     Placement,
-    execution_device,
+    computed_bytes,
     find_shortage,
     held_bytes,
     kept_free,
     offstage,
+    reserves,
     resident_bytes,
     streamed_bytes,
 )
 from stages.plan.policies.balanced import balanced
-from stages.plan.policies.even_choice import below, fitting, total_bytes
+from stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
+from stages.plan.policies.expert_placement import SlottedMixture
+from stages.plan.policies.link_shares import evened_bytes, share_layers, wanted_bytes
 from stages.plan.policies.packed_experts import with_experts_packed
 from stages.plan.policies.sequential import sequential
 from stages.plan.policies.subset_sums import subset_sums
@@ -53,32 +56,50 @@ from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 _TRIES = 8
 """How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
+_EVENED = 3
+"""How often layers are shared out anew to several links, by what each was to bring."""
+_NO_MATTER = 10**15
+"""Bytes a second of a storage that nothing waits for."""
 _SHARES = 8
 """How many shares of the host's budget are tried for what lies there as it is used, where some may rest packed."""
 
 
-def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None) -> Placement:
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What placements are compared by, and how many ``links`` may stream; null: those of all accelerators."""
+
+    rates: Rates
+    links: int | None
+
+
+def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None, *, links: int | None = None) -> Placement:
     """Return the placement of the fewest seconds a token. Where nothing must be streamed it is the balanced one.
 
-    Among placements that are equally fast (the host's memory may bound both) the one with the least to stream.
+    Among placements that are equally fast (the host's memory may bound both) the one with the least to stream. At most
+    so many ``links`` stream; null: those of all accelerators.
     """
-    placement = _as_used(outline, budgets, rates)
+    terms = _Terms(rates or Rates(), links)
+    placement = _as_used(outline, budgets, terms)
     stored = {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
     if outline.experts:
-        return with_experts_packed(outline, placement, budgets, rates or Rates())
-    if not stored or not budgets.get(CPU):
+        return with_experts_packed(outline, placement, budgets, terms.rates)
+    if not (stored or outline.unpacks) or not budgets.get(CPU):
         return placement
-    found = [placement, *_with_packed(outline, budgets, rates)]
+    found = [placement, *_with_packed(outline, budgets, terms)]
     fitting = [one for one in found if find_shortage(outline, one, budgets) is None]
-    return min(fitting, key=lambda one: _cost(outline, one, rates or Rates()), default=placement)
+    return min(fitting, key=lambda one: _cost(outline, one, budgets, terms.rates), default=placement)
 
 
-def _with_packed(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[Placement]:
-    """Yield the placements of which a part of the host's budget holds packed what would be on disk else."""
+def _with_packed(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
+    """Yield the placements of which a part of the host's budget holds packed what would be on disk else.
+
+    Where accelerators unpack, links have less to bring then: they are shared out as if nothing were read from storage.
+    """
     budget, least = budgets.get(CPU) or 0, _beside_packed(outline, budgets)
+    terms = replace(terms, rates=replace(terms.rates, storage=_NO_MATTER)) if outline.unpacks else terms
     for share in range(_SHARES):
         room = least + max(0, budget - least) * share // _SHARES
-        placement = _as_used(outline, {**budgets, CPU: min(room, budget)}, rates)
+        placement = _as_used(outline, {**budgets, CPU: min(room, budget)}, terms)
         stored = {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
         held, kept = resident_bytes(outline, placement.homes).get(CPU, 0), kept_free(outline, placement).get(CPU, 0)
         ahead = max(0, _two_largest(outline, stored - outline.lookups) - kept) if placement.main == CPU else 0
@@ -99,120 +120,68 @@ def _beside_packed(outline: Outline, budgets: Budgets) -> int:
     if _computing(budgets)[0] != CPU:
         return 0
     leaders = {name for layer in outline.layers for name in layer.owned}
-    stays = {name for name in leaders if name not in outline.packed and not _is_table(outline, name)}
+    stays = {name for name in leaders if name not in outline.packed and not is_table(outline, name)}
     placement = Placement({name: CPU if name in stays else DISK for name in leaders}, CPU)
     return total_bytes(outline, stays) + kept_free(outline, placement).get(CPU, 0)
 
 
-def _as_used(outline: Outline, budgets: Budgets, rates: Rates | None) -> Placement:
+def _as_used(outline: Outline, budgets: Budgets, terms: _Terms) -> Placement:
     """Return the best placement of which all that lies on the host lies there as it is used."""
     whole = balanced(outline, budgets)
     if not kept_free(outline, whole):
         return whole
-    mixture = next(_of_mixture(outline, budgets, rates), None) if outline.experts or outline.listed else None
+    mixture = next(_of_mixture(outline, budgets, terms), None) if outline.experts or outline.listed else None
     if mixture is not None:
         return mixture
     found = [sequential(outline, budgets)]
     if not outline.experts:
-        found += [*_split(outline, budgets), *_split(outline, budgets, plain_stays=True)]
+        found += _partly_resident(outline, budgets, terms.links)
     found.append(whole)
     if all(find_shortage(outline, placement, budgets) is not None for placement in found):
-        found = [*_part_by_part(outline, budgets)] or found
-    return min(found, key=lambda placement: _cost(outline, placement, rates or Rates()))
+        found = [*_part_by_part(outline, budgets, terms.links)] or found
+    return min(found, key=lambda placement: _cost(outline, placement, budgets, terms.rates))
 
 
-def _of_mixture(outline: Outline, budgets: Budgets, rates: Rates | None) -> Iterator[Placement]:
+def _of_mixture(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
     """Yield the placements of a mixture, the best first.
 
     Either all but tables is resident, or all experts wait below, with slots where they compute.
     """
     _, accelerators = _computing(budgets)
     if not accelerators:
-        yield from (placement for placement in _split(outline, budgets) if not kept_free(outline, placement))
-    one = _largest_expert(outline)
+        (alone,) = _shares(outline, budgets, 1)
+        yield from (placement for placement in _split(outline, budgets, alone) if not kept_free(outline, placement))
     for computing in (accelerators, [CPU]) if accelerators else ([CPU],):
-        rooms = {device: 0 if device in accelerators and computing == [CPU] else budgets[device] for device in budgets}
-        for slots, tight in ((ROOMY, False), (LEAST, False), (LEAST, True)):
-            least = slots * one
-            free = {**rooms, **{device: _less(rooms.get(device, 0), least) for device in computing}}
-            placement = _with_experts_below(outline, _as_used(outline.dense, free, rates), budgets)
-            shortage = find_shortage(outline, placement, budgets, slots=slots, tight=tight)
-            if placement.main in computing and shortage is None:
-                yield placement
+        mixture = SlottedMixture(outline, budgets, computing, lambda rooms: _as_used(outline.dense, rooms, terms))
+        yield from mixture.placements()
 
 
-def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) -> Placement:
-    """Return the placement ``dense`` of all but the experts with these on the host, as far as it goes, and on disk.
-
-    Those in lists lie where they compute as far as there is room. Where the host computes and has slots, its tables are
-    on disk too, but for what all experts in slots leave: a row of a table costs less than the experts that have a slot
-    in its place.
-    """
-    experts = outline.expert_tensors | outline.listed.keys()
-    names = [name for layer in outline.layers for name in layer.owned if name in experts]
-    away = Placement({**dense.homes, **dict.fromkeys(names, DISK)}, dense.main)
-    near = _near(outline, away, budgets) if outline.listed else {}
-    held = resident_bytes(outline, {**dense.homes, **near}).get(CPU, 0)
-    left = [name for name in names if name not in near]
-    room = _less(budgets.get(CPU, 0), held)
-    homes = {**dense.homes, **near, **below(outline, left, dense.main, {CPU: room})}
-    if outline.experts and dense.main == CPU and room is not None:
-        tables = {name for name, home in dense.homes.items() if home == CPU and _is_table(outline, name)}
-        spare = room + total_bytes(outline, tables) - total_bytes(outline, left)
-        homes |= dict.fromkeys(tables - fitting(outline, tables, spare), DISK)
-    return Placement(homes, dense.main)
-
-
-def _largest_expert(outline: Outline) -> int:
-    """Return the bytes of the largest expert, or of a slot for each kind of those that have some."""
-    sizes: Counter[str] = Counter()
-    for name in outline.listed:
-        sizes[outline.skeleton.expert_of[parent(name)]] += outline.sizes[name]
-    sharing = pools(outline, dict.fromkeys(outline.experts, CPU)).values()
-    return max([*sizes.values(), *(pool.unit_bytes for pool in sharing)])
-
-
-def _near(outline: Outline, away: Placement, budgets: Budgets) -> dict[str, DeviceId]:
-    """Return the experts in lists that the devices hold which compute them, beside what ``away`` has there."""
-    held, kept = resident_bytes(outline, away.homes), kept_free(outline, away)
-    computed: dict[DeviceId, set[str]] = {}
-    for layer in outline.layers:
-        device = execution_device(outline, layer, away)
-        computed.setdefault(device, set()).update(name for name in layer.owned if name in outline.listed)
-    near: dict[str, DeviceId] = {}
-    for device, names in computed.items():
-        room = budgets.get(device, 0)
-        taken = held.get(device, 0) + kept.get(device, 0)
-        near |= dict.fromkeys(names if room is None else fitting(outline, names, room - taken), device)
-    return near
-
-
-def _less(room: int | None, count: int) -> int | None:
-    return None if room is None else max(0, room - count)
-
-
-def _cost(outline: Outline, placement: Placement, rates: Rates) -> tuple[float, float, int, int]:
+def _cost(outline: Outline, placement: Placement, budgets: Budgets, rates: Rates) -> tuple[float, float, int, int]:
     """Return what makes a placement worse: seconds a token, bytes streamed, those from disk, bytes not accelerated."""
-    brought, held = streamed_bytes(outline, placement), resident_bytes(outline, placement.homes, placement.packed)
-    for module in offstage(outline, placement):
+    brought = streamed_bytes(outline, placement)
+    for module, device in offstage(outline, placement).items():
         experts = outline.experts[module]
         for name in experts.tensors:
             packed = name in outline.packed and placement.homes[name] == DISK
             size = (outline.rest_sizes if packed else outline.sizes)[name] * experts.per_token // experts.count
             unpacked = outline.sizes[name] * experts.per_token // experts.count if packed else None
-            brought.add(placement.homes[name], size, unpacked=unpacked)
-    seconds = slowest(token_seconds(brought, held, main=placement.main, rates=rates))[1]
+            moved = outline.moved_bytes(name, device) if packed else None
+            moved = None if moved is None else moved * experts.per_token // experts.count
+            brought.add(placement.homes[name], size, computes=device, unpacked=unpacked, moved=moved, ahead=False)
+    kept = reserves(outline, placement, budgets) if len(brought.links) > 1 else None
+    seconds = slowest(token_seconds(brought, computed_bytes(outline, placement), rates=rates, reserves=kept))[1]
     return seconds, brought.bytes, brought.at_rest.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
 
 
-def _part_by_part(outline: Outline, budgets: Budgets) -> Iterator[Placement]:
-    """Yield the placement of which all is streamed to the main device, if that can hold what is in use at once."""
-    main, accelerators = _computing(budgets)
-    homes, rest = _others(outline, budgets, accelerators[1:])
-    names = [name for layer in rest for name in layer.owned]
-    placement = Placement({**homes, **below(outline, names, main, budgets)}, main)
-    if find_shortage(outline, placement, budgets, tight=True) is None:
-        yield placement
+def _part_by_part(outline: Outline, budgets: Budgets, links: int | None) -> Iterator[Placement]:
+    """Yield the placements of which all is streamed to one accelerator or several, if they can hold what is in use."""
+    main, _ = _computing(budgets)
+    for shares in _shares(outline, budgets, links):
+        names = [name for layer in outline.layers for name in layer.owned if name not in shares.whole]
+        homes = {**shares.whole, **below(outline, names, main, budgets)}
+        placement = _sharing(outline, Placement(homes, main), shares)
+        if find_shortage(outline, placement, budgets, tight=True) is None:
+            yield placement
 
 
 def _computing(budgets: Budgets) -> tuple[DeviceId, list[DeviceId]]:
@@ -223,35 +192,108 @@ def _computing(budgets: Budgets) -> tuple[DeviceId, list[DeviceId]]:
     return (accelerators[0] if accelerators else CPU), accelerators
 
 
-def _split(outline: Outline, budgets: Budgets, *, plain_stays: bool = False) -> Iterable[Placement]:
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """The homes of what accelerators hold as ``whole`` layers, and the layers that others hold ``partly``."""
+
+    whole: Mapping[str, DeviceId]
+    partly: Mapping[DeviceId, Sequence[Layer]]
+
+
+def _shares(outline: Outline, budgets: Budgets, links: int | None) -> Iterator[_Shares]:
+    """Yield how layers can be shared out: partly to the main device alone, or to accelerators as many as ``links``."""
+    main, accelerators = _computing(budgets)
+    homes, rest = _others(outline, budgets, accelerators[1:])
+    yield _Shares(homes, {main: rest})
+    rooms = {device: room for device in accelerators if (room := budgets[device]) is not None}
+    for count in range(min(len(rooms), links or len(rooms)), 1, -1):
+        largest = sorted(rooms, key=lambda device: -rooms[device])[:count]
+        homes, rest = _others(outline, budgets, [device for device in rooms if device not in largest])
+        wanted = wanted_bytes(rest, {device: rooms[device] for device in in_tier_order(largest)})
+        yield _Shares(homes, share_layers(outline, rest, wanted))
+
+
+def _sharing(outline: Outline, placement: Placement, shares: _Shares) -> Placement:
+    """Return ``placement`` with those layers computing where their share is that have nothing on any accelerator."""
+    computes: dict[str, DeviceId] = {}
+    for device, layers in shares.partly.items():
+        for layer in layers if device != placement.main else ():
+            leaders = map(outline.skeleton.leader, layer.owned or layer.tensors)
+            if not any(isinstance(placement.homes[leader], int) for leader in leaders):
+                computes[layer.name] = device
+    return replace(placement, computes=computes)
+
+
+def _partly_resident(outline: Outline, budgets: Budgets, links: int | None) -> Iterator[Placement]:
+    """Yield the placements of partly resident layers: to one accelerator, and to as many as can stream."""
+    for plain_stays in (False, True) if outline.packed else (False,):
+        alone, *spread = _shares(outline, budgets, links)
+        yield from _split(outline, budgets, alone, plain_stays=plain_stays)
+        tried = ([*_evened(outline, budgets, shares, plain_stays=plain_stays)] for shares in spread)
+        yield from next(filter(None, tried), ())
+
+
+def _evened(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: bool) -> Iterator[Placement]:
+    """Yield the placements of ``shares``, and of such as have the links bring more evenly, if the budgets hold them."""
+    for _ in range(_EVENED):
+        placement = next(_split(outline, budgets, shares, plain_stays=plain_stays), None)
+        if placement is None:
+            return
+        yield placement
+        brought = {
+            device: sum(
+                outline.sizes[name]
+                for layer in layers
+                for name in layer.owned
+                if not isinstance(placement.homes[name], int)
+            )
+            for device, layers in shares.partly.items()
+        }
+        left = {layer.name for layers in shares.partly.values() for layer in layers}
+        layers = [layer for layer in outline.layers if layer.name in left]
+        again = share_layers(outline, layers, evened_bytes(shares.partly, brought))
+        if again == shares.partly:
+            return
+        shares = replace(shares, partly=again)
+
+
+def _split(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: bool = False) -> Iterator[Placement]:
     """Yield the placement of partly resident layers, if the budgets can hold one.
 
-    If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes; where nothing rests
-    so, there is no such placement.
+    If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes.
     """
-    if plain_stays and not outline.packed:
-        return
     main, accelerators = _computing(budgets)
-    room = budgets.get(main, 0)
-    homes, rest = _others(outline, budgets, accelerators[1:])
-    tables = {name for layer in rest for name in layer.owned if main == CPU and _is_table(outline, name)}
-    stays = {name for layer in rest for name in layer.owned if plain_stays and name not in outline.packed} - tables
-    left = None if room is None else room - total_bytes(outline, stays)
-    streamed = None if left is None else _least_streamed(outline, _without(outline, rest, tables | stays), left)
-    if streamed is None or room is None:
-        return
-    kept = sum(layer.bytes for layer in rest) - total_bytes(outline, streamed | tables)
-    streamed |= tables - fitting(outline, tables, 0 if streamed else room - kept)
-    homes |= {name: main for layer in rest for name in layer.owned if name not in streamed}
-    homes |= below(outline, [name for layer in rest for name in layer.owned if name in streamed], main, budgets)
-    placement = Placement(homes, main)
-    if main in homes.values() and find_shortage(outline, placement, budgets) is None:
+    homes, away = dict(shares.whole), set[str]()
+    for device, layers in shares.partly.items():
+        alone = len(shares.partly) == 1
+        room = budgets.get(device, 0)
+        streamed = _streamed_of(outline, layers, device, room, plain_stays=plain_stays, alone=alone)
+        if streamed is None:
+            return
+        homes |= {name: device for layer in layers for name in layer.owned if name not in streamed}
+        away |= streamed
+    homes |= below(outline, [name for layer in outline.layers for name in layer.owned if name in away], main, budgets)
+    alone = len(shares.partly) == 1
+    first = main if alone else next(filter(lambda device: device in homes.values(), accelerators), main)
+    placement = _sharing(outline, Placement(homes, first), shares)
+    if (main in homes.values() or not alone) and find_shortage(outline, placement, budgets) is None:
         yield placement
 
 
-def _is_table(outline: Outline, leader: str) -> bool:
-    """Return whether the tensor is only looked up, under each of its names: on disk it costs next to nothing."""
-    return outline.lookups.issuperset(outline.skeleton.names_of(leader))
+def _streamed_of(
+    outline: Outline, layers: Sequence[Layer], device: DeviceId, room: int | None, *, plain_stays: bool, alone: bool
+) -> set[str] | None:
+    """Return the tensors of ``layers`` that are streamed to ``device``, if others fit into its ``room``, or null."""
+    if room is None:
+        return None
+    tables = {name for layer in layers for name in layer.owned if device == CPU and is_table(outline, name)}
+    stays = {name for layer in layers for name in layer.owned if plain_stays and name not in outline.packed} - tables
+    left = room - total_bytes(outline, stays)
+    streamed = _least_streamed(outline, _without(outline, layers, tables | stays), left, alone=alone)
+    if streamed is None:
+        return None
+    kept = sum(layer.bytes for layer in layers) - total_bytes(outline, streamed | tables)
+    return streamed | (tables - fitting(outline, tables, 0 if streamed else room - kept))
 
 
 def _without(outline: Outline, layers: Sequence[Layer], names: set[str]) -> list[Layer]:
@@ -269,11 +311,12 @@ def _others(outline: Outline, budgets: Budgets, others: Sequence[DeviceId]) -> t
     return kept, [layer for layer in outline.layers if not kept.keys() & set(layer.owned)]
 
 
-def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int) -> set[str] | None:
+def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alone: bool = True) -> set[str] | None:
     """Return the tensors to stream, so that the others and the staging memory fit into ``room`` bytes, or null.
 
     The staging memory is to hold two of the largest parts, so that one is read while the other computes; where only
-    a single layer's worth fits, that.
+    a single layer's worth fits, that. Where the device isn't ``alone`` it is enough: what comes next is read while
+    others compute.
     """
     shapes = [_shape(outline, layer) for layer in layers]
     kinds = {shape: subset_sums([size for size, _ in shape]) for shape in dict.fromkeys(shapes)}
@@ -287,7 +330,7 @@ def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int) -> set
             continue
         chosen = {shape: kind.within(reserve) for shape, kind in kinds.items()}
         away = {layer.owned[place] for layer, shape in zip(layers, shapes, strict=True) for place in chosen[shape]}
-        extra = max(0, _two_parts(chosen, counts) - reserve)
+        extra = max(0, _two_parts(chosen, counts) - reserve) if alone else 0
         found = roomy if extra <= spare else tight
         if len(found) < _TRIES:
             found.append(away - fitting(outline, away, max(0, spare - extra)))

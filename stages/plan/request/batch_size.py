@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stages.plan.plan import Plan
+from stages.plan.token_time import DEVICE_TOKENS, HOST_TOKENS
 from stages.units import CPU
 
 AUTO = "auto"
@@ -16,11 +17,6 @@ AUTO = "auto"
 LARGEST = 256
 """No batch has more prompts: a kill loses no more than one batch, and none waits for the slowest of thousands."""
 
-_SEQUENCES_A_PASS = {True: 16, False: 128}
-"""How many sequences compute in the time in which the weights are read from the host's memory, or an accelerator's.
-
-Nominal: operations a second over bytes a second, of bfloat16. Beyond, a larger batch saves no time.
-"""
 ALIKE = 1.05
 """Predicted times that are no further apart are alike."""
 
@@ -62,6 +58,7 @@ def soonest(plans: Mapping[int, Plan], *, count: int, copies: int, weights: int)
 
 def step_seconds(plan: Plan, sequences: int, weights: int) -> float:
     """Return the seconds in which each of ``sequences`` gets a token, which computes with ``weights`` bytes."""
-    on_host = plan.main_device == CPU
-    one_pass = weights / plan.rates["host" if on_host else "device"]
-    return max(float(plan.forecast["seconds_per_token"]), one_pass * sequences / _SEQUENCES_A_PASS[on_host])
+    on_host = weights if plan.main_device == CPU else float(plan.forecast.get("host_read_bytes_per_token", 0))
+    computing = on_host / plan.rates["host"] / HOST_TOKENS
+    computing += max(0, weights - on_host) / plan.rates["device"] / DEVICE_TOKENS
+    return max(float(plan.forecast["seconds_per_token"]), computing * sequences)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.regular_files import read_object
@@ -48,7 +48,9 @@ class Request:
     ``members`` go through the model in lockstep, with as many sequences each. The host keeps
     ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32. So many guesses
     are ``judged`` in lockstep with the token before them, over one cache. ``assistant_bytes`` are what a second model
-    takes beside. ``moments`` are those of a forward that is known at its very shape.
+    takes beside. ``moments`` are those of a forward that is known at its very shape. All in all there are ``rows`` of
+    prompts, the longest of ``routed`` tokens, and each is decoded in so many ``steps``; 0 where that isn't known. These
+    change nothing of the room that it takes: requests that differ in them alone are alike.
     """
 
     sequences: int = 1
@@ -63,6 +65,9 @@ class Request:
     judged: int = 0
     assistant_bytes: int = 0
     moments: tuple[Moment, ...] = ()
+    rows: int = field(default=1, compare=False)
+    routed: int = field(default=0, compare=False)
+    steps: int = field(default=0, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -73,6 +78,16 @@ class Request:
     def pass_tokens(self) -> int:
         """The tokens of one pass of decoding, all members' together; of the one forward where that is all."""
         return self.members * self.sequences * (self.positions if self.length else self.prompt)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the prompts that go together; copies are routed alike."""
+        return self.members * self.sequences // self.copies * self.routed
+
+    @property
+    def passes(self) -> int:
+        """The passes of decoding that answer all prompts."""
+        return self.steps * -(-self.rows // max(1, self.members * self.sequences // self.copies))
 
 
 def read_geometry(model: Mapping[str, Any]) -> Geometry:

@@ -90,7 +90,7 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     alone = 1 if generate.get("exact") or guesses_ahead(generate) else len(prompts)
     together = min(alone, _number(generate, "batch_size", 1 if is_in_lockstep(generate) else len(prompts)))
     request = _answers(generate, prompts, together=together, tokens=max(_tokens(prompt, model) for prompt in prompts))
-    return replace(request, members=_members(generate, -(-len(prompts) // together)))
+    return replace(request, members=_members(generate, -(-len(prompts) // together)), rows=round_up(len(prompts)))
 
 
 def _members(generate: Mapping[str, Any], batches: int) -> int:
@@ -125,6 +125,8 @@ def _answers(generate: Mapping[str, Any], prompts: Sequence[Prompt], *, together
         judged=guesses if is_exact(generate) else 0,
         kept=round_up(new) if keeps else 0,
         assistant_bytes=assistant_bytes(generate, prompt=prompt, length=length),
+        routed=round_up(tokens),
+        steps=round_up(max(0, new - 1)),
     )
 
 

@@ -128,3 +128,15 @@ def test_why_jobs_failed_is_told_once_for_each_reason(tmp_path: Path, capsys: py
     assert page.count('<li id="failure-') == 2
     assert page.count("plan: max_memory: too small") == page.count("plan: another reason") == 1
     assert "#0, #1, #2 failed: plan: max_memory: too small" in capsys.readouterr().out
+
+
+def test_the_table_tells_each_of_several_links(tmp_path: Path) -> None:
+    names = ("link_bytes_per_token", "link_stall_seconds_per_token")
+    write_run(tmp_path / "0", metrics={f"{name}.{device}": device + 1.0 for name in names for device in (0, 1)})
+    write_run(tmp_path / "1", metrics={"link_bytes_per_token.0": 3.0})
+    found = table(tmp_path)
+    assert found["to 0, a token, B"] == ("1", "3")
+    assert found["to 1, a token, B"] == ("2", MISSING)
+    assert found["to 1, stalled a token, s"] == ("2.000", MISSING)
+    run([str(tmp_path)])
+    assert "metrics.link_bytes_per_token.1" in (tmp_path / "report.csv").read_text().splitlines()[0].split(",")

@@ -41,7 +41,7 @@ def prepared(tmp_path: Path) -> Any:
 
 def test_the_rates_of_this_machine_are_there_before_a_job_has_begun(prepared: Any, tmp_path: Path) -> None:
     prepared(["max_memory.cpu=2MB"])
-    assert '"host"' in (tmp_path / "outputs/cache/hardware/rates.json").read_text()
+    assert '"host"' in (tmp_path / "outputs/cache/hardware/decoding.json").read_text()
 
 
 def test_jobs_of_one_checkpoint_and_machine_need_one_look(prepared: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,8 @@ def test_what_several_codecs_unpack_takes_as_long_as_each_of_them_together() -> 
 @pytest.mark.parametrize("count", [0, 1])
 def test_codecs_that_unpack_nothing_have_no_rate(count: int) -> None:
     assert mean_rate({"a": 10}, {"a": count}) == (10 if count else None)
+
+
+def test_to_plan_what_is_not_packed_neither_numpy_nor_torch_is_imported() -> None:
+    script = "import sys, stages.plan.stage; assert not {'numpy', 'torch', 'ctypes'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,6 +1,8 @@
 """A GGUF file as a checkpoint: each tensor of the model is the one that transformers unpacks, to the bit."""
 
+import re
 import shutil
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import transformers
 from pipeline.errors import CheckpointError, ConfigError
 from stages.checkpoints import gguf_model
 from stages.checkpoints.checkpoint import open_checkpoint
+from stages.checkpoints.codecs.ggml_formats import FORMATS
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.gguf_model import gguf_folder
 from stages.checkpoints.hub import checkpoint_folder, weights_path
@@ -145,13 +148,31 @@ def test_what_is_not_served_is_refused_in_one_line(tmp_path: Path, case: str) ->
     assert "\n" not in str(caught.value)
 
 
-def test_a_tensor_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
-    path = made(tmp_path, "llama")
+Q4_0, Q8_0 = FORMATS["q4_0"].code, FORMATS["q8_0"].code
+UNFIT: Mapping[str, tuple[str, str, list[int], list[int], int | None]] = {
+    "fewer rows": ("llama", "blk.1.ffn_up.weight", [256, 512], [256, 256], None),
+    "rows for columns": ("llama", "blk.1.ffn_up.weight", [256, 512], [512, 256], None),
+    "a stack with rows for columns": ("qwen2moe", "blk.1.ffn_up_exps.weight", [256, 1408, 4], [1408, 256, 4], Q4_0),
+    "a vector of blocks": ("bloom", "blk.1.attn_qkv.bias", [768], [768], Q8_0),
+}
+
+
+@pytest.mark.parametrize(("architecture", "name", "sizes", "told", "code"), UNFIT.values(), ids=UNFIT)
+def test_a_tensor_of_another_shape_or_kind_is_refused_by_name(
+    tmp_path: Path,
+    architecture: str,
+    name: str,
+    sizes: list[int],
+    told: list[int],
+    code: int | None,
+) -> None:
+    path = made(tmp_path, architecture)
     content = path.read_bytes()
-    told = b"blk.1.ffn_up.weight" + (2).to_bytes(4, "little")
-    at = content.index(told) + len(told)
-    rows = content[at + 8 : at + 16]
-    assert int.from_bytes(rows, "little") == 512
-    path.write_bytes(content[: at + 8] + (256).to_bytes(8, "little") + content[at + 16 :])
-    with pytest.raises(CheckpointError, match=r"'blk.1.ffn_up.weight' of shape \[256, 256\] can't be the model's"):
+    head = name.encode() + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+    at = content.index(head) + len(head)
+    kind = content[at : at + 4] if code is None else struct.pack("<I", code)
+    changed = content[: at - 8 * len(sizes)] + struct.pack(f"<{len(told)}Q", *told) + kind + content[at + 4 :]
+    path.write_bytes(changed)
+    words = f"'{name}' of shape {told[::-1]}"
+    with pytest.raises(CheckpointError, match=re.escape(words) + ".* can't be the model's"):
         open_reader(open_checkpoint(path))

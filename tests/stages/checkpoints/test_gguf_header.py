@@ -46,6 +46,7 @@ REFUSED = {
     "an offset beyond the end": (raw_gguf([tensor("a", [4], offset=2**62)], data=DATA), "truncated: tensor 'a'"),
     "overlapping tensors": (raw_gguf([A, tensor("b", [4])], data=DATA), "'a' overlaps 'b'|'b' overlaps 'a'"),
     "a tensor twice": (raw_gguf([A, A], data=DATA), "tensor 'a' twice"),
+    "a name without end": (raw_gguf([tensor("a" * 10_000, [4])], data=DATA), "more than 1024 letters"),
     "a name with a path": (raw_gguf([tensor("../a", [4])], data=DATA), "a path in it"),
     "no dimensions": (raw_gguf([tensor("a", [])], data=DATA), "'a' has 0 dimensions"),
     "many dimensions": (raw_gguf([text("a") + struct.pack("<I", 2**31)], data=DATA), "dimensions; one to 4"),

@@ -47,6 +47,7 @@ REFUSED = {
         raw_safetensors(f'{{"a": {json.dumps(A)}, "a": {json.dumps(A)}}}'.encode(), DATA), "duplicate name 'a'",
     ),
     "an empty name": (raw_safetensors({"": A}, DATA), "an empty name"),
+    "a name without end": (raw_safetensors({"a" * 10_000: A}, DATA), "more than 1024 letters"),
     "a name with NUL": (raw_safetensors({"a\0b": A}, DATA), "NUL"),
     "a name with a path": (raw_safetensors({"../../etc/passwd": A}, DATA), "a path in it"),
     "a name that is no text": (raw_safetensors(b'{"\\ud800": %s}' % json.dumps(A).encode(), DATA), "not text"),

@@ -1,10 +1,10 @@
 """An accelerator on which everything happens late, for tests of who waits for what.
 
-Copies and computing are two queues, each worked off by a thread of its own, with pauses. They see memory as a device
-does, by its address: nothing that they were asked for keeps a region or a buffer as it is. A copy first fills its
-target with poison, and reads its source at the very end. So computing that doesn't wait for its weights reads poison,
-a region that is taken too early is poisoned under the computing that still reads it, and a buffer that is used again
-too early arrives with the next read's bytes.
+Copies, unpacking and computing are queues, each worked off by a thread of its own, with pauses. They see memory as a
+device does, by its address: nothing that they were asked for keeps a region or a buffer as it is. A copy first fills
+its target with poison, and reads its source at the very end. So computing that doesn't wait for its weights reads
+poison, a region that is taken too early is poisoned under the computing that still reads it, and a buffer that is used
+again too early arrives with the next read's bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import numpy as np
 import torch
 
-from stages.dispatch.transfer.link import DEVICE_ALIGNMENT
-from stages.machine.aligned_memory import Bytes, private_bytes
+from stages.dispatch.transfer.link import Operators
+from stages.machine.aligned_memory import DEVICE_ALIGNMENT, Bytes, private_bytes
 
 POISON = 0xA5
 Kernel = Callable[[], object]
@@ -70,7 +70,7 @@ class LateLink:
     """The link to such an accelerator; the thread that makes it is the one that runs the model, and must not wait."""
 
     def __init__(self, *, copy_pause: float = 0.002, compute_pause: float = 0.002) -> None:
-        self.copies, self.computing = Stream(copy_pause), Stream(compute_pause)
+        self.copies, self.computing, self.unpacking = Stream(copy_pause), Stream(compute_pause), Stream(copy_pause)
         self.memories: list[LateMemory] = []
         self.pinned: list[Bytes] = []
         self.wrong: list[str] = []
@@ -108,6 +108,29 @@ class LateLink:
         self.copies.add(work)
         return done
 
+    def unpack(
+        self,
+        operators: Operators,
+        data: Sequence[torch.Tensor],
+        target: torch.Tensor,
+        *,
+        after: Sequence[object],
+        scratch_bytes: int,
+    ) -> threading.Event:
+        given, made = [(part.data_ptr(), part.nbytes) for part in data], (target.data_ptr(), target.nbytes)
+        done = threading.Event()
+
+        def work() -> None:
+            for event in after:
+                if isinstance(event, threading.Event):
+                    event.wait()
+            time.sleep(0.001)
+            operators([torch.from_numpy(at(*part)) for part in given], torch.from_numpy(at(*made)))
+            done.set()
+
+        self.unpacking.add(work)
+        return done
+
     def finish(self, event: object) -> None:
         if threading.get_ident() == self._model_thread and not self._closing:
             self.wrong.append("the thread that runs the model waited for the accelerator")
@@ -120,11 +143,11 @@ class LateLink:
         return self.registers
 
     def unregister(self, address: int) -> None:
-        self.pinned = [memory for memory in self.pinned if memory.ctypes.data != address]
+        self.pinned[:] = [memory for memory in self.pinned if memory.ctypes.data != address]
 
     def close(self) -> None:
         self._closing = True
-        for stream in (self.computing, self.copies):
+        for stream in (self.computing, self.copies, self.unpacking):
             idle = threading.Event()
             stream.add(idle.set)
             idle.wait()
@@ -133,6 +156,7 @@ class LateLink:
         self.close()
         self.computing.end()
         self.copies.end()
+        self.unpacking.end()
 
     def launch(self, weight: torch.Tensor, expected: torch.Tensor) -> None:
         """Have computing compare what lies where ``weight`` is now with ``expected``, when its turn comes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import Skeleton, parent
 from stages.machine.devices import Devices, Ledger
 from stages.plan.outline import Outline
+from stages.plan.placement import Placement, reserves
 from stages.plan.plan import Plan
 from stages.plan.serving import serve
 from stages.shard_load.disk_weights import DiskWeights
@@ -52,26 +53,41 @@ def to_disk(model: nn.Module, on_disk: set[str], path: Path, *, begin: int = 24)
     The first lies at ``begin``. For one token MKL sums up in an order that depends on where a matrix lies, up to 16
     bytes: where bits are compared, it must be a multiple of that, as it is in memory.
     """
-    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    tensors = tensors_of(model)
     data, begins = bytearray(begin), {}
     for name in sorted(on_disk):
         begins[name] = len(data)
         data += tensors[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     path.write_bytes(data)
     file = ShardFile(path.name, path, path.stat().st_size, path.stat().st_mtime_ns, "")
-    for name in on_disk:
+    leave_empty(model, on_disk)
+    shapes = {name: (str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)) for name in on_disk}
+    return {name: Extent(file, begins[name], *shapes[name]) for name in on_disk}
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of ``model``, tied ones by each of their names."""
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def leave_empty(model: nn.Module, names: Collection[str]) -> None:
+    """Leave meta tensors in the places of those named."""
+    tensors = tensors_of(model)
+    for name in names:
         owner, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
         if attribute in owner._parameters:
             owner._parameters[attribute] = nn.Parameter(tensors[name].to("meta"), requires_grad=False)
         else:
             owner._buffers[attribute] = tensors[name].to("meta")
-    shapes = {name: (str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)) for name in on_disk}
-    return {name: Extent(file, begins[name], *shapes[name]) for name in on_disk}
 
 
 def score_for(skeleton: Skeleton, homes: Mapping[str, DeviceId], execution: Mapping[str, DeviceId]) -> DispatchPlan:
-    serving = serve(Outline(skeleton), homes, execution, io="direct")
-    return make_dispatch_plan(skeleton, Plan("explicit", 0, homes, homes, execution, serving, {}, {}, 0, {}))
+    outline = Outline(skeleton)
+    serving = serve(outline, homes, execution, io="direct")
+    leaders = {skeleton.leader(name): home for name, home in homes.items()}
+    computes = {layer.name: execution[parent(layer.tensors[0])] for layer in outline.layers if layer.tensors}
+    kept = reserves(outline, Placement(leaders, 0, computes=computes), {})
+    return make_dispatch_plan(skeleton, Plan("explicit", 0, homes, homes, execution, serving, {}, {}, kept, {}))
 
 
 class Setup:
@@ -95,6 +111,7 @@ class Setup:
         self.model, self.devices = model, devices or Devices({0: ROOM, 1: ROOM})
         self.score = score_for(skeleton, placed, {parent(name): execution(parent(name)) for name in placed})
         self.score = replace(self.score, staging_bytes=options.pop("staging_bytes", self.score.staging_bytes))
+        self.score = replace(self.score, unpacking=options.pop("unpacking", {}))
         serving = options.pop("serving", None)
         if serving is not None:
             parts = {n: replace(p, serving=dict.fromkeys(p.serving, serving)) for n, p in self.score.parts.items()}

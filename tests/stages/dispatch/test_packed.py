@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.packed import AtRest, PackedTensor, in_memory, rest_bytes
+from stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
 from stages.dispatch.streaming.streamer import Streamer
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import parent
@@ -22,7 +21,7 @@ from stages.units import DeviceId
 from tests.stages.dispatch.experts.mixtures import mixture, waiting_experts
 from tests.stages.dispatch.experts.test_expert_stack import answers, equal
 from tests.stages.dispatch.placed_models import LAYOUTS, ROOM, Setup, X, net, score_for
-from tests.stages.packed_models import PackedFile, ScaledRows, is_packed, quantised, to_packed
+from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, held, is_packed, quantised, to_packed
 
 CODECS = {
     "in rows": ScaledRows(),
@@ -65,6 +64,69 @@ def test_an_accelerator_gets_what_is_unpacked_on_its_way(
     assert setup.ledger(0).peak <= setup.resident + setup.reserve
 
 
+TORCH_CODECS = {
+    "in rows": TorchScaledRows(),
+    "turned": TorchScaledRows(turned=True),
+    "in large blocks": TorchScaledRows(block_rows=400),
+}
+
+
+@pytest.mark.parametrize("codec", TORCH_CODECS.values(), ids=TORCH_CODECS)
+@pytest.mark.parametrize("layout", ["disk", "mixed", "torn"])
+def test_an_accelerator_unpacks_what_comes_to_it_packed_within_the_room_it_was_given(
+    codec: TorchScaledRows, layout: str, placed: Callable[..., Setup]
+) -> None:
+    plain, room = quantised(net(), codec), 400_000
+    setup = placed(codec, layout, unpacking={0: room})
+    for count in (1, 2, 3):
+        assert torch.equal(setup.model(X), plain(X))
+        assert setup.streamer.traffic.links[0].bytes == setup.streamer.traffic.streamed_bytes
+        assert setup.streamer.traffic.link_bytes < (count + 1) * setup.streamer.traffic.streamed_bytes
+    assert setup.streamer.traffic.overflow_bytes == 0
+    assert setup.resident + setup.reserve < setup.ledger(0).peak <= setup.resident + setup.reserve + room
+
+
+@pytest.mark.parametrize("codec", TORCH_CODECS.values(), ids=TORCH_CODECS)
+def test_what_waits_packed_in_memory_crosses_the_link_from_there(codec: TorchScaledRows, tmp_path: Path) -> None:
+    plain, model = quantised(net(), codec), quantised(net(), codec)
+    given = {"unpacking": {0: 400_000}, "store": into_memory(codec)}
+    setup = Setup(model, LAYOUTS["disk"], tmp_path, serving="packed", **given)
+    (tmp_path / "weights").unlink()
+    for _ in range(3):
+        assert torch.equal(setup.model(X), plain(X))
+    traffic = setup.streamer.traffic
+    assert (traffic.storage_bytes, traffic.links[0].bytes) == (0, traffic.streamed_bytes)
+    setup.streamer.remove()
+
+
+@pytest.mark.parametrize("waits", ["disk", "memory"])
+@pytest.mark.parametrize(("name", "turned"), [("gpt-oss", True), ("Mixtral", False)])
+def test_experts_are_unpacked_in_their_slots_where_the_accelerator_can(
+    name: str, turned: bool, waits: str, tmp_path: Path
+) -> None:
+    codec = TorchScaledRows(turned=turned)
+    plain = quantised(mixture(name, torch.float32), codec)
+    model, expected = deepcopy(plain), answers(plain)
+    stacks = [stack for spec in describe(model, rehearsed=False).experts for stack in spec.tensors]
+    places = to_packed(codec)(model, stacks, tmp_path / "weights")
+    if waits == "memory":
+        places = {stack: held(at) if isinstance(at, PackedTensor) else at for stack, at in places.items()}
+    rows = {stack: locate_rows([place], place.shape, place.dtype) for stack, place in places.items()}
+    stored = DiskWeights(places, rows)
+    for unpacking in (10**6, 10**3):
+        with waiting_experts(model, 3, stored=stored, unpacking=unpacking) as (_, traffic):
+            assert equal(answers(model), expected)
+            assert (traffic.links[0].bytes == traffic.streamed_bytes) == (unpacking == 10**6)
+
+
+def test_an_accelerator_without_the_room_gets_what_the_host_unpacks(placed: Callable[..., Setup]) -> None:
+    plain = quantised(net(), TorchScaledRows())
+    setup = placed(TorchScaledRows(), "disk", unpacking={0: 1000})
+    assert torch.equal(setup.model(X), plain(X))
+    assert setup.streamer.traffic.links[0].bytes > 2 * setup.streamer.traffic.streamed_bytes
+    assert setup.ledger(0).peak <= setup.resident + setup.reserve
+
+
 @every_codec
 @pytest.mark.parametrize("staging", [140_000, 10**7])
 def test_the_host_unpacks_into_its_staging_memory(
@@ -90,11 +152,6 @@ def into_memory(codec: ScaledRows) -> Callable[..., dict[str, AtRest]]:
         return {name: held(place) for name, place in places.items() if isinstance(place, PackedTensor)}
 
     return store
-
-
-def held(tensor: PackedTensor) -> PackedTensor:
-    parts = [np.fromfile(part.file.path, np.uint8, part.bytes, offset=part.begin) for part in tensor.parts]
-    return in_memory(tensor, parts)
 
 
 @every_codec

@@ -12,9 +12,10 @@ from stages.units import DeviceId
 NOTHING = Traffic()
 PLAN = Plan(
     policy="explicit", main_device="cpu", device_map={}, homes={}, execution={}, serving={}, budgets={},
-    resident_bytes={"cpu": 80, "disk": 60}, reserve_bytes=0, reasons={},
+    resident_bytes={"cpu": 80, "disk": 60}, reserves={}, reasons={}, used_bytes={"cpu": 80},
     rates={"storage": 40, "host": 1000, "link": 10, "device": 1000},
 )  # fmt: skip
+ACCELERATED = replace(PLAN, main_device=0, used_bytes={0: 80}, link_bytes_per_token={0: 1})
 
 
 def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:
@@ -58,7 +59,7 @@ def test_batches_are_summed() -> None:
 def test_the_physical_bound_is_what_was_moved_for_a_token_at_the_rates_of_the_machine(
     streamed: int, storage: int, main: DeviceId, seconds: float
 ) -> None:
-    bound = cost(streamed=streamed, storage=storage).bound_seconds(replace(PLAN, main_device=main))
+    bound = cost(streamed=streamed, storage=storage).bound_seconds(PLAN if main == "cpu" else ACCELERATED)
     assert bound == pytest.approx(seconds)
 
 
@@ -93,7 +94,7 @@ def test_the_rate_of_hits_is_of_decoding_alone_and_absent_where_no_expert_was_ca
     assert "expert_hit_rate" not in cost(streamed=60).metrics(PLAN)
 
 
-def test_of_batches_in_lockstep_decoding_begins_with_the_first_token_of_all_and_ends_with_the_last() -> None:
+def test_of_batches_in_lockstep_decoding_is_from_the_first_token_of_all_to_the_last_but_for_others_first() -> None:
     found = Cost()
     found.add(
         TimedBatch(10.0, [12.0, 13.0, 15.0], 1, Traffic(streamed_bytes=10), Traffic(streamed_bytes=70), cpu=(1.0, 3.0)),
@@ -102,9 +103,9 @@ def test_of_batches_in_lockstep_decoding_begins_with_the_first_token_of_all_and_
     )
     metrics = found.metrics(PLAN)
     assert metrics["time_to_first_token_seconds"] == 2.5, "each waits from when it joined"
-    assert (metrics["prefill_seconds"], metrics["decode_cpu_seconds_per_token"]) == (2.0, 4 / 3)
-    assert metrics["decode_tokens_per_second"] == 4 / 6
-    assert (metrics["decode_seconds_per_token"], metrics["streamed_bytes_per_token"]) == (6 / 3, 30)
+    assert (metrics["prefill_seconds"], metrics["decode_cpu_seconds_per_token"]) == (2.0 + 1.0, 4 * 5 / 6 / 3)
+    assert metrics["decode_tokens_per_second"] == 4 / 5
+    assert (metrics["decode_seconds_per_token"], metrics["streamed_bytes_per_token"]) == (5 / 3, 30)
     assert found.token_seconds == [1.0, 2.0, 4.0]
     assert metrics["passes"] == 7
     assert "passes" not in cost().metrics(PLAN)
@@ -116,4 +117,17 @@ def test_tokens_that_share_a_pass_share_what_is_read_and_not_the_reading_of_memo
     found.add(*spans, passes=2)
     assert (found.steps, found.streamed_bytes) == (8, 60)
     assert found.bound_seconds(PLAN) == (80 + 30) / 1000
-    assert found.bound_seconds(replace(PLAN, main_device=0)) == 30 / 10 / 4
+    assert found.bound_seconds(ACCELERATED) == 30 / 10 / 4
+
+
+def test_links_are_told_by_the_token_and_of_decoding_alone() -> None:
+    traffic = Traffic()
+    traffic.count_use(1, at_rest=100, carried=100)
+    first = traffic.copy()
+    traffic.count_use(1, at_rest=30, carried=40)
+    traffic.count_stall(1, 0.5)
+    found = Cost()
+    found.add(TimedBatch(10.0, [12.0, 13.0, 14.0], 1, first, traffic.copy()))
+    traffic.count_use(1, at_rest=100, carried=100)
+    metrics = found.metrics(PLAN)
+    assert (metrics["link_bytes_per_token.1"], metrics["link_stall_seconds_per_token.1"]) == (20, 0.25)

@@ -35,3 +35,20 @@ def test_of_a_run_whose_results_were_all_there_nothing_is_told() -> None:
     cost = ForwardCost(Traffic())
     assert cost.results_per_second is None
     assert set(cost.metrics().values()) == {None}
+
+
+def test_what_each_device_was_brought_is_told_by_the_forward() -> None:
+    traffic = Traffic()
+    traffic.count_use(0, at_rest=1000, carried=2000)
+    cost = ForwardCost(traffic)
+    for _ in range(2):
+        traffic.count_use(0, at_rest=50, carried=60)
+        traffic.count_use("cpu", at_rest=7, carried=7)
+        traffic.count_stall(0, 0.5)
+        cost.add(1.0, results=1)
+    found = {name: value for name, value in cost.metrics().items() if name.startswith("link_")}
+    assert found == {
+        "link_bytes_per_forward.0": 60, "link_stall_seconds_per_forward.0": 0.5,
+        "link_bytes_per_forward.cpu": 7, "link_stall_seconds_per_forward.cpu": 0.0,
+    }  # fmt: skip
+    assert (traffic.streamed_bytes, traffic.stall_seconds) == (1114, 1.0)

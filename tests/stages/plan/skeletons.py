@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stages.empty_init.skeleton import ModuleSpec, PackedSpec, Skeleton, TensorSpec
+from stages.empty_init.skeleton import DeviceUnpacking, ModuleSpec, PackedSpec, Skeleton, TensorSpec
 from stages.plan.outline import Outline
 
 
@@ -42,10 +42,13 @@ def stack(count: int, size: int = 10) -> Outline:
     return outline({f"layers.{index}.weight": size for index in range(count)})
 
 
-def at_rest(model: Outline, sizes: Mapping[str, int], *, working: int = 0) -> Outline:
-    """Return ``model`` with those of its tensors packed at rest that ``sizes`` gives bytes for, by the codec half."""
-    specs = tuple(
-        replace(spec, packed=PackedSpec("half", sizes[spec.name], working)) if spec.name in sizes else spec
-        for spec in model.skeleton.tensors
-    )
+def at_rest(
+    model: Outline, sizes: Mapping[str, int], *, working: int = 0, device: DeviceUnpacking | None = None
+) -> Outline:
+    """Return ``model`` with those of its tensors packed at rest that ``sizes`` gives bytes for, by the codec half.
+
+    That is unpacked on a ``device`` by so much of it, if at all.
+    """
+    packed = {name: PackedSpec("half", size, working, device=device) for name, size in sizes.items()}
+    specs = tuple(replace(spec, packed=packed.get(spec.name)) for spec in model.skeleton.tensors)
     return replace(model, skeleton=replace(model.skeleton, tensors=specs))

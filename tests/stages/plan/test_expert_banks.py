@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, strategies as st
 
+from stages.dispatch.experts.bank import Bank
+from stages.dispatch.experts.eviction import DEFAULT, POLICIES
 from stages.plan.expert_banks import bank_bounds, kept_share, wanted
 
 
@@ -16,7 +21,8 @@ def test_banks_cover_the_slots_and_hold_what_a_call_uses_twice_over_where_they_c
     assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
     assert bounds[-1][1] == min(slots, layers * largest)
     assert len(bounds) <= layers
-    assert all(end - begin >= min(2 * together, bounds[-1][1]) for begin, end in bounds)
+    least = min(largest if bounds[-1][1] == layers * largest else 2 * together, bounds[-1][1])
+    assert all(end - begin >= least for begin, end in bounds)
 
 
 def test_tokens_of_one_pass_share_experts() -> None:
@@ -35,3 +41,50 @@ def test_a_share_is_expected_of_what_slots_hold_beyond_one_call(slots: int, shar
 def test_one_layer_whose_call_uses_more_than_its_bank_holds_keeps_nothing() -> None:
     assert kept_share(20, layers=1, count=64, used=26.5) == 0
     assert kept_share(30, layers=1, count=64, used=26.5) == 30 / 64
+
+
+def test_where_all_experts_have_slots_each_layer_has_those_of_its_own() -> None:
+    assert bank_bounds(999, layers=3, largest=10, together=9) == [(0, 10), (10, 20), (20, 30)]
+    assert kept_share(30, layers=3, count=10, used=9) == 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "prompt", "passes"),
+    [(384, 4, 16), (320, 4, 16), (320, 4, 64), (320, 64, 64), (120, 4, 16), (100, 64, 32), (70, 4, 32), (40, 64, 32)],
+)
+def test_what_is_expected_is_what_uniform_routing_finds(slots: int, prompt: int, passes: int) -> None:
+    """Six layers of 64 experts, of which a token uses 8; slots are empty as the prompt begins."""
+    before = wanted(64, 8, prompt)
+    expected = kept_share(slots, layers=6, count=64, used=8, before=before, passes=passes)
+    runs = [found for seed in range(6) for found in hits(slots, prompt, passes, random.Random(seed))]
+    assert sum(runs) / len(runs) / 8 == pytest.approx(expected, abs=0.02)
+
+
+def hits(slots: int, prompt: int, passes: int, draw: random.Random) -> Iterator[int]:
+    """Yield how many of the experts of a layer's call are in slots, for each call of decoding."""
+    bounds = bank_bounds(slots, layers=6, largest=64, together=8)
+    banks = [Bank(begin, end, POLICIES[DEFAULT]()) for begin, end in bounds]
+    for number in range(1 + passes):
+        for bank in banks:
+            bank.policy.begin_pass()
+        for layer in range(6):
+            tokens = prompt if number == 0 else 1
+            routed = sorted({(layer, expert) for _ in range(tokens) for expert in draw.sample(range(64), 8)})
+            found = call(banks[layer % len(banks)], layer, routed)
+            if number:
+                yield found
+
+
+def call(bank: Bank, layer: int, routed: list[tuple[int, int]]) -> int:
+    """Have ``bank`` bring what a layer's call uses; return how many of it were there."""
+    there = [expert for expert in routed if bank.slot(expert) is not None]
+    bank.policy.begin_layer(layer)
+    for expert in there:
+        bank.policy.use(expert)
+    waiting = [expert for expert in routed if expert not in there]
+    for begin in range(0, len(waiting), 4):
+        batch = waiting[begin : begin + 4]
+        for expert in batch:
+            assert bank.take(expert, batch if len(routed) > bank.size else routed) is not None
+            bank.policy.use(expert)
+    return len(there)

@@ -32,7 +32,7 @@ def test_a_rate_is_expected_again_with_about_as_many_slots(tmp_path: Path) -> No
     assert kept_hit_rates(tmp_path, model) == {}
     note_hit_rate(tmp_path, model, POOL, slots=480, tokens=1, rate=0.8123)
     routing = Routing(1, kept_hit_rates(tmp_path, model))
-    assert [routing.measured(POOL, slots) for slots in (480, 490, 600, 960)] == [0.812, 0.812, None, 1]
+    assert [routing.measured(POOL, slots) for slots in (480, 490, 600, 960)] == [0.812, 0.812, None, None]
 
 
 def test_the_first_of_equal_runs_counts(tmp_path: Path) -> None:
@@ -58,7 +58,11 @@ def test_only_shares_are_taken(figure: object, sound: bool) -> None:
 
 @pytest.mark.parametrize(("rate", "news"), [(0.89, True), (0.904, False), (0.896, False), (0.95, True), (0.0, True)])
 def test_a_rate_is_news_by_the_bytes_that_it_brings(rate: float, news: bool) -> None:
-    assert is_news(rate, 0.9) is news, "a tenth of the experts is brought: 0.95 is half of the bytes"
+    assert is_news(rate, 0.9, 10**6) is news, "a tenth of the experts is brought: 0.95 is half of the bytes"
+
+
+def test_what_may_be_chance_is_no_news() -> None:
+    assert [is_news(0.87, 0.9, calls) for calls in (100, 800, 1000, 10**6)] == [False, False, True, True]
 
 
 def test_a_rate_that_is_none_is_passed_over(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from stages.plan.outline import Outline
 from stages.plan.placement import Placement, reserves, resident_bytes, streamed_bytes
 from stages.plan.plan import Plan
 from stages.plan.policies import POLICIES
-from stages.plan.predict import Work, bound_seconds, predict
+from stages.plan.predict import Work, predict
 from stages.plan.serving import serve
 from stages.plan.stage import make_plan
 from stages.plan.table import packed_told
+from stages.plan.token_bound import bound_seconds
 from stages.plan.token_time import Brought, slowest, token_seconds
 from stages.units import DeviceId
 from tests.stages.plan.mixtures import mixture
@@ -59,13 +60,15 @@ def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_t
 
 
 def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> None:
-    brought = Brought(Counter({"disk": 10.0, "cpu": 20.0}), packed=10, unpacked=40)
-    seconds = token_seconds(brought, {0: 100}, main=0, rates=RATES, members=2)
+    brought = Brought(Counter({"disk": 10.0, "cpu": 20.0}), packed=10, unpacked=40, used=Counter({0: 60.0}))
+    seconds = token_seconds(brought, {0: 100}, rates=RATES, members=2)
     assert seconds == {
         "storage": 10 / 10 / 2,
         "link": 60 / 100 / 2,
         "host memory": 0,
         "device memory": (100 + 60) / 1000,
+        "crossing": 0,
+        "link beside the host": 0,
         "unpacking": 40 / 50 / 2,
     }
     assert slowest(seconds) == ("storage", 0.5)

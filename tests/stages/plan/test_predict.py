@@ -10,8 +10,8 @@ import pytest
 from pipeline.cache.sealed_files import write_sealed
 from stages.empty_init.skeleton import Moment, TensorSpec
 from stages.machine.host_memory import PROCESS_BYTES
-from stages.machine.kernels import Kernels
-from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
+from stages.machine.kernels import Kernels, identity
+from stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates, read_rates
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.predict import Work, predict, work
@@ -172,6 +172,10 @@ def test_guesses_that_are_judged_in_lockstep_have_a_layers_keys_and_values_each_
     assert some.activation_bytes - none.activation_bytes == 4 * 100 * 16 * 4
 
 
+def keep_decoding(folder: Path, host: int = 10_000_000_000, calls: int = 10_000) -> None:
+    write_sealed(folder / DECODING_NAME, {identity(): {"host": host, "calls": calls}})
+
+
 def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None:
     assert read_rates({"rates": {"link": "25GB"}}).link == 25 * 10**9
     first = local_rates(tmp_path / "hardware", None)
@@ -180,19 +184,21 @@ def test_rates_come_from_the_config_or_are_measured_once(tmp_path: Path) -> None
 
 
 def test_rates_are_kept_as_measured_and_used_coarsely(tmp_path: Path) -> None:
-    write_sealed(tmp_path / "rates.json", {"host": 10_000_000_000, "link GPU": 20_000_000_000})
+    keep_decoding(tmp_path)
+    write_sealed(tmp_path / "rates.json", {"link GPU": 20_000_000_000})
     found = local_rates(tmp_path, None, ["GPU"])
     assert found.host == coarse_rate(9_900_000_000) == coarse_rate(10_100_000_000)
     assert found.link == pytest.approx(20 * 10**9, rel=0.05)
+    assert found.calls == coarse_rate(9_900) == coarse_rate(10_100)
     assert found.device == Rates().device, "no such accelerator is here: the nominal one stands"
 
 
 def test_a_rate_that_is_pinned_is_taken_as_it_is_and_the_others_are_measured(tmp_path: Path) -> None:
-    write_sealed(tmp_path / "rates.json", {"host": 10_000_000_000})
+    keep_decoding(tmp_path)
     found = local_rates(tmp_path, None, pinned={"storage": "3.333GB"})
     assert (found.storage, found.host) == (3_333_000_000, coarse_rate(10_000_000_000))
     nothing = tmp_path / "nothing"
-    assert local_rates(nothing, None, pinned={"host": "5GB"}).host == 5 * 10**9
+    assert local_rates(nothing, None, pinned={"host": "5GB", "calls": 5000}).host == 5 * 10**9
     assert not nothing.exists(), "nothing had to be measured"
 
 

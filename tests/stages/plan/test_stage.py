@@ -147,7 +147,7 @@ def test_cpu_offload_gb_offloads_the_first_layers_parameter_by_parameter() -> No
     changes = {"max_memory": {"0": "7GB", "cpu": "9GB"}, "hardware": two_accelerators("8GB")}
     plan = make_plan(model, config(**changes, device_map={"cpu_offload_gb": 2.5}))
     assert plan.device_map == {"embed": 0, "l.0": "cpu", "l.1.a": "cpu", "l.1.b": 0, "l.2": 0}
-    assert (set(plan.execution.values()), plan.reserve_bytes) == ({0}, 2 * 10**9)
+    assert (set(plan.execution.values()), plan.reserves) == ({0}, {0: 2 * 10**9})
 
 
 def test_a_host_that_cannot_hold_the_plan_is_refused_with_the_most_that_works() -> None:

@@ -90,7 +90,7 @@ def make_plan(skeleton: Skeleton, where: Callable[[str], DeviceId]) -> Plan:
         serving={},
         budgets={"cpu": None, "disk": None},
         resident_bytes={},
-        reserve_bytes=0,
+        reserves={},
         reasons={},
     )
 

@@ -167,10 +167,12 @@ BROKEN: Mapping[str, tuple[dict[str, torch.Tensor], str]] = {
     "a shape that is too large": (told(shape=[2**40, 2**40]), "says shape [1099511627776, 1099511627776]"),
     "runs of nothing": (told(blocksize=0), "blocksize 0"),
     "runs of a text": (told(blocksize=[64]), "blocksize [64]"),
+    "runs of a fraction": (told(blocksize=64.0), "blocksize 64.0"),
     "runs that don't end with it": (told(blocksize=4096), "in runs of 4096"),
     "another dtype": (told(dtype="int8"), "dtype int8"),
     "an offset that is none": (told(nested_offset="x"), "nested_offset x"),
     "nested runs of nothing": (told(nested_blocksize=-1), "nested_blocksize -1"),
+    "nested runs of a fraction": (told(nested_blocksize=256.0), "nested_blocksize 256.0"),
 }
 
 

@@ -23,7 +23,7 @@ def planned(skeleton: Skeleton, main: DeviceId, away: DeviceId, **changes: objec
 def test_a_layer_of_experts_has_slots_where_nothing_says_how_much_there_is(main: DeviceId, away: DeviceId) -> None:
     plan = planned(MODEL.skeleton, main, away)
     assert set(plan.serving.values()) == {"experts"}
-    assert plan.reserve_bytes == 0
+    assert plan.reserves == {}
     layers = 2 if main == CPU else 1
     assert plan.slots == {main: layers * 6 * EXPERT}
     budget = plan.budgets[main]

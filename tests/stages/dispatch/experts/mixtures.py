@@ -22,6 +22,8 @@ from transformers import (
 from stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
 from stages.dispatch.experts.eviction import DEFAULT, POLICIES
+from stages.dispatch.streaming.device_lookaheads import Links
+from stages.dispatch.streaming.device_unpackers import open_unpackers
 from stages.dispatch.transfer.carrier import Traffic
 from stages.empty_init.describe import describe
 from stages.machine.devices import Devices
@@ -73,10 +75,11 @@ def waiting_experts(
     policy: str = DEFAULT,
     stored: DiskWeights | None = None,
     computes: DeviceId = 0,
+    unpacking: int = 0,
 ) -> Iterator[tuple[RoutedModel, Traffic]]:
     """Have the experts of ``model`` wait in memory, on a simulated accelerator's other side, behind ``slots``.
 
-    Or as ``stored`` has them, and as another device ``computes`` them.
+    Or as ``stored`` has them, and as another device ``computes`` them; it has room for ``unpacking`` them.
     """
     skeleton = describe(model, rehearsed=False)
     whole = sum(skeleton.by_name[name].bytes for spec in skeleton.experts for name in spec.tensors)
@@ -85,15 +88,18 @@ def waiting_experts(
     parts = {
         spec.module: ModulePlan(computes, dict.fromkeys(spec.tensors, "experts"), (), spec) for spec in skeleton.experts
     }
-    plan = DispatchPlan(computes, parts, {}, (), 0, 0, {}, {computes: slots * one})
+    plan = DispatchPlan(computes, parts, {}, (), 0, 0, {}, {computes: slots * one}, unpacking={computes: unpacking})
+    links, bindings = Links(devices), expert_bindings(model, plan, stored)
     with ExitStack() as stack:
         yield (
             attach_experts(
                 model,
                 plan,
-                expert_bindings(model, plan, stored),
+                bindings,
                 stored=stored,
                 devices=devices,
+                links=links,
+                unpackers=open_unpackers([], bindings, plan, stored=stored, links=links, stack=stack),
                 policy=POLICIES[policy],
                 traffic=traffic,
                 stack=stack,

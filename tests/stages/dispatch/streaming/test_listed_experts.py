@@ -63,7 +63,7 @@ class Listed:
         homes: dict[str, DeviceId] = {tensor.name: "disk" for tensor in skeleton.tensors}
         execution = {parent(name): computes for name in homes}
         serving = serve(Outline(skeleton), homes, execution, io="direct")
-        plan = Plan("explicit", computes, homes, homes, execution, serving, {}, {}, 0, {})
+        plan = Plan("explicit", computes, homes, homes, execution, serving, {}, {}, {}, {})
         dispatch = replace(make_dispatch_plan(skeleton, plan), staging_bytes=staging, reserves={0: staging})
         store = to_packed(codec) if codec else to_disk
         extents = store(self.model, set(homes), folder / "weights", begin=64)

@@ -23,7 +23,7 @@ def plan_with(skeleton: Skeleton, on_disk: set[str], io: Io) -> Plan:
     homes: dict[str, DeviceId] = {t.name: "disk" if t.name in on_disk else "cpu" for t in skeleton.tensors}
     execution: dict[str, DeviceId] = {parent(name): "cpu" for name in homes}
     serving = serve(Outline(skeleton), homes, execution, io=io)
-    return Plan("explicit", "cpu", homes, homes, execution, serving, {}, {}, 0, {})
+    return Plan("explicit", "cpu", homes, homes, execution, serving, {}, {}, {}, {})
 
 
 Result = tuple[Streamer, DispatchPlan]

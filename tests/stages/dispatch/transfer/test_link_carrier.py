@@ -1,24 +1,29 @@
 """Who waits for what, on an accelerator on which everything happens late."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from stages.checkpoints.device_codec import device_bytes
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import rest_bytes
+from stages.checkpoints.memory_file import MemoryFile
+from stages.checkpoints.packed import PackedTensor, rest_bytes
 from stages.checkpoints.shard_files import ShardFile
 from stages.dispatch.streaming.lookahead import Lookahead
 from stages.dispatch.transfer.carrier import Traffic
+from stages.dispatch.transfer.device_unpacker import open_unpacker
 from stages.dispatch.transfer.link import pin
 from stages.dispatch.transfer.link_carrier import LinkCarrier
+from stages.dispatch.transfer.part_layout import Source, read_lengths
+from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.probes import CHUNK_BYTES
 from tests.stages.dispatch.late_link import LateLink
-from tests.stages.packed_models import PackedFile, ScaledRows, coded
+from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, held
 
 SIZES = [[70_000, 3], [40_000], [90_000, 17, 5000], [0], [300], [60_000], [80_000, 4097]]
 """Elements of each part's tensors, in float16."""
@@ -44,6 +49,14 @@ def on_disk(parts: list[list[torch.Tensor]], path: Path) -> list[list[Extent]]:
     return [[Extent(file, next(places), "float16", tuple(tensor.shape)) for tensor in part] for part in parts]
 
 
+def link_carrier(
+    parts: Sequence[Sequence[Source]], link: LateLink, staging: int, traffic: Traffic, trace: Trace | None = None
+) -> tuple[LinkCarrier, PinnedBuffers | None]:
+    """Return the carrier of ``parts`` over ``link``, and the buffers that it reads by way of."""
+    buffers = buffers_for(read_lengths([source for part in parts for source in part]), link, staging_bytes=staging)
+    return LinkCarrier(parts, link, staging_bytes=staging, buffers=buffers, traffic=traffic, trace=trace), buffers
+
+
 class Stage:
     """Parts, where they wait, the link, and a lookahead over it."""
 
@@ -60,7 +73,7 @@ class Stage:
         self.unpin = pin(self.link, self.block.memory)
         self.traffic = Traffic()
         sources = {"disk": disk, "host": host, "mixed": mixed}[where]
-        self.carrier = LinkCarrier(sources, self.link, staging_bytes=staging, traffic=self.traffic, trace=trace)
+        self.carrier, self.buffers = link_carrier(sources, self.link, staging, self.traffic, trace)
         self.ahead = Lookahead(self.carrier, list(range(len(SIZES))), traffic=self.traffic, trace=trace)
 
     def play(self, order: list[int]) -> None:
@@ -73,6 +86,11 @@ class Stage:
                 del got
             self.ahead.let_go(part)
         self.ahead.end_pass()
+
+    def close(self) -> None:
+        self.ahead.close()
+        if self.buffers is not None:
+            self.buffers.close()
 
     def check(self) -> None:
         self.link.close()
@@ -89,7 +107,7 @@ def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 
     yield make
     for one in made:
-        one.ahead.close()
+        one.close()
         one.link.end()
 
 
@@ -145,10 +163,11 @@ def test_the_first_parts_of_the_next_pass_are_on_their_way_when_one_ends(
 def test_reads_go_on_only_as_far_as_pinned_memory_reaches(stage: Callable[..., Stage]) -> None:
     late = stage("disk")
     size = 2 * max(size for part in SIZES for size in part)
-    assert size < late.carrier.pinned_bytes <= STAGING, "no more than the staging that the plan knows of"
-    assert [memory.nbytes for memory in late.link.pinned if memory is not late.block.memory] == [
-        late.carrier.pinned_bytes
-    ], "and exactly that is pinned"
+    assert late.buffers is not None
+    assert size < late.buffers.bytes <= STAGING, "no more than the staging that the plan knows of"
+    assert [memory.nbytes for memory in late.link.pinned if memory is not late.block.memory] == [late.buffers.bytes], (
+        "and exactly that is pinned"
+    )
     for _ in range(3):
         late.play(IN_ORDER)
     late.check()
@@ -162,7 +181,7 @@ def test_a_part_as_large_as_the_staging_memory_fits_it_to_the_byte(tmp_path: Pat
     parts = [[block.hold(tensor) for tensor in part] for part in parts]
     unpin = pin(link, block.memory)
     exact = 4 * 5 + 3 + 2 * 7
-    ahead = Lookahead(LinkCarrier(parts, link, staging_bytes=exact, traffic=traffic), [0, 1], traffic=traffic)
+    ahead = Lookahead(link_carrier(parts, link, exact, traffic)[0], [0, 1], traffic=traffic)
     for part in (0, 1, 0, 1):
         for got, expected in zip(ahead.take(part), parts[part], strict=True):
             link.launch(got, expected)
@@ -187,7 +206,7 @@ def test_a_tensor_of_many_reads_arrives_whole(tmp_path: Path) -> None:
     link, traffic = LateLink(copy_pause=0), Traffic()
     parts = [[torch.arange(2 * CHUNK_BYTES + 12_345, dtype=torch.int32).view(torch.float16)] for _ in range(2)]
     extents = on_disk(parts, tmp_path / "weights")
-    carrier = LinkCarrier(extents, link, staging_bytes=parts[0][0].nbytes, traffic=traffic)
+    carrier, _ = link_carrier(extents, link, parts[0][0].nbytes, traffic)
     ahead = Lookahead(carrier, [0, 1], traffic=traffic)
     for part in (0, 1, 0):
         (got,) = ahead.take(part)
@@ -207,8 +226,9 @@ def test_what_several_threads_unpack_together_is_copied_once_it_is_whole(codec: 
     for number, tensor in enumerate(parts):
         file.add(str(number), tensor)
     sources = [[place] for place in file.write().values()]
-    carrier = LinkCarrier(sources, link, staging_bytes=60_000, traffic=traffic)
-    assert carrier.pinned_bytes == 36_864, "one buffer, as large as the largest"
+    carrier, buffers = link_carrier(sources, link, 60_000, traffic)
+    assert buffers is not None
+    assert buffers.bytes == 36_864, "one buffer, as large as the largest"
     ahead = Lookahead(carrier, [*range(5)], traffic=traffic)
     for _ in range(4):
         ahead.begin_pass()
@@ -223,6 +243,63 @@ def test_what_several_threads_unpack_together_is_copied_once_it_is_whole(codec: 
     assert link.wrong == []
     assert traffic.streamed_bytes == 4 * sum(rest_bytes(place) for (place,) in sources)
     assert traffic.link_bytes >= 4 * sum(tensor.nbytes for tensor in parts)
+
+
+@pytest.mark.parametrize("waits", ["disk", "memory"])
+@pytest.mark.parametrize("codec", [TorchScaledRows(), TorchScaledRows(turned=True), TorchScaledRows(block_rows=30)])
+def test_what_the_accelerator_unpacks_is_whole_before_it_is_used_and_crosses_the_link_packed(
+    codec: TorchScaledRows, waits: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    link, traffic, file = LateLink(), Traffic(), PackedFile(tmp_path / "weights", codec)
+    parts = [coded(torch.randn(rows, 90), codec)[2] for rows in (40, 100, 3, 77, 60)]
+    for number, tensor in enumerate(parts):
+        file.add(str(number), tensor)
+    places = [place for place in file.write().values() if isinstance(place, PackedTensor)]
+    if waits == "memory":
+        places = [held(place) for place in places]
+        (tmp_path / "weights").unlink()
+    unpins = [
+        pin(link, part.file.memory) for place in places for part in place.parts if isinstance(part.file, MemoryFile)
+    ]
+    unpacker = open_unpacker(link, places, room=device_bytes(places))
+    assert unpacker is not None
+    buffers = buffers_for(read_lengths(places, as_at_rest=True), link, staging_bytes=60_000)
+    assert (buffers is None) == (waits == "memory")
+    carrier = LinkCarrier(
+        [[place] for place in places], link, staging_bytes=60_000, buffers=buffers, unpacker=unpacker, traffic=traffic
+    )
+    assert carrier.carried == carrier.streamed
+    ahead = Lookahead(carrier, [*range(5)], traffic=traffic)
+    for _ in range(4):
+        ahead.begin_pass()
+        for part, wanted in enumerate(parts):
+            (got,) = ahead.take(part)
+            link.launch(got, wanted)
+            del got
+            ahead.let_go(part)
+        ahead.end_pass()
+    ahead.close()
+    link.end()
+    unpacker.close()
+    assert link.wrong == []
+    at_rest = sum(map(rest_bytes, places))
+    assert traffic.streamed_bytes == 4 * at_rest
+    assert 4 * at_rest <= traffic.link_bytes <= 5 * at_rest, "one pass is brought ahead at the most"
+    assert (traffic.storage_bytes == 0) == (waits == "memory")
+    for unpin in unpins:
+        unpin()
+
+
+def test_an_accelerator_without_room_for_it_unpacks_nothing(tmp_path: Path) -> None:
+    file = PackedFile(tmp_path / "weights", TorchScaledRows())
+    file.add("0", torch.randn(40, 90))
+    places = [place for place in file.write().values() if isinstance(place, PackedTensor)]
+    link = LateLink()
+    assert open_unpacker(link, places, room=device_bytes(places) - 1) is None
+    assert open_unpacker(link, [], room=10**9) is None
+    assert link.memories == []
+    link.end()
 
 
 def test_what_is_still_seen_is_never_copied_over(stage: Callable[..., Stage]) -> None:
@@ -250,10 +327,10 @@ def test_parts_held_at_once_beyond_the_staging_memory_get_memory_of_their_own(st
 def test_closing_waits_and_leaves_nothing_pinned(stage: Callable[..., Stage]) -> None:
     late = stage("mixed")
     late.play(IN_ORDER)
-    late.ahead.close()
+    late.close()
     late.unpin()
     assert late.link.pinned == []
-    late.ahead.close()
+    late.close()
 
 
 def test_memory_that_cannot_be_pinned_is_said_to_be_slow_and_serves_all_the_same(

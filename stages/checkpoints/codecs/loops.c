@@ -1,0 +1,355 @@
+/* Loops that unpack weights: one pass over the bytes, where operators of numpy and torch take half a dozen.
+
+   stages/machine/compiled_code.py has the system's compiler make them, for the processor they run on; without one the
+   operators stay. What comes out is the same to the bit: each value is computed by the same operations in the same
+   order, and no two of them are contracted to one (-ffp-contract=off). All is written so that compilers vectorise it:
+   no branches within a run, no tables where shifts do. */
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE float as_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t as_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* Rounding to nearest, ties to even. What is no number becomes the quiet one without a sign or payload. */
+
+INLINE uint16_t number_to_bfloat16(float value) {
+    uint32_t bits = as_bits(value);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE uint16_t to_bfloat16(float value) {
+    return (as_bits(value) & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : number_to_bfloat16(value);
+}
+
+INLINE uint16_t to_float16(float value) {
+    uint32_t bits = as_bits(value), size = bits & 0x7fffffff;
+    uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    uint32_t subnormal = as_bits(as_float(size) + 0.5f) - 0x3f000000; /* a half's last bit is worth 2^-24 there */
+    uint32_t beyond = size > 0x7f800000 ? 0x7e00 : 0x7c00;
+    uint32_t magnitude = size >= 0x47800000 ? beyond : size < 0x38800000 ? subnormal : normal;
+    return (uint16_t)((bits >> 16 & 0x8000) | magnitude);
+}
+
+INLINE float to_float32(float value) { return value; }
+
+enum { BFLOAT16, FLOAT16, FLOAT32, DTYPES };
+#define SIZE_OF(dtype) ((dtype) == FLOAT32 ? 4 : 2)
+
+/* Codes and what they stand for. */
+
+INLINE float of_fp8_number(uint32_t code) {
+    uint32_t size = code & 0x7f;
+    uint32_t normal = (size << 20) + (120u << 23);
+    uint32_t subnormal = as_bits(as_float((size << 20) + (121u << 23)) - 0x1p-6f);
+    return as_float((size < 8 ? subnormal : normal) | (code & 0x80) << 24);
+}
+
+INLINE float of_fp8(uint32_t code) { return (code & 0x7f) == 0x7f ? as_float(0x7fc00000) : of_fp8_number(code); }
+
+INLINE float of_fp4(uint32_t code) {
+    uint32_t size = code & 7;
+    uint32_t normal = (size << 22) + (126u << 23), subnormal = as_bits((float)(int32_t)size * 0.5f);
+    return as_float((size < 2 ? subnormal : normal) | (code & 8) << 28);
+}
+
+INLINE float of_int8(uint32_t code) { return (float)(int8_t)code; }
+
+INLINE float of_int4(uint32_t code) { return (float)((int32_t)code - 8); }
+
+/* Runs of codes that share a scale. */
+
+typedef void (*Run)(const uint8_t *restrict codes, float scale, void *restrict made, int64_t count);
+
+#define RUN_OF_BYTES(code, dtype, type)                                                                       \
+    static void code##_##dtype(const uint8_t *restrict codes, float scale, void *restrict made, int64_t count) { \
+        type *restrict values = made;                                                                         \
+        for (int64_t at = 0; at < count; at++) values[at] = to_##dtype(of_##code(codes[at]) * scale);         \
+    }
+
+#define RUN_OF_PAIRS(code, dtype, type)                                                                       \
+    static void code##_##dtype(const uint8_t *restrict codes, float scale, void *restrict made, int64_t count) { \
+        type *restrict values = made;                                                                         \
+        for (int64_t at = 0; at < count / 2; at++) {                                                          \
+            values[2 * at] = to_##dtype(of_##code(codes[at] & 15) * scale);                                   \
+            values[2 * at + 1] = to_##dtype(of_##code(codes[at] >> 4) * scale);                               \
+        }                                                                                                     \
+    }
+
+#define RUNS(kind, code) kind(code, bfloat16, uint16_t) kind(code, float16, uint16_t) kind(code, float32, float)
+
+RUNS(RUN_OF_BYTES, fp8)
+RUNS(RUN_OF_BYTES, int8)
+RUNS(RUN_OF_PAIRS, fp4)
+RUNS(RUN_OF_PAIRS, int4)
+
+enum { FP8, INT8, FP4, INT4, CODES };
+
+static const Run RUN[CODES][DTYPES] = {
+    {fp8_bfloat16, fp8_float16, fp8_float32},
+    {int8_bfloat16, int8_float16, int8_float32},
+    {fp4_bfloat16, fp4_float16, fp4_float32},
+    {int4_bfloat16, int4_float16, int4_float32},
+};
+
+/* The usual run of FP8 in a quarter less time: all its codes and its scale are numbers, and so is each product. */
+static void fp8_numbers(const uint8_t *restrict codes, float scale, uint16_t *restrict made, int64_t count) {
+    for (int64_t at = 0; at < count; at++) made[at] = number_to_bfloat16(of_fp8_number(codes[at]) * scale);
+}
+
+static int are_numbers(const uint8_t *codes, int64_t count) {
+    uint8_t most = 0;
+    for (int64_t at = 0; at < count; at++) {
+        uint8_t size = codes[at] & 0x7f;
+        most = size > most ? size : most;
+    }
+    return most < 0x7f;
+}
+
+/* Write rows of a matrix of codes to made, each block of rows and columns with a scale of its own. The first row is
+   that of number inside among the matrix's; scales has those of its block first, across in each line. */
+void unpack_scaled(int32_t code, int32_t dtype, const uint8_t *codes, const float *scales, void *made, int64_t rows,
+                   int64_t columns, int64_t inside, int64_t block_rows, int64_t block_columns, int64_t across) {
+    Run run = RUN[code][dtype];
+    int64_t per_byte = code >= FP4 ? 2 : 1, first = inside / block_rows;
+    for (int64_t row = 0; row < rows; row++) {
+        const float *scale = scales + ((inside + row) / block_rows - first) * across;
+        int numbers = code == FP8 && dtype == BFLOAT16 && are_numbers(codes + row * columns, columns);
+        for (int64_t begin = 0; begin < columns; begin += block_columns, scale++) {
+            int64_t count = columns - begin < block_columns ? columns - begin : block_columns;
+            int64_t at = row * columns + begin;
+            if (numbers && *scale - *scale == 0) /* which is finite */
+                fp8_numbers(codes + at, *scale, (uint16_t *)made + at, count);
+            else
+                run(codes + at / per_byte, *scale, (char *)made + at * SIZE_OF(dtype), count);
+        }
+    }
+}
+
+/* Codes of four bits whose values a table has: pairs[byte] are the two of a byte. Runs share a scale. */
+
+enum { PIECE = 512 };
+
+#define TABLE(dtype, type)                                                                                    \
+    static void table_##dtype(const uint8_t *restrict codes, const float (*restrict pairs)[2], float scale,   \
+                              void *restrict made, int64_t count) {                                           \
+        type *restrict values = made;                                                                         \
+        float found[PIECE];                                                                                   \
+        for (int64_t at = 0; at < count / 2; at++) memcpy(found + 2 * at, pairs[codes[at]], sizeof *pairs);   \
+        for (int64_t at = 0; at < count; at++) values[at] = to_##dtype(found[at] * scale);                    \
+    }
+
+TABLE(bfloat16, uint16_t)
+TABLE(float16, uint16_t)
+TABLE(float32, float)
+
+/* Write runs of codes, run values each, to made. */
+void unpack_table_scaled(int32_t dtype, const uint8_t *codes, const float (*pairs)[2], const float *scales, void *made,
+                         int64_t runs, int64_t run) {
+    for (int64_t begin = 0; begin < runs * run;) {
+        int64_t left = run - begin % run, count = left < PIECE ? left : PIECE;
+        float scale = scales[begin / run];
+        char *values = (char *)made + begin * SIZE_OF(dtype);
+        if (dtype == BFLOAT16) table_bfloat16(codes + begin / 2, pairs, scale, values, count);
+        if (dtype == FLOAT16) table_float16(codes + begin / 2, pairs, scale, values, count);
+        if (dtype == FLOAT32) table_float32(codes + begin / 2, pairs, scale, values, count);
+        begin += count;
+    }
+}
+
+/* MXFP4: rows of groups of 32 values become columns. Tiles of 32 rows fill whole cache lines of each column. */
+
+enum { GROUP_BYTES = 16, GROUP = 32, TILE_ROWS = 32 };
+
+#define TRANSPOSED(name, type, pair_type)                                                                     \
+    static void name(const uint8_t *codes, const uint8_t *scales, const pair_type *table, type *made,         \
+                     int64_t rows, int64_t groups, int64_t line) {                                            \
+        type lines[GROUP][TILE_ROWS];                                                                         \
+        for (int64_t group = 0; group < groups; group++) {                                                    \
+            for (int64_t row = 0; row < rows; row++) {                                                        \
+                const pair_type *pairs = table + 256 * (int64_t)scales[row * groups + group];                 \
+                const uint8_t *bytes = codes + (row * groups + group) * GROUP_BYTES;                          \
+                for (int at = 0; at < GROUP_BYTES; at++) {                                                    \
+                    pair_type pair = pairs[bytes[at]];                                                        \
+                    lines[2 * at][row] = (type)pair;                                                          \
+                    lines[2 * at + 1][row] = (type)(pair >> 8 * sizeof(type));                                \
+                }                                                                                             \
+            }                                                                                                 \
+            for (int at = 0; at < GROUP; at++)                                                                \
+                memcpy(made + (group * GROUP + at) * line, lines[at], (size_t)rows * sizeof(type));           \
+        }                                                                                                     \
+    }
+
+TRANSPOSED(transpose_halves, uint16_t, uint32_t)
+TRANSPOSED(transpose_floats, uint32_t, uint64_t)
+
+/* Write rows as columns to made, whose lines have line values of so many bytes; table has the two values of a byte as
+   one number for each scale and byte, the low four bits' first. */
+void unpack_mxfp4(const uint8_t *codes, const uint8_t *scales, const void *table, void *made, int64_t rows,
+                  int64_t groups, int64_t line, int32_t bytes) {
+    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
+        int64_t count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
+        const uint8_t *some = codes + row * groups * GROUP_BYTES, *theirs = scales + row * groups;
+        if (bytes == 2) transpose_halves(some, theirs, table, (uint16_t *)made + row, count, groups, line);
+        if (bytes == 4) transpose_floats(some, theirs, table, (uint32_t *)made + row, count, groups, line);
+    }
+}
+
+/* Write words of two bytes from their planes. */
+void merge_planes(const uint8_t *restrict low, const uint8_t *restrict high, uint16_t *restrict words, int64_t count) {
+    for (int64_t at = 0; at < count; at++) words[at] = (uint16_t)(low[at] | high[at] << 8);
+}
+
+/* ggml's blocks, as ggml_blocks.py and k_quants.py have them. */
+
+static float half_at(const uint8_t *place) {
+    uint32_t bits = place[0] | (uint32_t)place[1] << 8, size = bits & 0x7fff;
+    uint32_t normal = (size << 13) + (112u << 23), subnormal = as_bits((float)(int32_t)size * 0x1p-24f);
+    uint32_t number = size >= 0x7c00 ? size << 13 | 0x7f800000 : size < 0x400 ? subnormal : normal;
+    return as_float(number | (bits & 0x8000) << 16);
+}
+
+INLINE void split_nibbles(const uint8_t *packed, float *values, int count) {
+    for (int at = 0; at < count; at++) {
+        values[at] = (float)(packed[at] & 15);
+        values[count + at] = (float)(packed[at] >> 4);
+    }
+}
+
+INLINE void scale_all(float *values, int count, float less, float scale) {
+    for (int at = 0; at < count; at++) values[at] = (values[at] - less) * scale;
+}
+
+INLINE void scale_and_shift(float *values, int count, float scale, float more) {
+    for (int at = 0; at < count; at++) values[at] = values[at] * scale + more;
+}
+
+INLINE void five_bits(const uint8_t *packed, const uint8_t *fifth, float *values) {
+    uint32_t bits;
+    memcpy(&bits, fifth, sizeof bits);
+    for (int at = 0; at < 16; at++) {
+        values[at] = (float)((packed[at] & 15) | (bits >> at & 1) << 4);
+        values[16 + at] = (float)(packed[at] >> 4 | (bits >> (16 + at) & 1) << 4);
+    }
+}
+
+static void q8_0(const uint8_t *block, float *values) {
+    float scale = half_at(block);
+    for (int at = 0; at < 32; at++) values[at] = (float)(int8_t)block[2 + at] * scale;
+}
+
+static void q4_0(const uint8_t *block, float *restrict values) {
+    float scale = half_at(block);
+    for (int at = 0; at < 16; at++) {
+        values[at] = (float)((block[2 + at] & 15) - 8) * scale;
+        values[16 + at] = (float)((block[2 + at] >> 4) - 8) * scale;
+    }
+}
+
+static void q4_1(const uint8_t *block, float *restrict values) {
+    float scale = half_at(block), more = half_at(block + 2);
+    for (int at = 0; at < 16; at++) {
+        values[at] = (float)(block[4 + at] & 15) * scale + more;
+        values[16 + at] = (float)(block[4 + at] >> 4) * scale + more;
+    }
+}
+
+static void q5_0(const uint8_t *block, float *values) {
+    five_bits(block + 6, block + 2, values);
+    scale_all(values, 32, 16, half_at(block));
+}
+
+static void q5_1(const uint8_t *block, float *values) {
+    five_bits(block + 8, block + 4, values);
+    scale_and_shift(values, 32, half_at(block), half_at(block + 2));
+}
+
+/* Scale eight runs of 32 and take their minima off; both are six bits, under a float16 each. */
+INLINE void scale_runs(const uint8_t *block, float *values) {
+    const uint8_t *first = block + 4, *second = block + 8, *mixed = block + 12;
+    float scale = half_at(block), minimum = half_at(block + 2);
+    for (int run = 0; run < 8; run++) {
+        int at = run & 3;
+        int factor = run < 4 ? first[at] & 63 : (mixed[at] & 15) | (first[at] >> 2 & 48);
+        int less = run < 4 ? second[at] & 63 : mixed[at] >> 4 | (second[at] >> 2 & 48);
+        scale_and_shift(values + 32 * run, 32, scale * (float)factor, -(minimum * (float)less));
+    }
+}
+
+static void q4_k(const uint8_t *block, float *values) {
+    for (int run = 0; run < 4; run++) split_nibbles(block + 16 + 32 * run, values + 64 * run, 32);
+    scale_runs(block, values);
+}
+
+static void q5_k(const uint8_t *block, float *values) {
+    const uint8_t *fifth = block + 16, *packed = block + 48;
+    for (int run = 0; run < 4; run++)
+        for (int at = 0; at < 32; at++) {
+            uint8_t byte = packed[32 * run + at], bits = fifth[at] >> 2 * run;
+            values[64 * run + at] = (float)((byte & 15) | (bits & 1) << 4);
+            values[64 * run + 32 + at] = (float)(byte >> 4 | (bits & 2) << 3);
+        }
+    scale_runs(block, values);
+}
+
+static void q6_k(const uint8_t *block, float *values) {
+    const uint8_t *packed = block, *upper = block + 128, *scales = block + 192;
+    float scale = half_at(block + 208);
+    for (int half = 0; half < 2; half++, packed += 64, upper += 32)
+        for (int at = 0; at < 32; at++) {
+            float *value = values + 128 * half + at;
+            value[0] = (float)((packed[at] & 15) | (upper[at] & 3) << 4);
+            value[32] = (float)((packed[32 + at] & 15) | (upper[at] >> 2 & 3) << 4);
+            value[64] = (float)(packed[at] >> 4 | (upper[at] >> 4 & 3) << 4);
+            value[96] = (float)(packed[32 + at] >> 4 | (upper[at] >> 6) << 4);
+        }
+    for (int run = 0; run < 16; run++) scale_all(values + 16 * run, 16, 32, scale * (float)(int8_t)scales[run]);
+}
+
+typedef struct {
+    void (*unpack)(const uint8_t *block, float *values);
+    int64_t values, bytes;
+} Format;
+
+static const Format FORMAT[] = {
+    {q4_0, 32, 18}, {q4_1, 32, 20},   {q5_0, 32, 22},   {q5_1, 32, 24},
+    {q8_0, 32, 34}, {q4_k, 256, 144}, {q5_k, 256, 176}, {q6_k, 256, 210},
+};
+
+#define STORE(dtype, type)                                                                                    \
+    INLINE void store_##dtype(const float *restrict values, void *restrict made, int64_t count) {             \
+        type *restrict rounded = made;                                                                        \
+        for (int64_t at = 0; at < count; at++) rounded[at] = to_##dtype(values[at]);                          \
+    }
+
+STORE(bfloat16, uint16_t)
+STORE(float16, uint16_t)
+STORE(float32, float)
+
+/* Write rows of blocks of a format to made, each to the row that places tells; null: one after the other. */
+void unpack_ggml(int32_t format, int32_t dtype, const uint8_t *packed, void *made, int64_t rows, int64_t blocks,
+                 const int64_t *places) {
+    const Format *form = &FORMAT[format];
+    float values[256];
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t place = places ? places[row] : row;
+        for (int64_t block = 0; block < blocks; block++, packed += form->bytes) {
+            char *target = (char *)made + (place * blocks + block) * form->values * SIZE_OF(dtype);
+            form->unpack(packed, values);
+            if (dtype == BFLOAT16) store_bfloat16(values, target, form->values);
+            if (dtype == FLOAT16) store_float16(values, target, form->values);
+            if (dtype == FLOAT32) store_float32(values, target, form->values);
+        }
+    }
+}

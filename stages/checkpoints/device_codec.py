@@ -1,0 +1,93 @@
+"""Unpacking on an accelerator: what a codec has beside its way on the host, and what that takes there.
+
+Packed bytes are fewer, and a link is slower than an accelerator's memory. What unpacks there is plain operators on
+integers and tables, a product or a sum at a time, so that every device has the same bits. What is no number stays none;
+which of the many it is, is each device's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from stages.checkpoints.packed import Codec, PackedBlock, PackedTensor
+from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_up
+
+LANDINGS = 2
+"""Blocks that have room at rest on an accelerator: one comes over the link while another one is unpacked."""
+
+_OPERANDS = 16
+"""Temporaries of a block at once, at the most: each may be rounded up to the alignment."""
+
+
+@runtime_checkable
+class DeviceCodec(Codec, Protocol):
+    """A codec whose tensors torch can unpack on any device."""
+
+    def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:
+        """Return what is looked up while ``tensor`` is unpacked: on the host, the same objects at each call."""
+
+    def scratch_bytes(self, tensor: PackedTensor, block: PackedBlock) -> int:
+        """Return what unpacking ``block`` takes on the device at most, beside what it is given and what comes of it."""
+
+    def unpack_on_device(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        data: Sequence[torch.Tensor],
+        tables: Sequence[torch.Tensor],
+        target: torch.Tensor,
+    ) -> None:
+        """Write what comes of ``block`` to its place in ``target``, the bytes of the whole tensor in use.
+
+        ``data`` has the bytes of the block's spans, each aligned; ``tables`` are those of the codec. All lie on the
+        device, and nothing here waits for it. The bits are those that ``unpack`` gives, but for what is no number.
+        """
+
+
+def can_unpack(tensor: PackedTensor) -> bool:
+    """Return whether ``tensor`` can be unpacked on a device, and has anything in it."""
+    return tensor.bytes > 0 and isinstance(tensor.codec, DeviceCodec)
+
+
+def landing_bytes(block: PackedBlock) -> int:
+    """Return the device memory that ``block`` lies in at rest."""
+    return sum(align_up(span.bytes, DEVICE_ALIGNMENT) for span in block.spans)
+
+
+def device_bytes(tensors: Iterable[PackedTensor]) -> int:
+    """Return the device memory by which those of ``tensors`` are unpacked there that can be, beside the tensors."""
+    return sum(device_parts(tensors))
+
+
+def device_parts(tensors: Iterable[PackedTensor]) -> tuple[int, int, int]:
+    """Return what of that is for blocks at rest, for the operators' temporaries, and for tables."""
+    landing = scratch = 0
+    tables: dict[int, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor.codec, DeviceCodec):
+            tables |= {id(table): align_up(table.nbytes, DEVICE_ALIGNMENT) for table in tensor.codec.tables(tensor)}
+            for block in tensor.codec.blocks(tensor):
+                landing = max(landing, landing_bytes(block))
+                scratch = max(scratch, block_scratch(tensor.codec, tensor, block))
+    return LANDINGS * landing, scratch, sum(tables.values())
+
+
+def block_scratch(codec: DeviceCodec, tensor: PackedTensor, block: PackedBlock) -> int:
+    """Return what the temporaries of ``block`` take on the device, each rounded up to the alignment."""
+    return codec.scratch_bytes(tensor, block) + _OPERANDS * DEVICE_ALIGNMENT
+
+
+def moved_bytes(tensor: PackedTensor) -> int:
+    """Return what unpacking ``tensor`` on a device reads and writes there: at rest, in use, and temporaries twice."""
+    codec = tensor.codec
+    assert isinstance(codec, DeviceCodec)
+    blocks = codec.blocks(tensor)
+    return tensor.bytes + sum(block.bytes + 2 * codec.scratch_bytes(tensor, block) for block in blocks)
+
+
+def look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return what ``table`` has for each of ``codes`` (bytes), flat."""
+    return table.index_select(0, codes.reshape(-1).to(torch.int32))

@@ -1,0 +1,90 @@
+"""A weight larger than the memory it is brought into: its product is computed by blocks of its rows.
+
+Each column of ``x @ W.T`` depends on one row of ``W`` alone, so a block of rows is brought, used and let go before the
+next one is needed. Each is a part of its own to the lookahead, which reads the next one while one computes, and calls
+in lockstep use each in turn. Whether the bits are those of the whole product hangs on the host's kernels: the plan asks
+for blocks only where they were found to be (``stages.machine.row_products``). Where gradients are recorded all of the
+weight is read, as of any tensor that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from stages.dispatch.streaming.bindings import Binding, source_of
+from stages.dispatch.streaming.streamed_part import StreamedPart
+from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
+
+Use = Callable[[StreamedPart], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """The ``parts`` of a weight, in the order of its rows; ``acquire`` brings one, ``release`` lets it go."""
+
+    parts: Sequence[StreamedPart]
+    acquire: Use
+    release: Use
+
+    def multiply(self, left: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return ``left`` (…, columns) times all rows, each with its ``bias`` (rows): of shape (…, rows)."""
+        rows = sum(len(part.rows) for part in self.parts)
+        product = left.new_empty((*left.shape[:-1], rows))
+        for part in self.parts:
+            within = slice(part.rows.start, part.rows.stop)
+            self.acquire(part)
+            try:
+                (block,) = part.bound
+                product[..., within] = functional.linear(left, block, None if bias is None else bias[within])
+                del block  # its memory is free once nothing views it
+            finally:
+                self.release(part)
+        return product
+
+
+class BlockedWeight(WaitingTensor):
+    """The weight of a linear layer that is multiplied by blocks of its rows, and waits as a whole for all else."""
+
+    blocks: RowBlocks
+
+    @classmethod
+    def of(cls, like: torch.Tensor, source: WaitingSource, blocks: RowBlocks) -> BlockedWeight:
+        """Return the weight that stands for ``like``, and is read from ``source`` where it is read whole."""
+        weight = cls(like, source)
+        weight.blocks = blocks
+        return weight
+
+    def again(self) -> BlockedWeight:
+        """Return another weight that waits as this one does."""
+        return BlockedWeight.of(self.as_meta(), self.source, self.blocks)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
+            left, weight, bias = given["input"], given["weight"], given.get("bias")
+            if isinstance(weight, BlockedWeight) and weight._may_multiply(left, bias):
+                return weight.blocks.multiply(left, bias)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _may_multiply(self, left: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Return whether ``left`` is multiplied as it is, and no graph is to keep the blocks."""
+        if torch.is_autocast_enabled(left.device.type):
+            return False
+        learns = torch.is_grad_enabled() and (left.requires_grad or self.requires_grad)
+        waits = isinstance(left, WaitingTensor) or isinstance(bias, WaitingTensor)
+        return not learns and not waits
+
+
+def have_blocks_wait(
+    whole: Binding, stored: Mapping[str, torch.Tensor], device: torch.device, blocks: RowBlocks
+) -> None:
+    """Have ``whole`` be multiplied by ``blocks`` on ``device``; ``stored`` reads what lies on disk of it."""
+    weight = BlockedWeight.of(whole.waiting, source_of(whole, stored, device), blocks)
+    weight.kept = whole.waiting
+    whole.wait_as(weight)

@@ -1,0 +1,175 @@
+"""What rests packed crosses the link as it rests, and is unpacked on the accelerator, beside the copies.
+
+A block comes into a landing, a piece of the accelerator's memory that is free again once the block is unpacked. There
+are a few of them, so that one comes while another one is unpacked. What waits on disk is read into a pinned buffer
+first, what waits in memory is copied from where it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from stages.checkpoints.device_codec import (
+    LANDINGS,
+    DeviceCodec,
+    block_scratch,
+    can_unpack,
+    device_bytes,
+    landing_bytes,
+)
+from stages.checkpoints.memory_file import MemoryFile
+from stages.checkpoints.packed import PackedBlock, PackedTensor
+from stages.checkpoints.packed_reads import read_block
+from stages.dispatch.transfer.carrier import ChunkReader
+from stages.dispatch.transfer.link import Event, Link, pin
+from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
+from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_up, buffer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacking:
+    """A block that is being unpacked: its place in the order of those, when it is done, and what it took."""
+
+    number: int
+    done: Event
+    copied_bytes: int
+    stored_bytes: int
+    waited_seconds: float
+
+
+@dataclass(slots=True)
+class _Landing:
+    """Device memory for a block at rest, and when what was unpacked from there was done."""
+
+    memory: torch.Tensor
+    free: Event = None
+
+
+class DeviceUnpacker:
+    """Unpacks ``tensors``, whose codecs can do it there, behind ``link``."""
+
+    def __init__(self, link: Link, tensors: Sequence[PackedTensor]) -> None:
+        self._link = link
+        tables = {id(table): table for tensor in tensors for table in _codec(tensor).tables(tensor)}
+        landing = max(landing_bytes(block) for tensor in tensors for block in tensor.codec.blocks(tensor))
+        sizes = [align_up(table.nbytes, DEVICE_ALIGNMENT) for table in tables.values()]
+        memory = link.memory(LANDINGS * landing + sum(sizes))
+        self._landings = [_Landing(memory.lend(place * landing, landing)[0]) for place in range(LANDINGS)]
+        self._staged = buffer_bytes(sum(sizes))
+        self._unpin = pin(link, self._staged) if tables else lambda: None
+        self._tables: dict[int, torch.Tensor] = {}
+        begin, after = 0, link.computed()
+        for (key, table), size in zip(tables.items(), sizes, strict=True):
+            source = torch.from_numpy(self._staged[begin : begin + table.nbytes]).view(table.dtype).copy_(table)
+            there = memory.lend(LANDINGS * landing + begin, table.nbytes)[0]
+            link.copy(source.view(torch.uint8), there, after=after)  # before all blocks, so nobody else waits for it
+            self._tables[key] = there.view(table.dtype)
+            begin += size
+        self._number, self._lock = 0, threading.Lock()
+
+    def bring(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        target: Callable[[], torch.Tensor],
+        *,
+        after: Event,
+        reader: ChunkReader,
+        buffers: PinnedBuffers | None,
+    ) -> Unpacking:
+        """Have ``block`` be unpacked to its place in ``target``, the bytes of ``tensor``, after ``after``.
+
+        Runs in a thread that reads: from the files of ``reader``, by way of ``buffers``.
+        """
+        if all(isinstance(span.file, MemoryFile) for span in block.spans):
+            return self._pass_on(tensor, block, _in_memory(block), target(), after=after)[0]
+        assert buffers is not None
+        with buffers.lend() as (buffer, waited):
+            found, stored = read_block(block, buffer.memory, small=reader.read_small, direct=reader.read)
+            data = [torch.from_numpy(part) for part in found]
+            unpacking, copied = self._pass_on(
+                tensor, block, data, target(), after=after, stored=stored, waited_seconds=waited
+            )
+            buffer.note_copy(self._link, copied)
+        return unpacking
+
+    def _pass_on(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        data: Sequence[torch.Tensor],
+        target: torch.Tensor,
+        *,
+        after: Event,
+        stored: int = 0,
+        waited_seconds: float = 0.0,
+    ) -> tuple[Unpacking, Event]:
+        """Have ``data`` copied to a landing and unpacked from there; with it, return when the copies are done."""
+        codec = _codec(tensor)
+        tables = [self._tables[id(table)] for table in codec.tables(tensor)]
+        with self._next() as landing:
+            there, copied = [], after
+            for begin, part in _side_by_side(data):
+                there.append(landing.memory[begin : begin + part.nbytes])
+                copied = self._link.copy(part, there[-1], after=landing.free or after)
+            landing.free = self._link.unpack(
+                partial(_unpack, tensor, block, tables),
+                there,
+                target,
+                after=(copied, after),
+                scratch_bytes=block_scratch(codec, tensor, block),
+            )
+            return Unpacking(self._number, landing.free, sum(map(len, data)), stored, waited_seconds), copied
+
+    @contextmanager
+    def _next(self) -> Iterator[_Landing]:
+        """Lend the landing whose turn it is. The lock makes the order of the numbers that of the unpacking."""
+        with self._lock:
+            self._number += 1
+            yield self._landings[self._number % len(self._landings)]
+
+    def close(self) -> None:
+        """Free the memory, once the link is closed; closing again does nothing."""
+        self._landings.clear()
+        self._tables.clear()
+        self._unpin()
+
+
+def open_unpacker(link: Link, tensors: Iterable[PackedTensor], *, room: int) -> DeviceUnpacker | None:
+    """Return what unpacks those of ``tensors`` behind ``link`` that can be, if ``room`` bytes there suffice for it."""
+    capable = [tensor for tensor in tensors if can_unpack(tensor)]
+    return DeviceUnpacker(link, capable) if 0 < device_bytes(capable) <= room else None
+
+
+def _codec(tensor: PackedTensor) -> DeviceCodec:
+    assert isinstance(tensor.codec, DeviceCodec)
+    return tensor.codec
+
+
+def _unpack(
+    tensor: PackedTensor,
+    block: PackedBlock,
+    tables: Sequence[torch.Tensor],
+    data: Sequence[torch.Tensor],
+    target: torch.Tensor,
+) -> None:
+    _codec(tensor).unpack_on_device(tensor, block, data, tables, target)
+
+
+def _in_memory(block: PackedBlock) -> list[torch.Tensor]:
+    """Return the bytes of ``block``, which lie in memory, where they lie."""
+    return [span.file.tensor_of(span) for span in block.spans if isinstance(span.file, MemoryFile)]
+
+
+def _side_by_side(data: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield ``data`` with where each lies in a landing."""
+    begin = 0
+    for part in data:
+        yield begin, part
+        begin += align_up(part.nbytes, DEVICE_ALIGNMENT)

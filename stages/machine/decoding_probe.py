@@ -1,0 +1,124 @@
+"""Measuring how fast the host decodes with weights that lie in its memory: a small decoder, a token at a time.
+
+A token multiplies one row by each weight, one after the other, and no cache holds them until the next token; beside the
+products each module takes the time of its call and of what it computes with the row alone. Both are measured on layers
+as wide as those of a model of a billion parameters, in bfloat16, in a process of its own: what it takes of memory is no
+part of a run's peak.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from typing import Any
+
+from stages.machine.host_memory import PROCESS_BYTES, host_memory
+from stages.machine.process_memory import be_expendable
+
+_log = logging.getLogger("offstage")
+
+_LAYERS = 3
+_WIDE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
+_BYTES = 320 * 2**20
+"""What the decoder's weights take, at most."""
+_ROUNDS, _MOST_SECONDS = 40, 8.0
+_DISTURBED = 1.125
+"""By how much a span is longer than the least of its kind only where something else had the processor."""
+_SECONDS = 120
+_ENTRY = "from stages.machine.decoding_probe import be_measured; be_measured()"
+
+
+def decoding_speed() -> dict[str, int] | None:
+    """Return the bytes of weights that products of the ``host`` read in a second, and how many ``calls`` it makes.
+
+    These are of modules that hold weights, for all that is computed beside products. Null where memory is too short for
+    a second process, or where that fails.
+    """
+    if host_memory().available_bytes < 2 * PROCESS_BYTES + _BYTES:
+        return None
+    _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
+    command = [sys.executable, "-P", "-c", _ENTRY]
+    try:
+        done = subprocess.run(
+            command, timeout=_SECONDS, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        return dict(json.loads(done.stdout)) if done.returncode == 0 else None
+    except (subprocess.TimeoutExpired, ValueError, TypeError):
+        return None
+
+
+def be_measured() -> None:
+    """Be the process that is measured: print the figures."""
+    be_expendable()
+    sys.stdout.write(json.dumps(measure()))
+
+
+def measure(layers: int = _LAYERS, rounds: int = _ROUNDS, **wide: int) -> dict[str, int]:
+    """Return the figures of a decoder of so many ``layers``, ``wide`` as the arguments of its config say.
+
+    Each of its parts counts as fast as it is undisturbed: what else the machine does only ever makes one slower.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(**{**_WIDE, **wide}, num_hidden_layers=layers, vocab_size=8)
+    with torch.device("meta"):
+        model = LlamaModel._from_config(config, dtype=torch.bfloat16)
+    model = model.to_empty(device="cpu").eval()
+    with torch.inference_mode():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(0.01)  # the system has one page for all memory that was never written to
+        return _measure(model, torch.ones(1, 1, dtype=torch.long), rounds)
+
+
+def _measure(model: Any, token: Any, rounds: int) -> dict[str, int]:
+    spans = _Spans()
+    model.layers[0].register_forward_pre_hook(lambda *_: spans.begin())
+    holders = [module for layer in model.layers for module in layer.modules() if module._parameters]
+    for module in holders:
+        spans.watch(module, multiplies=module.weight.ndim > 1)
+    begun = time.perf_counter()
+    for _ in range(rounds):
+        cache = model(token, use_cache=True).past_key_values
+        model(token, past_key_values=cache, use_cache=True)
+        if time.perf_counter() - begun > _MOST_SECONDS:
+            break
+    read = sum(module.weight.nbytes for module in holders)
+    multiplying, beside = (spans.total(products=which) for which in (True, False))
+    return {"host": round(read / multiplying), "calls": round(len(holders) / beside)}
+
+
+class _Spans:
+    """A forward's spans of time from one call of a module that is watched to its end, and on to the next.
+
+    Of each span such a time counts as only a tenth of the forwards were faster in, since the very least of each never
+    come together; but hardly more than the least. What else the machine does makes spans longer, and none shorter.
+    """
+
+    def __init__(self) -> None:
+        self._last, self._number = 0.0, 0
+        self._taken: dict[tuple[bool, int], list[float]] = defaultdict(list)
+
+    def begin(self) -> None:
+        """Begin with the first span of a forward."""
+        self._last, self._number = time.perf_counter(), 0
+
+    def watch(self, module: Any, *, multiplies: bool) -> None:
+        """Have a span begin and end as ``module`` does; ``multiplies`` says whether it is a product."""
+        module.register_forward_pre_hook(lambda *_: self._end(product=False))
+        module.register_forward_hook(lambda *_: self._end(product=multiplies))
+
+    def total(self, *, products: bool) -> float:
+        """Return the seconds of all spans that are ``products``, or that aren't."""
+        found = (sorted(taken) for (product, _), taken in self._taken.items() if product == products)
+        return sum(min(taken[len(taken) // 10], _DISTURBED * taken[0]) for taken in found)
+
+    def _end(self, *, product: bool) -> None:
+        self._taken[product, self._number].append(time.perf_counter() - self._last)
+        self._number += 1
+        self._last = time.perf_counter()

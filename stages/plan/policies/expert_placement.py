@@ -1,0 +1,124 @@
+"""A mixture of which not all fits: its experts wait below the devices that compute them, and have slots there.
+
+Two slots let one expert be read while the other computes, and come before anything else that isn't needed at once. What
+they leave is for what every token needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+
+from stages.empty_init.skeleton import parent
+from stages.plan.expert_slots import LEAST, ROOMY, pools
+from stages.plan.outline import Outline
+from stages.plan.placement import (
+    Budgets,
+    Placement,
+    execution_device,
+    find_shortage,
+    kept_free,
+    resident_bytes,
+)
+from stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
+from stages.units import CPU, DISK, DeviceId
+
+
+@dataclass(frozen=True, slots=True)
+class SlottedMixture:
+    """The model of ``outline`` under ``budgets``, computed by the devices ``computing``.
+
+    ``place_dense`` places all but the experts in the budgets that it is given.
+    """
+
+    outline: Outline
+    budgets: Budgets
+    computing: Collection[DeviceId]
+    place_dense: Callable[[Budgets], Placement]
+
+    def placements(self) -> Iterator[Placement]:
+        """Yield the placements that fit, the best first."""
+        one = _largest_expert(self.outline)
+        roomy = self._beside(ROOMY, ROOMY * one)
+        yield from [roomy] if roomy else self._with_one_slot(one)
+
+    def _with_one_slot(self, one: int) -> Iterator[Placement]:
+        """Yield the placements beside a single slot, of ``one`` expert.
+
+        As much is left as there can be of what a second slot would take. Else the second, which comes as soon as there
+        is room for it, would push out weights that every token needs: more budget is never to bring more bytes.
+        """
+        found, fits, much = self._beside(LEAST, LEAST * one), 0, one
+        while found is not None and much - fits > 1:
+            left = (fits + much) // 2
+            tried = self._beside(LEAST, LEAST * one + left)
+            found, fits, much = (found, fits, left) if tried is None else (tried, left, much)
+        tight = self._beside(LEAST, LEAST * one, tight=True)
+        yield from (placement for placement in (found, tight) if placement is not None)
+
+    def _beside(self, slots: int, left: int, *, tight: bool = False) -> Placement | None:
+        """Return the placement with so many ``slots``, and ``left`` bytes that hold nothing else; null if none fits.
+
+        The reserve is a layer's; if ``tight``, the least.
+        """
+        rooms = {
+            device: 0 if isinstance(device, int) and CPU in self.computing else room
+            for device, room in self.budgets.items()
+        }
+        free = {**rooms, **{device: _less(rooms.get(device, 0), left) for device in self.computing}}
+        placement = _with_experts_below(self.outline, self.place_dense(free), self.budgets)
+        if placement.main not in self.computing:
+            return None
+        short = find_shortage(self.outline, placement, self.budgets, slots=slots, tight=tight)
+        return placement if short is None else None
+
+
+def _with_experts_below(outline: Outline, dense: Placement, budgets: Budgets) -> Placement:
+    """Return the placement ``dense`` of all but the experts with these on the host, as far as it goes, and on disk.
+
+    Those in lists lie where they compute as far as there is room. Where the host computes and has slots, its tables are
+    on disk too, but for what all experts in slots leave: a row of a table costs less than the experts that have a slot
+    in its place.
+    """
+    experts = outline.expert_tensors | outline.listed.keys()
+    names = [name for layer in outline.layers for name in layer.owned if name in experts]
+    away = replace(dense, homes={**dense.homes, **dict.fromkeys(names, DISK)})
+    near = _near(outline, away, budgets) if outline.listed else {}
+    held = resident_bytes(outline, {**dense.homes, **near}).get(CPU, 0)
+    left = [name for name in names if name not in near]
+    room = _less(budgets.get(CPU, 0), held)
+    homes = {**dense.homes, **near, **below(outline, left, dense.main, {CPU: room})}
+    if outline.experts and dense.main == CPU and room is not None:
+        tables = {name for name, home in dense.homes.items() if home == CPU and is_table(outline, name)}
+        spare = room + total_bytes(outline, tables) - total_bytes(outline, left)
+        homes |= dict.fromkeys(tables - fitting(outline, tables, spare), DISK)
+    return replace(dense, homes=homes)
+
+
+def _largest_expert(outline: Outline) -> int:
+    """Return the bytes of the largest expert, or of a slot for each kind of those that have some."""
+    sizes: Counter[str] = Counter()
+    for name in outline.listed:
+        sizes[outline.skeleton.expert_of[parent(name)]] += outline.sizes[name]
+    sharing = pools(outline, dict.fromkeys(outline.experts, CPU)).values()
+    return max([*sizes.values(), *(pool.unit_bytes for pool in sharing)])
+
+
+def _near(outline: Outline, away: Placement, budgets: Budgets) -> dict[str, DeviceId]:
+    """Return the experts in lists that the devices hold which compute them, beside what ``away`` has there."""
+    held, kept = resident_bytes(outline, away.homes), kept_free(outline, away)
+    computed: dict[DeviceId, set[str]] = {}
+    for layer in outline.layers:
+        device = execution_device(outline, layer, away)
+        computed.setdefault(device, set()).update(name for name in layer.owned if name in outline.listed)
+    near: dict[str, DeviceId] = {}
+    for device, names in computed.items():
+        room = budgets.get(device, 0)
+        taken = held.get(device, 0) + kept.get(device, 0)
+        near |= dict.fromkeys(names if room is None else fitting(outline, names, room - taken), device)
+    return near
+
+
+def _less(room: int | None, count: int) -> int | None:
+    return None if room is None else max(0, room - count)

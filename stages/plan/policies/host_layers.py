@@ -1,0 +1,146 @@
+"""Layers that compute on the host, where their weights rest: ``execution: fastest``.
+
+What the accelerators can't hold comes over their links, for every token. A layer that rests on the host can compute
+there instead: its weights are read at the rate of the host's memory, the activations cross, and the links have less to
+bring. They go on bringing other layers meanwhile, as far as reserves have room, so a token is the soonest where that
+takes about as long as computing does, the host's layers and the accelerators' one after another. How many layers that
+is, is found by trying: those on the host are set aside, ``optimal`` places the others in what is left of the budgets,
+and the cost model says what both come to. Where it makes no difference fewer are better: with none the plan is that of
+``exact``.
+
+They are from all over the order of execution, so that what the links bring meanwhile is little at a time and finds room
+in the reserve. Those come first of which a token reads the least for the memory that they take: tables, of which it
+looks up a row, then a mixture's layers, of which it uses some experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from stages.machine.rates import Rates
+from stages.plan.expert_slots import read_bytes
+from stages.plan.outline import Layer, Outline
+from stages.plan.placement import Budgets, Placement, find_shortage
+from stages.plan.policies.even_choice import GOLDEN, turns
+from stages.plan.policies.optimal import optimal
+from stages.plan.policies.placed_seconds import placed_seconds
+from stages.plan.token_time import ONE_TOKEN, HostShare, LayerOutput
+from stages.units import CPU
+
+_FEW = 4
+"""A range of no more numbers is tried whole: of five and more the golden section gives two different ones."""
+ALIKE = 1.02
+"""Predicted times that are no further apart are alike: fewer layers on the host are worth that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Layers that lie together since they share tensors, mostly one: their names, and all tensors' that they have.
+
+    They take so many ``bytes``, of which a token reads ``read``.
+    """
+
+    layers: tuple[str, ...]
+    tensors: frozenset[str]
+    bytes: int
+    read: float
+
+
+def with_host_layers(
+    outline: Outline, budgets: Budgets, rates: Rates, *, output: LayerOutput = ONE_TOKEN, members: float = 1
+) -> Placement:
+    """Return the placement of the fewest seconds a token of those of which some layers may compute on the host.
+
+    Between layers that compute elsewhere the ``output`` of one goes over the link. Of the ``members`` of a pass each
+    computes that for itself.
+    """
+    exact = optimal(outline, budgets, rates)
+    if exact.main == CPU or CPU not in exact.homes.values():
+        return exact
+    worth = 2 * HostShare(crossings=1, output=output).crossing_seconds(rates) * rates.link
+    units = _units(outline, budgets, worth)
+
+    @cache
+    def placed(count: int) -> Placement:
+        return _placed(outline, budgets, rates, units[:count]) if count else exact
+
+    @cache
+    def seconds(count: int) -> float:
+        one = placed(count)
+        if one.main == CPU or find_shortage(outline, one, budgets, tight=True) is not None:
+            return math.inf
+        return placed_seconds(outline, one, budgets, rates, output=output, members=members)
+
+    return placed(_fewest(len(units), seconds))
+
+
+def _fewest(most: int, seconds: Callable[[int], float]) -> int:
+    """Return the number from 0 to ``most`` of the least ``seconds``, or a smaller one that is as good.
+
+    They fall up to some number, and rise from there. It is a golden-section search: one number of each cut was tried
+    before, or nearly.
+    """
+    first, last, tried = 0, most, {0}
+    while last - first > _FEW:
+        low, high = (first + round(share * (last - first)) for share in (1 - GOLDEN, GOLDEN))
+        tried |= {low, high}
+        if seconds(low) <= seconds(high):
+            last = high
+        else:
+            first = low
+    tried |= set(range(first, last + 1))
+    least = min(map(seconds, tried))
+    return min(count for count in tried if seconds(count) <= ALIKE * least)
+
+
+def _placed(outline: Outline, budgets: Budgets, rates: Rates, units: Sequence[_Unit]) -> Placement:
+    """Return the placement of which ``units`` compute on the host, and the other layers lie as ``optimal`` has them."""
+    tensors = frozenset[str]().union(*(unit.tensors for unit in units))
+    room = budgets.get(CPU, 0)
+    left = room if room is None else room - sum(unit.bytes for unit in units)
+    rest = optimal(outline.without(tensors), {**budgets, CPU: left}, rates)
+    homes = {**rest.homes, **dict.fromkeys(map(outline.skeleton.leader, tensors), CPU)}
+    computes = {layer: CPU for unit in units for layer in unit.layers}
+    return replace(rest, homes=homes, computes={**rest.computes, **computes})
+
+
+def _units(outline: Outline, budgets: Budgets, worth: float) -> list[_Unit]:
+    """Return what can compute on the host, as far as its budget goes, in the order in which it is tried.
+
+    What has no more bytes than are ``worth`` the way of the activations isn't among it, nor what rests packed.
+    """
+    units = [unit for unit in _together(outline) if unit.bytes > worth and not unit.tensors & outline.packed.keys()]
+    even = turns(len(units))
+    order = sorted(range(len(units)), key=lambda place: (units[place].read / units[place].bytes, even[place]))
+    found, room = [], budgets.get(CPU, 0)
+    for unit in map(units.__getitem__, order):
+        if room is None or unit.bytes <= room:
+            found.append(unit)
+            room = None if room is None else room - unit.bytes
+    return found
+
+
+def _together(outline: Outline) -> list[_Unit]:
+    """Return all layers in the order of execution, those with a tensor in common as one."""
+    groups: list[tuple[set[str], list[Layer]]] = []
+    for layer in outline.layers:
+        leaders, layers = set(map(outline.skeleton.leader, layer.tensors)), [layer]
+        sharing = [group for group in groups if group[0] & leaders]
+        for others, earlier in sharing:
+            leaders |= others
+            layers = [*earlier, *layers]
+        groups = [*(group for group in groups if group not in sharing), (leaders, layers)]
+    return [_unit(outline, layers, leaders) for leaders, layers in groups]
+
+
+def _unit(outline: Outline, layers: Sequence[Layer], leaders: Iterable[str]) -> _Unit:
+    tensors = [name for layer in layers for name in layer.tensors]
+    return _Unit(
+        layers=tuple(layer.name for layer in layers),
+        tensors=frozenset(tensors),
+        bytes=sum(outline.sizes[leader] for leader in leaders),
+        read=read_bytes(outline, tensors),
+    )

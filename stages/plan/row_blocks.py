@@ -1,0 +1,86 @@
+"""Weights that not even the reserve can hold whole: they are brought by blocks of rows, where the bits allow it.
+
+A linear layer's product is computed a block of its weight's rows at a time. So the least memory isn't the largest
+weight (a head of 128k words), and falls to the largest block or to the largest part that can't be divided. Where the
+reserve can hold a weight, it comes whole: blocks cost a call each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from stages.empty_init.skeleton import TensorSpec, parent
+from stages.machine.row_ranges import LEAST_ROWS
+from stages.plan.outline import Outline
+from stages.units import DeviceId
+
+
+def divisible(outline: Outline, exact: Collection[str]) -> frozenset[str]:
+    """Return the weights that can be brought by blocks of rows: products in the dtypes ``exact`` have the same bits so.
+
+    They are those of linear layers that nobody else reads. What rests packed is one where its rows can be had alone.
+    """
+    borrowed = outline.skeleton.borrowers.keys() | outline.skeleton.expert_of.keys()
+    return frozenset(
+        spec.name
+        for spec in _linear_weights(outline)
+        if spec.dtype in exact and parent(spec.name) not in borrowed and spec.shape[0] > LEAST_ROWS
+        if spec.packed is None or spec.packed.by_row
+    )
+
+
+def linear_dtypes(outline: Outline) -> list[str]:
+    """Return the dtypes of weights of linear layers that are large enough for blocks of rows."""
+    return sorted({spec.dtype for spec in _linear_weights(outline) if spec.shape[0] > LEAST_ROWS})
+
+
+def _linear_weights(outline: Outline) -> Iterator[TensorSpec]:
+    for module in outline.skeleton.modules:
+        spec = outline.skeleton.by_name.get(f"{module.name}.weight") if module.multiplies else None
+        if spec is not None:
+            yield spec
+
+
+def block_bytes(outline: Outline, name: str) -> int:
+    """Return the least bytes of the tensor ``name`` that there must be room for at once."""
+    if name not in outline.divisible:
+        return outline.sizes[name]
+    return min(outline.sizes[name], LEAST_ROWS * _row_bytes(outline, name))
+
+
+def block_rows(
+    outline: Outline, brought: Collection[str], execution: Mapping[str, DeviceId], reserves: Mapping[DeviceId, int]
+) -> dict[str, int]:
+    """Return how many rows of a weight come at a time, for those of ``brought`` whose module has more than the reserve.
+
+    ``execution`` has where each module computes, ``reserves`` what each device keeps free. The next block comes while
+    one computes, where two have room.
+    """
+    modules: dict[str, list[str]] = {}
+    for name in brought:
+        modules.setdefault(parent(name), []).append(name)
+    found: dict[str, int] = {}
+    for module, names in modules.items():
+        room = reserves.get(execution[module], 0)
+        divided = [name for name in names if name in outline.divisible]
+        if divided and sum(outline.sizes[name] for name in names) > room:
+            beside = sum(outline.sizes[name] for name in names if name not in divided)
+            found |= {name: _rows(outline, name, room - beside) for name in divided}
+    return found
+
+
+def block_sizes(outline: Outline, rows: Mapping[str, int]) -> dict[int, int]:
+    """Return the bytes of the weights that come by blocks of so many ``rows``, and those of a block."""
+    return {outline.sizes[name]: count * _row_bytes(outline, name) for name, count in rows.items()}
+
+
+def _rows(outline: Outline, name: str, room: int) -> int:
+    """Return the most rows, doubled from the least, of which two blocks fit into ``room`` bytes; or else the least."""
+    rows, row_bytes = LEAST_ROWS, _row_bytes(outline, name)
+    while 2 * (2 * rows * row_bytes) <= room:
+        rows *= 2
+    return rows
+
+
+def _row_bytes(outline: Outline, name: str) -> int:
+    return outline.sizes[name] // outline.skeleton.by_name[name].shape[0]

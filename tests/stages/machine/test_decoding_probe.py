@@ -1,0 +1,64 @@
+"""How fast the host decodes: measured of a decoder in a process of its own, and kept for the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cache.sealed_files import read_sealed
+from stages.machine import decoding_probe
+from stages.machine.decoding_probe import decoding_speed, measure
+from stages.machine.kernels import identity
+from stages.machine.rates import DECODING_NAME, Rates, are_host_rates, coarse_rate, local_rates
+
+NARROW = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+SPEED = '{"host": 18000000000, "calls": 12345}'
+
+
+@pytest.fixture(autouse=True)
+def _of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+
+
+def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, printed: str) -> Path:
+    """Have the process that is measured print that; return the file with a line for each that was started."""
+    asked, python = folder / "asked", folder / "python"
+    python.write_text(f"#!/bin/sh\necho >> {asked}\nprintf '%s' '{printed}'\n")
+    python.chmod(0o755)
+    asked.touch()
+    monkeypatch.setattr("sys.executable", str(python))
+    return asked
+
+
+def test_a_narrow_decoder_is_bound_by_its_calls_and_a_wide_one_by_its_weights() -> None:
+    narrow, wide = measure(1, 3, **NARROW), measure(1, 2)
+    assert are_host_rates(narrow)
+    assert are_host_rates(wide)
+    assert narrow["host"] < wide["host"], "products of some bytes take as long as their call"
+
+
+def test_what_was_measured_is_kept_for_the_user_and_taken_over_by_other_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answer(tmp_path, monkeypatch, SPEED)
+    for name in ("one", "another"):
+        found = local_rates(tmp_path / name, None)
+        assert (found.host, found.calls) == (coarse_rate(18 * 10**9), coarse_rate(12345))
+        assert read_sealed(tmp_path / name / DECODING_NAME) == {identity(): {"host": 18 * 10**9, "calls": 12345}}
+    assert asked.read_text() == "\n"
+
+
+@pytest.mark.parametrize("printed", ["", "nonsense", "[1]", '{"host": 1}', '{"host": -5, "calls": 3}'])
+def test_what_is_no_speed_is_not_believed(printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(tmp_path, monkeypatch, printed)
+    found = local_rates(tmp_path / "one", None)
+    assert (found.host, found.calls) == (Rates().host, Rates().calls)
+    assert not list(tmp_path.rglob(DECODING_NAME))
+
+
+def test_nothing_is_measured_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answer(tmp_path, monkeypatch, SPEED)
+    monkeypatch.setattr(decoding_probe, "_BYTES", 1 << 62)
+    assert decoding_speed() is None
+    assert not asked.read_text()

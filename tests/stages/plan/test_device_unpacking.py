@@ -1,0 +1,119 @@
+"""Accelerators that unpack what comes to them packed: the plan gives them room for it, and knows what it is worth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stages.empty_init.skeleton import DeviceUnpacking
+from stages.machine.rates import Rates
+from stages.plan.outline import Outline
+from stages.plan.plan import Plan, from_json
+from stages.plan.stage import make_plan
+from stages.plan.table import packed_told
+from stages.plan.token_bound import bound_seconds
+from stages.plan.token_time import Brought, token_seconds
+from tests.stages.plan.mixtures import mixture
+from tests.stages.plan.skeletons import at_rest, stack
+
+ON_DEVICE = DeviceUnpacking(landing_bytes=1, scratch_bytes=2, table_bytes=1, moved_bytes=50)
+"""Of tensors of 10 bytes that rest in 5."""
+
+RATES = Rates(storage=10**6, host=10**6, link=100, device=10**4, unpacking=50)
+
+
+def halved(model: Outline, device: DeviceUnpacking | None = ON_DEVICE) -> Outline:
+    return at_rest(model, {name: size // 2 for name, size in model.sizes.items()}, device=device, working=7)
+
+
+def planned(model: Outline, *, policy: Any = "optimal", rates: Rates = RATES, **max_memory: str) -> Plan:
+    budgets = {key.lstrip("_"): size for key, size in max_memory.items()}
+    config = {"max_memory": budgets, "device_map": policy, "device_map_overrides": {}}
+    hardware = {"devices": [{"memory": "1GB"}] * 2}
+    return make_plan(model, {**config, "hardware": hardware, "generate": {}, "storage": {"io": "direct"}}, rates=rates)
+
+
+POLICIES = ["optimal", "sequential", "balanced", {"": "disk", "layers.0": 0}]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_the_link_brings_packed_bytes_and_the_device_moves_what_unpacking_takes(policy: Any) -> None:
+    plan = planned(halved(stack(20)), policy=policy, _0="60")
+    assert plan.unpacking == {0: 4}
+    assert plan.predicted[0]["unpacking"] == 4
+    assert "unpacking" not in plan.predicted["cpu"], "the host has nothing to unpack"
+    away = [name for name, serving in plan.serving.items() if serving in ("direct", "packed")]
+    assert plan.link_bytes_per_token == {0: 5 * len(away)}
+    told = plan.forecast
+    assert told["device_unpacked_bytes_per_token"] == told["unpacked_bytes_per_token"] == 10 * len(away)
+    assert told["device_moved_bytes_per_token"] == 50 * len(away)
+    assert told["seconds_per_token"] == pytest.approx(max(5 * len(away) / 100, (200 + 50 * len(away)) / 10**4))
+    assert told["seconds_per_token"] == pytest.approx(
+        bound_seconds(plan, streamed_bytes=5 * len(away), storage_bytes=5 * len(away))
+    )
+    assert plan.resident_bytes[0] + plan.reserves[0] + plan.unpacking[0] <= 60
+    assert packed_told(plan)[-1] == "what comes to an accelerator packed is unpacked there, by 4 B on 0"
+    assert from_json({**vars(plan), "unpacking": {"0": 4}}).unpacking == {0: 4}
+
+
+REFUSALS = {
+    "only the host can": (None, RATES),
+    "its memory is slower than the link and the host": (
+        ON_DEVICE,
+        replace(RATES, device=100, link=1000, unpacking=10**4),
+    ),
+    "it takes half of the budget": (replace(ON_DEVICE, scratch_bytes=29), RATES),
+}
+
+
+@pytest.mark.parametrize(("device", "rates"), REFUSALS.values(), ids=REFUSALS)
+def test_the_host_unpacks_where_that_is_better_and_the_plan_is_what_it_was(
+    device: DeviceUnpacking | None, rates: Rates
+) -> None:
+    plan = planned(halved(stack(20), device), rates=rates, _0="60")
+    assert plan == planned(halved(stack(20), None), rates=rates, _0="60")
+    assert plan.unpacking == {}
+    assert plan.predicted["cpu"]["unpacking"] > 0
+
+
+def test_each_of_several_accelerators_has_its_own_room() -> None:
+    plan = planned(halved(stack(20)), _0="60", _1="60")
+    streaming = {device for device, count in plan.link_bytes_per_token.items() if count}
+    assert plan.unpacking == dict.fromkeys(sorted(streaming), 4)
+    used = int(plan.forecast["unpacked_bytes_per_token"])
+    assert sum(plan.link_bytes_per_token.values()) == used // 2
+
+
+def test_what_waits_packed_in_memory_needs_no_buffers_there() -> None:
+    plan = planned(halved(stack(20)), rates=replace(RATES, storage=1), _0="60", cpu="200")
+    assert set(plan.serving.values()) == {"packed"}
+    assert plan.unpacking == {0: 4}
+    assert plan.predicted["cpu"]["staging"] == 0
+
+
+def test_experts_are_unpacked_in_their_slots() -> None:
+    plain = mixture("Mixtral")
+    size = max(kind.bytes for kind in plain.expert_kinds.values())
+    device = DeviceUnpacking(landing_bytes=10, scratch_bytes=20, table_bytes=10, moved_bytes=size)
+    sizes = {name: plain.sizes[name] // 4 for name in plain.expert_tensors}
+    budget = {"_0": str(plain.dense.skeleton.bytes + 5 * size), "cpu": "1000MB"}
+    swift = Rates(storage=10**9, host=10**9, link=10**6, device=10**12, unpacking=10**6)
+    host = planned(at_rest(plain, sizes), rates=swift, **budget)
+    plan = planned(at_rest(plain, sizes, device=device), rates=swift, **budget)
+    assert plan.unpacking == {0: 40}
+    assert sum(plan.link_bytes_per_token.values()) < 0.3 * sum(host.link_bytes_per_token.values())
+    assert plan.resident_bytes[0] + plan.reserves.get(0, 0) + plan.slots[0] + 40 <= int(budget["_0"])
+    assert float(plan.forecast["seconds_per_token"]) < float(host.forecast["seconds_per_token"])
+
+
+def test_accelerators_unpack_side_by_side_and_compute_in_turn() -> None:
+    brought = Brought()
+    for device in (0, 1):
+        brought.add("cpu", 10, computes=device, unpacked=20, moved=300)
+    assert brought.links == {0: 10, 1: 10}
+    seconds = token_seconds(brought, {0: 100, 1: 100}, rates=RATES, members=2)
+    assert seconds["device memory"] == (100 + 20 + 300 / 2) / 10**4, "that of one of them, more than all compute with"
+    assert token_seconds(brought, {0: 1000, 1: 1000}, rates=RATES)["device memory"] == 2040 / 10**4
+    assert (seconds["link"], seconds["unpacking"]) == (10 / 100 / 2, 0)

@@ -1,0 +1,222 @@
+"""Plans that stream over several links: layers take turns, each link has its share, and no plan is slower for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from pipeline.errors import BudgetError
+from stages.empty_init.skeleton import parent
+from stages.machine.rates import Rates
+from stages.plan.outline import Outline
+from stages.plan.picture import draw
+from stages.plan.placement import find_shortage
+from stages.plan.plan import Plan
+from stages.plan.policies.link_shares import share_layers
+from stages.plan.policies.optimal import optimal
+from stages.plan.policies.placed_seconds import placed_seconds
+from stages.plan.stage import make_plan
+from stages.plan.table import render
+from stages.plan.token_bound import bound_seconds
+from stages.units import CPU, DISK, DeviceId
+from tests.stages.plan.skeletons import at_rest, outline
+from tests.stages.plan.test_optimal import llama
+
+MB = 10**6
+LINK = 25 * 10**9
+FAST = {"storage": "1TB", "host": "100GB", "link": "25GB", "device": "900GB"}
+many = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def planned(model: Outline, *accelerators: int, host: int | None = None, **rates: str) -> Plan:
+    """Return the plan on accelerators with these budgets; the host holds ``host`` bytes, or all."""
+    room = model.skeleton.bytes if host is None else host
+    given = {str(index): str(count) for index, count in enumerate(accelerators)} | {"cpu": str(room)}
+    hardware = {"devices": [{"memory": "1TB"}] * len(accelerators), "host": {"memory": "8TB"}, "rates": FAST | rates}
+    config = {"max_memory": given, "device_map": "optimal", "hardware": hardware, "generate": {}}
+    return make_plan(model, {**config, "storage": {"io": "direct"}})
+
+
+def seconds(plan: Plan) -> float:
+    return float(plan.forecast["seconds_per_token"])
+
+
+def layers_on(plan: Plan) -> list[DeviceId]:
+    """Return where each of a Llama's layers computes, in their order."""
+    return [plan.execution[name] for name in plan.execution if name.endswith(".q")]
+
+
+def counted_seconds(model: Outline, plan: Plan, passes: int = 6) -> float:
+    """Return how long a pass takes over links that run ahead part by part, as far as reserves have room; counted."""
+    parts: list[tuple[DeviceId, int]] = []
+    for layer in model.layers:
+        modules = dict.fromkeys(map(parent, layer.tensors))
+        sizes = [sum(model.sizes[name] for name in model.direct[one] if name in plan.serving) for one in modules]
+        parts += [(plan.execution[one], size) for one, size in zip(modules, sizes, strict=True) if size]
+    now, ends = 0.0, []
+    free = dict.fromkeys(plan.reserves, 0.0)
+    held: dict[DeviceId, deque[tuple[float, int]]] = {device: deque() for device in plan.reserves}
+    for _ in range(passes):
+        for device, size in parts:
+            begin, there = free[device], held[device]
+            while sum(count for _, count in there) + size > plan.reserves[device]:
+                begin = max(begin, there.popleft()[0])
+            free[device] = begin + size / LINK
+            now = max(now, free[device])
+            there.append((now, size))
+        ends.append(now)
+    return ends[-1] - ends[-2]
+
+
+@pytest.mark.parametrize(("count", "factor"), [(2, 1.8), (4, 3.2), (8, 6.4)])
+def test_as_many_links_are_about_as_many_times_as_fast(count: int, factor: float) -> None:
+    model = llama(48)
+    room = model.skeleton.bytes // 20
+    one, several = planned(model, room), planned(model, *[room] * count)
+    assert (one.forecast["bound"], several.forecast["bound"]) == ("link", "link")
+    assert seconds(one) > factor * seconds(several)
+    assert list(several.link_bytes_per_token) == list(range(count))
+    assert sum(several.link_bytes_per_token.values()) == several.forecast["streamed_bytes_per_token"]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("share", [20, 12])
+def test_links_that_run_ahead_by_their_reserves_take_as_long_as_predicted(count: int, share: int) -> None:
+    model = llama(48)
+    plan = planned(model, *[model.skeleton.bytes // share] * count)
+    assert counted_seconds(model, plan) == pytest.approx(max(plan.link_bytes_per_token.values()) / LINK, rel=0.1)
+
+
+def test_one_stretch_of_layers_for_each_accelerator_is_predicted_as_slow_as_it_is() -> None:
+    model = llama(24)
+    names = [layer.name for layer in model.layers if layer.name.startswith("layers.")]
+    device_map: dict[str, DeviceId] = {"embed": 0, "norm": 1, "head": 1}
+    for place, name in enumerate(names):
+        device_map |= {name: CPU, f"{name}.norm1": place // 12}
+    hardware = {"devices": [{"memory": "1TB"}] * 2, "host": {"memory": "8TB"}, "rates": FAST}
+    given = {"max_memory": {"0": "1GB", "1": "1GB", "cpu": "8GB"}, "hardware": hardware, "generate": {}}
+    plan = make_plan(model, {**given, "device_map": device_map, "storage": {"io": "direct"}})
+    assert seconds(plan) == pytest.approx(counted_seconds(model, plan), rel=0.02)
+    assert seconds(plan) > 0.9 * sum(plan.link_bytes_per_token.values()) / LINK, "hardly better than one link"
+
+
+def test_layers_take_turns_and_parts_of_them_stay_on_each_accelerator() -> None:
+    model = llama(24)
+    plan = planned(model, 5 * 10**8, 5 * 10**8)
+    turns = layers_on(plan)
+    changes = sum(before != after for before, after in pairwise(turns))
+    assert changes > len(turns) // 2
+    for device in (0, 1):
+        budget = plan.budgets[device]
+        assert budget is not None
+        assert 0.9 * budget < plan.resident_bytes[device] + plan.reserves[device] <= budget
+    least, most = sorted(plan.link_bytes_per_token.values())
+    assert most < 1.25 * least, "as even as whole layers can be"
+
+
+def test_links_with_a_root_in_common_take_what_that_takes() -> None:
+    model = llama(24)
+    apart, shared = planned(model, 10**9, 10**9), planned(model, 10**9, 10**9, root="30GB")
+    assert seconds(shared) == pytest.approx(sum(shared.link_bytes_per_token.values()) / (30 * 10**9))
+    assert seconds(apart) < seconds(shared) < seconds(planned(model, 10**9))
+
+
+def test_the_least_seconds_of_what_was_measured_are_those_of_the_slowest_link() -> None:
+    plan = planned(llama(24), 5 * 10**8, 5 * 10**8)
+    streamed = sum(plan.link_bytes_per_token.values())
+    assert bound_seconds(plan, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(
+        max(plan.link_bytes_per_token.values()) / LINK
+    )
+
+
+def test_layers_that_share_a_tensor_stay_together() -> None:
+    tensors = {"embed.w": 20, **{f"l.{index}.w": 20 for index in range(4)}, "head.w": 20}
+    model = outline(tensors, tied=[["embed.w", "head.w"]])
+    shares = share_layers(model, model.layers, {0: 50, 1: 50})
+    (together,) = (layers for layers in shares.values() if any(layer.name == "embed" for layer in layers))
+    assert {"embed", "head"} <= {layer.name for layer in together}
+    assert sorted(layer.name for layers in shares.values() for layer in layers) == sorted(
+        layer.name for layer in model.layers
+    )
+
+
+def test_screen_and_picture_show_each_link() -> None:
+    plan = planned(llama(24), 10**9, 10**9)
+    sizes = llama(24).sizes
+    assert "side by side" in render(plan, sizes)
+    assert draw(plan, sizes).count("a token over its link") == 2
+    assert "side by side" not in render(planned(llama(24), 10**9), sizes)
+
+
+def random_model(draw: random.Random) -> Outline:
+    count = draw.randrange(2, 14)
+    shapes = [draw.choice([1, 2, 4, 8, 16]) * draw.randrange(1, 40) * 10**4 for _ in range(draw.randrange(1, 7))]
+    tensors = {f"l.{index}.{place}.w": size for index in range(count) for place, size in enumerate(shapes)}
+    tensors = {"embed.w": draw.randrange(1, 60) * MB, **tensors, "head.w": draw.randrange(1, 60) * MB}
+    return outline(tensors, classes={f"l.{index}": "Layer" for index in range(count)}, no_split=["Layer"])
+
+
+@many
+@given(seed=st.integers(0, 10**6))
+def test_plans_fit_and_are_never_slower_than_where_one_link_streams(seed: int) -> None:
+    draw = random.Random(seed)
+    model = random_model(draw)
+    count = draw.choice([2, 3, 4])
+    rooms = [draw.randrange(1, model.skeleton.bytes // count) for _ in range(count)]
+    host = draw.choice([None, model.skeleton.bytes // 2])
+    try:
+        plan = planned(model, *rooms, host=host, storage="5GB")
+    except BudgetError:
+        return
+    rates = Rates(**plan.rates)
+    alone = optimal(model, plan.budgets, rates, links=1)
+    assert not alone.computes
+    assert find_shortage(model, alone, plan.budgets, tight=True) is not None or (
+        seconds(plan) <= placed_seconds(model, alone, plan.budgets, rates) * (1 + 1e-9)
+    )
+    for device, budget in plan.budgets.items():
+        taken = plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0)
+        assert budget is None or taken <= budget
+    assert set(plan.link_bytes_per_token) <= set(plan.reserves)
+
+
+BEFORE: Mapping[str, tuple[str, str]] = {
+    "plain": ("fee37d885fb7", "559261763754"),
+    "tables": ("66182dfecd44", "559261763754"),
+    "packed": ("9b91b5640850", "cedb72ff294b"),
+}
+"""What ``optimal`` came to before links were several, without an accelerator and with one."""
+
+
+@pytest.mark.parametrize("kind", BEFORE)
+def test_with_one_accelerator_or_none_a_plan_is_what_it_was_before_links_were_several(kind: str) -> None:
+    model = llama()
+    none: list[dict[DeviceId, int | None]] = [{CPU: room * MB} for room in (350, 600, 1000, 1500, 2000, 3000)]
+    one: list[dict[DeviceId, int | None]] = [
+        {0: room * MB, CPU: host * MB} for room in (150, 400, 900, 1600, 3000) for host in (0, 500, 3000)
+    ]
+    if kind == "tables":
+        modules = (replace(one, looks_up=one.name == "embed") for one in model.skeleton.modules)
+        model = Outline(replace(model.skeleton, modules=tuple(modules)))
+    elif kind == "packed":
+        model = at_rest(model, {name: size // 2 for name, size in model.sizes.items() if "layers" in name})
+        none, one = [{CPU: 600 * MB}], [{0: 400 * MB, CPU: 500 * MB}]
+    assert tuple(map(digest, (model, model), (none, one))) == BEFORE[kind]
+
+
+def digest(model: Outline, cases: list[dict[DeviceId, int | None]]) -> str:
+    """Return what stands for the placements under all these budgets."""
+    found = sha256()
+    for budgets in cases:
+        placement = optimal(model, {**budgets, DISK: None})
+        told = [sorted(placement.homes.items()), str(placement.main), sorted(placement.packed)]
+        found.update(json.dumps(told).encode())
+    return found.hexdigest()[:12]

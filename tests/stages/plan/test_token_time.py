@@ -1,0 +1,72 @@
+"""Each accelerator has a link of its own: what they bring side by side, and what one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from stages.machine.rates import Rates, read_rates
+from stages.plan.token_time import HOST, Brought, late_bytes, link_seconds, slowest, token_seconds
+from stages.units import CPU, DeviceId
+
+RATES = Rates(storage=10, host=1000, link=100, device=1000)
+
+
+def brought(runs: Sequence[tuple[DeviceId, float]], *, ahead: bool = True) -> Brought:
+    found = Brought()
+    for device, count in runs:
+        found.add(CPU, count, computes=device, ahead=ahead)
+    return found
+
+
+def test_the_slowest_link_counts_and_what_they_share() -> None:
+    streamed = brought([(0, 100), (1, 300), (0, 100)])
+    assert streamed.links == {0: 200, 1: 300}
+    assert link_seconds(streamed, RATES) == 300 / 100
+    assert link_seconds(streamed, Rates(link=100, root=125)) == 500 / 125
+    assert link_seconds(streamed, Rates(link=100, root=250)) == 300 / 100
+
+
+def test_what_is_asked_for_layer_by_layer_comes_over_one_link_at_a_time() -> None:
+    experts = brought([(0, 100), (1, 100)], ahead=False)
+    assert link_seconds(experts, RATES) == 200 / 100
+    experts.include(brought([(0, 300), (1, 300)]))
+    assert link_seconds(experts, RATES) == 400 / 100
+
+
+@pytest.mark.parametrize(
+    ("runs", "late"),
+    [
+        ([(0, 500), (1, 500)], 800),
+        ([(0, 100), (1, 100)] * 5, 0),
+        ([(0, 100), (0, 100), (1, 200)] * 2, 400),
+        ([(0, 80), (1, 100), (0, 80)], 60),
+        ([(0, 500), (CPU, 500)], 0),
+        ([], 0),
+    ],
+)
+def test_of_a_run_on_one_accelerator_that_is_late_which_its_reserve_has_no_room_for(
+    runs: Sequence[tuple[DeviceId, float]], late: float
+) -> None:
+    found = brought(runs)
+    assert late_bytes(found.runs, {0: 100, 1: 100}) == late
+    seconds = link_seconds(found, RATES, {0: 100, 1: 100})
+    assert seconds == max([late, *found.links.values()]) / 100
+
+
+def test_memories_are_read_one_after_the_other() -> None:
+    seconds = token_seconds(Brought(), {0: 400, 1: 400, CPU: 100}, rates=RATES)
+    assert slowest(seconds) == ("device memory", 0.9)
+    assert slowest({**seconds, "unpacking": 2.0}) == ("unpacking", 2.1)
+
+
+def test_a_root_of_links_is_given_or_there_is_none() -> None:
+    assert read_rates({"rates": {"root": "40GB"}}).root == 40 * 10**9
+    assert read_rates({"rates": {"root": None}}).root is None
+
+
+def test_calls_take_the_host_a_while_however_few_weights_there_are() -> None:
+    rates = Rates(host=100, calls=10)
+    seconds = [token_seconds(Brought(), {CPU: 100}, rates=rates, host_calls=calls)[HOST] for calls in (0, 20)]
+    assert seconds == [1, 3]
