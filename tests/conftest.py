@@ -1,8 +1,24 @@
-"""What all tests have in common: what their imports made is collected once, and never looked through again."""
+"""What all tests have in common: the long form, and what their imports made is never looked through again."""
 
 from __future__ import annotations
 
 import gc
+import os
+
+import pytest
+
+LONG_FORM = "OFFSTAGE_LONG"
+"""The environment variable with which tests in the long form run too."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what runs by hand alone: cases beside one that CI has, of the same mechanism."""
+    if os.environ.get(LONG_FORM):
+        return
+    long = [item for item in items if item.get_closest_marker("long_form")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long_form")]
 
 
 def pytest_collection_finish() -> None:
