@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from typing import Any
 
-from stages.machine.host_memory import PROCESS_BYTES, host_memory
-from stages.machine.process_memory import be_expendable
+from stages.machine import own_process
 
 _log = logging.getLogger("offstage")
 
@@ -28,8 +26,6 @@ _BYTES = 320 * 2**20
 _ROUNDS, _MOST_SECONDS = 40, 8.0
 _DISTURBED = 1.125
 """By how much a span is longer than the least of its kind only where something else had the processor."""
-_SECONDS = 120
-_ENTRY = "from stages.machine.decoding_probe import be_measured; be_measured()"
 
 
 def decoding_speed() -> dict[str, int] | None:
@@ -38,23 +34,17 @@ def decoding_speed() -> dict[str, int] | None:
     These are of modules that hold weights, for all that is computed beside products. Null where memory is too short for
     a second process, or where that fails.
     """
-    if host_memory().available_bytes < 2 * PROCESS_BYTES + _BYTES:
+    if not own_process.has_room(_BYTES):
         return None
     _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
-    command = [sys.executable, "-P", "-c", _ENTRY]
     try:
-        done = subprocess.run(
-            command, timeout=_SECONDS, check=False,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        return dict(json.loads(done.stdout)) if done.returncode == 0 else None
-    except (subprocess.TimeoutExpired, ValueError, TypeError):
+        return dict(json.loads(own_process.measure_apart("decoding_probe") or b""))
+    except (ValueError, TypeError):
         return None
 
 
 def be_measured() -> None:
     """Be the process that is measured: print the figures."""
-    be_expendable()
     sys.stdout.write(json.dumps(measure()))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 from contextlib import suppress
 from hashlib import sha256
@@ -17,7 +16,8 @@ from tempfile import TemporaryDirectory
 
 from pipeline.cache.sealed_files import write_sealed
 from pipeline.stage import MEASURED
-from stages.machine.host_memory import PROCESS_BYTES, host_memory
+from stages.machine import own_process
+from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kept_figures import kept_for_user
 
 FILE_NAME = "process.json"
@@ -30,11 +30,6 @@ _STEP = 4 * 10**6
 _LEAST, _MOST = 5 * 10**7, 10**11
 """Bytes below and above which no such process is: a figure beyond was damaged, or its probe was."""
 
-_ROOM = 3 * PROCESS_BYTES
-"""What must be available for a second process beside this one."""
-
-_SECONDS = 300
-_ENTRY = "from stages.machine.process_memory import be_measured; be_measured()"
 _CONFIG = (
     "hardware.devices=[]", "+hardware.host.memory=8GB", "max_memory.cpu=16MB", "stages=generate", "generate=greedy",
     "generate.max_new_tokens=4",
@@ -75,20 +70,13 @@ def measure() -> int | None:
 
     It can't where memory is too short for a second process, or where that fails.
     """
-    if host_memory().available_bytes < _ROOM:
+    if not own_process.has_room(PROCESS_BYTES):
         return None
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
     with TemporaryDirectory(prefix="offstage-") as folder:
-        command = [sys.executable, "-P", "-c", _ENTRY, *_CONFIG]
-        try:
-            done = subprocess.run(
-                command, cwd=folder, timeout=_SECONDS, check=False,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return None
+        done = own_process.measure_apart("process_memory", *_CONFIG, folder=Path(folder)) is not None
         records = list(Path(folder).glob("outputs/runs/*/*/run.json"))
-        return _read(records[0]) if done.returncode == 0 and records else None
+        return _read(records[0]) if done and records else None
 
 
 def _read(record: Path) -> int | None:
@@ -102,23 +90,10 @@ def _read(record: Path) -> int | None:
 
 
 def be_measured() -> None:
-    """Be the run that is measured: the first to be ended where memory is short, and ended with the one who waits.
-
-    Its plan goes by the nominal figure, which stands in its cache: it measures no other.
-    """
+    """Be the run that is measured. Its plan goes by the nominal figure, which stands in its cache."""
     kept = Path("outputs/cache", MEASURED)
     kept.mkdir(parents=True)
     write_sealed(kept / FILE_NAME, {identity(): PROCESS_BYTES})
-    be_expendable()
     from pipeline import commands
 
     commands.offstage()
-
-
-def be_expendable() -> None:
-    """Have this process be the first to be ended where memory is short, and be ended with the one who waits for it."""
-    from pipeline.process_setup import die_with_parent
-
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    die_with_parent()

@@ -7,6 +7,7 @@ gets the last position of each sequence.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import product
 
@@ -20,6 +21,11 @@ _COLUMNS = (64, 100, 1408)
 _TOKENS = (1, 2, 3, 5, 8, 40, 130)
 _SEQUENCES = (2, 4)
 _SEED = 0
+
+
+def be_measured() -> None:
+    """Be the process that is asked: print whether products are the same in the dtype that it is given."""
+    sys.stdout.write(str(is_exact_by_rows(sys.argv[1])))
 
 
 def is_exact_by_rows(dtype: str) -> bool:

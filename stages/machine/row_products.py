@@ -9,25 +9,15 @@ has other bits in float32.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from stages.machine.host_memory import PROCESS_BYTES, host_memory
+from stages.machine import own_process
 from stages.machine.kept_figures import kept_for_user
 from stages.machine.kernels import identity
 
 FILE_NAME = "row_products.json"
-_ROOM = 2 * PROCESS_BYTES
-"""What must be available for a second process beside this one."""
-_SECONDS = 300
-_EXACT, _OTHER = 0, 3
-_ENTRY = (
-    "from stages.machine.row_product_probe import is_exact_by_rows; "
-    "raise SystemExit(%d if is_exact_by_rows(%r) else %d)"
-)
 
 
 def exact_dtypes(folder: Path, dtypes: Iterable[str]) -> frozenset[str]:
@@ -49,16 +39,8 @@ def _measure(dtype: str) -> bool | None:
     """Ask a process of its own, and return null where that fails: what kernels keep for so many shapes, some 70 MB of
     bfloat16, would stay in this one, and no plan counts it. It does where memory is too short for a second process.
     """
-    if host_memory().available_bytes < _ROOM:
-        from stages.machine.row_product_probe import is_exact_by_rows
+    if own_process.has_room():
+        return {b"True": True, b"False": False}.get(own_process.measure_apart("row_product_probe", dtype) or b"")
+    from stages.machine.row_product_probe import is_exact_by_rows
 
-        return is_exact_by_rows(dtype)
-    command = [sys.executable, "-P", "-c", _ENTRY % (_EXACT, dtype, _OTHER)]
-    try:
-        done = subprocess.run(
-            command, timeout=_SECONDS, check=False,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return None
-    return {_EXACT: True, _OTHER: False}.get(done.returncode)
+    return is_exact_by_rows(dtype)

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.cache.sealed_files import read_sealed, write_sealed
 from pipeline.stage import MEASURED
-from stages.machine import process_memory
+from stages.machine import own_process, process_memory
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kept_figures import user_cache
 from stages.machine.process_memory import FILE_NAME, identity, is_process, process_bytes
@@ -58,7 +58,7 @@ def test_where_it_cannot_be_measured_it_is_nominal_and_the_next_run_asks_again(
         refuse_to_run(patch)
         assert process_bytes(user_cache() / MEASURED) == process_bytes(tmp_path / MEASURED) == PROCESS_BYTES
     assert not list(tmp_path.rglob(FILE_NAME))
-    monkeypatch.setattr(process_memory, "_ROOM", 1 << 62)
+    monkeypatch.setattr(own_process, "PROCESS_BYTES", 1 << 60)
     assert process_memory.measure() is None, "there is no memory for a second process"
 
 
