@@ -141,10 +141,7 @@ def in_dtype(source: AtRest, dtype: str) -> AtRest | None:
 
 def rows_of(source: AtRest, begin: int, end: int) -> AtRest | None:
     """Return rows ``begin`` to ``end`` of the first dimension of ``source``; null where they can't be read alone."""
-    if isinstance(source, PackedTensor):
-        return source.codec.rows(source, begin, end)
-    row_bytes = source.bytes // max(1, source.shape[0])
-    return replace(source, begin=source.begin + begin * row_bytes, shape=(end - begin, *source.shape[1:]))
+    return source.codec.rows(source, begin, end) if isinstance(source, PackedTensor) else source.rows(begin, end)
 
 
 def in_pieces(tensor: PackedTensor) -> list[tuple[int, PackedTensor]]:

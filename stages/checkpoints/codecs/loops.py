@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from stages.checkpoints.codecs.ggml_formats import FORMATS
 from stages.machine import compiled_code
+from stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3}
 _OF_FOUR_BITS = ("fp4", "int4")
 _FORMATS = {name: at for at, name in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"))}
@@ -69,7 +69,7 @@ class Loops:
         across = scales.shape[1]
         height = min(block[0], inside + rows)  # what is declared may be more than fits in any number
         width = columns if across == 1 else min(block[1], columns)
-        assert made.shape == (rows, columns * _SIZES[dtype])
+        assert made.shape == (rows, columns * DTYPE_BYTES[dtype])
         assert across * width >= columns
         assert not rows or len(scales) > (inside + rows - 1) // height - inside // height
         self._scaled(
@@ -83,7 +83,7 @@ class Loops:
         ``pairs`` has the two float32 values of each byte as one number.
         """
         runs, run = codes.shape
-        assert made.shape == (runs, 2 * run * _SIZES[dtype])
+        assert made.shape == (runs, 2 * run * DTYPE_BYTES[dtype])
         assert (pairs.shape, scales.shape) == ((256,), (runs,))
         self._table_scaled(_DTYPES[dtype], *_pointers(codes, pairs, scales, made), runs, 2 * run)
 
@@ -114,7 +114,7 @@ class Loops:
         """
         rows, count, size = blocks.shape
         form = FORMATS[kind]
-        assert (size, made.shape[1]) == (form.bytes, count * form.elements * _SIZES[dtype])
+        assert (size, made.shape[1]) == (form.bytes, count * form.elements * DTYPE_BYTES[dtype])
         if places is None:
             assert len(made) == rows
         else:

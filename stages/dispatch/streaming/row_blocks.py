@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from stages.dispatch.streaming.bindings import Binding, source_of
 from stages.dispatch.streaming.streamed_part import StreamedPart
-from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
+from stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 Use = Callable[[StreamedPart], None]
 
@@ -48,20 +48,9 @@ class RowBlocks:
 
 
 class BlockedWeight(WaitingTensor):
-    """The weight of a linear layer that is multiplied by blocks of its rows, and waits as a whole for all else."""
+    """The weight of a linear layer that is multiplied by ``use``, blocks of its rows, and waits whole for all else."""
 
-    blocks: RowBlocks
-
-    @classmethod
-    def of(cls, like: torch.Tensor, source: WaitingSource, blocks: RowBlocks) -> BlockedWeight:
-        """Return the weight that stands for ``like``, and is read from ``source`` where it is read whole."""
-        weight = cls(like, source)
-        weight.blocks = blocks
-        return weight
-
-    def again(self) -> BlockedWeight:
-        """Return another weight that waits as this one does."""
-        return BlockedWeight.of(self.as_meta(), self.source, self.blocks)
+    use: RowBlocks
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +58,7 @@ class BlockedWeight(WaitingTensor):
             given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
             left, weight, bias = given["input"], given["weight"], given.get("bias")
             if isinstance(weight, BlockedWeight) and weight._may_multiply(left, bias):
-                return weight.blocks.multiply(left, bias)
+                return weight.use.multiply(left, bias)
         return super().__torch_function__(func, types, args, kwargs)
 
     def _may_multiply(self, left: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -85,6 +74,6 @@ def have_blocks_wait(
     whole: Binding, stored: Mapping[str, torch.Tensor], device: torch.device, blocks: RowBlocks
 ) -> None:
     """Have ``whole`` be multiplied by ``blocks`` on ``device``; ``stored`` reads what lies on disk of it."""
-    weight = BlockedWeight.of(whole.waiting, source_of(whole, stored, device), blocks)
+    weight = BlockedWeight(whole.waiting, source_of(whole, stored, device), blocks)
     weight.kept = whole.waiting
     whole.wait_as(weight)
