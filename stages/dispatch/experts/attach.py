@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
 from stages.dispatch.transfer.host_link import HostLink
 from stages.dispatch.transfer.link import Link
-from stages.dispatch.transfer.links import open_link
 from stages.dispatch.transfer.trace import Trace
 from stages.empty_init.experts import routing
 from stages.empty_init.skeleton import ExpertsSpec
@@ -88,25 +86,24 @@ def attach_experts(
     *,
     stored: DiskWeights,
     devices: Devices,
+    links: Callable[[DeviceId], Link],
+    unpackers: Mapping[DeviceId, DeviceUnpacker],
     policy: Callable[[], Eviction],
     traffic: Traffic,
     stack: ExitStack,
-    links: Callable[[DeviceId], Link] | None = None,
-    unpackers: Mapping[DeviceId, DeviceUnpacker] | None = None,
     saved: SavedWeights | None = None,
     turns: Callable[[], Turns] = lambda: ALONE,
     trace: Trace | None = None,
 ) -> RoutedModel:
     """Have the experts in ``bindings`` be brought for what tokens are routed to; ``stack`` undoes it.
 
-    ``stored`` has what waits on disk; ``links`` are those to the accelerators, if they are open already, and
-    ``unpackers`` those of the ones that unpack themselves; ``saved`` sees what autograd saves of the model. ``turns``
-    says who may use a layer's experts now.
+    ``stored`` has what waits on disk; ``links`` are those to the accelerators, and ``unpackers`` those of the ones that
+    unpack themselves; ``saved`` sees what autograd saves of the model. ``turns`` says who may use a layer's experts
+    now.
     """
-    links, saved = links or partial(open_link, devices), saved or SavedWeights()
-    routed = RoutedModel()
+    routed, saved = RoutedModel(), saved or SavedWeights()
     mixed = list(_mixed(plan, bindings))
-    for computes, kind, members in _by_kind(mixed, devices):
+    for (computes, kind), members in _by_kind(mixed).items():
         link = links(computes) if devices.is_apart(computes) else HostLink()
         layers = [
             ExpertLayer(each.number, each.spec.module, _wanted(each.spec, plan.pass_tokens), _rows(each, stored))
@@ -117,7 +114,7 @@ def attach_experts(
             layers,
             device=computes,
             link=link,
-            unpacker=(unpackers or {}).get(computes),
+            unpacker=unpackers.get(computes),
             slot_bytes=_share(plan.slots.get(computes, 0), kind, members, mixed),
             policy=policy,
             traffic=traffic,
@@ -148,8 +145,8 @@ def _mixed(plan: DispatchPlan, bindings: Mapping[str, Sequence[Binding]]) -> Ite
         yield _Mixed(number, place, spec, plan.parts[name].execution, places)
 
 
-def _by_kind(mixed: Sequence[_Mixed], devices: Devices) -> Iterator[tuple[DeviceId, Kind, list[_Mixed]]]:
-    """Yield the experts that can lie in the same slots, with the device that computes them."""
+def _by_kind(mixed: Sequence[_Mixed]) -> dict[tuple[DeviceId, Kind], list[_Mixed]]:
+    """Return the experts that can lie in the same slots, by the device that computes them and what they have."""
     found: dict[tuple[DeviceId, Kind], list[_Mixed]] = defaultdict(list)
     for each in mixed:
         kind = tuple(
@@ -157,8 +154,7 @@ def _by_kind(mixed: Sequence[_Mixed], devices: Devices) -> Iterator[tuple[Device
             for binding in each.bindings
         )
         found[each.computes, kind].append(each)
-    for (computes, kind), members in found.items():
-        yield computes, kind, members
+    return found
 
 
 def _share(slot_bytes: int, kind: Kind, members: Sequence[_Mixed], mixed: Sequence[_Mixed]) -> int:

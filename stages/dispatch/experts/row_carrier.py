@@ -16,19 +16,17 @@ from itertools import count
 
 import torch
 
-from stages.checkpoints.device_codec import can_unpack
 from stages.checkpoints.direct_file import Chunk, cut
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, files_of, in_pieces, rest_bytes
 from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import ChunkReader, Traffic, reader_pool
-from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking
+from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking, crosses_packed
 from stages.dispatch.transfer.host_link import HostLink
 from stages.dispatch.transfer.link import Event, Link
 from stages.dispatch.transfer.part_layout import read_lengths
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from stages.machine.aligned_memory import align_up
 from stages.machine.probes import CHUNK_BYTES, READERS
 from stages.plan.predict import PINNED_BYTES
 from stages.units import DeviceId
@@ -67,12 +65,9 @@ class RowCarrier:
         self._reader = ChunkReader({file for place in places for file in files_of(place)}, trace)
         packed = [place for place in places if isinstance(place, PackedTensor)]
         self._unpacks_in_place, self._unpacker = isinstance(link, HostLink), unpacker
-        on_host = [tensor for tensor in packed if not self._is_unpacked_there(tensor)]
-        self._blocks = BlockReader(self._reader, on_host)
-        lengths = [c.length for place in places if isinstance(place, Extent) for c in cut(place, CHUNK_BYTES)]
-        passed_on = () if self._unpacks_in_place else on_host
-        lengths += [align_up(piece.bytes) for tensor in passed_on for _, piece in in_pieces(tensor)]
-        lengths += read_lengths([place for place in packed if self._is_unpacked_there(place)], as_at_rest=True)
+        self._blocks = BlockReader(self._reader, [place for place in packed if not crosses_packed(place, unpacker)])
+        passed_on = [place for place in places if isinstance(place, Extent) or not self._unpacks_in_place]
+        lengths = read_lengths(passed_on, as_at_rest=unpacker is not None)
         self._buffers = _buffers(link, max(lengths)) if lengths else None
         self._order, self._ordering = count(), threading.Lock()
 
@@ -84,7 +79,7 @@ class RowCarrier:
         else:
             arrival.bytes += sum(map(rest_bytes, source))
             arrival.carried += sum(
-                rest_bytes(place) if self._unpacks_in_place or self._is_unpacked_there(place) else place.bytes
+                rest_bytes(place) if self._unpacks_in_place or crosses_packed(place, self._unpacker) else place.bytes
                 for place in source
             )
         after = self._link.computed()
@@ -98,10 +93,6 @@ class RowCarrier:
             arrival.pieces += self._jobs(place, target[begin : begin + place.bytes], after)
             begin += place.bytes
 
-    def _is_unpacked_there(self, place: AtRest) -> bool:
-        """Return whether what lies at ``place`` crosses the link packed."""
-        return self._unpacker is not None and isinstance(place, PackedTensor) and can_unpack(place)
-
     def _jobs(self, place: AtRest, target: torch.Tensor, after: Event) -> Iterator[Future[Arrived]]:
         """Start what fills ``target`` with what lies at ``place``."""
         pool = reader_pool()
@@ -109,7 +100,7 @@ class RowCarrier:
             for chunk in cut(place, CHUNK_BYTES):
                 yield pool.submit(self._pass_on, chunk, target, chunk.begin - place.begin, after)
             return
-        if self._unpacks_in_place or self._is_unpacked_there(place):
+        if self._unpacks_in_place or crosses_packed(place, self._unpacker):
             for block in place.codec.blocks(place):
                 yield pool.submit(self._unpack, place, block, target, after)
             return

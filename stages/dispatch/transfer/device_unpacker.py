@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeGuard
 
 import torch
 
@@ -145,6 +146,11 @@ def open_unpacker(link: Link, tensors: Iterable[PackedTensor], *, room: int) -> 
     """Return what unpacks those of ``tensors`` behind ``link`` that can be, if ``room`` bytes there suffice for it."""
     capable = [tensor for tensor in tensors if can_unpack(tensor)]
     return DeviceUnpacker(link, capable) if 0 < device_bytes(capable) <= room else None
+
+
+def crosses_packed(source: object, unpacker: DeviceUnpacker | None) -> TypeGuard[PackedTensor]:
+    """Return whether what waits at ``source`` crosses the link as it rests, for ``unpacker`` to unpack it there."""
+    return unpacker is not None and isinstance(source, PackedTensor) and can_unpack(source)
 
 
 def _codec(tensor: PackedTensor) -> DeviceCodec:

@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-from stages.checkpoints.device_codec import can_unpack
 from stages.checkpoints.direct_file import Chunk
 from stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
 from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
-from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking
+from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking, crosses_packed
 from stages.dispatch.transfer.link import Event, Link
-from stages.dispatch.transfer.part_layout import PlacedPacked, PlacedTensor, Source, lay_out
+from stages.dispatch.transfer.part_layout import PlacedPacked, Source, lay_out
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from stages.dispatch.transfer.staging import Staging
 from stages.dispatch.transfer.trace import Trace
@@ -76,7 +75,7 @@ class LinkCarrier:
         self.sizes = [layout.size for layout in self._layouts]
         self.streamed = [layout.rest_bytes for layout in self._layouts]
         self.carried = [
-            sum(piece.rest_bytes if self._crosses(piece) else piece.bytes for piece in layout.pieces)
+            sum(each.rest_bytes if crosses_packed(each.source, unpacker) else each.bytes for each in layout.pieces)
             for layout in self._layouts
         ]
         whole = sum(align_up(size, DEVICE_ALIGNMENT) for size in self.sizes)
@@ -85,12 +84,14 @@ class LinkCarrier:
             link.memory, self.sizes, optional=optional, room=room, alignment=DEVICE_ALIGNMENT
         )
         self._chunks = [layout.chunks() for layout in self._layouts]
-        self._crossing = [[placed for placed in layout.packed if self._crosses(placed)] for layout in self._layouts]
+        self._crossing = [
+            [placed for placed in layout.packed if crosses_packed(placed.source, unpacker)] for layout in self._layouts
+        ]
         self._pieces = [
             [
                 (piece, placed.begin + begin)
                 for placed in layout.packed
-                if not self._crosses(placed)
+                if not crosses_packed(placed.source, unpacker)
                 for begin, piece in in_pieces(placed.source)
             ]
             for layout in self._layouts
@@ -103,11 +104,6 @@ class LinkCarrier:
         crossing = [placed.source for part in self._crossing for placed in part]
         self._reader = ChunkReader(files.union(*map(files_of, [*packed, *crossing])), trace)
         self._blocks = BlockReader(self._reader, packed)
-
-    def _crosses(self, placed: PlacedTensor) -> bool:
-        """Return whether a tensor crosses the link packed."""
-        source = placed.source
-        return self._unpacker is not None and isinstance(source, PackedTensor) and can_unpack(source)
 
     @property
     def kept(self) -> Collection[int]:
