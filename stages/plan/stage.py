@@ -17,8 +17,6 @@ from pipeline.typed_config import read
 from stages.empty_init import skeleton as skeletons
 from stages.empty_init.stage import EmptyInitStage
 from stages.machine.hardware import Hardware, hardware, ledgers
-from stages.machine.kernels import NOMINAL, Kernels
-from stages.machine.rates import Rates, read_rates
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble, lying_bytes
 from stages.plan.checks import has_room, require_resident, require_room, require_writable
@@ -159,20 +157,6 @@ class PlanStage(Stage[PlanInputs]):
         metrics |= {name: size for name, size in chosen.items() if size}
         screen = table.render(plan, artifact.json(SIZES_NAME))
         return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
-
-
-def make_plan(
-    outline: Outline, config: Config, *, rates: Rates | None = None, kernels: Kernels = NOMINAL
-) -> plans.Plan:
-    """Return the plan of the model under ``config`` on the machine that it describes; see ``plan_from``.
-
-    ``rates`` and ``kernels`` are those of the machine; by default what the config gives, or nominal ones.
-    """
-    rates = rates or read_rates(config.get("hardware") or {})
-    storage, machine = read(PlanConfig, config).storage, hardware(config)
-    packing = choose_packing(storage, possible_packing(storage, outline, config), outline, rates)
-    inputs = gather_inputs(with_copies(outline, packing), config, machine=machine, rates=rates, kernels=kernels)
-    return plan_from(replace(inputs, packing=packing))
 
 
 def plan_from(inputs: PlanInputs) -> plans.Plan:

@@ -24,7 +24,7 @@ from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.policies.optimal import optimal
 from stages.plan.policies.placed_seconds import placed_seconds
-from stages.plan.stage import make_plan
+from tests.stages.plan.plans import make_plan
 
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,

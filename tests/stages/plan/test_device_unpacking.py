@@ -11,11 +11,11 @@ from stages.empty_init.skeleton import DeviceUnpacking
 from stages.machine.rates import Rates
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan, from_json
-from stages.plan.stage import make_plan
 from stages.plan.table import packed_told
 from stages.plan.token_bound import bound_seconds
 from stages.plan.token_time import Brought, token_seconds
 from tests.stages.plan.mixtures import mixture
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, stack
 
 ON_DEVICE = DeviceUnpacking(landing_bytes=1, scratch_bytes=2, table_bytes=1, moved_bytes=50)

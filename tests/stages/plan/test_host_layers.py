@@ -17,11 +17,12 @@ from stages.plan.policies.explicit import override
 from stages.plan.policies.host_layers import with_host_layers
 from stages.plan.policies.optimal import optimal
 from stages.plan.policies.placed_seconds import placed_seconds
-from stages.plan.stage import PlanStage, make_plan
+from stages.plan.stage import PlanStage
 from stages.plan.table import render
 from stages.plan.token_time import Brought, LayerOutput, waiting_seconds
 from stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, outline, stack
 from tests.stages.plan.test_optimal import llama
 

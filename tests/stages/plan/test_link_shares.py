@@ -23,10 +23,10 @@ from stages.plan.plan import Plan
 from stages.plan.policies.link_shares import share_layers
 from stages.plan.policies.optimal import optimal
 from stages.plan.policies.placed_seconds import placed_seconds
-from stages.plan.stage import make_plan
 from stages.plan.table import render
 from stages.plan.token_bound import bound_seconds
 from stages.units import CPU, DISK, DeviceId
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, outline
 from tests.stages.plan.test_optimal import llama
 

@@ -15,7 +15,7 @@ from stages.plan import options
 from stages.plan.lossless import NOMINAL, choose_packing, pays, possible_packing, with_copies
 from stages.plan.options import PlanConfig, StorageConfig
 from stages.plan.outline import Outline
-from stages.plan.stage import make_plan
+from tests.stages.plan.plans import make_plan
 
 SHARE = 0.67
 

@@ -18,10 +18,10 @@ from stages.plan.outline import Outline
 from stages.plan.picture import draw
 from stages.plan.plan import Plan
 from stages.plan.policies import POLICIES
-from stages.plan.stage import make_plan
 from stages.plan.table import render
 from stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest
 
 NAMES = ["Mixtral", "Qwen3-MoE", "DeepSeek-V3", "gpt-oss"]

@@ -22,12 +22,12 @@ from stages.plan.plan import Plan
 from stages.plan.policies import POLICIES
 from stages.plan.predict import Work, predict
 from stages.plan.serving import serve
-from stages.plan.stage import make_plan
 from stages.plan.table import packed_told
 from stages.plan.token_bound import bound_seconds
 from stages.plan.token_time import Brought, slowest, token_seconds
 from stages.units import DeviceId
 from tests.stages.plan.mixtures import mixture
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, stack
 from tests.stages.plan.test_properties import cases
 

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ElementTree
 from stages.plan.outline import Outline
 from stages.plan.picture import draw, gib
 from stages.plan.plan import Plan
-from stages.plan.stage import make_plan
 from stages.plan.table import ranges, render, rows
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline
 
 

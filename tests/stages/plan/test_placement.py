@@ -9,8 +9,8 @@ from stages.plan.outline import Outline
 from stages.plan.placement import Placement, execution_devices, layer_reserves
 from stages.plan.plan import Plan
 from stages.plan.policies.explicit import override
-from stages.plan.stage import make_plan
 from stages.units import CPU, DISK
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline, stack
 
 

@@ -16,7 +16,7 @@ from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.predict import Work, predict, work
 from stages.plan.request.geometry import Geometry, Request, read_geometry
-from stages.plan.stage import make_plan
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline
 
 NOTHING = (0, 0, 0, 0, 0, 0)

@@ -13,7 +13,7 @@ from stages.empty_init.skeleton import PackedSpec
 from stages.machine.row_ranges import LEAST_ROWS
 from stages.plan.outline import Outline
 from stages.plan.row_blocks import block_sizes, divisible
-from stages.plan.stage import make_plan
+from tests.stages.plan.plans import make_plan
 
 WIDTH, WORDS = 16, 8200
 HEAD, BIAS = WORDS * WIDTH * 4, WORDS * 4

@@ -10,8 +10,8 @@ from stages.machine.host_memory import PROCESS_BYTES
 from stages.plan.outline import Outline
 from stages.plan.placement import Placement, streamed_bytes
 from stages.plan.serving import Io, choose_io, serve
-from stages.plan.stage import make_plan
 from stages.units import DeviceId
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import stack
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from pipeline.errors import BudgetError, ConfigError
 from stages.plan import options
-from stages.plan.stage import PlanStage, make_plan
+from stages.plan.stage import PlanStage
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline, stack
 
 

@@ -15,8 +15,8 @@ from stages.plan.budgets import LIBRARY_BYTES
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.request.batch_size import batch_sizes
-from stages.plan.stage import make_plan
 from stages.units import parse_size
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import stack
 
 MB = 10**6

@@ -12,7 +12,7 @@ from stages.machine.rates import Rates
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.request.lockstep import check_lockstep, lockstep_sizes
-from stages.plan.stage import make_plan
+from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import stack
 
 MB = 10**6

@@ -1,0 +1,29 @@
+"""Plans of a model under a config, on the machine that this describes: made as the stage makes them, without a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeline.stage import Config
+from pipeline.typed_config import read
+from stages.machine.hardware import hardware
+from stages.machine.kernels import NOMINAL, Kernels
+from stages.machine.rates import Rates, read_rates
+from stages.plan.inputs import gather_inputs
+from stages.plan.lossless import choose_packing, possible_packing, with_copies
+from stages.plan.options import PlanConfig
+from stages.plan.outline import Outline
+from stages.plan.plan import Plan
+from stages.plan.stage import plan_from
+
+
+def make_plan(outline: Outline, config: Config, *, rates: Rates | None = None, kernels: Kernels = NOMINAL) -> Plan:
+    """Return the plan of the model under ``config`` on the machine that it describes; see ``plan_from``.
+
+    ``rates`` and ``kernels`` are those of the machine; by default what the config gives, or nominal ones.
+    """
+    rates = rates or read_rates(config.get("hardware") or {})
+    storage, machine = read(PlanConfig, config).storage, hardware(config)
+    packing = choose_packing(storage, possible_packing(storage, outline, config), outline, rates)
+    inputs = gather_inputs(with_copies(outline, packing), config, machine=machine, rates=rates, kernels=kernels)
+    return plan_from(replace(inputs, packing=packing))
