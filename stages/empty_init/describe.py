@@ -12,7 +12,7 @@ from stages.empty_init.activation_peaks import weigh
 from stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
 from stages.empty_init.experts import describe_experts
 from stages.empty_init.fake_weights import REFUSALS, unchanged_buffers
-from stages.empty_init.rehearsal import Rehearsal, rehearse
+from stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse
 from stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
 from stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
 
@@ -47,7 +47,7 @@ def describe(
         tied=tuple(tuple(group) for group in tied),
         no_split=tuple(sorted(declared or ())),
         order=tuple(seen.order) if seen else tuple(names),
-        calls=tuple(seen.calls) if seen else tuple(name for name in names if _holds_tensors(model, name)),
+        calls=tuple(seen.calls) if seen else tuple(name for name in names if holds_tensors(model.get_submodule(name))),
         borrowers=borrowers,
         unrehearsed=refusal,
         moments=moments,
@@ -86,11 +86,6 @@ def _tensors(model: nn.Module) -> Iterable[TensorSpec]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         persistent = name not in hidden
         yield TensorSpec(name, tuple(buffer.shape), dtype_name(buffer.dtype), "buffer", persistent)
-
-
-def _holds_tensors(model: nn.Module, name: str) -> bool:
-    module = model.get_submodule(name)
-    return any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
 
 
 def _try_rehearsal(model: nn.Module, call: Callable[[nn.Module], object] | None) -> tuple[Rehearsal | None, str | None]:
@@ -135,6 +130,5 @@ def _likely_borrowers(model: nn.Module) -> dict[str, tuple[str, ...]]:
         name: (parent(name),)
         for name, module in model.named_modules()
         if name and not any(True for _ in module.children())
-        if _holds_tensors(model, name)
-        and any(True for _ in model.get_submodule(parent(name)).parameters(recurse=False))
+        if holds_tensors(module) and any(True for _ in model.get_submodule(parent(name)).parameters(recurse=False))
     }

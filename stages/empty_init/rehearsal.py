@@ -78,15 +78,19 @@ def call_with_tokens(model: nn.Module, *, sequences: int = 1, length: int = 8) -
     return model(**given)
 
 
+def holds_tensors(module: nn.Module) -> bool:
+    """Return whether ``module`` itself has parameters or buffers."""
+    return any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
+
+
 @contextmanager
 def _watch_calls(model: nn.Module, seen: Rehearsal, stack: list[str]) -> Iterator[None]:
     """Note every call of a module of ``model`` in ``seen``, and keep the modules that are running on ``stack``."""
     handles = []
     entered: set[str] = set()
     for name, module in model.named_modules():
-        holds = any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))
 
-        def enter(_module: nn.Module, _args: Any, name: str = name, holds: bool = holds) -> None:
+        def enter(_module: nn.Module, _args: Any, name: str = name, holds: bool = holds_tensors(module)) -> None:
             stack.append(name)
             if name not in entered:
                 entered.add(name)

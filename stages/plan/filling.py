@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 from stages.plan.expert_slots import LEAST, ROOMY
 from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Homes, Placement, find_shortage, held_bytes, kept_free, main_device
+from stages.plan.placement import (
+    Budgets,
+    Homes,
+    Placement,
+    budgeted_accelerators,
+    find_shortage,
+    held_bytes,
+    kept_free,
+    main_device,
+)
 from stages.units import CPU, DeviceId, in_tier_order
 
 Filling = Callable[[Outline, Budgets], Homes]
@@ -90,7 +99,7 @@ def _best(outline: Outline, budgets: Budgets, filling: Filling, *, slots: int) -
 
 def _candidates(budgets: Budgets) -> Iterator[tuple[DeviceId, dict[DeviceId, int | None]]]:
     """Yield each device that can be the main one, with the budgets that weights may then use."""
-    accelerators = [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
+    accelerators = budgeted_accelerators(budgets)
     for index, main in enumerate(accelerators):
         yield main, {**budgets, **dict.fromkeys(accelerators[:index], 0)}
     for main in accelerators:

@@ -60,6 +60,11 @@ class Shortage:
     slots: int
 
 
+def budgeted_accelerators(budgets: Budgets) -> list[DeviceId]:
+    """Return the accelerators that ``budgets`` let hold something, in order."""
+    return [device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0]
+
+
 def main_device(homes: Homes) -> DeviceId:
     """Return the first accelerator in the order of the tiers, or the cpu."""
     return next((device for device in in_tier_order(homes.values()) if isinstance(device, int)), CPU)

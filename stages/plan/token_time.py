@@ -119,6 +119,12 @@ class Brought:
         return {device: count / self.used[device] for device, count in self.links.items() if self.used[device]}
 
     @property
+    def link_runs(self) -> list[tuple[DeviceId, float]]:
+        """The ``runs``, of what is unpacked on an accelerator what comes over its link."""
+        shares = self.link_shares
+        return [(device, count * shares.get(device, 1)) for device, count in self.runs]
+
+    @property
     def used_apart(self) -> Counter[DeviceId]:
         """What comes to each accelerator, as it is used there."""
         return Counter({device: count for device, count in self.used.items() if device != CPU})
@@ -199,8 +205,7 @@ def link_seconds(brought: Brought, rates: Rates, reserves: Mapping[DeviceId, int
     That is what is asked for one layer at a time, or what no reserve has room for before its run. Reserves have room
     for what is used; of what is unpacked there the share of it counts that comes over the link.
     """
-    links, shares = brought.links, brought.link_shares
-    runs = [(device, count * shares.get(device, 1)) for device, count in brought.runs]
+    links, shares, runs = brought.links, brought.link_shares, brought.link_runs
     ahead: Counter[DeviceId] = Counter()
     for device, count in runs:
         ahead[device] += count  # type: ignore[assignment]
@@ -219,8 +224,7 @@ def waiting_seconds(
     While the host or another accelerator is at it, each link runs ahead as far as its one of ``reserves``. What can't
     come ahead is waited for.
     """
-    shares = brought.link_shares
-    runs = [(device, count * shares.get(device, 1)) for device, count in brought.runs]
+    shares, runs = brought.link_shares, brought.link_runs
     read = sum(count for device, count in runs if device == CPU)
     ahead = dict.fromkeys((device for device, _ in runs if device != CPU), 0.0)
     room = {device: (reserves or {}).get(device, math.inf) * shares.get(device, 1) for device in ahead}

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from stages.empty_init.skeleton import parent
 from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement
-from stages.units import CPU, DISK, DeviceId, in_tier_order
+from stages.plan.placement import Budgets, Placement, budgeted_accelerators
+from stages.units import CPU, DISK, DeviceId
 
 
 def cpu_offload_gb(outline: Outline, budgets: Budgets, gigabytes: float) -> Placement:
@@ -19,7 +19,7 @@ def cpu_offload_gb(outline: Outline, budgets: Budgets, gigabytes: float) -> Plac
     A parameter is offloaded while the bytes offloaded before it are fewer than asked for. They live on the host;
     without an accelerator, where the host computes, on disk.
     """
-    main = next((device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0), CPU)
+    main = next(iter(budgeted_accelerators(budgets)), CPU)
     away: DeviceId = DISK if main == CPU else CPU
     homes: dict[str, DeviceId] = {tensor.name: main for tensor in outline.skeleton.unique}
     offloaded = 0

@@ -10,12 +10,13 @@ from stages.plan.placement import Homes, Placement, main_device
 from stages.units import CPU, DeviceId
 
 
-def explicit(outline: Outline, device_map: Mapping[str, DeviceId], *, key: str = "device_map") -> Placement:
+def explicit(outline: Outline, device_map: Mapping[str, DeviceId]) -> Placement:
     """Return the placement that ``device_map`` (module or tensor name → device) spells out.
 
-    Where entries are nested the longest name counts; of tied names one suffices. Raises ``ConfigError``, naming the
-    config ``key``, where the map doesn't fit the model (see ``checks``).
+    Where entries are nested the longest name counts; of tied names one suffices. Raises ``ConfigError`` where the map
+    doesn't fit the model (see ``checks``).
     """
+    key = "device_map"
     checks.require_known_names(outline, device_map, key)
     checks.require_no_contradiction(outline, device_map, key)
     homes = spread(outline, device_map)

@@ -35,6 +35,7 @@ from stages.plan.outline import Layer, Outline
 from stages.plan.placement import (
     Budgets,
     Placement,
+    budgeted_accelerators,
     computed_bytes,
     find_shortage,
     held_bytes,
@@ -80,10 +81,9 @@ def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None, *, l
     """
     terms = _Terms(rates or Rates(), links)
     placement = _as_used(outline, budgets, terms)
-    stored = {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
     if outline.experts:
         return with_experts_packed(outline, placement, budgets, terms.rates)
-    if not (stored or outline.unpacks) or not budgets.get(CPU):
+    if not (_stored_packed(outline, placement) or outline.unpacks) or not budgets.get(CPU):
         return placement
     found = [placement, *_with_packed(outline, budgets, terms)]
     fitting = [one for one in found if find_shortage(outline, one, budgets) is None]
@@ -100,11 +100,15 @@ def _with_packed(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[
     for share in range(_SHARES):
         room = least + max(0, budget - least) * share // _SHARES
         placement = _as_used(outline, {**budgets, CPU: min(room, budget)}, terms)
-        stored = {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
+        stored = _stored_packed(outline, placement)
         held, kept = resident_bytes(outline, placement.homes).get(CPU, 0), kept_free(outline, placement).get(CPU, 0)
         ahead = max(0, _two_largest(outline, stored - outline.lookups) - kept) if placement.main == CPU else 0
         packed = fitting(outline, stored - outline.lookups, budget - held - kept - ahead, at_rest=True)
         yield replace(placement, homes={**placement.homes, **dict.fromkeys(packed, CPU)}, packed=frozenset(packed))
+
+
+def _stored_packed(outline: Outline, placement: Placement) -> set[str]:
+    return {name for name, home in placement.homes.items() if home == DISK and name in outline.packed}
 
 
 def _two_largest(outline: Outline, names: Iterable[str]) -> int:
@@ -186,9 +190,7 @@ def _part_by_part(outline: Outline, budgets: Budgets, links: int | None) -> Iter
 
 def _computing(budgets: Budgets) -> tuple[DeviceId, list[DeviceId]]:
     """Return the main device, and the accelerators with a budget."""
-    accelerators: list[DeviceId] = [
-        device for device in in_tier_order(budgets) if isinstance(device, int) and budgets[device] != 0
-    ]
+    accelerators = budgeted_accelerators(budgets)
     return (accelerators[0] if accelerators else CPU), accelerators
 
 
@@ -263,9 +265,8 @@ def _split(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: 
     If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes.
     """
     main, accelerators = _computing(budgets)
-    homes, away = dict(shares.whole), set[str]()
+    homes, away, alone = dict(shares.whole), set[str](), len(shares.partly) == 1
     for device, layers in shares.partly.items():
-        alone = len(shares.partly) == 1
         room = budgets.get(device, 0)
         streamed = _streamed_of(outline, layers, device, room, plain_stays=plain_stays, alone=alone)
         if streamed is None:
@@ -273,7 +274,6 @@ def _split(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: 
         homes |= {name: device for layer in layers for name in layer.owned if name not in streamed}
         away |= streamed
     homes |= below(outline, [name for layer in outline.layers for name in layer.owned if name in away], main, budgets)
-    alone = len(shares.partly) == 1
     first = main if alone else next(filter(lambda device: device in homes.values(), accelerators), main)
     placement = _sharing(outline, Placement(homes, first), shares)
     if (main in homes.values() or not alone) and find_shortage(outline, placement, budgets) is None:
