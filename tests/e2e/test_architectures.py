@@ -1,6 +1,7 @@
 """Real checkpoints of several architectures, in every format, with weights on disk: the answer never changes."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from tests.e2e.conftest import Finished
+from tests.long_form import in_ci
 
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
 WORDS = 96
@@ -97,9 +99,13 @@ def reference_tokens(folder: Path, dtype: torch.dtype) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize(
+    ("architecture", "form", "dtype"),
+    in_ci(
+        ("llama", "safetensors", "float32"), ("opt", "sharded", "bfloat16"), ("bloom", "bin", "float32"),
+        ("gpt2", "sharded-bin", "bfloat16"), of=product(CONFIGS, FORMATS, ["float32", "bfloat16"]),
+    ),
+)  # fmt: skip
 def test_tokens_equal_those_of_the_model_in_memory(
     architecture: str, form: str, dtype: str, tmp_path: Path, offstage_here: Callable[..., Finished]
 ) -> None:
@@ -116,8 +122,8 @@ def test_tokens_equal_those_of_the_model_in_memory(
     assert done.tokens == reference_tokens(folder, getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("dtype", in_ci(torch.float32, of=[torch.float32, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("architecture", in_ci("qwen2", "gpt_neox", of=CONFIGS))
 def test_the_logits_of_one_forward_are_bitwise_equal(
     architecture: str, dtype: torch.dtype, tmp_path: Path, shared_folder: Path
 ) -> None:
@@ -137,7 +143,12 @@ def test_the_logits_of_one_forward_are_bitwise_equal(
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")]
+    ("stored", "asked"),
+    [
+        ("float32", "bfloat16"),
+        ("bfloat16", "float32"),
+        pytest.param("float32", "float16", marks=pytest.mark.long_form),
+    ],
 )
 def test_a_cast_gives_what_from_pretrained_gives(
     stored: str, asked: str, tmp_path: Path, offstage_here: Callable[..., Finished]

@@ -24,6 +24,7 @@ from pipeline.runner import check_config
 from pipeline.stage_chain import StageChain
 from tests.e2e.pipelines import STAGES, config_for
 from tests.e2e.test_architectures import CONFIGS, ENDS, SIZES, WORDS
+from tests.long_form import in_ci
 
 MODELS: dict[str, PretrainedConfig] = {
     **CONFIGS,
@@ -62,7 +63,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=in_ci("bloom", "gemma2", "qwen2_moe", "t5", of=MODELS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint with random weights, and a tokenizer of one letter a token."""
     folder = tmp_path_factory.mktemp("checkpoint") / request.param

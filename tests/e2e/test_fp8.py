@@ -18,12 +18,13 @@ from tests.e2e.fp8_checkpoints import CONFIGS, dequantised, rewrite, save_fp8, s
 from tests.e2e.pipelines import dispatched, dispatched_model
 from tests.e2e.test_architectures import SIZES
 from tests.e2e.test_same_answer import answers, random_map
+from tests.long_form import in_ci
 
 EMBEDDED, EMBEDDED_WORDS = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny", 3072
 SCALE = "model.layers.1.mlp.up_proj.weight_scale_inv"
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=in_ci("deepseek_v3", "qwen3", of=CONFIGS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_fp8(tmp_path_factory.mktemp(request.param), CONFIGS[request.param])
 
@@ -68,7 +69,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_fp8(tmp_path_factory.mktemp("llama"), LlamaConfig(**SIZES, vocab_size=EMBEDDED_WORDS))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", in_ci(torch.float16, of=[torch.float16, torch.float32]), ids=str)
 def test_python_users_have_it_in_any_dtype(llama: Path, dtype: torch.dtype) -> None:
     tokens = torch.tensor([[5, 6, 7]])
     with offstage.load(llama, max_memory={"cpu": "600kB"}, dtype=dtype) as loaded, torch.no_grad():

@@ -11,13 +11,14 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from tests.e2e.pipelines import dispatched, dispatched_model
 from tests.e2e.test_architectures import CONFIGS, ENDS, SIZES, WORDS, save
+from tests.long_form import in_ci
 
 PLACEMENTS, ACCELERATED = 20, 4
 ARCHITECTURES = [*CONFIGS, "mixtral"]
 ROWS = [[5, 6, 7, 8, 9], [11, 12], [3, 4, 5], [40]]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=in_ci("gpt2", "mixtral", of=ARCHITECTURES))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "mixtral":

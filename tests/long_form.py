@@ -1,0 +1,22 @@
+"""Which cases of a test CI has: those that differ most. The others run in the long form alone, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def in_ci(*chosen: Any, of: Iterable[Any]) -> list[Any]:
+    """Return the cases ``of`` a test to parametrise it with; those that aren't ``chosen`` are in the long form.
+
+    A tuple has a value for each of several names.
+    """
+    cases = list(of)
+    assert all(case in cases for case in chosen), "a case that there isn't"
+    return [case if case in chosen else pytest.param(*_values(case), marks=pytest.mark.long_form) for case in cases]
+
+
+def _values(case: Any) -> tuple[Any, ...]:
+    return case if isinstance(case, tuple) else (case,)
