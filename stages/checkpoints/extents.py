@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stages.checkpoints.shard_files import ShardFile
-from stages.units import tensor_bytes
+from stages.units import DTYPE_BYTES, tensor_bytes
 
 MAX_ELEMENTS = 2**63 - 1
 """As many as a tensor can have, and as large as an offset can be."""
@@ -48,14 +48,20 @@ class Extent:
     @property
     def flat(self) -> Extent:
         """The same elements in one dimension."""
-        return replace(self, shape=(math.prod(self.shape),))
+        return Extent(self.file, self.begin, self.dtype, (math.prod(self.shape),))
 
     @property
     def as_bytes(self) -> Extent:
         """The same bytes, as ``uint8`` in one dimension."""
-        return replace(self, dtype="uint8", shape=(self.bytes,))
+        return Extent(self.file, self.begin, "uint8", (self.bytes,))
+
+    def span_of(self, begin: int, end: int) -> Extent:
+        """Return the bytes of the elements ``begin`` to ``end``, as ``uint8`` in one dimension."""
+        size = DTYPE_BYTES[self.dtype]
+        first = int(begin * size)
+        return Extent(self.file, self.begin + first, "uint8", (int(end * size) - first,))
 
     def rows(self, begin: int, end: int) -> Extent:
         """Return the rows ``begin`` to ``end`` of the first dimension."""
         row = tensor_bytes(self.shape[1:], self.dtype)
-        return replace(self, begin=self.begin + begin * row, shape=(end - begin, *self.shape[1:]))
+        return Extent(self.file, self.begin + begin * row, self.dtype, (end - begin, *self.shape[1:]))

@@ -102,8 +102,8 @@ class BlockScaled:
         last = -(-(inside + end - begin) // self.block_rows)
         above = matrix * down
         return (
-            codes.flat.rows(begin * codes.shape[-1], end * codes.shape[-1]).as_bytes,
-            scales.flat.rows((above + inside // self.block_rows) * across, (above + last) * across).as_bytes,
+            codes.span_of(begin * codes.shape[-1], end * codes.shape[-1]),
+            scales.span_of((above + inside // self.block_rows) * across, (above + last) * across),
             *(part.as_bytes for part in divisor),
         )
 

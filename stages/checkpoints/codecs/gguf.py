@@ -90,7 +90,7 @@ class GgufCodec:
             most = max(1, BLOCK_BYTES // max(1, row_bytes))
             run = rows // tensor.shape[0] if len(tensor.parts) > 1 else rows
             for at in _cuts(rows, run, most):
-                span = part.as_bytes.rows(at.start * width, at.stop * width)
+                span = part.as_bytes.span_of(at.start * width, at.stop * width)
                 yield PackedBlock((span,), begin + at.start, begin + at.stop)
             begin += rows
 

@@ -180,7 +180,7 @@ def _spans(tensor: PackedTensor, begin: int, end: int) -> tuple[Extent, ...]:
 
 def _by_row(part: Extent) -> Extent:
     experts, rows, *rest = part.shape
-    return replace(part, shape=(experts * rows, math.prod(rest)))
+    return Extent(part.file, part.begin, part.dtype, (experts * rows, math.prod(rest)))
 
 
 @lru_cache
