@@ -132,6 +132,16 @@ def wait_for(happened: Callable[[], object], process: Process, *, seconds: float
         time.sleep(0.01)
 
 
+def kill_when(happened: Callable[[], object], process: Process) -> bool:
+    """Kill ``process`` when something has ``happened``; return whether it was still at work."""
+    with process:
+        while process.poll() is None:
+            if happened():
+                process.kill()
+            time.sleep(0.002)
+    return process.returncode == -signal.SIGKILL
+
+
 def finish(process: Process, folder: Path, before: Mapping[Path, Any]) -> Finished:
     """Wait for ``process`` and return what came of it; ``before`` holds the records that were there already."""
     out, err = process.communicate(timeout=300)

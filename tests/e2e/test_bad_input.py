@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Finished
+import tests.e2e.conftest as harness
+from tests.e2e.conftest import Finished, environment
 
 Run = Callable[..., Finished]
 TINY = resources.files("conf") / "checkpoints" / "tiny"
@@ -148,15 +149,7 @@ def test_a_budget_that_cannot_hold_its_reserve_is_refused_before_a_weight_is_rea
 
 
 def test_hydra_full_error_shows_it_all(offstage: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tests.e2e.conftest as harness
-
-    monkeypatch.setattr(harness, "environment", lambda: {**environment_of(harness), "HYDRA_FULL_ERROR": "1"})
+    monkeypatch.setattr(harness, "environment", lambda: environment({"HYDRA_FULL_ERROR": "1"}))
     done = offstage("dtype=float8")
     assert "Traceback" in done.err
     assert done.code not in (0, None)
-
-
-def environment_of(harness) -> dict[str, str]:
-    import os
-
-    return {**os.environ, "HF_HUB_OFFLINE": "1"}

@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 
 from tests.deadline import seconds_of_children
 from tests.e2e.conftest import COMMAND, Finished, environment, finish, records_in, start, wait_for
+from tests.long_form import in_ci
 
-pytestmark = pytest.mark.from_nothing
 Run = Callable[..., Finished]
 STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 
 
+@pytest.mark.from_nothing
 def test_the_main_job_runs_and_a_second_run_is_served_from_the_cache(offstage: Run, tmp_path: Path) -> None:
     first = offstage()
     assert first.code == 0, first.err
@@ -145,7 +146,7 @@ def test_a_module_that_is_not_of_transformers_works(
     assert done.record["metrics"]["streamed_bytes_per_token"] > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", in_ci(signal.SIGINT, of=[signal.SIGINT, signal.SIGTERM]))
 def test_an_interrupted_run_says_so(number: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, "generate.max_new_tokens=2000", "generate.min_new_tokens=2000")
     wait_for(
@@ -170,6 +171,7 @@ def test_a_signal_is_heeded_where_the_shell_had_it_ignored(tmp_path: Path) -> No
     assert process.wait(300) == 130
 
 
+@pytest.mark.from_nothing
 def test_help_and_the_config_print_without_running_anything(offstage: Run, tmp_path: Path) -> None:
     shown = offstage("--help")
     assert shown.code == 0
@@ -199,6 +201,7 @@ def test_two_processes_on_an_empty_cache_share_one_artifact_a_key(tmp_path: Path
         assert len(list(tmp_path.glob(f"outputs/cache/{stage}/*/manifest.json"))) == 1
 
 
+@pytest.mark.from_nothing
 def test_killed_while_any_stage_is_written_the_next_run_is_right(offstage_here: Run, tmp_path: Path) -> None:
     import random
 

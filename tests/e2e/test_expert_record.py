@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.e2e.conftest import Finished, Replay, records_in
+from tests.long_form import in_ci
 
 LAYERS, EXPERTS, TOP, WIDTH, TOKENS = 3, 16, 2, 64, 24
 ROW = 3 * WIDTH * WIDTH * 4
@@ -109,7 +110,7 @@ def test_a_batch_size_that_is_open_is_chosen_as_if_no_rate_were_known(
     assert all(second.cached.values())
 
 
-@pytest.mark.parametrize("stage", ["score", "forward"])
+@pytest.mark.parametrize("stage", in_ci("forward", of=["score", "forward"]))
 def test_stages_that_do_not_decode_tell_the_rate_of_the_run(
     stage: str, checkpoint: Path, offstage_here: Callable[..., Finished], tmp_path: Path
 ) -> None:

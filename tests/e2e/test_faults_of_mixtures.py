@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.e2e.conftest import Finished, finish, records_in, start, wait_for
 from tests.e2e.pipelines import dispatched_model
 from tests.e2e.test_bad_input import CHECKPOINT, refused
 from tests.e2e.test_faults import HARMS, logits, throw_anywhere
+from tests.long_form import in_ci
 from tests.stages.dispatch.experts.mixtures import mixture
 
 STORED = {"Mixtral": "one by one", "gpt-oss": "stacked"}
@@ -77,6 +79,7 @@ def test_a_run_that_is_killed_while_experts_stream_gives_the_same_tokens_when_ru
     assert again.tokens == plain_tokens(checkpoint)
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize("checkpoint", ["gpt-oss"], indirect=True)
 def test_a_shard_that_is_cut_short_while_experts_stream_ends_the_run_in_one_line(
     checkpoint: Path, fresh_folder: Path
@@ -88,6 +91,7 @@ def test_a_shard_that_is_cut_short_while_experts_stream_ends_the_run_in_one_line
 
 
 @pytest.mark.parametrize("harm", ["truncated", "written into"])
+@pytest.mark.parametrize("checkpoint", in_ci("gpt-oss", of=STORED), indirect=True)
 def test_a_shard_that_changes_between_tokens_never_gives_a_wrong_token(
     harm: str, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +102,7 @@ def test_a_shard_that_changes_between_tokens_never_gives_a_wrong_token(
         logits(model)
 
 
+@pytest.mark.parametrize("checkpoint", in_ci("Mixtral", of=STORED), indirect=True)
 def test_exceptions_thrown_anywhere_in_a_mixture_leave_it_callable(checkpoint: Path, tmp_path: Path) -> None:
     throw_anywhere(streamed(checkpoint, tmp_path), times=60)
 
@@ -115,17 +120,22 @@ def harm_tensor(checkpoint: Path, end: str, change: Callable[[torch.Tensor], tor
 EXPERT = {"Mixtral": "layers.1.block_sparse_moe.experts.3.w2.weight", "gpt-oss": "layers.1.mlp.experts.down_proj"}
 
 
-@pytest.mark.parametrize("stored", STORED)
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "missing": lambda _: None,
+    "of another shape": lambda tensor: tensor[:-1].clone(),
+}
+
+
 @pytest.mark.parametrize(
-    "change", [lambda _: None, lambda tensor: tensor[:-1].clone()], ids=["missing", "of another shape"]
+    ("change", "stored"),
+    in_ci(("missing", "Mixtral"), ("of another shape", "gpt-oss"), of=product(CHANGES, STORED)),
 )
 def test_an_expert_that_is_not_as_the_model_has_it_is_one_line_and_exit_3(
-    stored: str, change: Callable[[torch.Tensor], torch.Tensor | None], tmp_path: Path,
-    offstage_here: Callable[..., Finished],
-) -> None:  # fmt: skip
+    change: str, stored: str, tmp_path: Path, offstage_here: Callable[..., Finished]
+) -> None:
     folder = tmp_path / "checkpoint"
     mixture(stored).save_pretrained(folder)
-    name = harm_tensor(folder, EXPERT[stored], change)
+    name = harm_tensor(folder, EXPERT[stored], CHANGES[change])
     done = offstage_here(f"model.path={folder}", "max_memory.cpu=150KB", "generate.prompts=[[5,6,7]]")
     refused(done, CHECKPOINT, name)
     assert "generate" not in done.cached

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import checkpoints_of_kinds as kinds, media_checkpoints as media
 from tests.e2e.conftest import Finished, Replay
+from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
 Tensors = dict[str, torch.Tensor]
@@ -53,7 +54,7 @@ def equal(found: Tensors, expected: Any) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", in_ci(torch.bfloat16, of=[torch.float32, torch.bfloat16]), ids=str)
 def test_embeddings_of_bert(forward: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     folder = kinds.save(tmp_path / "bert", kinds.bert(), "BertModel", kinds.tokenizer(), dtype=dtype)
     Path("texts.txt").write_text("\n\n".join(TEXTS))
@@ -106,7 +107,7 @@ def test_a_token_classifier_says_a_label_a_token(forward: Any, tmp_path: Path) -
     assert said["labels"]["logits"] == [[config.id2label[place] for place in expected[0].argmax(1).tolist()]]
 
 
-@pytest.mark.parametrize("pooling", ["cls", "last"])
+@pytest.mark.parametrize("pooling", in_ci("last", of=["cls", "last"]))
 def test_the_encoder_of_t5(forward: Any, tmp_path: Path, pooling: str) -> None:
     folder = kinds.save(tmp_path / "t5", kinds.t5(), "T5ForConditionalGeneration", kinds.tokenizer())
     given = {"input_ids": np.array([[5, 6, 7, 8], [9, 10, 0, 0]]), "attention_mask": np.array([[1] * 4, [1, 1, 0, 0]])}

@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import dynamic_module_utils
 
-from tests.e2e.conftest import Finished, environment, records_in
+from tests.e2e.conftest import COMMAND, Finished, enter, environment, records_in
+from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
 TINY = resources.files("conf") / "checkpoints" / "tiny"
 ALL = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
+RATES = "hardware.rates={storage: 1GB, host: 10GB}"
+"""Given, since nothing that is tested here goes by what a machine is measured to have."""
 MODULES = {
     "net_keyed.py": """
 import torch
@@ -110,7 +114,13 @@ def run(model_folder: Path, offstage_here: Run) -> Run:
     return fresh
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    in_ci(
+        "nothing", "the order inside an argument", "the class", "what a helper imports", "a file that nothing imports",
+        "the weights", "the dtype", "the seed", "a text that a tokenizer might read", of=CHANGES,
+    ),
+)  # fmt: skip
 def test_what_depends_on_a_change_is_remade(change: str, model_folder: Path, run: Run) -> None:
     make, arguments, remade, tells = CHANGES[change]
     first = run()
@@ -128,9 +138,9 @@ def test_variables_that_choose_kernels_are_in_the_key_of_a_generation(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    assert run().code == 0
+    assert run(RATES).code == 0
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert not run().cached["generate"]
+    assert not run(RATES).cached["generate"]
 
 
 REMOTE = {
@@ -145,8 +155,21 @@ REMOTE = {
 }
 
 
-def test_edited_remote_code_is_another_model(offstage: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+@pytest.fixture
+def run_remote(tmp_path: Path, offstage_here: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs the checkpoint ``remote`` as a new process would: none of its code is imported."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def fresh(*arguments: str) -> Finished:
+        for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+            del sys.modules[name]
+        return offstage_here("model.path=remote", "model.trust_remote_code=true", *arguments)
+
+    return fresh
+
+
+def test_edited_remote_code_is_another_model(run_remote: Run, tmp_path: Path) -> None:
     folder = shutil.copytree(str(TINY), tmp_path / "remote")
     config = json.loads(folder.joinpath("config.json").read_text())
     auto_map = {"AutoConfig": "configuration_r.RConfig", "AutoModelForCausalLM": "modeling_r.RModel"}
@@ -154,12 +177,11 @@ def test_edited_remote_code_is_another_model(offstage: Run, tmp_path: Path, monk
     folder.joinpath("config.json").write_text(json.dumps(config))
     for name, text in REMOTE.items():
         folder.joinpath(name).write_text(text)
-    arguments = ["model.path=remote", "model.trust_remote_code=true", "generate.prompts=[[5,6]]"]
-    arguments += ["generate.max_new_tokens=4", "generate.do_sample=false"]
-    first = offstage(*arguments)
+    arguments = ["generate.prompts=[[5,6]]", "generate.max_new_tokens=4", "generate.do_sample=false"]
+    first = run_remote(*arguments)
     assert first.code == 0, first.err
     folder.joinpath("scale_r.py").write_text("SCALE = -1.00\n")
-    second = offstage(*arguments)
+    second = run_remote(*arguments)
     assert second.code == 0, second.err
     assert not any(second.cached.values())
     assert second.tokens != first.tokens
@@ -187,11 +209,11 @@ def test_a_tokenizer_in_a_folder_of_the_same_name_is_another(offstage_here: Run,
 
 def test_keys_are_the_same_in_every_process_whatever_its_hash_seed(tmp_path: Path) -> None:
     two_tokenizers(tmp_path)
-    command = [sys.executable, "-c", "from pipeline.app import main; main()", "model.path=a/m", "model.tokenizer=b/m"]
-    command += ["max_memory.cpu=1GB", "hardware.rates={storage: 1GB, host: 10GB}", "generate.max_new_tokens=2"]
-    for seed in ("0", "1", "7", "4242"):  # whoever finds all of the first's artifacts has its keys
+    asked = ["model.path=a/m", "model.tokenizer=b/m", "max_memory.cpu=1GB", RATES, "generate.max_new_tokens=2"]
+    assert enter(tmp_path, *asked) == 0, "with the seed of these tests"
+    for seed in ("0", "1", "4242"):  # whoever finds all of the first's artifacts has its keys
         variables = environment({"PYTHONHASHSEED": seed})
-        subprocess.run(command, cwd=tmp_path, check=True, env=variables, capture_output=True)
+        subprocess.run([*COMMAND, *asked], cwd=tmp_path, check=True, env=variables, capture_output=True)
     first, *others = records_in(tmp_path).values()
     assert not any(stage["cached"] for stage in first["stages"])
     for other in others:
@@ -200,7 +222,7 @@ def test_keys_are_the_same_in_every_process_whatever_its_hash_seed(tmp_path: Pat
     assert len(keys) == 1
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("file", in_ci("pytorch_model.bin", of=["model.safetensors", "pytorch_model.bin"]))
 def test_checkpoints_that_look_alike_in_two_folders_are_two(run: Run, model_folder: Path, file: str) -> None:
     for seed, name in enumerate(("a", "b")):
         folder = model_folder / name / "m"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Finished
+from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
 WORDS = ["The weights wait", "Once upon a time in a far machine there was", "What", "A budget is a contract, so"]
@@ -25,7 +26,7 @@ def lines(fresh_folder: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("sampled", ["false", "true"])
+@pytest.mark.parametrize("sampled", in_ci("true", of=["false", "true"]))
 def test_answers_are_those_of_each_prompt_alone(sampled: str, offstage_here: Run, lines: Path) -> None:
     asked = [f"generate.prompts_file={lines}", f"generate.do_sample={sampled}", "generate.output_logprobs=true"]
     alone = offstage_here(*STREAMED, *asked, "generate.exact=true").record

@@ -6,15 +6,15 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.kills import KilledRuns, write_prompts
-from tests.e2e.conftest import Finished, Replay
-from tests.faults.fork_server import ForkServer
+from tests.benchmarks.kills import write_prompts
+from tests.e2e.conftest import Finished, Replay, kill_when, start
 
 COUNT = 24
 FIXED = ("generate.max_new_tokens=6", "generate.batch_size=4")
@@ -25,34 +25,39 @@ def generations(finished: Finished) -> list[dict]:
     return [json.loads(line) for line in folder.joinpath("generations.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as server:
-        yield server
+def unfinished(folder: Path) -> bytes:
+    """Return what a run in ``folder`` that hasn't ended has on the disk."""
+    parts = list(folder.glob("outputs/cache/generate/.tmp-*/generations.jsonl"))
+    return parts[0].read_bytes() if parts else b""
 
 
 SAMPLED = ("generate.do_sample=true", "seed=5")
 
 
-@pytest.mark.parametrize(("options", "kills"), [((), (1, 16)), (SAMPLED, (8,))], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("options", "kills"),
+    [pytest.param((), (1, 16), marks=pytest.mark.long_form), (SAMPLED, (1, 16))],
+    ids=["greedy", "sampled"],
+)
 def test_killed_again_and_again_no_prompt_is_answered_twice(
-    tmp_path: Path, server: ForkServer, options: tuple[str, ...], kills: tuple[int, ...]
+    tmp_path: Path, offstage_here: Callable[..., Finished], options: tuple[str, ...], kills: tuple[int, ...]
 ) -> None:
     write_prompts(tmp_path / "prompts.jsonl", COUNT)
     asked = [f"generate.prompts_file={tmp_path / 'prompts.jsonl'}", *FIXED, *options]
-    whole = KilledRuns(server, tmp_path / "whole", asked).finish()
-    rows = [json.loads(line) for line in whole.splitlines()]
+    rows = generations(offstage_here(*asked))
     assert [row["index"] for row in rows] == list(range(COUNT))
     assert len(rows[3]["token_ids"]) == 2
-    killed, kept = KilledRuns(server, tmp_path / "killed", asked), b""
+    shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
+    kept = b""
     for lines in kills:
-        lasting = killed.kill(lines=lines)
-        assert lasting is not None, "it was killed before its end"
+        enough = partial(lambda lines: unfinished(tmp_path).count(b"\n") >= lines, lines)
+        assert kill_when(enough, start(tmp_path, *asked)), "it was killed before its end"
+        lasting = unfinished(tmp_path)
         assert lasting.startswith(kept), "what was answered is kept as it was"
         kept = lasting[: lasting.rfind(b"\n") + 1]
     assert kept.count(b"\n") >= kills[-1]
-    assert killed.finish() == whole
-    assert killed.unfinished() == b""
+    assert generations(offstage_here(*asked)) == rows
+    assert unfinished(tmp_path) == b""
 
 
 def test_a_batch_is_told_and_exact_answers_are_those_of_each_prompt_alone(

@@ -5,12 +5,14 @@ import math
 import os
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import Replay, enter, records_in
+from tests.long_form import in_ci
 
 Record = dict[str, Any]
 
@@ -58,8 +60,13 @@ def gadgets(canary: str) -> dict[str, tuple[str, Callable[[Record], object]]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("trusted", [False, True])
-@pytest.mark.parametrize("gadget", gadgets(""))
+@pytest.mark.parametrize(
+    ("gadget", "trusted"),
+    in_ci(
+        *[(gadget, False) for gadget in gadgets("")], ("a shell", True), ("a module of the current folder", True),
+        ("a nested target", True), ("remote code", True), of=product(gadgets(""), [False, True]),
+    ),
+)  # fmt: skip
 def test_code_that_a_record_names_does_not_run(
     gadget: str, trusted: bool, finished: Path, replay: Replay, tmp_path: Path
 ) -> None:
@@ -134,7 +141,15 @@ DAMAGES: dict[str, Callable[[Record], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    in_ci(
+        "no status", "another version", "a config that is a list", "a config without a model", "a key that isn't one",
+        "a stage that isn't there", "a path that is a number", "prompts that are a number", "a budget that is a list",
+        "a device that isn't one", "an entry of a stage without a key", "token ids that are texts",
+        "an environment that is null", "a metric without an end", "a huge number", "lists in lists", of=DAMAGES,
+    ),
+)  # fmt: skip
 def test_a_damaged_record_is_refused_in_one_line(damage: str, finished: Path, replay: Replay, tmp_path: Path) -> None:
     code, _, err = replay(sent(finished, tmp_path, DAMAGES[damage]))
     assert (code, "Traceback" in err) == (2, False), err

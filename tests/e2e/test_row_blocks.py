@@ -55,7 +55,7 @@ def answers(model: Any, rows: int, length: int) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("llama", torch.float32),
+        pytest.param("llama", torch.float32, marks=pytest.mark.long_form),
         ("llama", torch.bfloat16),
         ("qwen2, tied", torch.bfloat16),
         ("opt, wide", torch.float32),

@@ -6,14 +6,17 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.deadline import deadline
-from tests.e2e.conftest import Finished, records_in
+from tests.e2e.conftest import Finished, enter, records_in
+from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
 Put = Callable[[Path], None]
@@ -30,11 +33,13 @@ def put_device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-@pytest.fixture(params=[put_fifo, put_device], ids=["FIFO", "device"])
+PUTS = {"FIFO": put_fifo, "device": put_device}
+
+
+@pytest.fixture(params=PUTS)
 def put(request: pytest.FixtureRequest) -> Put:
     """Return a function that puts something that isn't a regular file where its argument says."""
-    put: Put = request.param
-    return put
+    return PUTS[request.param]
 
 
 @pytest.fixture
@@ -50,16 +55,23 @@ def refused(done: Finished, code: int, *words: str) -> None:
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-        "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "model.safetensors",
-        "model.safetensors.index.json", "model-00002-of-00004.safetensors", "adapter_config.json",
-    ],
+FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "model.safetensors",
+    "model.safetensors.index.json", "model-00002-of-00004.safetensors", "adapter_config.json",
 )  # fmt: skip
-def test_a_file_of_a_checkpoint_that_is_none_exits_3(name: str, checkpoint: Path, put: Put, offstage_here: Run) -> None:
-    put(checkpoint / name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    in_ci(
+        *product(["FIFO"], FILES), ("device", "config.json"), ("device", "model.safetensors"), of=product(PUTS, FILES)
+    ),
+)
+def test_a_file_of_a_checkpoint_that_is_none_exits_3(
+    kind: str, name: str, checkpoint: Path, offstage_here: Run
+) -> None:
+    PUTS[kind](checkpoint / name)
     with deadline():
         done = offstage_here(f"model.path={checkpoint}", "max_memory.cpu=2MB")
     refused(done, CHECKPOINT, name, "not a regular file")
@@ -101,40 +113,74 @@ def test_a_file_that_the_config_names_and_that_is_none_exits_2(
     refused(done, CONFIG, key, "given.json")
 
 
+SHORT = ("max_memory.cpu=2MB", "generate.max_new_tokens=2")
+STREAMED = ("dtype=float32", "device_map=disk", "generate.max_new_tokens=2")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, described: Path) -> Callable[..., Path]:
+    """Return a function that returns the outputs of a run with its arguments, which is made once."""
+
+    @cache
+    def run(*arguments: str) -> Path:
+        folder = tmp_path_factory.mktemp("finished")
+        shutil.copytree(described, folder / "outputs" / "cache")
+        assert enter(folder, *arguments) == 0
+        return folder / "outputs"
+
+    return run
+
+
+def finished_in(folder: Path, outputs: Path) -> list[list[int]]:
+    """Have ``outputs`` lie in ``folder`` too; return the tokens of the run there."""
+    shutil.copytree(outputs, folder / "outputs", dirs_exist_ok=True)
+    (record,) = records_in(folder).values()
+    return [output["token_ids"] for output in record["outputs"]]
+
+
+PATTERNS = ["*/*/manifest.json", "*/*/skeleton.json", "*/*/plan.json", "*/*/generation.json", "hardware/*.json"]
+
+
 @pytest.mark.parametrize(
-    "pattern", ["*/*/manifest.json", "*/*/skeleton.json", "*/*/plan.json", "*/*/generation.json", "hardware/*.json"]
-)
+    ("kind", "pattern"),
+    in_ci(
+        ("FIFO", "*/*/manifest.json"), ("device", "*/*/skeleton.json"), ("FIFO", "*/*/generation.json"),
+        ("device", "hardware/*.json"), of=product(PUTS, PATTERNS),
+    ),
+)  # fmt: skip
 def test_a_file_of_the_cache_that_is_none_is_made_again(
-    pattern: str, put: Put, offstage_here: Run, tmp_path: Path
+    kind: str, pattern: str, finished: Callable[..., Path], offstage_here: Run, tmp_path: Path
 ) -> None:
-    given = ("max_memory.cpu=2MB", "generate.max_new_tokens=2")
-    first = offstage_here(*given)
-    assert first.code == 0, first.err
+    tokens = finished_in(tmp_path, finished(*SHORT))
     damaged = sorted(tmp_path.glob(f"outputs/cache/{pattern}"))
     for path in damaged:
-        put(path)
+        PUTS[kind](path)
     assert damaged
     with deadline():
-        again, third = offstage_here(*given), offstage_here(*given)
+        again, third = offstage_here(*SHORT), offstage_here(*SHORT)
     assert (again.code, third.code) == (0, 0), again.err
-    assert again.tokens == third.tokens == first.tokens
+    assert again.tokens == third.tokens == tokens
     assert all(third.cached.values())
 
 
-@pytest.mark.parametrize("name", ["index.json", "offstage.json", "lm_head.weight.dat"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    in_ci(
+        ("FIFO", "index.json"), ("device", "offstage.json"), ("FIFO", "lm_head.weight.dat"),
+        of=product(PUTS, ["index.json", "offstage.json", "lm_head.weight.dat"]),
+    ),
+)  # fmt: skip
 def test_a_file_of_the_offload_store_that_is_none_is_made_again(
-    name: str, put: Put, offstage_here: Run, tmp_path: Path
+    kind: str, name: str, finished: Callable[..., Path], offstage_here: Run, tmp_path: Path
 ) -> None:
-    given = ("dtype=float32", "device_map=disk", "generate.max_new_tokens=2")
-    first = offstage_here(*given)
-    assert first.code == 0, first.err
+    tokens = finished_in(tmp_path, finished(*STREAMED))
     (path,) = tmp_path.glob(f"outputs/cache/offload/*/{name}")
-    put(path)
+    PUTS[kind](path)
     shutil.rmtree(tmp_path / "outputs" / "cache" / "generate")
     with deadline():
-        again = offstage_here(*given)
+        again = offstage_here(*STREAMED)
     assert again.code == 0, again.err
-    assert again.tokens == first.tokens
+    assert again.tokens == tokens
 
 
 @pytest.mark.parametrize("command", ["replay", "report"])

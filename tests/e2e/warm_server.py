@@ -155,11 +155,11 @@ class WarmServer:
 
 
 def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what of an environment an import could read: not what pytest writes there, other in every test."""
+    """Return what of an environment an import could read: not what pytest writes there, or what Hydra reads later."""
     return {
         name: value
         for name, value in environment.items()
-        if name not in ("TERM", *SET_BY_RUNS) and not name.startswith("PYTEST_")
+        if name not in ("TERM", "HYDRA_FULL_ERROR", *SET_BY_RUNS) and not name.startswith("PYTEST_")
     }
 
 
