@@ -103,17 +103,22 @@ def another_server(variables: Mapping[str, str]) -> Iterator[None]:
         server.close()
 
 
-def start(folder: Path, *arguments: str) -> Process:
-    """Start the command in ``folder``, in a fork of the warm server where that is the same, and return its process."""
+def start(folder: Path, *arguments: str, entry: str = "offstage") -> Process:
+    """Start the command in ``folder``, in a fork of the warm server where that is the same, and return its process.
+
+    ``entry`` names another command, as ``pipeline.commands`` does.
+    """
     variables = environment()
     server = warm_server(variables)
-    return start_anew(folder, *arguments) if server is None else server.start(folder, arguments, variables)
+    if server is None:
+        return start_anew(folder, *arguments, entry=entry)
+    return server.start(folder, arguments, variables, entry=entry)
 
 
-def start_anew(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def start_anew(folder: Path, *arguments: str, entry: str = "offstage") -> subprocess.Popen[str]:
     """Start the command in a process of its own: for tests of what a fork shares with its server."""
     return subprocess.Popen(
-        [*COMMAND, *arguments],
+        [sys.executable, "-c", f"from pipeline.commands import {entry}; {entry}()", *arguments],
         cwd=folder,
         env=environment(),
         text=True,
@@ -220,24 +225,36 @@ def start_job(
 ) -> Process:
     """Start the ``command`` of a job as ``pipeline.job_process`` would, in a fork where that is the same."""
     variables = {**env, "HF_HUB_OFFLINE": "1"}
-    plain = list(command[:3]) == [sys.executable, "-P", "-c"] and not pass_fds
+    plain = list(command[:3]) == [sys.executable, "-P", "-c"]  # and under no cap
     server = warm_server(variables) if plain else None
     if server is None:
         return subprocess.Popen(command, process_group=process_group, env=env, pass_fds=pass_fds)
-    return server.start_on((0, 1, 2), Path.cwd(), command[4:], variables, entry="job", leads="group")
+    return server.start_on((0, 1, 2), Path.cwd(), command[4:], variables, entry="job", leads="group", kept=pass_fds)
+
+
+@contextmanager
+def forked_jobs() -> Iterator[None]:
+    """Have each job that this process starts be a fork of the warm server, where that is the same."""
+    from pipeline import job_process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_process, "subprocess", SimpleNamespace(Popen=start_job))
+        yield
 
 
 @pytest.fixture
-def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Replay:
-    """Return a function that replays what it is given, in this test's empty folder: exit code, output, errors.
+def jobs_fork() -> Iterator[None]:
+    """Have this test's jobs run in forks instead of processes that import all again."""
+    with forked_jobs():
+        yield
 
-    What is replayed runs in a fork of the warm server instead of a process that imports all again.
-    """
-    from pipeline import job_process
+
+@pytest.fixture
+def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, jobs_fork: None) -> Replay:
+    """Return a function that replays what it is given, in this test's empty folder: exit code, output, errors."""
     from pipeline.replay_command import main
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job_process, "subprocess", SimpleNamespace(Popen=start_job))
 
     def run(*arguments: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as exit_info:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -98,7 +99,6 @@ from pipeline.cache.sealed_files import write_sealed
 from stages.machine.process_memory import FILE_NAME, identity
 
 kept, told = Path("outputs/cache/hardware"), []
-kept.mkdir(parents=True)
 write_sealed(kept / FILE_NAME, {identity(): 300_000_000})
 for arguments in json.load(sys.stdin):
     GlobalHydra.instance().clear()
@@ -165,9 +165,10 @@ REFUSED = [
 
 
 @pytest.fixture(scope="module")
-def ran(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ran(python: Path, described: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Return the folder of ``RUNS`` and those that are ``REFUSED``, and of each its exit code and what it said."""
     folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(described / "hardware", folder / "outputs/cache/hardware")
     commands = [*RUNS, *([IN_PLACE, *arguments] for arguments, _ in REFUSED)]
     done = run([python, "-P", "-c", IN_TURN], folder, json.dumps(commands))
     assert done.returncode == 0, done.stderr

@@ -93,7 +93,7 @@ def test_whoever_asks_for_it_sees_the_traceback(tmp_path: Path) -> None:
 
 
 def test_a_job_of_a_sweep_that_fails_so_ends_like_a_run(tmp_path: Path) -> None:
-    done = run_broken(tmp_path, "RuntimeError('not so')", "-m", "seed=1,2", extra={})
+    done = run_broken(tmp_path, "RuntimeError('not so')", "-m", "seed=1,2", "hydra/launcher=basic", extra={})
     assert done.returncode == 70, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     ended = [line for line in done.stdout.splitlines() if "failed in" in line]

@@ -35,9 +35,10 @@ ALONE = {"Llama", "GPT-2", "T5"}
 """In these each module's weights are there alone; Mamba's mixers and all of RWKV read those of several at once."""
 
 
-@pytest.mark.parametrize(
-    ("name", "device"), [("Llama", "cpu"), ("GPT-2", 0), ("T5", "cpu"), ("T5", 0), ("Mamba", "cpu"), ("RWKV", 0)]
-)
+LONG = [pytest.param(*case, marks=pytest.mark.long_form) for case in (("T5", "cpu"), ("RWKV", 0))]
+
+
+@pytest.mark.parametrize(("name", "device"), [("Llama", "cpu"), ("GPT-2", 0), ("T5", 0), ("Mamba", "cpu"), *LONG])
 def test_the_least_that_works_is_a_part_where_parts_are_alone_and_it_works(
     name: str, device: int | str, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("jobs_fork")
 def test_the_least_budget_within_a_limit_is_found_and_can_be_resumed(offstage_here: Run, tmp_path: Path) -> None:
     """One of the budgets is too small for any plan: a job that fails ends no search."""
     search = (*SEARCH, *LEAST, "hydra.sweeper.n_trials=4", "max_memory.cpu=range(1000,5001000,2000000)")
@@ -76,6 +77,7 @@ def test_a_search_that_can_come_to_nothing_is_refused_in_one_line(
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("jobs_fork")
 def test_a_number_that_no_job_comes_to_ends_the_search_at_the_first(offstage_here: Run) -> None:
     """The shipped experiment limits the time of a token, and a run that ends with its plan has none."""
     done = offstage_here("experiment=least_budget", "hydra/launcher=basic", "stop_after=plan")
@@ -84,7 +86,7 @@ def test_a_number_that_no_job_comes_to_ends_the_search_at_the_first(offstage_her
     assert "objective.at_most: this run's record has no number 'decode_seconds_per_token'" in done.err
 
 
-@pytest.mark.usefixtures("fresh_folder")
+@pytest.mark.usefixtures("fresh_folder", "jobs_fork")
 def test_any_sweeper_gets_the_number_that_a_job_came_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of three budgets the first holds no plan, and with the second too much is streamed."""
     monkeypatch.chdir(tmp_path)

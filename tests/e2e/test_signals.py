@@ -26,8 +26,14 @@ def test_a_signal_while_a_run_works_ends_it_as_interrupted(number: signal.Signal
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("milliseconds", [0, 5, 20, 60, 150, 400])
+@pytest.mark.parametrize(
+    ("milliseconds", "number"),
+    [
+        pytest.param(after, number, marks=[pytest.mark.long_form] * (number != signal.SIGINT and after != 60))
+        for after in (0, 5, 20, 60, 150, 400)
+        for number in SIGNALS
+    ],
+)
 def test_a_signal_during_imports_leaves_no_traceback(number: signal.Signals, milliseconds: int, tmp_path: Path) -> None:
     """The command says that it has begun; what the interpreter itself does before that is beyond it."""
     begin = "import sys; from pipeline.command_exit import exit_at_signals; exit_at_signals('offstage'); print('.');"
@@ -46,13 +52,13 @@ def test_a_signal_during_imports_leaves_no_traceback(number: signal.Signals, mil
     assert all(record["status"] == "interrupted" for record in records_in(tmp_path).values())
 
 
-def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+def test_a_hangup_that_is_ignored_stays_ignored(fresh_folder: Path) -> None:
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
     process = subprocess.Popen(
         [sys.executable, "-c", ignoring + COMMAND[2], "stop_after=plan"],
-        cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=fresh_folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    wait_for(lambda: records_in(tmp_path), process)
+    wait_for(lambda: records_in(fresh_folder), process)
     os.kill(process.pid, signal.SIGHUP)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err

@@ -5,7 +5,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 from pipeline.memory_cgroups import CapError
 from tests.benchmarks.caps import can_cap
-from tests.e2e.conftest import Finished, finish, records_in, start
+from tests.e2e.conftest import Finished, enter, finish, forked_jobs, records_in, start
 
 Run = Callable[..., Finished]
 SLOW = "max_memory.cpu=1.9MB"
@@ -51,16 +53,16 @@ def by_number(folder: Path) -> dict[int, dict[str, Any]]:
     return {int(path.parent.name): record for path, record in records_in(folder).items()}
 
 
-def test_killed_interrupted_and_refused_jobs_leave_the_others_alone(tmp_path: Path) -> None:
+def test_killed_interrupted_and_refused_jobs_leave_the_others_alone(fresh_folder: Path) -> None:
     lengths = ",".join(map(str, (*LONG, "none_at_all", 3)))
-    sweep = start(tmp_path, "-m", SLOW, f"generate.max_new_tokens={lengths}")
-    working_job(tmp_path, 0).kill()
-    working_job(tmp_path, 1).send_signal(signal.SIGINT)
-    waiting = working_job(tmp_path, 2).parent()
+    sweep = start(fresh_folder, "-m", SLOW, f"generate.max_new_tokens={lengths}")
+    working_job(fresh_folder, 0).kill()
+    working_job(fresh_folder, 1).send_signal(signal.SIGINT)
+    waiting = working_job(fresh_folder, 2).parent()
     waiting.kill()
-    done = finish(sweep, tmp_path, {})
+    done = finish(sweep, fresh_folder, {})
     assert done.code == 137, done.err
-    records = by_number(tmp_path)
+    records = by_number(fresh_folder)
     assert [records[n]["status"] for n in range(5)] == ["failed", "interrupted", "interrupted", "failed", "completed"]
     assert "SIGKILL" in records[0]["error"]["message"]
     assert records[0]["error"]["stage"] == "generate"
@@ -69,14 +71,20 @@ def test_killed_interrupted_and_refused_jobs_leave_the_others_alone(tmp_path: Pa
     assert "killed by SIGKILL" in table
     assert "1 of 5 completed, 2 failed, 2 interrupted" in table
     assert "Traceback" not in done.err + done.out
+    assert list(job_processes(fresh_folder)) == []
 
 
-@pytest.fixture(scope="module")
-def experiment(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+@pytest.fixture(scope="module", params=["basic", pytest.param("local", marks=pytest.mark.long_form)])
+def experiment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     """Return the folder in which an experiment was run, with two of its dtypes and two budgets; and what came of it."""
     folder = tmp_path_factory.mktemp("experiment")
     given = ("experiment=precision", f'hydra.sweeper.params.dtype="{",".join(DTYPES)}"', *GIVEN)
-    return folder, finish(start(folder, *given, "max_memory.cpu=3.8MB,8MB"), folder, {})
+    arguments = (*given, "max_memory.cpu=3.8MB,8MB", f"hydra/launcher={request.param}")
+    if request.param == "local":
+        return folder, finish(start(folder, *arguments), folder, {})
+    with forked_jobs(), redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        code = enter(folder, *arguments)
+    return folder, Finished(code, out.getvalue(), err.getvalue(), [*records_in(folder).values()])
 
 
 def test_an_experiment_is_a_whole_sweep(experiment: tuple[Path, Finished]) -> None:
@@ -105,9 +113,8 @@ def test_all_jobs_plan_by_the_rates_that_were_measured_before_the_first(experime
     assert kept.stat().st_mtime < begun
 
 
-def test_every_job_has_a_process_of_its_own_that_is_gone_afterwards(experiment: tuple[Path, Finished]) -> None:
+def test_every_job_has_a_folder_with_its_overrides_and_its_log(experiment: tuple[Path, Finished]) -> None:
     folder, _ = experiment
-    assert list(job_processes(folder)) == []
     jobs = list(folder.glob("outputs/multirun/*/*/[0123]"))
     assert len(jobs) == 4
     for job in jobs:
@@ -120,7 +127,8 @@ def test_every_job_has_a_process_of_its_own_that_is_gone_afterwards(experiment: 
 def test_the_folders_of_a_sweep_are_those_of_the_design(experiment: tuple[Path, Finished]) -> None:
     (path,) = experiment[0].glob("outputs/multirun/*/*/0/run.json")
     record = json.loads(path.read_text())
-    assert set(record["overrides"]) == {"experiment=precision", *GIVEN, "dtype=float32", "max_memory.cpu=3.8MB"}
+    own = {override for override in record["overrides"] if not override.startswith("hydra/launcher=")}
+    assert own == {"experiment=precision", *GIVEN, "dtype=float32", "max_memory.cpu=3.8MB"}
     assert record["status"] == "completed"
 
 
@@ -131,23 +139,25 @@ def test_a_job_that_cannot_be_composed_ends_the_sweep_before_it_begins(offstage:
     assert done.records == []
 
 
-def test_an_interrupted_sweep_leaves_no_process_and_no_open_record(tmp_path: Path) -> None:
-    sweep = start(tmp_path, "-m", SLOW, "generate.max_new_tokens=2001,2002")
-    working_job(tmp_path, 0)
+def test_an_interrupted_sweep_leaves_no_process_and_no_open_record(fresh_folder: Path) -> None:
+    sweep = start(fresh_folder, "-m", SLOW, "generate.max_new_tokens=2001,2002")
+    working_job(fresh_folder, 0)
     sweep.send_signal(signal.SIGINT)
-    done = finish(sweep, tmp_path, {})
+    done = finish(sweep, fresh_folder, {})
     assert done.code == 130
     assert [record["status"] for record in done.records] == ["interrupted"]
-    assert list(job_processes(tmp_path)) == []
+    assert list(job_processes(fresh_folder)) == []
     assert "Traceback" not in done.err
 
 
-def test_a_job_ends_when_nobody_waits_for_it_any_more(tmp_path: Path) -> None:
-    sweep = start(tmp_path, "-m", SLOW, "generate.max_new_tokens=2001")
-    job = working_job(tmp_path, 0)
+@pytest.mark.long_form
+def test_a_job_ends_when_nobody_waits_for_it_any_more(fresh_folder: Path) -> None:
+    """As the third of five does above."""
+    sweep = start(fresh_folder, "-m", SLOW, "generate.max_new_tokens=2001")
+    job = working_job(fresh_folder, 0)
     job.parent().kill()
     job.wait(120)
-    done = finish(sweep, tmp_path, {})
+    done = finish(sweep, fresh_folder, {})
     assert done.code != 0
     assert done.record["status"] == "interrupted"
 
@@ -185,8 +195,8 @@ def greedy(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.skipif(not can_cap(), reason="this process may not make memory groups")
-def test_a_job_that_needs_more_than_its_plan_is_ended_by_its_cap(offstage: Run, greedy: list[str]) -> None:
-    done = offstage("-m", "max_memory.cpu=1MB", *greedy)
+def test_a_job_that_needs_more_than_its_plan_is_ended_by_its_cap(offstage_here: Run, greedy: list[str]) -> None:
+    done = offstage_here("-m", "hydra/launcher=basic", "max_memory.cpu=1MB", *greedy)
     assert done.code == 137, done.err
     assert "memory cap" in done.out
     assert done.record["enforcement"]["enforced"]
@@ -195,14 +205,15 @@ def test_a_job_that_needs_more_than_its_plan_is_ended_by_its_cap(offstage: Run, 
 
 
 @pytest.mark.skipif(not can_cap(), reason="this process may not make memory groups")
-def test_a_run_that_keeps_to_its_plan_completes_under_its_cap(offstage: Run) -> None:
-    done = offstage("enforce_memory=true", "generate.max_new_tokens=3")
+def test_a_run_that_keeps_to_its_plan_completes_under_its_cap(offstage_here: Run) -> None:
+    done = offstage_here("enforce_memory=true", "generate.max_new_tokens=3")
     assert done.code == 0, done.err
     assert done.record["enforcement"]["enforced"]
     assert done.record["outputs"][0]["prompt"] in done.out
 
 
-def test_a_cap_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch, offstage_here: Run, capfd: Any) -> None:
+@pytest.mark.usefixtures("jobs_fork")
+def test_a_cap_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch, offstage_here: Run) -> None:
     import pipeline.job_process as supervise
 
     def refuse() -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import enter, environment, records_in, start, wait_for
+from tests.e2e.conftest import enter, records_in, start, wait_for
 
-SWEEP = [sys.executable, "-c", "from pipeline.commands import sweep; sweep()"]
 JOBS = ("-m", "seed=1,2,3", "generate=sample", "generate.max_new_tokens=200", "hydra.sweep.dir=outputs/a sweep")
 """Long enough for a job to be met while it runs: the seed is in each one's key."""
 
@@ -42,12 +39,11 @@ def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(fr
     assert capfd.readouterr() == ("", f"offstage: {REFUSED.format(lies, lies)}")
     assert enter(fresh_folder, *JOBS, "dtype=float32") == 2
     assert "job 0 has dtype=float32 here alone" in capfd.readouterr().err
-    done = subprocess.run(
-        [*SWEEP, "resume", str(lies)], cwd="/", env=environment(), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert "resumed: 1 of 3 completed, 1 interrupted, 1 not begun" in done.stdout
-    assert "3 of 3 completed, outputs/a sweep" in done.stdout
+    resumed = start(Path("/"), "resume", str(lies), entry="sweep")
+    out, err = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, err
+    assert "resumed: 1 of 3 completed, 1 interrupted, 1 not begun" in out
+    assert "3 of 3 completed, outputs/a sweep" in out
     assert statuses(fresh_folder) == dict.fromkeys("012", "completed")
     assert lies.joinpath("0/run.json").read_bytes() == first
     assert sorted(path.relative_to(lies).as_posix() for path in lies.rglob("run-*.json")) == ["1/run-1.json"]

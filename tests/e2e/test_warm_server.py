@@ -21,7 +21,9 @@ def _forks() -> None:
 
 
 @pytest.mark.from_nothing
-@pytest.mark.parametrize("arguments", [("--cfg", "job"), ("model=pretraind",)])
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(("--cfg", "job"), marks=pytest.mark.long_form), ("model=pretraind",)]
+)
 def test_a_fork_prints_and_ends_as_a_process_does(arguments: tuple[str, ...], tmp_path: Path) -> None:
     forked, process = (finish(begin(tmp_path, *arguments), tmp_path, {}) for begin in (start, start_anew))
     assert (forked.code, forked.out, forked.err) == (process.code, process.out, process.err)

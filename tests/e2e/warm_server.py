@@ -34,7 +34,7 @@ _IMPORTED = (
 """What the slowest of a run's imports belong to; a fork imports the others as a process does."""
 SET_BY_RUNS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR")
 """Environment variables that a run sets in its process, which may be that of the tests."""
-_REQUEST_BYTES = 1 << 20
+_REQUEST_BYTES, _DESCRIPTORS = 1 << 20, 8
 _READY, _BEGUN = b"ready", "begun"
 Leads = Literal["session", "group"]
 
@@ -121,27 +121,33 @@ class WarmServer:
         """Return whether its imports saw ``environment``."""
         return of_imports(environment) == self._environment
 
-    def start(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedCommand:
-        """Start the command in ``folder``, with pipes to read what it writes."""
+    def start(
+        self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str], *, entry: str = "offstage"
+    ) -> ForkedCommand:
+        """Start the ``entry`` of ``pipeline.commands`` in ``folder``, with pipes to read what it writes."""
         (out, to_out), (err, to_err), nothing = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDONLY)
         try:
             return self.start_on(
-                (nothing, to_out, to_err), folder, arguments, environment, read=(os.fdopen(out), os.fdopen(err))
-            )
+                (nothing, to_out, to_err), folder, arguments, environment,
+                entry=entry, read=(os.fdopen(out), os.fdopen(err)),
+            )  # fmt: skip
         finally:
             for descriptor in (nothing, to_out, to_err):
                 os.close(descriptor)
 
     def start_on(
         self, streams: Sequence[int], folder: Path, arguments: Sequence[str], environment: Mapping[str, str],
-        *, entry: str = "offstage", leads: Leads | None = None,
+        *, entry: str = "offstage", leads: Leads | None = None, kept: Sequence[int] = (),
         read: tuple[TextIO | None, TextIO | None] = (None, None),
     ) -> ForkedCommand:  # fmt: skip
-        """Start the ``entry`` of ``pipeline.commands`` on these standard streams, as the first of what it ``leads``."""
+        """Start the ``entry`` of ``pipeline.commands`` on these standard streams, as the first of what it ``leads``.
+
+        The descriptors ``kept`` stay open in it, for what they lock.
+        """
         ending, ended = os.pipe()
         request = {"folder": str(folder), "arguments": arguments, "environment": dict(environment)}
         message = json.dumps({**request, "entry": entry, "leads": leads}).encode("utf-8", "surrogateescape")
-        socket.send_fds(self._control, [message], [*streams, ended])
+        socket.send_fds(self._control, [message], [*streams, *kept, ended])
         os.close(ended)
         answers = os.fdopen(ending, buffering=1)
         begun, _, pid = answers.readline().partition(" ")
@@ -181,7 +187,9 @@ def serve(control: int) -> None:
             if ready is not requests:
                 _tell_end(ready, *running.pop(ready))
                 continue
-            message, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+            message, descriptors, _, _ = socket.recv_fds(
+                requests, _REQUEST_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
             if not message:
                 return
             *streams, answers = descriptors
@@ -210,7 +218,7 @@ def _run(request: dict[str, Any], streams: Sequence[int], answers: int, made: Ma
     if request["leads"]:
         os.setsid() if request["leads"] == "session" else os.setpgid(0, 0)
     os.chdir(request["folder"])
-    for standard, opened in enumerate(streams):
+    for standard, opened in enumerate(streams[:3]):
         os.dup2(opened, standard)
         os.close(opened)
     _open_streams()

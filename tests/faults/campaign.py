@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -50,14 +51,20 @@ class FaultOutcome:
 class TracedScenario:
     """A scenario that ran once without a fault: its calls and its answer are known.
 
-    With ``library``, made of ``short_counts.c`` and loaded into the ``server``, its faults are short counts.
+    With ``library``, made of ``short_counts.c`` and loaded into the ``server``, its faults are short counts. A cache
+    in which this machine is ``described`` spares the first run to find that out.
     """
 
-    def __init__(self, scenario: Scenario, server: ForkServer, root: Path, library: Path | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, server: ForkServer, root: Path, library: Path | None = None,
+        *, described: Path | None = None,
+    ) -> None:  # fmt: skip
         self.scenario, self._server, self._library = scenario, server, library
         folder = root / scenario.name.replace(" ", "-")
         folder.mkdir(parents=True)
         self.stage = ScenarioFolder(scenario, folder)
+        if described is not None:
+            shutil.copytree(described, folder / OUTPUTS / "cache")
         self._log = root / f"{folder.name}.log"
         modules = root / "modules.json"
         server.fork(self.stage.arguments, folder=folder, modules=modules)
@@ -176,10 +183,11 @@ def _own_lines(stderr: str) -> list[str]:
 
 
 def rehearse(
-    root: Path, server: ForkServer, names: Sequence[str], library: Path | None = None
+    root: Path, server: ForkServer, names: Sequence[str], library: Path | None = None, *, described: Path | None = None
 ) -> dict[str, TracedScenario]:
     """Return the scenarios of these ``names``, ready for faults; folders of theirs are made in ``root``."""
-    return {each.name: TracedScenario(each, server, root, library) for each in SCENARIOS if each.name in names}
+    chosen = (each for each in SCENARIOS if each.name in names)
+    return {each.name: TracedScenario(each, server, root, library, described=described) for each in chosen}
 
 
 def compile_short_counts(root: Path) -> Path:
