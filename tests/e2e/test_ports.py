@@ -43,7 +43,7 @@ def run_all(library: str, folder: Path) -> Path:
     path = os.pathsep.join([str(ROOT), str(ROOT / "stages/python_api")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     folders = [folder / script.stem for script in SCRIPTS]
-    modules = f"torch,transformers.modeling_utils,{library}"
+    modules = f"torch,transformers.modeling_utils,transformers.generation.utils,{library}"
     subprocess.run([sys.executable, RUNNER, modules, *folders], env=env, check=True)
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ def test_the_text_is_on_the_terminal_while_it_is_made(fresh_folder: Path) -> Non
     assert record(fresh_folder)["status"] == "interrupted"
 
 
-def test_a_terminal_ends_with_what_is_printed_elsewhere(fresh_folder: Path) -> None:
+def test_a_terminal_ends_with_what_is_printed_elsewhere(fresh_folder: Path, described: Path) -> None:
     terminal, elsewhere = Terminal(fresh_folder), fresh_folder / "elsewhere"
     assert terminal.finish() == 0
     assert terminal.lines.count(text(fresh_folder)) == 1
     assert "…" in terminal.shown, "a stage was announced"
     assert not any("…" in line for line in terminal.lines), "and none is announced any more"
-    elsewhere.mkdir()
+    shutil.copytree(described, elsewhere / "outputs/cache")
     plain = finish(start(elsewhere), elsewhere, {})
     assert plain.tokens == [output["token_ids"] for output in record(fresh_folder)["outputs"]]
     assert (NEVER.findall(plain.out), plain.err) == ([], "")

@@ -204,8 +204,10 @@ def test_a_job_that_needs_more_than_its_plan_is_ended_by_its_cap(offstage_here: 
     assert done.record["error"]["stage"] == "generate"
 
 
+@pytest.mark.long_form
 @pytest.mark.skipif(not can_cap(), reason="this process may not make memory groups")
 def test_a_run_that_keeps_to_its_plan_completes_under_its_cap(offstage_here: Run) -> None:
+    """As the mixture of ``test_predictions`` does, and a training of ``test_finetune``."""
     done = offstage_here("enforce_memory=true", "generate.max_new_tokens=3")
     assert done.code == 0, done.err
     assert done.record["enforcement"]["enforced"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import enter, records_in, start, wait_for
 
-JOBS = ("-m", "seed=1,2,3", "generate=sample", "generate.max_new_tokens=200", "hydra.sweep.dir=outputs/a sweep")
+JOBS = ("-m", "seed=1,2,3", "generate=sample", "generate.max_new_tokens=100", "hydra.sweep.dir=outputs/a sweep")
 """Long enough for a job to be met while it runs: the seed is in each one's key."""
 
 REFUSED = (

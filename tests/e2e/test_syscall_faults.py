@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_faults import may_trace
+from tests.e2e.warm_server import IMPORTED
 from tests.faults.campaign import TracedScenario, choose, rehearse
 from tests.faults.fork_server import ForkServer
 from tests.faults.system_calls import CREATED, LISTED, OPENED, READ, SystemCall, read_calls
@@ -21,6 +22,7 @@ SAMPLES, SEED = [2, pytest.param(4, marks=pytest.mark.long_form)], 11
 def stores(described: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, TracedScenario]]:
     """The scenario that also fills an offload store, ready for faults."""
     with ForkServer() as server:
+        server.import_modules(IMPORTED)  # once, not in its first fork as well
         try:
             yield rehearse(tmp_path_factory.mktemp("faults"), server, ["stores"], described=described)
         except OSError as error:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 ROOT = Path(__file__).parents[2]
-_IMPORTED = (
+IMPORTED = (
     "pipeline.app", "pipeline.sweeps.launchers", "pipeline.job", "pipeline.runner", "pipeline.sweeps.results",
     "hydra._internal.hydra", "hydra._internal.core_plugins.importlib_resources_config_source", "rich._emoji_codes",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
@@ -173,7 +173,7 @@ def serve(control: int) -> None:
     """Fork what is asked for over the socket ``control``, until its other end is closed. Returns in the forks too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the tests
     given = dict(os.environ)
-    for name in _IMPORTED:
+    for name in IMPORTED:
         importlib.import_module(name)
     made = {name: value for name, value in os.environ.items() if given.get(name) != value}
     gc.collect()
