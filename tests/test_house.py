@@ -2,7 +2,7 @@
 
 import ast
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,17 @@ def too_deep(text: str) -> list[str]:
     return [f"{name}: nested {depth} deep" for name, depth in measured if depth > NESTING]
 
 
+def undocumented(text: str) -> list[str]:
+    """Return what is missing of a module's text, the docstring on its top."""
+    return [] if ast.get_docstring(ast.parse(text)) else ["no docstring"]
+
+
+def faults(check: Callable[[str], list[str]], *folders: str) -> dict[str, list[str]]:
+    """Return what ``check`` finds in each Python file under ``folders``, by the files in which it finds something."""
+    found = {source: check((ROOT / source).read_text()) for source in sources(*folders)}
+    return {source: wrong for source, wrong in found.items() if wrong}
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")
 def test_the_top_level_holds_what_the_design_names() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -63,19 +74,16 @@ def test_the_top_level_holds_what_the_design_names() -> None:
     assert {top for top in tops if not top.startswith(".")} - TOP_LEVEL == set()
 
 
-@pytest.mark.parametrize("source", sources(*PACKAGES, "tests"))
-def test_files_and_functions_are_short(source: str) -> None:
-    assert too_long((ROOT / source).read_text()) == []
+def test_files_and_functions_are_short() -> None:
+    assert faults(too_long, *PACKAGES, "tests") == {}
 
 
-@pytest.mark.parametrize("source", sources(*PACKAGES))
-def test_functions_are_flat(source: str) -> None:
-    assert too_deep((ROOT / source).read_text()) == []
+def test_functions_are_flat() -> None:
+    assert faults(too_deep, *PACKAGES) == {}
 
 
-@pytest.mark.parametrize("source", sources(*PACKAGES))
-def test_every_module_says_what_it_is_for(source: str) -> None:
-    assert ast.get_docstring(ast.parse((ROOT / source).read_text()))
+def test_every_module_says_what_it_is_for() -> None:
+    assert faults(undocumented, *PACKAGES) == {}
 
 
 def test_what_is_too_large_is_named() -> None:
@@ -84,3 +92,5 @@ def test_what_is_too_large_is_named() -> None:
     assert too_long("def long():\n" + "    x = 1\n" * 50) == ["long: 51 lines"]
     assert too_long('def documented():\n    """Why."""\n' + "    x = 1\n" * 49) == []
     assert too_deep("def deep():\n" + blocks) == ["deep: nested 4 deep"]
+    assert undocumented("x = 1\n") == ["no docstring"]
+    assert undocumented('"""What for."""\n') == []
