@@ -1,4 +1,4 @@
-"""What all tests have in common: the long form, and what their imports made is never looked through again."""
+"""What all tests have in common: the long form, and what their imports make is never looked through for garbage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import pytest
 
 LONG_FORM = "OFFSTAGE_LONG"
 """The environment variable with which tests in the long form run too."""
+
+
+def pytest_sessionstart() -> None:
+    """Have nothing collected while tests are imported, which makes next to no garbage: a sixth of that time."""
+    gc.disable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -23,5 +28,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Take what the imported libraries are made of out of every later collection: a million objects, half a second."""
+    gc.enable()
     gc.collect()
     gc.freeze()
