@@ -14,10 +14,6 @@ from pipeline.errors import BudgetError
 from stages.machine.row_product_probe import is_exact_by_rows
 from stages.shard_load import stored_weights
 
-pytestmark = pytest.mark.skipif(
-    not all(map(is_exact_by_rows, ("float32", "bfloat16"))), reason="this machine's kernels have other bits"
-)
-
 WORDS = 5003
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS}
 CONFIGS: Mapping[str, PretrainedConfig] = {
@@ -25,6 +21,12 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "qwen2, tied": Qwen2Config(**SIZES, intermediate_size=160, num_key_value_heads=2, tie_word_embeddings=True),
     "opt, wide": OPTConfig(**SIZES, ffn_dim=2100, word_embed_proj_dim=64, max_position_embeddings=64),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exact() -> None:
+    if not all(map(is_exact_by_rows, ("float32", "bfloat16"))):
+        pytest.skip("this machine's kernels have other bits")
 
 
 def saved(name: str, dtype: torch.dtype, folder: Path) -> Any:

@@ -10,12 +10,12 @@ from tests.fuzz.workers import make_case
 
 
 def test_no_changed_input_gives_a_wrong_answer_a_traceback_or_a_hang(tmp_path: Path) -> None:
-    asked = ["--cases", "10", "--share", "0", "--seed", "1", "--save", str(tmp_path)]
+    asked = ["--cases", "5", "--share", "0", "--seed", "1", "--save", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.fuzz", *asked], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" 10 cases") > 10
+    assert done.stdout.count(" 5 cases") > 10
 
 
 def test_the_same_seed_gives_the_same_cases() -> None:

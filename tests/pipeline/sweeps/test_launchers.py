@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.long_form import in_ci
+
 ROOT = Path(__file__).parents[2]
 PATHS = [str(ROOT), str(ROOT / "pipeline" / "plugins")]
 SCAN = f"""
@@ -48,7 +50,11 @@ def test_looking_for_plugins_imports_nothing_that_only_a_sweep_or_a_run_needs() 
 
 @pytest.mark.parametrize(
     ("chosen", "launcher"),
-    [("local", "Local"), ("submitit_local", "Local"), ("submitit_slurm", "Slurm"), ("basic", "InTurn")],
+    in_ci(
+        ("submitit_slurm", "Slurm"),
+        ("basic", "InTurn"),
+        of=[("local", "Local"), ("submitit_local", "Local"), ("submitit_slurm", "Slurm"), ("basic", "InTurn")],
+    ),
 )
 def test_the_names_that_users_know_choose_them(chosen: str, launcher: str) -> None:
     assert printed(SCAN + CHOSEN, chosen) == f"hydra_plugins.offstage_launchers.{launcher}Launcher"

@@ -12,6 +12,7 @@ from optuna.distributions import CategoricalDistribution, IntDistribution  # noq
 
 from pipeline.sweeps.search_space import SearchSpace  # noqa: E402
 from pipeline.sweeps.search_study import Direction, SearchStudy  # noqa: E402
+from tests.long_form import in_ci  # noqa: E402
 
 MEGABYTE = 10**6
 BUDGETS = SearchSpace({"budget": IntDistribution(300 * MEGABYTE, 2280 * MEGABYTE, step=20 * MEGABYTE)}, ("seed=0",))
@@ -33,7 +34,7 @@ def search(
     return study
 
 
-@pytest.mark.parametrize("limit", [0.2, 0.5])
+@pytest.mark.parametrize("limit", in_ci(0.2, of=[0.2, 0.5]))
 def test_ten_trials_find_the_least_budget_that_reaches_a_speed(limit: float) -> None:
     """Budgets under 500 MB hold no plan, and a job with one fails."""
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from pipeline.errors import BudgetError
 from tests.e2e.fp8_checkpoints import save_fp8
+from tests.long_form import in_ci
 from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
 
 SIZES: dict[str, Any] = {
@@ -33,7 +34,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module", params=[*FP8, "gpt-oss"])
+@pytest.fixture(scope="module", params=in_ci("llama", "gpt-oss", of=[*FP8, "gpt-oss"]))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "gpt-oss":

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from stages.units import CPU
+from tests.long_form import in_ci
 
 PROMPTS = [torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[9, 2, 6]]), torch.tensor([[5, 3, 5, 8, 9, 7]])]
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -38,7 +39,7 @@ RATES = {"storage": "1GB", "host": "2MB", "link": "1MB", "device": "800GB"}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", in_ci("llama", "many experts", "encoder-decoder", of=CONFIGS))
 def test_tokens_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
     """Every other one has a second accelerator, and some of it on disk."""
     config, is_larger = CONFIGS[name], list(CONFIGS).index(name) % 2 == 0

@@ -34,6 +34,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that knows the model after the first load."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
 def plain(checkpoint: Path) -> nn.Module:
     return LlamaForCausalLM.from_pretrained(checkpoint).eval()
@@ -50,15 +56,15 @@ def load(checkpoint: Path, cache: Path, **options: Any) -> offstage.LoadedModel:
 
 @pytest.mark.parametrize("io", ["direct", "mmap"])
 @pytest.mark.parametrize("placed", [{"device_map": ON_DISK}, {"max_memory": {"cpu": "60KB"}}, OFFLOADED, {}])
-def test_it_answers_bit_for_bit_like_the_plain_model(placed, io, checkpoint, plain, tmp_path) -> None:
-    with load(checkpoint, tmp_path, storage={"io": io}, **placed) as loaded:
+def test_it_answers_bit_for_bit_like_the_plain_model(placed, io, checkpoint, plain, cache) -> None:
+    with load(checkpoint, cache, storage={"io": io}, **placed) as loaded:
         assert torch.equal(loaded.model(TOKENS).logits, plain(TOKENS).logits)
         expected = plain.generate(TOKENS, max_new_tokens=6, do_sample=False)
         assert torch.equal(loaded.model.generate(TOKENS, max_new_tokens=6, do_sample=False), expected)
 
 
-def test_the_plan_and_its_predictions_are_at_hand(checkpoint: Path, tmp_path: Path) -> None:
-    with load(checkpoint, tmp_path, device_map=ON_DISK) as loaded:
+def test_the_plan_and_its_predictions_are_at_hand(checkpoint: Path, cache: Path) -> None:
+    with load(checkpoint, cache, device_map=ON_DISK) as loaded:
         model, tokenizer = loaded
         assert tokenizer is None, "the folder has none"
         model(TOKENS)
@@ -74,12 +80,12 @@ def test_what_one_load_worked_out_the_next_one_finds(checkpoint: Path, tmp_path:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.json")} == before
 
 
-def test_closing_gives_files_and_threads_back_and_the_model_says_that_it_is_closed(checkpoint, plain, tmp_path) -> None:
+def test_closing_gives_files_and_threads_back_and_the_model_says_that_it_is_closed(checkpoint, plain, cache) -> None:
     reader_pool().submit(int).result()
-    load(checkpoint, tmp_path, device_map=ON_DISK, storage={"io": "direct"}).close()
+    load(checkpoint, cache, device_map=ON_DISK, storage={"io": "direct"}).close()
     files, threads = open_files(), threading.active_count()
     for _ in range(3):
-        loaded = load(checkpoint, tmp_path, device_map=ON_DISK, storage={"io": "direct"})
+        loaded = load(checkpoint, cache, device_map=ON_DISK, storage={"io": "direct"})
         assert torch.equal(loaded.model(TOKENS).logits, plain(TOKENS).logits)
         loaded.close()
         loaded.close()
@@ -89,8 +95,8 @@ def test_closing_gives_files_and_threads_back_and_the_model_says_that_it_is_clos
         loaded.model(TOKENS)
 
 
-def test_a_model_that_streams_nothing_can_be_used_on(checkpoint: Path, plain: nn.Module, tmp_path: Path) -> None:
-    loaded = load(checkpoint, tmp_path)
+def test_a_model_that_streams_nothing_can_be_used_on(checkpoint: Path, plain: nn.Module, cache: Path) -> None:
+    loaded = load(checkpoint, cache)
     loaded.close()
     assert torch.equal(loaded.model(TOKENS).logits, plain(TOKENS).logits)
 
@@ -108,9 +114,9 @@ def test_a_model_that_streams_nothing_can_be_used_on(checkpoint: Path, plain: nn
         ({"revision": "v2"}, ConfigError, "model.revision"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(options, error, told, checkpoint, tmp_path) -> None:
+def test_what_cannot_be_followed_is_refused_by_name(options, error, told, checkpoint, cache) -> None:
     with pytest.raises(error, match=told):
-        load(checkpoint, tmp_path, **options)
+        load(checkpoint, cache, **options)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers
 
+from tests.long_form import in_ci
+
 SIZES = {"vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS: Mapping[str, Any] = {
     "llama": transformers.LlamaConfig(**SIZES, intermediate_size=256, num_key_value_heads=2),
@@ -52,7 +54,7 @@ def options_of(budget: Mapping[Any, float], model: Any) -> dict[str, Any]:
     return {"max_memory": limits, "hardware": {**hardware, **slow}, "storage": {"codec": "zstd"}}
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=in_ci("gpt2", "mixtral", of=CONFIGS))
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(deepcopy(CONFIGS[request.param]), dtype=torch.float32)

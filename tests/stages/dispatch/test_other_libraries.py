@@ -32,7 +32,8 @@ def plain(checkpoint: Path) -> nn.Module:
 
 
 def loaded(checkpoint: Path, folder: Path) -> nn.Module:
-    return offstage.load(checkpoint, device_map=ON_DISK, cache=folder, max_length=64).model
+    cache = checkpoint.with_name("cache")  # what one test finds out of the model the next one knows
+    return offstage.load(checkpoint, device_map=ON_DISK, cache=cache, max_length=64).model
 
 
 def loaded_and_dispatched(checkpoint: Path, folder: Path) -> nn.Module:

@@ -16,6 +16,7 @@ from stages.dispatch.loaded_model import load
 from stages.empty_init.describe import describe
 from stages.empty_init.init import init_empty_weights
 from tests.e2e.pipelines import dispatched_model
+from tests.long_form import in_ci
 
 TOKENS = torch.tensor([[5, 6, 7, 8]])
 
@@ -56,12 +57,11 @@ def test_a_rescaled_rwkv_on_disk_is_refused_before_anything_runs(rescaled: tuple
             dispatched_model(folder / "rwkv", folder / "outputs", device_map="disk", storage={"io": io})
 
 
-def test_an_rwkv_whose_weights_it_leaves_as_they_are_streams(tmp_path: Path) -> None:
-    wanted = rwkv(tmp_path / "rwkv", rescale_every=0, layers=2)
+@pytest.mark.parametrize("rescale_every", in_ci(100, of=[0, 100]))
+def test_an_rwkv_whose_weights_it_leaves_as_they_are_streams(rescale_every: int, tmp_path: Path) -> None:
+    """It leaves them where it divides none of them, and where it divides each by one, as it has few layers."""
+    wanted = rwkv(tmp_path / "rwkv", rescale_every=rescale_every, layers=2)
     with load(tmp_path / "rwkv", cache=tmp_path / "cache", device_map="disk") as loaded, torch.no_grad():
-        assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
-    wanted = rwkv(tmp_path / "short", rescale_every=100, layers=2)  # divides each weight by one
-    with load(tmp_path / "short", cache=tmp_path / "cache", device_map="disk") as loaded, torch.no_grad():
         assert torch.equal(loaded.model(TOKENS).logits, wanted(TOKENS).logits)
 
 

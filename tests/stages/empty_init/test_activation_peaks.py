@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
 from stages.empty_init.activation_peaks import kernel_of, weigh
 from stages.empty_init.describe import describe
+from tests.long_form import in_ci
 from tests.stages.empty_init.test_describe import CONFIGS, Branching, on_meta
 
 SHAPES = [(1, 60), (2, 37), (5, 90)]
@@ -57,8 +59,15 @@ def held_by_a_real_forward(model: nn.Module, sequences: int, length: int) -> int
     return counting.peak - (counting.live if cache is not None else 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["Llama", "OPT", "BLOOM", "GPT-2", "Qwen2", "Mixtral"])
+DTYPES = (torch.float32, torch.bfloat16)
+NAMES = ("Llama", "OPT", "BLOOM", "GPT-2", "Qwen2", "Mixtral")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    in_ci(*product(["Llama"], DTYPES), *product(["BLOOM", "Mixtral"], DTYPES[1:]), of=product(NAMES, DTYPES)),
+    ids=str,
+)
 def test_a_real_forward_holds_what_was_weighed(name: str, dtype: torch.dtype) -> None:
     config = deepcopy(CONFIGS[name])  # which is given the dtype
     real = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
@@ -103,7 +112,7 @@ RECURRENT = {
 """Models that run other operators for other lengths: a step for each token, a product for each 256."""
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", in_ci("Mamba-2", of=RECURRENT))
 def test_what_a_recurrent_model_holds_grows_with_the_tokens(name: str) -> None:
     real = AutoModelForCausalLM.from_config(RECURRENT[name]).eval().requires_grad_(False)
     moments = weigh(on_meta(RECURRENT[name]), real._no_split_modules)

@@ -1,4 +1,5 @@
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from transformers import (
 
 from stages.empty_init import init_empty_weights
 from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import FILE_NAME, from_json
+from stages.empty_init.skeleton import FILE_NAME, Skeleton, from_json
+from tests.long_form import in_ci
 
 LLAMA_LIKE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {
@@ -40,9 +42,15 @@ def on_meta(config: object) -> nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@cache
+def described(name: str) -> Skeleton:
+    """Return what is known of a model: Mamba rehearses token by token, for seconds."""
+    return describe(on_meta(CONFIGS[name]))
+
+
+@pytest.mark.parametrize("name", in_ci("Llama", "OPT", "BLOOM", "Mixtral", "Mamba", of=CONFIGS))
 def test_the_rehearsal_gives_the_order_in_which_modules_really_run(name: str) -> None:
-    skeleton = describe(on_meta(CONFIGS[name]))
+    skeleton = described(name)
     real = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
     called: list[str] = []
     for module_name, module in real.named_modules():
@@ -63,7 +71,7 @@ def test_an_encoder_decoder_is_rehearsed() -> None:
 
 
 def test_norms_run_before_the_layers_that_they_are_registered_after() -> None:
-    order = describe(on_meta(CONFIGS["Llama"])).order
+    order = described("Llama").order
     assert order.index("model.layers.0.input_layernorm") < order.index("model.layers.0.self_attn.q_proj")
 
 
@@ -79,14 +87,14 @@ def test_every_tensor_is_listed_with_shape_dtype_and_kind() -> None:
 
 
 def test_tied_tensors_are_counted_once() -> None:
-    skeleton = describe(on_meta(CONFIGS["OPT"]))
+    skeleton = described("OPT")
     assert skeleton.tied == (("lm_head.weight", "model.decoder.embed_tokens.weight"),)
     model = AutoModelForCausalLM.from_config(CONFIGS["OPT"])
     assert skeleton.bytes == sum(p.nbytes for p in model.parameters())
 
 
 def test_a_module_whose_weight_its_parent_reads_is_borrowed() -> None:
-    borrowers = describe(on_meta(CONFIGS["Mamba"])).borrowers
+    borrowers = described("Mamba").borrowers
     assert borrowers["backbone.layers.0.mixer.conv1d"] == ("backbone.layers.0.mixer",)
 
 
@@ -117,7 +125,7 @@ def test_the_model_is_as_it_was_after_its_rehearsal() -> None:
 
 
 def test_a_skeleton_survives_its_file(tmp_path) -> None:
-    skeleton = describe(on_meta(CONFIGS["Mamba"]))
+    skeleton = described("Mamba")
     skeleton.save(tmp_path)
     assert from_json(json.loads((tmp_path / FILE_NAME).read_text())) == skeleton
 

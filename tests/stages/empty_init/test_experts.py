@@ -23,6 +23,7 @@ from transformers import (
 from stages.empty_init import init_empty_weights
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import FILE_NAME, ExpertsSpec, from_json
+from tests.long_form import in_ci
 
 SIZES = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "num_experts_per_tok": 3}  # fmt: skip
@@ -46,7 +47,7 @@ def on_meta(config: object) -> nn.Module:
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", in_ci("Mixtral", "Qwen2-MoE", "DeepSeek-V3", "gpt-oss", of=CONFIGS))
 def test_experts_are_known_with_their_weights_and_how_many_a_token_uses(name: str) -> None:
     model = on_meta(CONFIGS[name])
     skeleton = describe(model)

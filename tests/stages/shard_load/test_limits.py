@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from pipeline.errors import StorageError
 from tests.benchmarks.caps import can_cap, run_capped
+from tests.long_form import in_ci
 from tests.stages.shard_load.checkpoints import (
     FakeContext,
     assert_same,
@@ -59,12 +60,16 @@ def base_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
 @needs_cgroups
 @pytest.mark.parametrize(
     ("suffix", "dtype", "on_host"),
-    [
+    in_ci(
         ("safetensors", torch.bfloat16, TENSORS),
-        ("safetensors", torch.bfloat16, TENSORS // 3),
-        ("safetensors", torch.float32, TENSORS // 3),
         ("bin", torch.bfloat16, TENSORS // 3),
-    ],
+        of=[
+            ("safetensors", torch.bfloat16, TENSORS),
+            ("safetensors", torch.bfloat16, TENSORS // 3),
+            ("safetensors", torch.float32, TENSORS // 3),
+            ("bin", torch.bfloat16, TENSORS // 3),
+        ],
+    ),
 )
 def test_a_load_survives_a_cap_of_the_process_its_host_share_and_128_mib(
     base_bytes: int, tmp_path: Path, suffix: str, dtype: torch.dtype, on_host: int

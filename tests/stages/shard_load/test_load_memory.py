@@ -82,11 +82,11 @@ def process() -> Iterator[Pool]:
     [
         ("safetensors", torch.bfloat16, "cpu", False, WEIGHTS + 64 * MIB),
         ("safetensors", torch.bfloat16, "disk", False, 0),
-        ("safetensors", torch.float32, "cpu", False, WEIGHTS + 64 * MIB),
+        pytest.param("safetensors", torch.float32, "cpu", False, WEIGHTS + 64 * MIB, marks=pytest.mark.long_form),
         ("safetensors", torch.float32, "disk", False, TENSOR_BYTES + 64 * MIB),
-        ("bin", torch.bfloat16, "cpu", False, WEIGHTS + TENSOR_BYTES),
+        pytest.param("bin", torch.bfloat16, "cpu", False, WEIGHTS + TENSOR_BYTES, marks=pytest.mark.long_form),
         ("bin", torch.bfloat16, "disk", False, TENSOR_BYTES),
-        ("old.bin", torch.bfloat16, "cpu", False, 2 * WEIGHTS),
+        pytest.param("old.bin", torch.bfloat16, "cpu", False, 2 * WEIGHTS, marks=pytest.mark.long_form),
         ("old.bin", torch.bfloat16, "cpu", True, WEIGHTS + TENSOR_BYTES),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stages.dispatch.streaming.streamer import streamer_of
+from tests.long_form import in_ci
 from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS, WORDS, Asked, calls, drawn, opened, prepare, saved
 
 ACCELERATORS = {
@@ -30,7 +31,7 @@ def prompts(count: int) -> Asked:
     return [(torch.randint(3, WORDS, (1, length)), 1 + 5 * place % 9) for place, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", in_ci("llama", "qwen3_moe", "t5", "mistral, which slides", of=CONFIGS))
 def test_each_has_the_tokens_that_it_has_alone_and_a_pass_brings_a_weight_once(name: str, tmp_path: Path) -> None:
     """``OFFSTAGE_GRID=40`` draws so many settings for each model, of up to 32 prompts together: minutes."""
     for number in range(SETTINGS or 1):
@@ -48,7 +49,7 @@ def test_passes_are_as_many_as_the_longest_way_through_the_group(tmp_path: Path)
         assert loaded.traffic.streamed_bytes <= 6 * one
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", in_ci(torch.float16, of=[torch.float32, torch.float16]))
 def test_other_dtypes_and_samples(dtype: torch.dtype, tmp_path: Path) -> None:
     plain, asked = saved(tmp_path / "checkpoint", "llama", dtype), prompts(5)
     torch.manual_seed(3)
