@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol
@@ -15,6 +15,7 @@ from stages.checkpoints.direct_file import Chunk, DirectFile
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.shard_files import ShardFile, read_into
 from stages.dispatch.transfer.arena import Region
+from stages.dispatch.transfer.reading_threads import ReadingThreads
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.operator_threads import let_idle_teams_sleep
 from stages.machine.probes import READERS
@@ -25,13 +26,13 @@ SMALL_BYTES = 64 * 2**10
 
 
 @functools.cache
-def reader_pool() -> ThreadPoolExecutor:
+def reader_pool() -> ReadingThreads:
     """Return the process's pool of reading threads; it is started by the first read and ends with the process.
 
     On the host they read, and unpack, on the cores that compute.
     """
     let_idle_teams_sleep()
-    return ThreadPoolExecutor(READERS, thread_name_prefix="offstage-read")
+    return ReadingThreads(READERS)
 
 
 class ChunkReader:

@@ -1,0 +1,80 @@
+"""The threads that read: what is certain to be used goes before what is only likely to be.
+
+Jobs of each kind begin in the order in which they were asked for, and a likely one only where no certain one waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """Something to do, and what comes of it."""
+
+    work: Callable[[], Any]
+    future: Future[Any]
+
+    def run(self) -> None:
+        """Do it, unless it was cancelled. What raises keeps nothing of the job."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.work()
+        except BaseException as error:  # noqa: BLE001 - it is for whoever waits
+            self.future.set_exception(error)
+            del self
+        else:
+            self.future.set_result(result)
+
+
+class ReadingThreads:
+    """``count`` threads, which start as they are needed and end with the process."""
+
+    def __init__(self, count: int) -> None:
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="offstage-read")
+        self._certain, self._likely = deque[_Job](), deque[_Job]()
+        self._choosing = threading.Lock()
+
+    def submit(
+        self, work: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs
+    ) -> Future[_Result]:
+        """Have ``work`` be done with these arguments; what it gives is certain to be used."""
+        return self._put(self._certain, partial(work, *args, **kwargs))
+
+    def submit_likely(
+        self, work: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs
+    ) -> Future[_Result]:
+        """Have ``work`` be done with these arguments once nothing certain waits."""
+        return self._put(self._likely, partial(work, *args, **kwargs))
+
+    def make_certain(self, futures: Collection[Future[Any]]) -> None:
+        """Have the likely jobs of ``futures`` that wait be certain ones, after those that there are."""
+        chosen = {*futures}
+        with self._choosing:
+            jobs = [job for job in self._likely if job.future in chosen]
+            for job in jobs:
+                self._likely.remove(job)
+            self._certain.extend(jobs)
+
+    def _put(self, jobs: deque[_Job], work: Callable[[], _Result]) -> Future[_Result]:
+        future: Future[_Result] = Future()
+        with self._choosing:
+            jobs.append(_Job(work, future))
+        self._threads.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        """Run one job; there is one for each call of this."""
+        with self._choosing:
+            job = (self._certain or self._likely).popleft()
+        job.run()

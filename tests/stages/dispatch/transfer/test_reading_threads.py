@@ -1,0 +1,58 @@
+"""Threads that read: what is certain goes before what is only likely."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from stages.dispatch.transfer.reading_threads import ReadingThreads
+
+
+class Held:
+    """One thread that has something to do until ``go``, and what it does after that, in order."""
+
+    def __init__(self) -> None:
+        self.threads, self.done = ReadingThreads(1), list[str]()
+        self._released = threading.Event()
+        self.threads.submit(self._released.wait)
+
+    def go(self) -> list[str]:
+        self._released.set()
+        self.threads.submit_likely(int).result()
+        return self.done
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    found = Held()
+    yield found
+    found.go()
+
+
+def test_likely_jobs_wait_for_all_certain_ones_even_those_asked_for_later(held: Held) -> None:
+    held.threads.submit_likely(held.done.append, "likely")
+    held.threads.submit(held.done.append, "certain")
+    held.threads.submit(held.done.append, "certain too")
+    assert held.go() == ["certain", "certain too", "likely"]
+
+
+def test_a_likely_job_that_becomes_certain_goes_before_what_is_asked_for_then(held: Held) -> None:
+    held.threads.submit_likely(held.done.append, "unlikely")
+    job = held.threads.submit_likely(held.done.append, "likely")
+    held.threads.make_certain([job])
+    held.threads.submit(held.done.append, "certain")
+    assert held.go() == ["likely", "certain", "unlikely"]
+
+
+def test_a_job_that_is_cancelled_is_not_done(held: Held) -> None:
+    assert held.threads.submit_likely(held.done.append, "cancelled").cancel()
+    held.threads.submit_likely(held.done.append, "not cancelled")
+    assert held.go() == ["not cancelled"]
+
+
+def test_whoever_waits_gets_what_a_job_gives_or_raises(held: Held) -> None:
+    given, failed = held.threads.submit(int, "7"), held.threads.submit_likely(int, "seven")
+    held.go()
+    assert given.result() == 7
+    with pytest.raises(ValueError, match="seven"):
+        failed.result()
