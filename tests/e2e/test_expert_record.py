@@ -54,8 +54,8 @@ def test_the_record_has_what_each_layer_came_to_and_the_rate_of_decoding(
     for use in record["experts"].values():
         assert use["streamed_bytes"] == use["misses"] * ROW > 0
         assert TOP * TOKENS <= use["hits"] + use["misses"] <= TOP * (TOKENS + 2)
-    told = [metrics[f"expert_{name}"] for name in ("hits", "misses", "evictions")]
-    assert told == [total(record, name) for name in ("hits", "misses", "evictions")]
+    names = ("hits", "misses", "evictions", "guesses", "guesses_used")
+    assert [metrics[f"expert_{name}"] for name in names] == [total(record, name) for name in names]
     steps = TOKENS - 1
     brought = (1 - metrics["expert_hit_rate"]) * LAYERS * TOP * ROW
     assert metrics["streamed_bytes_per_token"] == pytest.approx(brought, abs=1), "each once, in decoding alone"

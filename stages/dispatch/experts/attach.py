@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from stages.dispatch.experts.eviction import Eviction
 from stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from stages.dispatch.experts.pool import ExpertLayer, ExpertPool, ExpertUse
 from stages.dispatch.experts.routed_experts import RoutedExperts
+from stages.dispatch.experts.router_guess import RouterGuess
 from stages.dispatch.experts.row_carrier import RowSource
 from stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes
 from stages.dispatch.streaming.bindings import Binding, make_binding, source_of
@@ -28,7 +30,7 @@ from stages.dispatch.transfer.host_link import HostLink
 from stages.dispatch.transfer.link import Link
 from stages.dispatch.transfer.trace import Trace
 from stages.empty_init.experts import routing
-from stages.empty_init.skeleton import ExpertsSpec
+from stages.empty_init.skeleton import ExpertsSpec, parent, upward
 from stages.machine.devices import Devices
 from stages.plan.expert_banks import wanted
 from stages.shard_load.disk_weights import DiskWeights
@@ -122,14 +124,32 @@ def attach_experts(
         )
         stack.callback(pool.close)
         routed.pools.append(pool)
+        by_number = {
+            each.number: RoutedExperts(pool, each.number, each.attributes, saved, turns=turns, place=(each.place,))
+            for each in members
+        }
+        for each, following in pairwise(sorted(members, key=lambda one: one.place)):
+            if _can_be_asked_ahead(plan, following):
+                by_number[each.number].guess_next(following.number, _router_guess(model, following))
         for each in members:
             routed.uses[each.spec.module] = pool.uses[each.number]
-            experts = RoutedExperts(pool, each.number, each.attributes, saved, turns=turns, place=(each.place,))
+            experts = by_number[each.number]
             routed.layers.append(experts)
             _have_wait(each, experts, stored=stored, device=devices.torch_device(computes), stack=stack)
-            for handle in _hook(model.get_submodule(each.spec.module), experts):
+            for handle in _hook(model, each.spec.module, experts):
                 stack.callback(handle)
     return routed
+
+
+def _can_be_asked_ahead(plan: DispatchPlan, each: _Mixed) -> bool:
+    """Return whether all that the block of an experts module has beside it is where they compute, and stays there."""
+    block = parent(each.spec.module)
+    beside = [part for name, part in plan.parts.items() if block in upward(name) and name != each.spec.module]
+    return bool(block) and all(not part.serving and part.execution == each.computes for part in beside)
+
+
+def _router_guess(model: nn.Module, each: _Mixed) -> RouterGuess:
+    return RouterGuess(model.get_submodule(parent(each.spec.module)), model.get_submodule(each.spec.module))
 
 
 def _wanted(spec: ExpertsSpec, tokens: int) -> int:
@@ -187,8 +207,13 @@ def _have_wait(
         stack.callback(binding.restore)
 
 
-def _hook(module: nn.Module, experts: RoutedExperts) -> Iterator[Callable[[], None]]:
-    """Have ``experts`` know when ``module`` is called, and with what."""
+def _hook(model: nn.Module, name: str, experts: RoutedExperts) -> Iterator[Callable[[], None]]:
+    """Have ``experts`` know when the module ``name`` is called, and with what; and the block around it."""
+    module = model.get_submodule(name)
+
+    def hear(_block: nn.Module, args: Any, kwargs: Any) -> None:
+        alone = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        experts.hear(args[0] if alone else None)
 
     def begin(called: nn.Module, args: Any, kwargs: Any) -> None:
         experts.begin(routing(called, args, kwargs))
@@ -196,5 +221,8 @@ def _hook(module: nn.Module, experts: RoutedExperts) -> Iterator[Callable[[], No
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         experts.end()
 
+    if experts.guesses:
+        block = model.get_submodule(parent(name))
+        yield block.register_forward_pre_hook(uncompiled(hear), with_kwargs=True).remove
     yield module.register_forward_pre_hook(uncompiled(begin), with_kwargs=True).remove
     yield module.register_forward_hook(uncompiled(end), always_call=True).remove

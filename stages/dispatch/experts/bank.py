@@ -19,6 +19,7 @@ class Bank:
         self.evictions = 0
         self._free = list(range(end - 1, begin - 1, -1))
         self._slots: dict[Expert, int] = {}
+        self._unused: dict[Expert, None] = {}
 
     def slot(self, expert: Expert) -> int | None:
         """Return where ``expert`` lies; null if nowhere."""
@@ -32,7 +33,8 @@ class Bank:
         ``dropped`` is told whose slot it was. Null where all are busy.
         """
         if not self._free:
-            victim = self.policy.victim(busy)
+            unused = next((one for one in self._unused if one not in busy), None)
+            victim = unused or self.policy.victim(busy)
             if victim is None:
                 return None
             dropped(victim)
@@ -41,7 +43,17 @@ class Bank:
         self._slots[expert] = self._free.pop()
         return self._slots[expert]
 
+    def use(self, expert: Expert) -> None:
+        """Note a use of ``expert``, which lies in a slot."""
+        self._unused.pop(expert, None)
+        self.policy.use(expert)
+
+    def keep_unused(self, expert: Expert) -> None:
+        """Have ``expert``, which was never used, be the first to make room."""
+        self._unused[expert] = None
+
     def drop(self, expert: Expert) -> None:
         """Have the slot of ``expert`` be free."""
         self._free.append(self._slots.pop(expert))
+        self._unused.pop(expert, None)
         self.policy.forget(expert)

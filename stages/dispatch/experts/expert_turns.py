@@ -54,8 +54,8 @@ class ExpertTurns:
         """
         number = self._sweeps.get(current_call(), 0)
         self._sweeps[current_call()] = number + 1
-        for expert in sorted(experts, key=self._when):
-            place = self._when(expert)
+        for expert in sorted(experts, key=self.when):
+            place = self.when(expert)
             self._wait_for((number, place))
             self._pool.ask(expert, (attribute,), kept)
             self._ask_ahead(attribute, (number, place), kept)
@@ -64,10 +64,10 @@ class ExpertTurns:
 
     def reach(self, attribute: str, expert: Expert, *, kept: Set[Expert]) -> None:
         """Return when it is the turn of ``expert``; its tensor ``attribute`` is on its way then."""
-        self._wait_for((0, self._when(expert)))
+        self._wait_for((0, self.when(expert)))
         self._pool.ask(expert, (attribute,), kept)
 
-    def _when(self, expert: Expert) -> int:
+    def when(self, expert: Expert) -> int:
         """Return when ``expert`` comes: one that nobody was routed to, and that is asked for all the same, last."""
         return self.order.get(expert, len(self.order))
 

@@ -9,7 +9,8 @@ import torch
 
 from stages.dispatch.experts.bank import Bank
 from stages.dispatch.experts.eviction import Eviction, Expert
-from stages.dispatch.experts.row_carrier import RowArrival, RowCarrier, RowSource
+from stages.dispatch.experts.guess_precision import GuessPrecision
+from stages.dispatch.experts.row_carrier import RowArrival, RowCarrier, RowSource, can_wait
 from stages.dispatch.experts.slot_memory import Kind, SlotMemory, kind_bytes
 from stages.dispatch.transfer.carrier import Traffic
 from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
@@ -25,11 +26,14 @@ Rows = Mapping[str, Sequence[RowSource]]
 @dataclass(slots=True)
 class ExpertUse:
     """What the experts of one layer came to: calls for one that found it in a slot or not, what was brought, and how
-    many gave up a slot of this layer's bank for it.
+    many gave up a slot of this layer's bank for it. Of so many ``guesses`` that were read some came true: these count
+    as misses.
     """
 
     hits: int = 0
     misses: int = 0
+    guesses: int = 0
+    guesses_used: int = 0
     streamed_bytes: int = 0
     evictions: int = 0
 
@@ -85,6 +89,8 @@ class ExpertPool:
         self._carrier = RowCarrier(link, sources, device=device, unpacker=unpacker, traffic=traffic, trace=trace)
         self._asked: dict[Expert, set[str]] = {}
         self._arriving: dict[tuple[Expert, str], RowArrival] = {}
+        self._guesses: dict[Expert, None] = {}  # brought for calls to come
+        self._precision = GuessPrecision()
         self.uses = {layer.number: ExpertUse() for layer in layers}
 
     @property
@@ -99,27 +105,31 @@ class ExpertPool:
     def begin_pass(self) -> None:
         """Say that the model's forward begins; what an interrupted one had on its way is given up."""
         self.give_up()
+        self._precision.forget()
         for bank in dict.fromkeys(self._banks.values()):
             bank.policy.begin_pass()
 
     def has(self, expert: Expert) -> bool:
         """Return whether all of ``expert`` is in a slot, or on its way there."""
-        return len(self._asked.get(expert, ())) == len(self._layers[expert[0]].rows)
+        return expert not in self._guesses and len(self._asked.get(expert, ())) == len(self._layers[expert[0]].rows)
 
     def is_there(self, expert: Expert, attribute: str) -> bool:
         """Return whether the tensor ``attribute`` of ``expert`` is in a slot and needn't be waited for."""
         return attribute in self._asked.get(expert, ()) and (expert, attribute) not in self._arriving
 
-    def count(self, layer: int, *, hits: Sequence[Expert], misses: int) -> None:
-        """Note a call of ``layer`` whose tokens are routed to ``hits``, which are there, and ``misses`` others."""
-        use, policy = self.uses[layer], self._banks[layer].policy
-        policy.begin_layer(layer)
+    def count(self, layer: int, *, hits: Collection[Expert], guessed: Collection[Expert], misses: int) -> None:
+        """Note a call of ``layer`` whose tokens are routed to ``hits``, which are there, to those that were ``guessed``
+        and come, and to ``misses`` others.
+        """
+        use, bank = self.uses[layer], self._banks[layer]
+        bank.policy.begin_layer(layer)
+        brought = len(guessed) + misses
         use.hits += len(hits)
-        use.misses += misses
+        use.misses += brought
         self._traffic.expert_hits += len(hits)
-        self._traffic.expert_misses += misses
-        for expert in hits:
-            policy.use(expert)
+        self._traffic.expert_misses += brought
+        for expert in (*hits, *guessed):
+            bank.use(expert)
 
     def ask(self, expert: Expert, attributes: Iterable[str], busy: Collection[Expert]) -> bool:
         """Have the tensors ``attributes`` of ``expert`` be brought into its slot, as far as they aren't there.
@@ -127,26 +137,92 @@ class ExpertPool:
         Return false where it lies in none, and all are ``busy``.
         """
         bank, use = self._banks[expert[0]], self.uses[expert[0]]
-        before, slot = bank.evictions, bank.slot(expert)
-        if slot is None:
-            slot = bank.take(expert, busy, dropped=self._forget)
-            if slot is None:
-                return False
-            bank.policy.use(expert)
-            use.evictions += bank.evictions - before
+        if expert in self._guesses:  # one that came to nothing
+            self._drop([expert])
+        if bank.slot(expert) is None:
+            if self._take(expert, busy) is None:
+                self._drop([guess for guess in self._guesses if self._banks[guess[0]] is bank])
+                if self._take(expert, busy) is None:
+                    return False
+            bank.use(expert)
         asked = self._asked.setdefault(expert, set())
         for attribute in attributes:
             if attribute not in asked:
-                asked.add(attribute)
-                use.streamed_bytes += self._bring(expert, attribute, slot)
+                use.streamed_bytes += self._bring(expert, attribute).bytes
         return True
 
-    def _bring(self, expert: Expert, attribute: str, slot: int) -> int:
+    def _take(self, expert: Expert, busy: Collection[Expert]) -> int | None:
+        """Return a slot for ``expert``; null where all are ``busy``."""
+        bank = self._banks[expert[0]]
+        before = bank.evictions
+        slot = bank.take(expert, busy, dropped=self._forget)
+        self.uses[expert[0]].evictions += bank.evictions - before
+        return slot
+
+    def _bring(self, expert: Expert, attribute: str, *, likely: bool = False) -> RowArrival:
+        """Start what brings a tensor of ``expert`` into its slot."""
+        slot = self._banks[expert[0]].slot(expert)
         assert self._memory is not None
+        assert slot is not None
+        self._asked.setdefault(expert, set()).add(attribute)
         arrival = self._arriving[expert, attribute] = RowArrival()
-        target = self._memory.row(attribute, slot)
-        self._carrier.bring(self._layers[expert[0]].rows[attribute][expert[1]], target, arrival)
-        return arrival.bytes
+        row = self._layers[expert[0]].rows[attribute][expert[1]]
+        self._carrier.bring(row, self._memory.row(attribute, slot), arrival, likely=likely)
+        return arrival
+
+    def guess(self, layer: int, experts: Sequence[Expert], busy: Collection[Expert]) -> None:
+        """Have those of ``experts`` that ``layer`` will probably want be read where nothing that is certain waits.
+
+        The likeliest come first. Those that find no slot but ``busy`` ones, or rest packed, wait until they are asked
+        for.
+        """
+        kept, rows = {*busy, *experts}, self._layers[layer].rows
+        for expert in self._precision.worth_reading(layer, experts):
+            if self._banks[layer].slot(expert) is None and all(can_wait(row[expert[1]]) for row in rows.values()):
+                if self._take(expert, kept) is None:
+                    return
+                self._guesses[expert] = None
+                for attribute in rows:
+                    self._bring(expert, attribute, likely=True)
+
+    def judge(self, layer: int, wanted: Collection[Expert]) -> list[Expert]:
+        """Return the guesses of ``layer`` that are among those ``wanted``, which are certain now.
+
+        Of the others, what is there stays until its slot is needed; what hasn't begun to come won't.
+        """
+        self._precision.judge(layer, wanted)
+        right = []
+        for expert in [guess for guess in self._guesses if guess[0] == layer]:
+            arrivals = [self._arriving[expert, attribute] for attribute in self._layers[layer].rows]
+            begun = any(arrival.has_begun for arrival in arrivals)
+            came_true = expert in wanted and not any(arrival.has_failed for arrival in arrivals)
+            self._count_guess(layer, begun=begun, came_true=came_true)
+            if came_true:
+                del self._guesses[expert]
+                self._carrier.make_certain(arrivals)
+                self.uses[layer].streamed_bytes += sum(arrival.bytes for arrival in arrivals)
+                right.append(expert)
+            elif expert in wanted or not begun:
+                self._drop([expert])
+            elif all(arrival.is_whole for arrival in arrivals):
+                self._keep_unused(expert)
+            else:
+                self._carrier.stop(arrivals)
+        return right
+
+    def _count_guess(self, layer: int, *, begun: bool, came_true: bool) -> None:
+        """Count a guess, if it has been read of it before it was certain."""
+        if begun:
+            self.uses[layer].guesses += 1
+            self.uses[layer].guesses_used += came_true
+            self._traffic.expert_guesses += 1
+            self._traffic.expert_guesses_used += came_true
+
+    def _keep_unused(self, expert: Expert) -> None:
+        """Let a guess that came to nothing, and is there, be the first to make room."""
+        del self._guesses[expert]
+        self._carrier.keep([self._arriving.pop((expert, attribute)) for attribute in self._asked[expert]])
+        self._banks[expert[0]].keep_unused(expert)
 
     def wait(self, experts: Iterable[Expert], attribute: str) -> None:
         """Wait for the tensor ``attribute`` of those of ``experts`` where it is on its way.
@@ -160,17 +236,20 @@ class ExpertPool:
 
     def give_up(self, layer: int | None = None) -> None:
         """Have what is still on its way into slots of ``layer``, or of all, lie nowhere, once nothing fills them."""
-        for expert in {expert for expert, _ in self._arriving if layer is None or expert[0] == layer}:
+        self._drop({expert for expert, _ in self._arriving if layer is None or expert[0] == layer})
+
+    def _drop(self, experts: Iterable[Expert]) -> None:
+        """Have ``experts`` lie nowhere, once nothing fills their slots any more."""
+        for expert in experts:
             self._forget(expert)
             self._banks[expert[0]].drop(expert)
 
     def _forget(self, expert: Expert) -> None:
         """Have nothing of ``expert`` count as there, once nothing fills its slot any more."""
+        self._guesses.pop(expert, None)
         for attribute in self._asked.pop(expert, ()):
-            arrival = self._arriving.pop((expert, attribute), None)
-            for piece in arrival.pieces if arrival is not None else ():
-                if not piece.cancel():
-                    piece.exception()  # whoever waited for it was told
+            if (expert, attribute) in self._arriving:
+                self._carrier.let_go(self._arriving.pop((expert, attribute)))
 
     def stack(self, experts: Sequence[Expert]) -> tuple[Mapping[str, torch.Tensor], list[int]]:
         """Return a stretch of slots, stacked, by attribute, and where in it each of ``experts`` lies (of one layer)."""

@@ -46,6 +46,26 @@ class RowArrival:
     bytes: int = 0
     carried: int = 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether something of it has been read, or is being."""
+        return any(piece.running() or (piece.done() and not piece.cancelled()) for piece in self.pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is there."""
+        return all(piece.done() and not piece.cancelled() and not piece.exception() for piece in self.pieces)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something of it could not be read."""
+        return any(piece.done() and not piece.cancelled() and piece.exception() for piece in self.pieces)
+
+
+def can_wait(source: RowSource) -> bool:
+    """Return whether a row can be read after others: what rests packed is unpacked as it was asked for."""
+    return isinstance(source, tuple) and all(isinstance(place, Extent) for place in source)
+
 
 class RowCarrier:
     """Brings rows over ``link`` to ``device``, each from one of ``sources``."""
@@ -71,8 +91,11 @@ class RowCarrier:
         self._buffers = _buffers(link, max(lengths)) if lengths else None
         self._order, self._ordering = count(), threading.Lock()
 
-    def bring(self, source: RowSource, target: torch.Tensor, arrival: RowArrival) -> None:
-        """Start what fills ``target`` (the bytes of one row) from ``source``, as a part of ``arrival``."""
+    def bring(self, source: RowSource, target: torch.Tensor, arrival: RowArrival, *, likely: bool = False) -> None:
+        """Start what fills ``target`` (the bytes of one row) from ``source``, as a part of ``arrival``.
+
+        What is only ``likely`` to be used, and is one that ``can_wait``, is read where nothing certain waits.
+        """
         if isinstance(source, torch.Tensor):
             arrival.bytes += target.nbytes
             arrival.carried += target.nbytes
@@ -90,15 +113,16 @@ class RowCarrier:
             return
         begin = 0
         for place in source:
-            arrival.pieces += self._jobs(place, target[begin : begin + place.bytes], after)
+            arrival.pieces += self._jobs(place, target[begin : begin + place.bytes], after, likely=likely)
             begin += place.bytes
 
-    def _jobs(self, place: AtRest, target: torch.Tensor, after: Event) -> Iterator[Future[Arrived]]:
+    def _jobs(self, place: AtRest, target: torch.Tensor, after: Event, *, likely: bool) -> Iterator[Future[Arrived]]:
         """Start what fills ``target`` with what lies at ``place``."""
         pool = reader_pool()
         if isinstance(place, Extent):
+            submit = pool.submit_likely if likely else pool.submit
             for chunk in cut(place, CHUNK_BYTES):
-                yield pool.submit(self._pass_on, chunk, target, chunk.begin - place.begin, after)
+                yield submit(self._pass_on, chunk, target, chunk.begin - place.begin, after)
             return
         if self._unpacks_in_place or crosses_packed(place, self._unpacker):
             for block in place.codec.blocks(place):
@@ -162,15 +186,40 @@ class RowCarrier:
         self._traffic.count_stall(self._device, waited)
         if self._trace is not None and waited > STALL_SECONDS:
             self._trace.add("stall: experts", "stall", began)
+        for arrival in arrivals:
+            self._traffic.count_use(self._device, at_rest=arrival.bytes, carried=arrival.carried)
+        self._follow(found)
+
+    def keep(self, arrivals: Sequence[RowArrival]) -> None:
+        """Have computing follow ``arrivals``, which are whole, though nobody uses them yet."""
+        self._follow([piece.result() for arrival in arrivals for piece in arrival.pieces])
+
+    def _follow(self, found: Sequence[Arrived]) -> None:
+        """Count what was read, and have computing follow the copies and unpackings."""
         there = [each for each in found if isinstance(each, Unpacking)]
         copied = [each for each in found if not isinstance(each, Unpacking)]
         self._traffic.storage_bytes += sum(each.stored_bytes for each in there) + sum(stored for _, _, stored in copied)
-        for arrival in arrivals:
-            self._traffic.count_use(self._device, at_rest=arrival.bytes, carried=arrival.carried)
         if copied:
             self._link.follow(max(copied, key=lambda one: one[0])[1])
         if there:
             self._link.follow(max(there, key=lambda one: one.number).done)
+
+    def make_certain(self, arrivals: Sequence[RowArrival]) -> None:
+        """Have ``arrivals`` that were only likely to be used be read with all that is certain."""
+        reader_pool().make_certain([piece for arrival in arrivals for piece in arrival.pieces])
+
+    def stop(self, arrivals: Sequence[RowArrival]) -> None:
+        """Have nothing more of ``arrivals`` begin."""
+        for arrival in arrivals:
+            for piece in arrival.pieces:
+                piece.cancel()
+
+    def let_go(self, arrival: RowArrival) -> None:
+        """Return once nothing of ``arrival``, which nobody waits for, is under way any more; what was read counts."""
+        for piece in arrival.pieces:
+            if not piece.cancel() and not piece.exception():  # whoever waited for one that failed was told
+                found = piece.result()
+                self._traffic.storage_bytes += found.stored_bytes if isinstance(found, Unpacking) else found[2]
 
     def close(self) -> None:
         """Wait for the device and close the files; closing again does nothing."""
