@@ -24,18 +24,6 @@ class _Job:
     work: Callable[[], Any]
     future: Future[Any]
 
-    def run(self) -> None:
-        """Do it, unless it was cancelled. What raises keeps nothing of the job."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self.work()
-        except BaseException as error:  # noqa: BLE001 - it is for whoever waits
-            self.future.set_exception(error)
-            del self
-        else:
-            self.future.set_result(result)
-
 
 class ReadingThreads:
     """``count`` threads, which start as they are needed and end with the process."""
@@ -74,7 +62,22 @@ class ReadingThreads:
         return future
 
     def _run_next(self) -> None:
-        """Run one job; there is one for each call of this."""
+        """Do one job, unless it was cancelled; there is one for each call of this.
+
+        Once whoever waits for it hears, nothing here holds what it was given, nor does the traceback of one that fails.
+        """
         with self._choosing:
             job = (self._certain or self._likely).popleft()
-        job.run()
+        work, future = job.work, job.future
+        del job
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - it is for whoever waits
+            del work
+            future.set_exception(error)
+            del future
+        else:
+            del work
+            future.set_result(result)

@@ -1,6 +1,8 @@
 """Threads that read: what is certain goes before what is only likely."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -56,3 +58,28 @@ def test_whoever_waits_gets_what_a_job_gives_or_raises(held: Held) -> None:
     assert given.result() == 7
     with pytest.raises(ValueError, match="seven"):
         failed.result()
+
+
+class Given:
+    """Something that a job is given, and reads or can't."""
+
+    def read(self, *, fails: bool) -> None:
+        if fails:
+            raise OSError("can't be read")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whoever_hears_of_a_job_finds_nothing_held_for_it(fails: bool) -> None:
+    threads, still_held = ReadingThreads(2), []
+    gc.disable()
+    try:
+        for _ in range(100):
+            given = Given()
+            job, seen = threads.submit(lambda each: each.pop().read(fails=fails), [given]), weakref.ref(given)
+            del given
+            assert isinstance(job.exception(), OSError) is fails
+            del job
+            still_held.append(seen() is not None)
+    finally:
+        gc.enable()
+    assert not any(still_held)
