@@ -128,9 +128,7 @@ def attach_experts(
             each.number: RoutedExperts(pool, each.number, each.attributes, saved, turns=turns, place=(each.place,))
             for each in members
         }
-        for each, following in pairwise(sorted(members, key=lambda one: one.place)):
-            if _can_be_asked_ahead(plan, following):
-                by_number[each.number].guess_next(following.number, _router_guess(model, following))
+        _have_guess(model, plan, members, by_number)
         for each in members:
             routed.uses[each.spec.module] = pool.uses[each.number]
             experts = by_number[each.number]
@@ -141,15 +139,22 @@ def attach_experts(
     return routed
 
 
+def _have_guess(
+    model: nn.Module, plan: DispatchPlan, members: Sequence[_Mixed], by_number: Mapping[int, RoutedExperts]
+) -> None:
+    """Have the experts of each layer guess what the next one will want, whose router can be asked ahead."""
+    for each, following in pairwise(sorted(members, key=lambda one: one.place)):
+        if _can_be_asked_ahead(plan, following):
+            name = following.spec.module
+            guess = RouterGuess(model.get_submodule(parent(name)), model.get_submodule(name))
+            by_number[each.number].guess_next(following.number, guess)
+
+
 def _can_be_asked_ahead(plan: DispatchPlan, each: _Mixed) -> bool:
     """Return whether all that the block of an experts module has beside it is where they compute, and stays there."""
     block = parent(each.spec.module)
     beside = [part for name, part in plan.parts.items() if block in upward(name) and name != each.spec.module]
     return bool(block) and all(not part.serving and part.execution == each.computes for part in beside)
-
-
-def _router_guess(model: nn.Module, each: _Mixed) -> RouterGuess:
-    return RouterGuess(model.get_submodule(parent(each.spec.module)), model.get_submodule(each.spec.module))
 
 
 def _wanted(spec: ExpertsSpec, tokens: int) -> int:
