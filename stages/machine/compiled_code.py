@@ -39,6 +39,9 @@ _FLAGS = (
 """
 _SECONDS = 120
 
+_in_use: dict[Path, ctypes.CDLL | None] = {}
+"""What was found fit and opened, by where it lies: this process goes on with that, whatever comes to lie there."""
+
 _log = logging.getLogger("offstage")
 
 
@@ -58,7 +61,9 @@ def build(source: Path) -> None:
 def load(source: Path) -> ctypes.CDLL | None:
     """Return what was built of ``source``; null where nothing was, or it can't be used."""
     path = _place(source)
-    return _opened(path) if path is not None and _is_own(path.parent) and _is_own(path) else None
+    if path is not None and path not in _in_use and _is_own(path.parent) and _is_own(path):
+        _in_use[path] = _opened(path)
+    return None if path is None else _in_use.get(path)
 
 
 @cache
@@ -120,7 +125,6 @@ def _is_own(path: Path) -> bool:
     )
 
 
-@cache
 def _opened(path: Path) -> ctypes.CDLL | None:
     """Return the library at ``path``; null where the system doesn't run code from there."""
     try:
