@@ -10,7 +10,7 @@ import pytest
 from stages.plan.budgets import MARGIN
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.benchmarks.checkpoints import make, make_mixture_like
-from tests.e2e.conftest import COMMAND, environment, records_in
+from tests.e2e.conftest import COMMAND, environment, finish, records_in, start
 
 MIB = 2**20
 LIBRARIES = 64 * MIB
@@ -38,7 +38,11 @@ def run(folder: Path, cap: int, *arguments: str) -> dict[str, Any]:
 
 def plan_of(folder: Path, cap: int, *arguments: str) -> dict[str, Any]:
     """Return the plan of a run under ``cap`` bytes that leaves the budget to be worked out."""
-    record = run(folder, cap, "max_memory=null", "stages=plan_only", *arguments)
+    return plan_in(run(folder, cap, "max_memory=null", "stages=plan_only", *arguments))
+
+
+def plan_in(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan that a run's ``record`` names."""
     plan: dict[str, Any] = json.loads(Path(record["stages"][1]["artifact"], "plan.json").read_text())
     return plan
 
@@ -103,9 +107,11 @@ def test_a_budget_that_the_cap_cannot_hold_is_refused_before_a_weight_is_read(ch
 
 def test_long_prompts_get_their_room_before_the_weights_do(checkpoint: Path, folder: Path) -> None:
     prompts = str([[7] * 900, [9] * 500])
-    given = (f"model.path={checkpoint}", "storage.io=direct", f"generate.prompts={prompts}")
-    cap = cap_that_leaves(0.7, plan_of(folder, ROOMY, *given))
-    record = run(folder, cap, "max_memory=null", *given)
+    given = ("model=pretrained", f"model.path={checkpoint}", "storage.io=direct", "max_memory=null")
+    asked = (*given, f"generate.prompts={prompts}", "generate.max_new_tokens=4")
+    planned = finish(start(folder, *asked, "stages=plan_only"), folder, {})
+    cap = cap_that_leaves(0.7, plan_in(planned.record))
+    record = run(folder, cap, *asked)
     memory = record["memory"]
     assert record["metrics"]["streamed_bytes_per_token"] > 0, "the request took nothing from the weights"
     assert memory["predicted"]["cpu"] == pytest.approx(memory["measured"]["cpu"], rel=TOLERANCE)

@@ -136,7 +136,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = [sysconfig.get_path("purelib"), *others]
     packages.joinpath("others.pth").write_text("".join(f"{path}\n" for path in here))
     fresh = folder / "venv" / "bin" / "python"
-    offline = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+    offline = ["-q", "--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--ignore-installed"]
     done = run([fresh, "-m", "pip", "install", *offline, package, ROOT], folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return fresh

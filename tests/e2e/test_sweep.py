@@ -139,7 +139,9 @@ def test_a_job_that_cannot_be_composed_ends_the_sweep_before_it_begins(offstage:
     assert done.records == []
 
 
+@pytest.mark.long_form
 def test_an_interrupted_sweep_leaves_no_process_and_no_open_record(fresh_folder: Path) -> None:
+    """As the one of ``test_sweep_resume``."""
     sweep = start(fresh_folder, "-m", SLOW, "generate.max_new_tokens=2001,2002")
     working_job(fresh_folder, 0)
     sweep.send_signal(signal.SIGINT)

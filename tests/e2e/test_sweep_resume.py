@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import enter, records_in, start, wait_for
+from tests.e2e.test_sweep import job_processes
 
 JOBS = ("-m", "seed=1,2,3", "generate=sample", "generate.max_new_tokens=100", "hydra.sweep.dir=outputs/a sweep")
 """Long enough for a job to be met while it runs: the seed is in each one's key."""
@@ -30,8 +31,11 @@ def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(fr
     wait_for(lambda: second.exists() and json.loads(second.read_text())["stages"], sweep)  # its process is at work
     first = lies.joinpath("0/run.json").read_bytes()
     sweep.send_signal(signal.SIGINT)
-    out, _ = sweep.communicate(timeout=300)
+    out, err = sweep.communicate(timeout=300)
     assert sweep.returncode == 130
+    assert "Traceback" not in err
+    assert list(job_processes(fresh_folder)) == []
+    assert statuses(fresh_folder) == {"0": "completed", "1": "interrupted"}
     assert "1 of 3 completed, 1 interrupted, 1 not begun, outputs/a sweep" in out
     assert "to run what isn't completed: offstage-sweep resume 'outputs/a sweep'" in out
     assert "job 1  seed=2  is 2 of 3; about " in out

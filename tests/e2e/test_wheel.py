@@ -28,6 +28,10 @@ print(json.dumps([*sources, str(metadata.distribution("offstage-pipeline").locat
 AT_THE_TOP = {"stages/python_api/offstage": "offstage", "pipeline/plugins/hydra_plugins": "hydra_plugins"}
 TOPS = {"pipeline", "stages", "conf", *AT_THE_TOP.values()}
 """Where the build puts a folder of the repository that isn't installed where it lies."""
+ALONE = ("--no-deps", "--no-index", "--no-compile")
+"""Options of pip: what is imported is compiled then."""
+DESCRIBED = ("hardware.devices=[]", "+hardware.host.memory=8GB")
+"""A machine that is described: nothing is measured of this one, which takes longer than the run."""
 SCRIPT = """
 import offstage
 offstage.check_device_map(offstage.init_empty_weights, 1)
@@ -66,7 +70,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds the installed wheel; what it depends on is this environment's."""
     target = tmp_path_factory.mktemp("installed")
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", target, wheel]
+    install = [sys.executable, "-m", "pip", "install", *ALONE, "--target", target, wheel]
     run(install, folder=target)
     return target
 
@@ -79,7 +83,7 @@ def editable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     (packages,) = folder.glob("lib/python*/site-packages")
     packages.joinpath("zz_dependencies.pth").write_text("\n".join(path for path in sys.path if "-packages" in path))
-    build = ["install", "--no-deps", "--no-index", "--no-build-isolation", "--editable", ROOT]
+    build = ["install", *ALONE, "--no-build-isolation", "--editable", ROOT]
     run([python, "-m", "pip", *build], folder=folder)
     return python
 
@@ -103,7 +107,7 @@ def test_the_installed_command_runs_in_an_empty_folder(installed: Path, tmp_path
     found = json.loads(run([sys.executable, "-c", WHERE], folder=tmp_path, **here).stdout)
     assert [path for path in found if not Path(path).is_relative_to(installed)] == []
 
-    done = run([sys.executable, installed / "bin" / "offstage"], folder=tmp_path, **here)
+    done = run([sys.executable, installed / "bin" / "offstage", *DESCRIBED], folder=tmp_path, **here)
 
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"]
     record = only_record(tmp_path / "outputs" / "runs")
