@@ -202,13 +202,18 @@ class ExpertPool:
                 self._carrier.make_certain(arrivals)
                 self.uses[layer].streamed_bytes += sum(arrival.bytes for arrival in arrivals)
                 right.append(expert)
-            elif expert in wanted or not begun:
-                self._drop([expert])
-            elif all(arrival.is_whole for arrival in arrivals):
-                self._keep_unused(expert)
             else:
-                self._carrier.stop(arrivals)
+                self._set_aside(expert, arrivals, failed=expert in wanted)
         return right
+
+    def _set_aside(self, expert: Expert, arrivals: Sequence[RowArrival], *, failed: bool) -> None:
+        """Keep a guess that came to nothing if all of it is there; if not, have no more of it come."""
+        if failed or not any(arrival.has_begun for arrival in arrivals):
+            self._drop([expert])
+        elif all(arrival.is_whole for arrival in arrivals):
+            self._keep_unused(expert)
+        else:
+            self._carrier.stop(arrivals)
 
     def _count_guess(self, layer: int, *, begun: bool, came_true: bool) -> None:
         """Count a guess, if it has been read of it before it was certain."""
