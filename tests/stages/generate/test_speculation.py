@@ -11,6 +11,7 @@ import torch
 
 from stages.generate import speculation
 from stages.generate.drafts import DraftLength
+from tests.long_form import in_ci
 from tests.stages.generate.guessed_models import (
     CONFIGS,
     SAMPLED,
@@ -25,7 +26,10 @@ CASES = [(name, torch.float32) for name in CONFIGS if name not in ("bloom", "gpt
 """The others, and both dtypes of all: ``tests/benchmarks/speculation_grid.py``."""
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES, ids=[f"{name}-{dtype}" for name, dtype in CASES])
+IN_CI = [("mixtral", torch.float32), ("t5", torch.float32), ("gemma3", torch.float32), ("llama", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_ci(*IN_CI, of=CASES), ids=[f"{name}-{dtype}" for name, dtype in CASES])
 def test_tokens_and_their_scores_are_those_of_plain_decoding(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     plain, wrong, right = save_model(tmp_path, name, dtype), 0, 0
     with open_streamed(tmp_path) as loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,9 +32,12 @@ from stages.plan.policies import POLICIES
 from stages.plan.policies.explicit import explicit, spread
 from stages.plan.token_time import slowest, token_seconds
 from stages.units import DeviceId, in_tier_order
+from tests.conftest import LONG_FORM
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
-many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+many = settings(
+    max_examples=60 if os.environ.get(LONG_FORM) else 30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 class Block(nn.Module):

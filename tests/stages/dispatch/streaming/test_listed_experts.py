@@ -18,6 +18,7 @@ from stages.plan.plan import Plan
 from stages.plan.serving import serve
 from stages.shard_load.disk_weights import DiskWeights
 from stages.units import DeviceId
+from tests.long_form import in_ci
 from tests.stages.dispatch.placed_models import to_disk
 from tests.stages.listed_experts import STYLES, WORDS, HitExperts, Mixture, SortedExperts, mixture
 from tests.stages.packed_models import ScaledRows, quantised, to_packed
@@ -108,12 +109,15 @@ def norms(model: Mixture) -> int:
     return sum(parameter.nbytes for layer in model.layers for parameter in layer.norm.parameters())
 
 
-@pytest.mark.parametrize("staging", STAGING.values(), ids=STAGING)
-@pytest.mark.parametrize("style", STYLES)
+CASES = [(style, memory) for style in STYLES for memory in STAGING]
+IN_CI = [(style, memory) for style, memory in CASES if style is HitExperts or memory == "one matrix"]
+
+
+@pytest.mark.parametrize(("style", "memory"), in_ci(*IN_CI, of=CASES))
 def test_a_token_reads_what_is_dense_and_the_experts_it_is_routed_to(
-    style: type[HitExperts], staging: int, listed: Callable[..., Listed]
+    style: type[HitExperts], memory: str, listed: Callable[..., Listed]
 ) -> None:
-    there = listed(style=style, staging=staging)
+    there = listed(style=style, staging=STAGING[memory])
     streamed, read, routed = there.answer(40)
     assert read <= GUESSED * max(streamed, routed)
     for _ in range(4):  # the first of them follows a pass that called nearly all experts
