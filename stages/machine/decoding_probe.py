@@ -21,7 +21,7 @@ _log = logging.getLogger("offstage")
 
 _LAYERS = 3
 _WIDE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
-_BYTES = 320 * 2**20
+BYTES = 320 * 2**20
 """What the decoder's weights take, at most."""
 _ROUNDS, _MOST_SECONDS = 40, 8.0
 _DISTURBED = 1.125
@@ -34,7 +34,7 @@ def decoding_speed() -> dict[str, int] | None:
     These are of modules that hold weights, for all that is computed beside products. Null where memory is too short for
     a second process, or where that fails.
     """
-    if not own_process.has_room(_BYTES):
+    if not own_process.has_room(BYTES):
         return None
     _log.info("measures how fast the host decodes, once for this processor and torch: a few seconds")
     try:

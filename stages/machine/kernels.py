@@ -17,6 +17,7 @@ from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
+from pipeline.environment import allowed_cores
 from stages.machine.kept_figures import kept_for_user
 
 FILE_NAME = "kernels.json"
@@ -80,9 +81,10 @@ def _is_factor(value: object) -> bool:
 
 def identity(environment: Mapping[str, str] = os.environ) -> str:
     """Return all that the kernels are chosen by: torch's version, the processor, the cores, and the environment."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     chosen = (f"{name}={value}" for name, value in choosers(environment).items())
-    return "; ".join([f"torch {metadata.version('torch')}", processor_features(), f"{cores} cores", *chosen])
+    return "; ".join(
+        [f"torch {metadata.version('torch')}", processor_features(), f"{len(allowed_cores())} cores", *chosen]
+    )
 
 
 def choosers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 No constant knows it. transformers imports what it finds installed (scipy, scikit-learn), and builds of torch differ by
 hundreds of megabytes. So the embedded model is run once, in a process of its own, which imports all that a run does.
+After the run that process has what it takes to measure how fast the host decodes, where that is asked for too: most of
+the time of either probe goes to the imports.
 """
 
 from __future__ import annotations
@@ -10,15 +12,17 @@ import json
 import logging
 import sys
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from pipeline.cache.sealed_files import write_sealed
 from pipeline.stage import MEASURED
-from stages.machine import own_process
+from stages.machine import decoding_probe, own_process
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kept_figures import kept_for_user
+from stages.machine.rates import host_rates
 
 FILE_NAME = "process.json"
 
@@ -37,13 +41,15 @@ _CONFIG = (
 """A run on a machine that is described: it measures neither rates nor kernels."""
 
 
-def process_bytes(folder: Path) -> int:
+def process_bytes(folder: Path, *, rates: bool = False) -> int:
     """Return the anonymous memory of a run's process without weights: as kept in ``folder``, or measured and kept now.
 
-    Where it can't be measured it is ``PROCESS_BYTES``.
+    Where it can't be measured it is ``PROCESS_BYTES``. With ``rates`` those of the host are measured and kept too,
+    where a process is measured.
     """
     key = identity()
-    kept = kept_for_user(folder / FILE_NAME, {key: measure}, is_sound=is_process)
+    probe = partial(measure, folder if rates else None)
+    kept = kept_for_user(folder / FILE_NAME, {key: probe}, is_sound=is_process)
     return int(kept.get(key, PROCESS_BYTES))
 
 
@@ -65,16 +71,17 @@ def identity(paths: list[str] | None = None) -> str:
     return f"python {version}; {len(found)} distributions {sha256(' '.join(sorted(found)).encode()).hexdigest()[:16]}"
 
 
-def measure() -> int | None:
+def measure(rates: Path | None = None) -> int | None:
     """Return the peak of a run of the embedded model less what its plan has for all else; null where it can't be.
 
-    It can't where memory is too short for a second process, or where that fails.
+    It can't where memory is too short for a second process, or where that fails. The host's are kept in ``rates``.
     """
     if not own_process.has_room(PROCESS_BYTES):
         return None
     _log.info("measures what the process of a run holds, once for what is installed here: a few seconds")
     with TemporaryDirectory(prefix="offstage-") as folder:
-        done = own_process.measure_apart("process_memory", *_CONFIG, folder=Path(folder)) is not None
+        kept = str(rates.absolute()) if rates else ""
+        done = own_process.measure_apart("process_memory", kept, *_CONFIG, folder=Path(folder)) is not None
         records = list(Path(folder).glob("outputs/runs/*/*/run.json"))
         return _read(records[0]) if done and records else None
 
@@ -90,10 +97,20 @@ def _read(record: Path) -> int | None:
 
 
 def be_measured() -> None:
-    """Be the run that is measured. Its plan goes by the nominal figure, which stands in its cache."""
+    """Be the run that is measured, and then what measures the host's rates, if the first argument says where to.
+
+    The run's plan goes by the nominal figure, which stands in its cache.
+    """
+    rates = sys.argv.pop(1)
     kept = Path("outputs/cache", MEASURED)
     kept.mkdir(parents=True)
     write_sealed(kept / FILE_NAME, {identity(): PROCESS_BYTES})
     from pipeline import commands
 
-    commands.offstage()
+    try:
+        commands.offstage()
+    except SystemExit as end:
+        if end.code:
+            raise
+    if rates and own_process.has_room(decoding_probe.BYTES):
+        host_rates(Path(rates), decoding_probe.measure)

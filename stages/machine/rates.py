@@ -72,17 +72,17 @@ def local_rates(
     wanted = {name: probe for name, probe in wanted.items() if name not in given}
     kept = kept_or_measured(folder / FILE_NAME, dict(wanted.values()), is_sound=is_rate)
     found = {name: kept.get(key) for name, (key, _) in wanted.items()}
-    found |= {} if {"host", "calls"} <= given.keys() else _host_rates(folder)
+    found |= {} if {"host", "calls"} <= given.keys() else host_rates(folder, decoding_speed)
     return Rates(**{**{name: coarse_rate(speed) for name, speed in found.items() if speed}, **given})
 
 
-def _host_rates(folder: Path) -> dict[str, int]:
-    """Return how fast the host decodes, by name: as ``folder`` or this user keeps it, or measured; none if it can't be.
+def host_rates(folder: Path, probe: Callable[[], dict[str, int] | None]) -> dict[str, int]:
+    """Return how fast the host decodes, by name: as ``folder`` or this user keeps it, or as ``probe`` measures it.
 
-    It hangs on what chooses the kernels, and on how many threads run them.
+    It hangs on what chooses the kernels, and on how many threads run them. None where it can't be measured.
     """
     key = identity()
-    kept = kept_for_user(folder / DECODING_NAME, {key: decoding_speed}, is_sound=are_host_rates)
+    kept = kept_for_user(folder / DECODING_NAME, {key: probe}, is_sound=are_host_rates)
     return dict(kept.get(key, {}))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from pipeline.stage import MEASURED, Config
@@ -42,7 +42,7 @@ from stages.plan.request.requests import (
     with_adapter,
 )
 from stages.plan.request.training import Learns
-from stages.plan.row_blocks import divisible, linear_dtypes
+from stages.plan.row_blocks import possible_dtypes
 from stages.plan.serving import Io, choose_io
 from stages.plan.token_time import LayerOutput
 from stages.plan.training_work import TrainingWork, product_bytes
@@ -85,8 +85,8 @@ class PlanInputs:
     ``learns`` says which weights are changed by the run, and ``offload_ratio`` which share of a training's activations
     waits elsewhere. ``simulated`` has the accelerators that the config lists; those that are here stand in ``machine``,
     since their free memory is in the budgets already. ``process_bytes`` are what the process holds on the host of all
-    that is neither weights nor the request's. ``packing`` is how floats are packed, null if they stay. The
-    weights that are ``divisible`` may be brought by blocks of rows: ``works`` are those of ``demands``, by the blocks.
+    that is neither weights nor the request's. ``packing`` is how floats are packed, null if they stay. Whether weights
+    may be brought by blocks of rows hangs on ``kernels``: ``works`` are those of ``demands``, by the blocks.
     """
 
     skeleton: str
@@ -107,7 +107,7 @@ class PlanInputs:
     machine: Hardware = field(compare=False)
     works: Mapping[int | None, ByBlocks] = field(compare=False)
     packing: LosslessPacking | None = None
-    divisible: tuple[str, ...] = ()
+    kernels: str = ""
 
     @property
     def trains(self) -> bool:
@@ -256,8 +256,9 @@ def known_machine(config: Config, cache: Path) -> Hardware:
 
     Of another host that is the best guess, and what it takes on the one that stands in for it.
     """
-    machine = hardware(config)
-    return replace(machine, host=replace(machine.host, process_bytes=process_bytes(cache / MEASURED)))
+    machine, described = hardware(config), config.get("hardware") or {}
+    process = process_bytes(cache / MEASURED, rates=described.get("devices") is None)
+    return replace(machine, host=replace(machine.host, process_bytes=process))
 
 
 def machine_rates(config: Config, machine: Hardware, cache: Path, outline: Outline | None = None) -> Rates:
@@ -290,17 +291,17 @@ def host_kernels(config: Config, cache: Path) -> Kernels:
 
 
 def with_row_blocks(outline: Outline, config: Config, cache: Path, machine: Hardware) -> Outline:
-    """Return ``outline`` with the weights divisible whose products have the same bits by blocks of rows as whole.
+    """Return ``outline`` with what says in which dtypes products by blocks of rows have the same bits as whole ones.
 
-    They are known of this host's kernels alone, and not of an accelerator's that is really there. A training is never
+    It is known of this host's kernels alone, and not of an accelerator's that is really there. A training is never
     computed so: what autograd saves is whole weights.
     """
     described = config.get("hardware") or {}
     elsewhere = described.get("host") is not None or not all(device.simulated for device in machine.accelerators)
-    if elsewhere or asking(config) == "finetune":
+    dtypes = possible_dtypes(outline)
+    if elsewhere or asking(config) == "finetune" or not dtypes:
         return outline
-    exact = exact_dtypes(cache / MEASURED, linear_dtypes(outline))
-    return replace(outline, divisible=divisible(outline, exact))
+    return replace(outline, exact=lru_cache(partial(exact_dtypes, cache / MEASURED, dtypes)))
 
 
 def _needed(machine: Hardware, needs: Work, *, host_computes: bool) -> tuple[int, int]:

@@ -11,7 +11,7 @@ follows it with its other tensors too (the bias of a tied head lies beside the e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -52,15 +52,15 @@ class Outline:
     ``gathers`` says that an embedding on disk is served row by row where the host computes: it is a lookup, and neither
     streamed nor given room for; and that of experts which are modules in a list those are brought that are called.
     ``routes`` says that of a mixture's stacked experts which lie elsewhere only those are brought that a token uses.
-    Without both the layers are those that the field's own functions see. The tensors that are ``divisible`` can be
-    brought by blocks of rows; see ``stages.plan.row_blocks``. Accelerators that are among ``unpacks`` unpack there what
-    comes to them packed.
+    Without both the layers are those that the field's own functions see. In which dtypes products by blocks of rows are
+    ``exact`` is asked where it matters; see ``stages.plan.row_blocks``. Accelerators that are among ``unpacks`` unpack
+    there what comes to them packed.
     """
 
     skeleton: Skeleton
     gathers: bool = True
     routes: bool = True
-    divisible: frozenset[str] = frozenset()
+    exact: Callable[[], Collection[str]] | None = None
     unpacks: frozenset[DeviceId] = frozenset()
 
     @cached_property

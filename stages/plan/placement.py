@@ -18,13 +18,15 @@ from operator import or_
 from stages.empty_init.skeleton import DeviceUnpacking, parent, upward
 from stages.plan.expert_slots import LEAST, ROOMY, pools, read_bytes
 from stages.plan.outline import Layer, Outline
-from stages.plan.row_blocks import block_bytes
+from stages.plan.row_blocks import least_sizes
 from stages.plan.serving import Serving, is_offstage, is_streamed, is_unpacked, serving_of, waits_on
 from stages.plan.token_time import Brought
 from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 Budgets = Mapping[DeviceId, int | None]
 """Bytes of weights that each device may hold; None is unlimited, a device that isn't listed holds nothing."""
+
+_Reserves = tuple[dict[DeviceId, int], Mapping[DeviceId, int]]
 
 Homes = Mapping[str, DeviceId]
 """Leader of a tied group, or a tensor's own name → the device where it lies."""
@@ -98,52 +100,54 @@ def reserves(outline: Outline, placement: Placement, budgets: Budgets) -> dict[D
     That is a layer's, or what ``budgets`` leave beside the weights and a slot, if that is less; but at the least what
     is in use at once.
     """
-    whole, least = _reserves(outline, placement)
     held, slots = resident_bytes(outline, placement.homes, placement.packed), least_slots(outline, placement)
-    found: dict[DeviceId, int] = {}
-    for device, count in whole.items():
+    kept, found = _reserves(outline, placement, outline.sizes), dict[DeviceId, int]()
+    for device, count in kept[0].items():
         budget = budgets.get(device)
         left = count if budget is None else budget - held.get(device, 0) - slots.get(device, 0)
-        found[device] = max(least[device], min(count, left))
-    return found
-
-
-def least_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
-    """Return the bytes that each device must keep free which computes what is streamed.
-
-    That is the largest part, where each is alone while its module runs: a part is what one module holds, or of what is
-    divisible a block of rows. Where several are there together, where no rehearsal saw how it is, and where experts are
-    modules in a list, it is as much as for a layer.
-    """
-    return _reserves(outline, placement)[1]
+        found[device] = min(count, left)
+    least = _least(outline, placement, kept, rooms=found)
+    return {device: max(least[device], count) for device, count in found.items()}
 
 
 def layer_reserves(outline: Outline, placement: Placement) -> dict[DeviceId, int]:
     """Return the bytes of the largest streamed layer on each device that computes one, and what is there beside it."""
-    return _reserves(outline, placement)[0]
+    return _reserves(outline, placement, outline.sizes)[0]
 
 
-def _reserves(outline: Outline, placement: Placement) -> tuple[dict[DeviceId, int], dict[DeviceId, int]]:
+def _least(
+    outline: Outline, placement: Placement, kept: _Reserves, *, rooms: Mapping[DeviceId, int | None]
+) -> Mapping[DeviceId, int]:
+    """Return the least that each device can keep, of ``kept`` where all ``rooms`` (null is unlimited) have it.
+
+    Where one hasn't, parts of what is divisible are blocks of rows: no sooner is it asked what is.
+    """
+    layers, parts = kept
+    fits = all((room := rooms[device]) is None or count <= room for device, count in parts.items())
+    return parts if fits or parts is layers else _reserves(outline, placement, least_sizes(outline))[1]
+
+
+def _reserves(outline: Outline, placement: Placement, sizes: Mapping[str, int]) -> _Reserves:
     """Return the bytes of the largest layer that each device computes of what is streamed, and the least it can keep.
 
-    Both come of one walk over the layers, and count what is there beside a layer or part.
+    That is the largest part, where each is alone while its module runs: a part is what one module holds, so much of
+    each tensor at once as ``sizes`` say. Where several are there together, where no rehearsal saw how it is, and where
+    experts are modules in a list, it is as much as for a layer. What is there beside a layer or part counts.
     """
     layers: Counter[DeviceId] = Counter()
     parts: dict[str, Counter[DeviceId]] = {}
-    pieces: dict[str, Counter[DeviceId]] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
         streamed = _streamed(outline, layer, placement, device)
         layers |= Counter({device: _at_once(outline, set(map(outline.skeleton.leader, streamed)))})
         for name in streamed:
-            parts.setdefault(parent(name), Counter())[device] += outline.sizes[name]
-            pieces.setdefault(parent(name), Counter())[device] += block_bytes(outline, name)
+            parts.setdefault(parent(name), Counter())[device] += sizes[name]
     rehearsed = outline.skeleton.unrehearsed is None
     beside = _beside(outline, parts) if rehearsed else Counter[DeviceId]()
-    whole = dict(layers + beside) if layers else {}
+    whole = dict(layers + beside)
     if not rehearsed or outline.listed or beside:
         return whole, whole
-    return whole, dict(reduce(or_, pieces.values(), Counter[DeviceId]()))
+    return whole, reduce(or_, parts.values(), Counter())
 
 
 def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
@@ -292,12 +296,15 @@ def find_shortage(
     disk is then unlimited.
     """
     held, least = resident_bytes(outline, placement.homes, placement.packed), least_slots(outline, placement, slots)
-    kept = least_reserves(outline, placement) if tight else layer_reserves(outline, placement)
-    for device in in_tier_order([*held, *kept, *least]):
+    streamed, rooms = _reserves(outline, placement, outline.sizes), dict[DeviceId, int | None]()
+    for device in in_tier_order([*held, *streamed[0], *least]):
         budget = budgets.get(device, None if device == DISK else 0)
-        found = Shortage(device, budget or 0, held.get(device, 0), kept.get(device, 0), least.get(device, 0))
-        if budget is not None and found.held + found.kept + found.slots > budget:
-            return found
+        rooms[device] = None if budget is None else budget - held.get(device, 0) - least.get(device, 0)
+    kept = _least(outline, placement, streamed, rooms=rooms) if tight else streamed[0]
+    for device, room in rooms.items():
+        if room is not None and kept.get(device, 0) > room:
+            found = held.get(device, 0), kept.get(device, 0), least.get(device, 0)
+            return Shortage(device, budgets.get(device) or 0, *found)
     return None
 
 

@@ -15,37 +15,35 @@ from stages.plan.outline import Outline
 from stages.units import DeviceId
 
 
-def divisible(outline: Outline, exact: Collection[str]) -> frozenset[str]:
-    """Return the weights that can be brought by blocks of rows: products in the dtypes ``exact`` have the same bits so.
+def divisible(outline: Outline) -> frozenset[str]:
+    """Return the weights that can be brought by blocks of rows: products in their dtype are ``exact`` so.
 
     They are those of linear layers that nobody else reads. What rests packed is one where its rows can be had alone.
     """
+    possible = list(_possible(outline))
+    exact = outline.exact() if outline.exact and possible else ()
+    return frozenset(spec.name for spec in possible if spec.dtype in exact)
+
+
+def possible_dtypes(outline: Outline) -> list[str]:
+    """Return the dtypes of the weights that can be brought by blocks of rows if products in these are exact."""
+    return sorted({spec.dtype for spec in _possible(outline)})
+
+
+def _possible(outline: Outline) -> Iterator[TensorSpec]:
     borrowed = outline.skeleton.borrowers.keys() | outline.skeleton.expert_of.keys()
-    return frozenset(
-        spec.name
-        for spec in _linear_weights(outline)
-        if spec.dtype in exact and parent(spec.name) not in borrowed and spec.shape[0] > LEAST_ROWS
-        if spec.packed is None or spec.packed.by_row
-    )
-
-
-def linear_dtypes(outline: Outline) -> list[str]:
-    """Return the dtypes of weights of linear layers that are large enough for blocks of rows."""
-    return sorted({spec.dtype for spec in _linear_weights(outline) if spec.shape[0] > LEAST_ROWS})
-
-
-def _linear_weights(outline: Outline) -> Iterator[TensorSpec]:
     for module in outline.skeleton.modules:
         spec = outline.skeleton.by_name.get(f"{module.name}.weight") if module.multiplies else None
-        if spec is not None:
+        if spec is None or module.name in borrowed or spec.shape[0] <= LEAST_ROWS:
+            continue
+        if spec.packed is None or spec.packed.by_row:
             yield spec
 
 
-def block_bytes(outline: Outline, name: str) -> int:
-    """Return the least bytes of the tensor ``name`` that there must be room for at once."""
-    if name not in outline.divisible:
-        return outline.sizes[name]
-    return min(outline.sizes[name], LEAST_ROWS * _row_bytes(outline, name))
+def least_sizes(outline: Outline) -> dict[str, int]:
+    """Return the bytes of every tensor that there must be room for at once, by name: of what is divisible a block."""
+    blocks = {name: LEAST_ROWS * _row_bytes(outline, name) for name in divisible(outline)}
+    return {name: min(size, blocks.get(name, size)) for name, size in outline.sizes.items()}
 
 
 def block_rows(
@@ -62,10 +60,10 @@ def block_rows(
     found: dict[str, int] = {}
     for module, names in modules.items():
         room = reserves.get(execution[module], 0)
-        divided = [name for name in names if name in outline.divisible]
-        if divided and sum(outline.sizes[name] for name in names) > room:
+        if sum(outline.sizes[name] for name in names) > room:
+            divided = divisible(outline).intersection(names)
             beside = sum(outline.sizes[name] for name in names if name not in divided)
-            found |= {name: _rows(outline, name, room - beside) for name in divided}
+            found |= {name: _rows(outline, name, room - beside) for name in names if name in divided}
     return found
 
 

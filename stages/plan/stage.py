@@ -17,6 +17,7 @@ from pipeline.typed_config import read
 from stages.empty_init import skeleton as skeletons
 from stages.empty_init.stage import EmptyInitStage
 from stages.machine.hardware import Hardware, hardware, ledgers
+from stages.machine.kernels import identity
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble, lying_bytes
 from stages.plan.checks import has_room, require_resident, require_room, require_writable
@@ -118,7 +119,7 @@ class PlanStage(Stage[PlanInputs]):
             hit_rates=hit_rates,
             training=training,
         )
-        return replace(inputs, packing=packing, divisible=tuple(sorted(inputs.outline.divisible)))
+        return replace(inputs, packing=packing, kernels=identity() if inputs.outline.exact else "")
 
     def _training(self, context: Context, machine: Hardware) -> TrainingWork:
         """Return what a step of training takes on ``machine``, rehearsed if that isn't known."""

@@ -59,6 +59,6 @@ def test_what_is_no_speed_is_not_believed(printed: str, tmp_path: Path, monkeypa
 
 def test_nothing_is_measured_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = answer(tmp_path, monkeypatch, SPEED)
-    monkeypatch.setattr(decoding_probe, "_BYTES", 1 << 62)
+    monkeypatch.setattr(decoding_probe, "BYTES", 1 << 62)
     assert decoding_speed() is None
     assert not asked.read_text()

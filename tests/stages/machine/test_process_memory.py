@@ -7,10 +7,11 @@ import pytest
 
 from pipeline.cache.sealed_files import read_sealed, write_sealed
 from pipeline.stage import MEASURED
-from stages.machine import own_process, process_memory
+from stages.machine import kernels, own_process, process_memory
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kept_figures import user_cache
 from stages.machine.process_memory import FILE_NAME, identity, is_process, process_bytes
+from stages.machine.rates import DECODING_NAME, are_host_rates
 
 OTHER = 404_000_000
 
@@ -60,6 +61,24 @@ def test_where_it_cannot_be_measured_it_is_nominal_and_the_next_run_asks_again(
     assert not list(tmp_path.rglob(FILE_NAME))
     monkeypatch.setattr(own_process, "PROCESS_BYTES", 1 << 60)
     assert process_memory.measure() is None, "there is no memory for a second process"
+
+
+def test_a_process_that_is_measured_measures_the_rates_of_the_host_too(tmp_path: Path) -> None:
+    held = process_bytes(tmp_path / MEASURED, rates=True)
+    assert is_process(held)
+    for folder in (tmp_path / MEASURED, user_cache() / MEASURED):
+        assert read_sealed(folder / FILE_NAME) == {identity(): held}
+        assert are_host_rates(read_sealed(folder / DECODING_NAME)[kernels.identity()])
+
+
+def test_no_rates_are_measured_where_nobody_asks_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said, python = tmp_path / "said", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "rates to [$4]" >> {said}\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    process_bytes(tmp_path / "one")
+    process_bytes(tmp_path / "another", rates=True)
+    assert said.read_text().splitlines() == ["rates to []", f"rates to [{tmp_path / 'another'}]"]
 
 
 def test_other_packages_are_another_environment(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from stages.plan.placement import (
     find_shortage,
     held_bytes,
     layer_reserves,
-    least_reserves,
     reserves,
     resident_bytes,
     streamed_bytes,
@@ -125,11 +124,11 @@ def test_what_is_less_than_a_layer_streams_part_by_part() -> None:
 def test_what_is_there_beside_other_parts_has_its_place_beside_a_layer() -> None:
     model = outline({"table": 60, "layer.a.weight": 100, "layer.b.weight": 70}, classes={"layer": "L"}, no_split=["L"])
     placement = Placement(dict.fromkeys(model.sizes, DISK), CPU)
-    assert least_reserves(model, placement) == layer_reserves(model, placement) == {CPU: 170 + 60}
+    assert reserves(model, placement, {CPU: 0}) == layer_reserves(model, placement) == {CPU: 170 + 60}
 
 
 def test_where_no_rehearsal_saw_what_borrows_what_a_whole_layer_is_there_at_once() -> None:
     model = outline({"layer.q.weight": 100, "layer.k.weight": 80}, classes={"layer": "Layer"}, no_split=["Layer"])
     blind = Outline(replace(model.skeleton, unrehearsed="no"))
     placement = Placement(dict.fromkeys(model.sizes, DISK), CPU)
-    assert (least_reserves(model, placement), least_reserves(blind, placement)) == ({CPU: 100}, {CPU: 180})
+    assert [reserves(one, placement, {CPU: 0}) for one in (model, blind)] == [{CPU: 100}, {CPU: 180}]
