@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
+class _Reading:
     """Something to do, and what comes of it."""
 
     work: Callable[[], Any]
@@ -30,7 +30,7 @@ class ReadingThreads:
 
     def __init__(self, count: int) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="offstage-read")
-        self._certain, self._likely = deque[_Job](), deque[_Job]()
+        self._certain, self._likely = deque[_Reading](), deque[_Reading]()
         self._choosing = threading.Lock()
 
     def submit(
@@ -54,10 +54,10 @@ class ReadingThreads:
                 self._likely.remove(job)
             self._certain.extend(jobs)
 
-    def _put(self, jobs: deque[_Job], work: Callable[[], _Result]) -> Future[_Result]:
+    def _put(self, jobs: deque[_Reading], work: Callable[[], _Result]) -> Future[_Result]:
         future: Future[_Result] = Future()
         with self._choosing:
-            jobs.append(_Job(work, future))
+            jobs.append(_Reading(work, future))
         self._threads.submit(self._run_next)
         return future
 
