@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipeline.atomic_files import write_text
 from stages.plan.expert_slots import Pool
 from stages.plan.serving import Serving
-from stages.units import CPU, DeviceId, in_tier_order, parse_device
+from stages.units import CPU, DeviceId, parse_device
 
 FILE_NAME = "plan.json"
 MAP_NAME = "device_map.json"
@@ -86,11 +85,6 @@ class Plan:
     unpacking: Mapping[DeviceId, int] = field(default_factory=dict)
     host_layers: tuple[str, ...] = ()
     block_rows: Mapping[str, int] = field(default_factory=dict)
-
-    @cached_property
-    def devices(self) -> list[DeviceId]:
-        """The devices that hold or compute something, in the order of the tiers."""
-        return in_tier_order([*self.homes.values(), *self.execution.values(), self.main_device])
 
     @property
     def packs(self) -> tuple[str, ...]:
