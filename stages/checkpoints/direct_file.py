@@ -81,6 +81,11 @@ class DirectFile:
         """The descriptor of the file as the page cache has it."""
         return self._cached
 
+    @property
+    def direct_descriptor(self) -> int | None:
+        """The descriptor for direct reads; null where its file system refuses them."""
+        return self._direct
+
     def check(self) -> None:
         """Raise a ``CheckpointError`` if the file is not what it was when the checkpoint was opened."""
         check_unchanged(self._file, self._cached)

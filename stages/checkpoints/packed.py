@@ -16,12 +16,13 @@ from stages.checkpoints.shard_files import ShardFile
 from stages.units import tensor_bytes
 
 if TYPE_CHECKING:
+    from stages.checkpoints.codecs.loops import Loop
     from stages.machine.aligned_memory import Bytes
 
 BLOCK_BYTES = 4 * 2**20
 """What a block unpacks to at most, unless one row of its tensor is more."""
 
-SCRATCH_BYTES = 4 * 2**20
+SCRATCH_BYTES = 3 * 2**20
 """What unpacking a block may take at most beside what was read and what comes of it."""
 
 
@@ -63,6 +64,9 @@ class Codec(Protocol):
         ``data`` has the bytes of the block's spans. Several threads unpack blocks of one tensor at a time. Takes
         ``SCRATCH_BYTES`` at most; a ``CheckpointError`` names the file of bytes that can't be right.
         """
+
+    def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
+        """Return what does the same without Python, where there is such a loop; ``data`` need not have been read."""
 
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return rows ``begin`` to ``end`` of the tensor's first dimension as a tensor; null where they can't be read

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -12,18 +13,20 @@ import numpy as np
 import torch
 
 from pipeline.environment import allowed_cores
+from stages.checkpoints.codecs.loops import LoopAfterReads, Read
 from stages.checkpoints.direct_file import Chunk
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.memory_file import MemoryFile
 from stages.checkpoints.packed import PackedBlock, PackedTensor
-from stages.checkpoints.shard_files import opened_shard, read_into
-from stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, room_for
+from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, byte_view, room_for
+from stages.machine.probes import READERS, READING_THREADS
 
 SMALL_SPAN_BYTES = 64 * 2**10
 """Smaller spans, such as scales, are read through the page cache: an aligned read brings more than is asked for."""
 
-_UNPACKING = threading.BoundedSemaphore(len(allowed_cores()))
+_UNPACKING = threading.BoundedSemaphore(min(READERS, len(allowed_cores())))
 
 Buffer = TypeVar("Buffer")
 
@@ -34,13 +37,75 @@ ReadChunk = Callable[[Chunk, memoryview], object]
 """Reads a chunk directly into the aligned memory, ``chunk.length`` bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class SpanRead:
+    """A read that brings ``span`` into ``memory``, directly where there is a ``chunk``; ``data`` is the span's part."""
+
+    span: Extent
+    chunk: Chunk | None
+    memory: Bytes
+    data: Bytes
+
+    @property
+    def wanted(self) -> int:
+        """How many bytes must be read."""
+        return self.span.bytes if self.chunk is None else self.chunk.wanted
+
+
+Descriptor = Callable[[SpanRead], int | None]
+"""Returns what the file of a read is open as; null where it can't be read directly as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAtOnce:
+    """How a block is read and unpacked in one call: so many ``bytes`` of ``files``.
+
+    Any buffer and target will do that are as large as those that it was made for.
+    """
+
+    work: LoopAfterReads
+    files: tuple[ShardFile, ...]
+    bytes: int
+    sizes: tuple[int, int]
+
+    def run(self, buffer: Bytes, target: Bytes) -> bool:
+        """Read into ``buffer`` and unpack to ``target``; return false where a read failed."""
+        assert (buffer.nbytes, target.nbytes) == self.sizes
+        return self.work.run(buffer.ctypes.data, target.ctypes.data)
+
+
+def read_at_once(
+    tensor: PackedTensor, block: PackedBlock, target: Bytes, *, buffer: Bytes, descriptor: Descriptor
+) -> BlockAtOnce | None:
+    """Return how ``block`` is read into a buffer like ``buffer`` and unpacked to a target like ``target``.
+
+    Null where there is no loop for it, or a part of it is in memory, or can't be read directly.
+    """
+    data, reads = _lay_out(block, buffer)
+    opened = [descriptor(read) for read in reads]
+    loop = tensor.codec.loop(tensor, block, data, target) if len(reads) == len(block.spans) else None
+    if loop is None:
+        return None
+    first, rows = buffer.ctypes.data, []
+    for file, read in zip(opened, reads, strict=True):
+        if file is None:
+            return None
+        offset, size = (read.span.begin, read.wanted) if read.chunk is None else (read.chunk.offset, read.chunk.length)
+        rows.append(Read(file, offset, size, read.wanted, read.memory.ctypes.data - first))
+    files = tuple({read.span.file: None for read in reads})
+    work = LoopAfterReads(loop, rows, at=(first, target.ctypes.data))
+    return BlockAtOnce(work, files, sum(read.wanted for read in reads), (buffer.nbytes, target.nbytes))
+
+
 def room_at_rest(block: PackedBlock) -> int:
     """Return the aligned memory that ``block`` is read into, in bytes."""
-    return sum(
-        _chunk(span).length if span.bytes >= SMALL_SPAN_BYTES else align_up(span.bytes)
-        for span in block.spans
-        if not isinstance(span.file, MemoryFile)
-    )
+    return sum(map(_room, block.spans))
+
+
+def working_bytes(blocks: Iterable[PackedBlock], scratch_bytes: int) -> int:
+    """Return what the threads take together at most that read ``blocks`` and unpack them, each with a scratch."""
+    room = max((align_up(block.bytes) + ALIGNMENT for block in blocks), default=0)
+    return READING_THREADS * room + READERS * scratch_bytes
 
 
 @contextmanager
@@ -68,22 +133,40 @@ def bring_block(
 
 def read_block(block: PackedBlock, buffer: Bytes, *, small: ReadSmall, direct: ReadChunk) -> tuple[list[Bytes], int]:
     """Return the bytes of the spans of ``block``, and how many were read: what isn't in memory, into ``buffer``."""
+    data, reads = _lay_out(block, buffer)
+    _read(reads, small=small, direct=direct)
+    return data, sum(read.wanted for read in reads)
+
+
+def _lay_out(block: PackedBlock, buffer: Bytes) -> tuple[list[Bytes], list[SpanRead]]:
+    """Return where the bytes of the spans of ``block`` are, or will be once the reads into ``buffer`` are done."""
     data: list[Bytes] = []
-    begin, count = 0, 0
+    reads: list[SpanRead] = []
+    begin = 0
     for span in block.spans:
         if isinstance(span.file, MemoryFile):
             data.append(span.file.bytes_of(span))
             continue
-        if span.bytes < SMALL_SPAN_BYTES:
-            data.append(buffer[begin : begin + span.bytes])
-            small(span, data[-1].data)
-            begin, count = begin + align_up(span.bytes), count + span.bytes
-            continue
-        chunk = _chunk(span)
-        direct(chunk, buffer[begin : begin + chunk.length].data)
-        data.append(buffer[begin + chunk.skipped : begin + chunk.wanted])
-        begin, count = begin + chunk.length, count + chunk.wanted
-    return data, count
+        memory = buffer[begin : begin + _room(span)]
+        begin += len(memory)
+        chunk = _chunk(span) if span.bytes >= SMALL_SPAN_BYTES else None
+        data.append(memory[: span.bytes] if chunk is None else memory[chunk.skipped : chunk.wanted])
+        reads.append(SpanRead(span, chunk, memory, data[-1]))
+    return data, reads
+
+
+def _read(reads: Sequence[SpanRead], *, small: ReadSmall, direct: ReadChunk) -> None:
+    for read in reads:
+        if read.chunk is None:
+            small(read.span, read.data.data)
+        else:
+            direct(read.chunk, read.memory.data)
+
+
+def _room(span: Extent) -> int:
+    if isinstance(span.file, MemoryFile):
+        return 0
+    return _chunk(span).length if span.bytes >= SMALL_SPAN_BYTES else align_up(span.bytes)
 
 
 def _chunk(span: Extent) -> Chunk:
@@ -91,7 +174,7 @@ def _chunk(span: Extent) -> Chunk:
 
 
 def _unpack_block(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
-    """Unpack ``block`` to its place in ``target``, as many at a time as there are cores.
+    """Unpack ``block`` to its place in ``target``, by operators as many at a time as there are cores.
 
     More of them would wait for each other, and each for Python's lock between two of its operators.
     """

@@ -16,12 +16,12 @@ from torch import nn
 from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.device_codec import can_unpack, device_parts, moved_bytes
 from stages.checkpoints.packed import SCRATCH_BYTES, AtRest, PackedTensor, in_dtype, rest_bytes
+from stages.checkpoints.packed_reads import working_bytes
 from stages.checkpoints.readers import open_reader
 from stages.empty_init.adapted_model import without_adapter
 from stages.empty_init.merges import sources_in_order
 from stages.empty_init.names import Step, name_tensors
 from stages.empty_init.skeleton import DeviceUnpacking, PackedSpec, Skeleton, TensorSpec
-from stages.machine.aligned_memory import ALIGNMENT, align_up
 
 
 def with_packed(skeleton: Skeleton, model: nn.Module, checkpoint: Checkpoint, *, adapted: bool) -> Skeleton:
@@ -61,7 +61,8 @@ def _packed(step: Step, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_e
     packed = [part for part in parts if isinstance(part, PackedTensor)]
     one = bulk.codec.rows(bulk, 0, 1) if alone and by_expert else None
     device = _on_device(packed, packed if one is None else [one])
-    return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), _working_bytes(bulk), by_row, device)
+    working = working_bytes(bulk.codec.blocks(bulk), SCRATCH_BYTES)
+    return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), working, by_row, device)
 
 
 def _on_device(packed: Sequence[PackedTensor], brought: Sequence[PackedTensor]) -> DeviceUnpacking | None:
@@ -80,8 +81,3 @@ def _are_rows(parts: Sequence[AtRest], shape: tuple[int, ...]) -> bool:
     begins = [0, *ends[:-1]]
     within = all(begin // row == (end - 1) // row for begin, end in zip(begins, ends, strict=True)) if row else False
     return within and ends[-1] == math.prod(shape)
-
-
-def _working_bytes(tensor: PackedTensor) -> int:
-    """Return what a thread takes that unpacks ``tensor``: aligned reads bring a little more than the blocks."""
-    return max((align_up(block.bytes) + ALIGNMENT for block in tensor.codec.blocks(tensor)), default=0) + SCRATCH_BYTES

@@ -38,7 +38,8 @@ class DeviceUnpacking:
 class PackedSpec:
     """What a tensor rests in, where that is other than as it is used: the name of its ``codec``, and its ``bytes``.
 
-    A thread that unpacks it takes ``working_bytes`` at most: what it reads into, and what is made on the way.
+    The threads that unpack it take ``working_bytes`` together at most: what they read into, and what is made on the
+    way.
     ``by_row`` says that a row of it can be had without the others. ``device`` is what it takes an
     accelerator to unpack it, null where only the host can.
     """

@@ -38,6 +38,8 @@ _FLAGS = (
 """The last ones have each operation rounded as it is written, whatever ``$CC`` says, and traps not be waited for.
 """
 _SECONDS = 120
+_PLACED_BY = ("XDG_CACHE_HOME", "HOME")
+"""What of the environment tells where a user's files are kept."""
 
 _in_use: dict[Path, ctypes.CDLL | None] = {}
 """What was found fit and opened, by where it lies: this process goes on with that, whatever comes to lie there."""
@@ -104,6 +106,11 @@ def _compiler() -> list[str] | None:
 
 def _place(source: Path) -> Path | None:
     """Return where what is compiled of ``source`` is kept; null where there is no place for it."""
+    return _place_for(source, tuple(map(os.environ.get, _PLACED_BY)))
+
+
+@cache  # it is asked for each block that is unpacked
+def _place_for(source: Path, _environment: tuple[str | None, ...]) -> Path | None:
     if sys.platform == "win32" or sys.byteorder != "little":
         return None
     try:

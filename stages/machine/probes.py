@@ -14,6 +14,8 @@ from pathlib import Path
 CHUNK_BYTES = 2 * 2**20
 READERS = 4
 """How streaming reads: chunks of that size, that many in flight. So storage is measured."""
+READING_THREADS = 8
+"""How many threads read: so many are in flight while others unpack what they read, or wait for a core that computes."""
 _STORAGE_BYTES = 256 * 2**20
 _DEVICE_BYTES = 128 * 2**20
 _ROUNDS = 4

@@ -18,6 +18,7 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.shard_files import opened_shard, read_into
 from stages.empty_init.skeleton import PackedSpec
+from stages.machine.probes import READERS, READING_THREADS
 from stages.machine.rates import Rates
 from stages.plan.options import StorageConfig
 from stages.plan.outline import Outline
@@ -87,7 +88,7 @@ def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:
     skeleton = outline.skeleton
     plain = {name for group in map(skeleton.names_of, outline.lookups) for name in group} | outline.computed
     tensors = tuple(
-        replace(spec, packed=PackedSpec(NAME, math.ceil(spec.bytes * packing.shares[spec.dtype]), _working(spec.bytes)))
+        replace(spec, packed=_packed(spec.bytes, packing.shares[spec.dtype]))
         if spec.packed is None
         and can_pack(spec.dtype, spec.bytes)
         and spec.name not in plain
@@ -98,10 +99,12 @@ def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:
     return replace(outline, skeleton=replace(skeleton, tensors=tensors))
 
 
-def _working(size: int) -> int:
+def _packed(size: int, share: float) -> PackedSpec:
+    """Return what a tensor of ``size`` bytes rests in, packed to ``share`` of them."""
     from stages.checkpoints.packed import BLOCK_BYTES
 
-    return min(size, BLOCK_BYTES) + _SCRATCH_BYTES
+    working = READING_THREADS * math.ceil(min(size, BLOCK_BYTES) * share) + READERS * _SCRATCH_BYTES
+    return PackedSpec(NAME, math.ceil(size * share), working)
 
 
 def _samples(config: Config) -> Sequence[Extent]:

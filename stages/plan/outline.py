@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent
-from stages.machine.probes import READERS
 from stages.units import DeviceId
 
 
@@ -86,7 +85,7 @@ class Outline:
     @property
     def unpacking_bytes(self) -> int:
         """What the threads that unpack take on the host at most, if anything rests packed."""
-        return READERS * max((packed.working_bytes for packed in self.packed.values()), default=0)
+        return max((packed.working_bytes for packed in self.packed.values()), default=0)
 
     @cached_property
     def names(self) -> frozenset[str]:

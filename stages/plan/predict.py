@@ -377,7 +377,7 @@ def _unpacking_bytes(outline: Outline, plan: Plan) -> int:
         and (plan.homes[name] == DISK or name in on_host)
         and outline.moved_bytes(name, plan.execution[parent(name)]) is None
     )
-    return READERS * max(unpacked, default=0)
+    return max(unpacked, default=0)
 
 
 def _with_simulated(peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: Work) -> dict[DeviceId, dict[str, int]]:

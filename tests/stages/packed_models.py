@@ -76,6 +76,9 @@ class ScaledRows:
         else:
             place[within] = words
 
+    def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
+        """Return nothing: operators unpack."""
+
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         if not self.alone or (self.turned and len(tensor.shape) == 2):
             return None

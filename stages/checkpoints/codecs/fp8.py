@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.checkpoints.codecs.loops import loops
+from stages.checkpoints.codecs.loops import SCALE_DTYPES as LOOP_SCALES, Loop, loops
 from stages.checkpoints.codecs.scaled_grid import multiply_blocks
 from stages.checkpoints.device_codec import look_up
 from stages.checkpoints.dtypes import torch_dtype
@@ -109,19 +109,43 @@ class BlockScaled:
 
     def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
         """Write the rows of ``block`` to their places in ``target``."""
-        rows = tensor.shape[-2]
-        codes, scales = data[0].reshape(block.end - block.begin, -1), tensor.parts[1]
+        scales = tensor.parts[1]
         factors = _as_floats(data[1], scales.dtype).reshape(-1, scales.shape[-1])
         if len(data) > 2:
             with np.errstate(all="ignore"):
                 np.divide(factors, data[2].view(np.float32), out=factors)
+        loop = self._loop(tensor, block, (data[0], factors.view(np.uint8).ravel()), target, "float32")
+        if loop is not None:
+            loop.run()
+            return
+        codes = data[0].reshape(block.end - block.begin, -1)
         made = target.reshape(math.prod(tensor.shape[:-1]), -1)[block.begin : block.end]
-        inside, known = block.begin % rows, loops()
-        if known is not None and known.can_scale(self.name, tensor.dtype, self.block_columns):
-            size = self.block_rows, self.block_columns
-            known.unpack_scaled(codes, factors, made, code=self.name, dtype=tensor.dtype, inside=inside, block=size)
-        else:
-            self._unpack_by_operators(codes, factors, torch.from_numpy(made).view(torch_dtype(tensor.dtype)), inside)
+        inside = block.begin % tensor.shape[-2]
+        self._unpack_by_operators(codes, factors, torch.from_numpy(made).view(torch_dtype(tensor.dtype)), inside)
+
+    def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
+        """Return what unpacks ``block`` at once; null where its scales must be made numbers first."""
+        kind = tensor.parts[1].dtype
+        return self._loop(tensor, block, data, target, kind) if kind in LOOP_SCALES and len(data) == 2 else None
+
+    def _loop(
+        self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes, scale_dtype: str
+    ) -> Loop | None:
+        known = loops()
+        if known is None or not known.can_scale(self.name, tensor.dtype, self.block_columns):
+            return None
+        codes, scales = data
+        return known.scaled(
+            codes.reshape(block.end - block.begin, -1),
+            scales,
+            target.reshape(math.prod(tensor.shape[:-1]), -1)[block.begin : block.end],
+            code=self.name,
+            dtype=tensor.dtype,
+            scale_dtype=scale_dtype,
+            across=tensor.parts[1].shape[-1],
+            inside=block.begin % tensor.shape[-2],
+            block=(self.block_rows, self.block_columns),
+        )
 
     def _unpack_by_operators(self, codes: Bytes, factors: Floats, made: torch.Tensor, inside: int) -> None:
         """Write ``codes`` to the rows ``made``, the first of which is the row ``inside`` of its matrix."""

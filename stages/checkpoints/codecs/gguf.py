@@ -20,7 +20,7 @@ from stages.checkpoints.codecs.float_tiles import DTYPES, TILE_ELEMENTS, cast_va
 from stages.checkpoints.codecs.ggml_blocks import UNPACK
 from stages.checkpoints.codecs.ggml_formats import FORMATS
 from stages.checkpoints.codecs.ggml_on_device import UNPACK_ON_DEVICE
-from stages.checkpoints.codecs.loops import Loops, loops
+from stages.checkpoints.codecs.loops import Loop, Loops, loops
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
@@ -100,12 +100,9 @@ class GgufCodec:
         form, columns = FORMATS[self.kinds[index]], _columns(tensor.parts[index], self.kinds[index])
         count = block.end - block.begin
         packed = np.frombuffer(data[0], np.uint8).reshape(count, -1, form.bytes)
-        known = self._loops(self.kinds[index], tensor.dtype)
-        if known is not None:
-            place = self._place(tensor, index, slice(first, first + count))
-            made = target.reshape(-1, columns * int(DTYPE_BYTES[tensor.dtype]))
-            made, places = (made[place], None) if isinstance(place, slice) else (made, place)
-            known.unpack_ggml(packed, made, kind=self.kinds[index], dtype=tensor.dtype, places=places)
+        loop = self.loop(tensor, block, data, target)
+        if loop is not None:
+            loop.run()
             return
         whole = elements_of(np.frombuffer(target, np.uint8), tensor.dtype)
         whole = whole.reshape(columns, -1).T if self.arrangement.transposed else whole.reshape(-1, columns)
@@ -119,6 +116,19 @@ class GgufCodec:
             place = self._place(tensor, index, slice(first + rows.start, first + rows.stop))
             width = slice(blocks.start * form.elements, blocks.stop * form.elements)
             whole[place, width] = cast_values(values, tensor.dtype)
+
+    def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
+        """Return what unpacks ``block`` at once, if there is such a loop."""
+        index, first = _part_of(tensor, block.begin)
+        kind, count = self.kinds[index], block.end - block.begin
+        known = self._loops(kind, tensor.dtype)
+        if known is None:
+            return None
+        packed = np.frombuffer(data[0], np.uint8).reshape(count, -1, FORMATS[kind].bytes)
+        place = self._place(tensor, index, slice(first, first + count))
+        made = target.reshape(-1, _columns(tensor.parts[index], kind) * int(DTYPE_BYTES[tensor.dtype]))
+        made, places = (made[place], None) if isinstance(place, slice) else (made, place)
+        return known.ggml(packed, made, kind=kind, dtype=tensor.dtype, places=places)
 
     def _loops(self, kind: str, dtype: str) -> Loops | None:
         """Return the loops, if there is one for ``kind`` and all that is to be changed back is the order of rows."""

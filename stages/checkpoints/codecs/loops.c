@@ -1,12 +1,18 @@
+#define _XOPEN_SOURCE 700
+#define _FILE_OFFSET_BITS 64
+
 /* Loops that unpack weights: one pass over the bytes, where operators of numpy and torch take half a dozen.
 
    stages/machine/compiled_code.py has the system's compiler make them, for the processor they run on; without one the
    operators stay. What comes out is the same to the bit: each value is computed by the same operations in the same
    order, and no two of them are contracted to one (-ffp-contract=off). All is written so that compilers vectorise it:
-   no branches within a run, no tables where shifts do. */
+   no branches within a run, no tables where shifts do.
+
+   All loops are called alike, with what they need in one structure: so reads can go before any in the same call. */
 
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -46,6 +52,14 @@ INLINE float to_float32(float value) { return value; }
 
 enum { BFLOAT16, FLOAT16, FLOAT32, DTYPES };
 #define SIZE_OF(dtype) ((dtype) == FLOAT32 ? 4 : 2)
+
+/* What a loop needs: where the codes and their scales are, where what comes of them goes, and what else it tells. */
+typedef struct {
+    const uint8_t *codes, *scales;
+    char *made;
+    const void *table;
+    int64_t kind, dtype, rows, columns, across, inside, block_rows, block_columns, scale_bytes;
+} Work;
 
 /* Codes and what they stand for. */
 
@@ -117,22 +131,32 @@ static int are_numbers(const uint8_t *codes, int64_t count) {
     return most < 0x7f;
 }
 
-/* Write rows of a matrix of codes to made, each block of rows and columns with a scale of its own. The first row is
-   that of number inside among the matrix's; scales has those of its block first, across in each line. */
-void unpack_scaled(int32_t code, int32_t dtype, const uint8_t *codes, const float *scales, void *made, int64_t rows,
-                   int64_t columns, int64_t inside, int64_t block_rows, int64_t block_columns, int64_t across) {
-    Run run = RUN[code][dtype];
-    int64_t per_byte = code >= FP4 ? 2 : 1, first = inside / block_rows;
-    for (int64_t row = 0; row < rows; row++) {
-        const float *scale = scales + ((inside + row) / block_rows - first) * across;
-        int numbers = code == FP8 && dtype == BFLOAT16 && are_numbers(codes + row * columns, columns);
-        for (int64_t begin = 0; begin < columns; begin += block_columns, scale++) {
-            int64_t count = columns - begin < block_columns ? columns - begin : block_columns;
+/* Scales of float32 or bfloat16, which may begin at any byte. */
+INLINE float scale_at(const Work *all, int64_t at) {
+    uint32_t bits = 0;
+    if (all->scale_bytes == 4)
+        memcpy(&bits, all->scales + 4 * at, 4);
+    else
+        memcpy((char *)&bits + 2, all->scales + 2 * at, 2);
+    return as_float(bits);
+}
+
+/* Rows of a matrix of codes of a kind, each block of rows and columns with a scale of its own. The first row is that of
+   number inside among the matrix's; scales has those of its block first, across in each line. */
+void unpack_scaled(const Work *all) {
+    Run run = RUN[all->kind][all->dtype];
+    int64_t per_byte = all->kind >= FP4 ? 2 : 1, first = all->inside / all->block_rows, columns = all->columns;
+    for (int64_t row = 0; row < all->rows; row++) {
+        int64_t block = ((all->inside + row) / all->block_rows - first) * all->across;
+        int numbers = all->kind == FP8 && all->dtype == BFLOAT16 && are_numbers(all->codes + row * columns, columns);
+        for (int64_t begin = 0; begin < columns; begin += all->block_columns, block++) {
+            int64_t count = columns - begin < all->block_columns ? columns - begin : all->block_columns;
             int64_t at = row * columns + begin;
-            if (numbers && *scale - *scale == 0) /* which is finite */
-                fp8_numbers(codes + at, *scale, (uint16_t *)made + at, count);
+            float scale = scale_at(all, block);
+            if (numbers && scale - scale == 0) /* which is finite */
+                fp8_numbers(all->codes + at, scale, (uint16_t *)all->made + at, count);
             else
-                run(codes + at / per_byte, *scale, (char *)made + at * SIZE_OF(dtype), count);
+                run(all->codes + at / per_byte, scale, all->made + at * SIZE_OF(all->dtype), count);
         }
     }
 }
@@ -154,16 +178,17 @@ TABLE(bfloat16, uint16_t)
 TABLE(float16, uint16_t)
 TABLE(float32, float)
 
-/* Write runs of codes, run values each, to made. */
-void unpack_table_scaled(int32_t dtype, const uint8_t *codes, const float (*pairs)[2], const float *scales, void *made,
-                         int64_t runs, int64_t run) {
-    for (int64_t begin = 0; begin < runs * run;) {
+/* Rows of codes that share a scale; table has the two float32 values of each byte. */
+void unpack_table_scaled(const Work *all) {
+    int64_t run = all->columns;
+    for (int64_t begin = 0; begin < all->rows * run;) {
         int64_t left = run - begin % run, count = left < PIECE ? left : PIECE;
-        float scale = scales[begin / run];
-        char *values = (char *)made + begin * SIZE_OF(dtype);
-        if (dtype == BFLOAT16) table_bfloat16(codes + begin / 2, pairs, scale, values, count);
-        if (dtype == FLOAT16) table_float16(codes + begin / 2, pairs, scale, values, count);
-        if (dtype == FLOAT32) table_float32(codes + begin / 2, pairs, scale, values, count);
+        const uint8_t *codes = all->codes + begin / 2;
+        char *values = all->made + begin * SIZE_OF(all->dtype);
+        float scale = scale_at(all, begin / run);
+        if (all->dtype == BFLOAT16) table_bfloat16(codes, all->table, scale, values, count);
+        if (all->dtype == FLOAT16) table_float16(codes, all->table, scale, values, count);
+        if (all->dtype == FLOAT32) table_float32(codes, all->table, scale, values, count);
         begin += count;
     }
 }
@@ -194,15 +219,17 @@ enum { GROUP_BYTES = 16, GROUP = 32, TILE_ROWS = 32 };
 TRANSPOSED(transpose_halves, uint16_t, uint32_t)
 TRANSPOSED(transpose_floats, uint32_t, uint64_t)
 
-/* Write rows as columns to made, whose lines have line values of so many bytes; table has the two values of a byte as
-   one number for each scale and byte, the low four bits' first. */
-void unpack_mxfp4(const uint8_t *codes, const uint8_t *scales, const void *table, void *made, int64_t rows,
-                  int64_t groups, int64_t line, int32_t bytes) {
-    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-        int64_t count = rows - row < TILE_ROWS ? rows - row : TILE_ROWS;
-        const uint8_t *some = codes + row * groups * GROUP_BYTES, *theirs = scales + row * groups;
-        if (bytes == 2) transpose_halves(some, theirs, table, (uint16_t *)made + row, count, groups, line);
-        if (bytes == 4) transpose_floats(some, theirs, table, (uint32_t *)made + row, count, groups, line);
+/* Rows, with as many groups as there are scales across, become columns of made, whose lines have so many values as it
+   has columns; table has the two values of a byte as one number for each scale and byte, the low four bits' first. */
+void unpack_mxfp4(const Work *all) {
+    int64_t groups = all->across, line = all->columns;
+    for (int64_t row = 0; row < all->rows; row += TILE_ROWS) {
+        int64_t count = all->rows - row < TILE_ROWS ? all->rows - row : TILE_ROWS;
+        const uint8_t *codes = all->codes + row * groups * GROUP_BYTES, *scales = all->scales + row * groups;
+        if (all->dtype == FLOAT32)
+            transpose_floats(codes, scales, all->table, (uint32_t *)all->made + row, count, groups, line);
+        else
+            transpose_halves(codes, scales, all->table, (uint16_t *)all->made + row, count, groups, line);
     }
 }
 
@@ -337,19 +364,48 @@ STORE(bfloat16, uint16_t)
 STORE(float16, uint16_t)
 STORE(float32, float)
 
-/* Write rows of blocks of a format to made, each to the row that places tells; null: one after the other. */
-void unpack_ggml(int32_t format, int32_t dtype, const uint8_t *packed, void *made, int64_t rows, int64_t blocks,
-                 const int64_t *places) {
-    const Format *form = &FORMAT[format];
+/* Rows of blocks, columns of them, of a format, which is their kind; each goes to the row of made that table tells;
+   null: one after the other. */
+void unpack_ggml(const Work *all) {
+    const Format *form = &FORMAT[all->kind];
+    const uint8_t *packed = all->codes;
+    const int64_t *places = all->table;
     float values[256];
-    for (int64_t row = 0; row < rows; row++) {
+    for (int64_t row = 0; row < all->rows; row++) {
         int64_t place = places ? places[row] : row;
-        for (int64_t block = 0; block < blocks; block++, packed += form->bytes) {
-            char *target = (char *)made + (place * blocks + block) * form->values * SIZE_OF(dtype);
+        for (int64_t block = 0; block < all->columns; block++, packed += form->bytes) {
+            char *target = all->made + (place * all->columns + block) * form->values * SIZE_OF(all->dtype);
             form->unpack(packed, values);
-            if (dtype == BFLOAT16) store_bfloat16(values, target, form->values);
-            if (dtype == FLOAT16) store_float16(values, target, form->values);
-            if (dtype == FLOAT32) store_float32(values, target, form->values);
+            if (all->dtype == BFLOAT16) store_bfloat16(values, target, form->values);
+            if (all->dtype == FLOAT16) store_float16(values, target, form->values);
+            if (all->dtype == FLOAT32) store_float32(values, target, form->values);
         }
     }
+}
+
+/* What is read of an open file, from offset on, to a place in a buffer: so many bytes, or fewer if they are the least
+   that is wanted. */
+typedef struct {
+    int64_t file, offset, bytes, least, place;
+} Read;
+
+/* Do the reads into the buffer, then call the loop, whose codes and scales are places in the buffer and what is made one
+   in the target. Returns 0, or -1 where something couldn't be read. */
+int32_t read_and_unpack(const Read *reads, int64_t count, char *buffer, void (*loop)(const Work *), const Work *relative,
+                        char *target) {
+    for (int64_t number = 0; number < count; number++) {
+        const Read *read = reads + number;
+        for (int64_t done = 0; done < read->least;) {
+            char *to = buffer + read->place + done;
+            ssize_t got = pread((int)read->file, to, (size_t)(read->bytes - done), read->offset + done);
+            if (got <= 0) return -1;
+            done += got;
+        }
+    }
+    Work all = *relative;
+    all.codes = (uint8_t *)buffer + (intptr_t)all.codes;
+    all.scales = (uint8_t *)buffer + (intptr_t)all.scales;
+    all.made = target + (intptr_t)all.made;
+    loop(&all);
+    return 0;
 }

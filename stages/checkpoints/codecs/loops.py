@@ -1,14 +1,18 @@
 """The loops of ``loops.c`` as functions of arrays, where they have been compiled: what unpacks in one pass.
 
-They run without Python's lock, and start no threads. A loop believes the sizes that it is given, so each is held
-against the arrays first; what a file says was checked when it was opened. Every codec has its operators too, which give
-the same bits: for machines without a compiler, and for the rare tensors that no loop is written for.
+They run without Python's lock, and start no threads. Reads may go before one in the same call: a thread that has read
+would wait for the lock only to let go of it at once, and would read nothing meanwhile. A loop believes the sizes that
+it is given, so each is held against the arrays first; what a file says was checked when it was opened. Every codec has
+its operators too, which give the same bits: for machines without a compiler, and for the rare tensors that no loop is
+written for.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import Structure, byref, c_int32, c_int64, c_void_p, cast
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,26 +30,82 @@ _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3}
 _OF_FOUR_BITS = ("fp4", "int4")
 _FORMATS = {name: at for at, name in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"))}
 
+SCALE_DTYPES = {"float32": 4, "bfloat16": 2}
+"""The dtypes of the scales that loops know, and their bytes."""
+
 Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.unsignedinteger[Any]]
+
+
+_NUMBERS = (
+    "kind", "dtype", "rows", "columns", "across", "inside", "block_rows", "block_columns", "scale_bytes",
+)  # fmt: skip
+
+
+class _Work(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scales", "made", "table")),
+        *((name, c_int64) for name in _NUMBERS),
+    ]
+
+
+class Read(Structure):
+    """What is read of the open ``file`` from ``offset`` on, to a ``place`` in a buffer: so many ``bytes``, or ``least``
+    at least.
+    """
+
+    _fields_ = [(name, c_int64) for name in ("file", "offset", "bytes", "least", "place")]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop and what it needs. Before it runs nothing of its arrays is looked at but where they are and how large."""
+
+    library: ctypes.CDLL
+    function: Any
+    work: _Work
+    arrays: tuple[npt.NDArray[Any], ...]
+    table: npt.NDArray[Any] | None = None
+
+    def run(self) -> None:
+        """Unpack."""
+        self.function(byref(self.work))
+
+
+class LoopAfterReads:
+    """Reads into a buffer, and a loop over what they bring: without Python's lock in between.
+
+    ``at`` are the addresses of the buffer and of the target that ``loop`` was made for; it is run with any.
+    """
+
+    def __init__(self, loop: Loop, reads: Sequence[Read], *, at: tuple[int, int]) -> None:
+        buffer, target = at
+        self._call, self._function = loop.library.read_and_unpack, cast(loop.function, c_void_p)
+        work = _Work.from_buffer_copy(loop.work)
+        work.codes, work.scales, work.made = work.codes - buffer, (work.scales or buffer) - buffer, work.made - target
+        self._reads, self._count, self._work, self._table = (Read * len(reads))(*reads), len(reads), work, loop.table
+
+    def run(self, buffer: int, target: int) -> bool:
+        """Read into the buffer at that address, and unpack to the target at that; return false where a read failed.
+
+        What is there then is worth nothing.
+        """
+        done: int = self._call(self._reads, self._count, buffer, self._function, byref(self._work), target)
+        return done == 0
 
 
 class Loops:
     """The compiled ``library``. All arrays are contiguous, and those to be filled as large as what is written there."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._scaled = library.unpack_scaled
-        self._scaled.argtypes = [c_int32, c_int32, c_void_p, c_void_p, c_void_p, *[c_int64] * 6]
-        self._table_scaled = library.unpack_table_scaled
-        self._table_scaled.argtypes = [c_int32, *[c_void_p] * 4, c_int64, c_int64]
-        self._mxfp4 = library.unpack_mxfp4
-        self._mxfp4.argtypes = [*[c_void_p] * 4, *[c_int64] * 3, c_int32]
-        self._planes = library.merge_planes
-        self._planes.argtypes = [*[c_void_p] * 3, c_int64]
-        self._ggml = library.unpack_ggml
-        self._ggml.argtypes = [c_int32, c_int32, c_void_p, c_void_p, c_int64, c_int64, c_void_p]
-        for function in (self._scaled, self._table_scaled, self._mxfp4, self._planes, self._ggml):
+        self._library = library
+        library.merge_planes.argtypes = [*[c_void_p] * 3, c_int64]
+        library.read_and_unpack.argtypes = [c_void_p, c_int64, *[c_void_p] * 4]
+        library.read_and_unpack.restype = c_int32
+        unpackers = library.unpack_scaled, library.unpack_table_scaled, library.unpack_mxfp4, library.unpack_ggml
+        for function in unpackers:
+            function.argtypes = [c_void_p]
+        for function in (*unpackers, library.merge_planes):
             function.restype = None
 
     def has_dtype(self, dtype: str) -> bool:
@@ -56,61 +116,76 @@ class Loops:
         """Return whether there is a loop for such codes, a scale for so many of them, to ``dtype``."""
         return dtype in _DTYPES and (code not in _OF_FOUR_BITS or block_columns % 2 == 0)
 
-    def unpack_scaled(
-        self, codes: Bytes, scales: Floats, made: Bytes, *, code: str, dtype: str, inside: int, block: tuple[int, int]
-    ) -> None:
-        """Write to ``made`` [rows, bytes of a row of ``dtype``] what comes of ``codes`` [rows, bytes].
+    def scaled(
+        self,
+        codes: Bytes,
+        scales: Bytes,
+        made: Bytes,
+        *,
+        code: str,
+        dtype: str,
+        scale_dtype: str,
+        across: int,
+        inside: int,
+        block: tuple[int, int],
+    ) -> Loop:
+        """Return what writes to ``made`` [rows, bytes of a row of ``dtype``] what comes of ``codes`` [rows, bytes].
 
-        ``scales`` [blocks down, blocks across] has one for each ``block`` (rows, columns) of the matrix, from the block
-        on that its row ``inside`` is in: the first of these.
+        ``scales``, in bytes at any place, has one of ``scale_dtype``, of ``SCALE_DTYPES``, for each ``block`` (rows,
+        columns) of the matrix, ``across`` in a line of them, from the block on that its row ``inside`` is in: the
+        first of these.
         """
         rows = len(codes)
         columns = codes.shape[1] * (2 if code in _OF_FOUR_BITS else 1)
-        across = scales.shape[1]
         height = min(block[0], inside + rows)  # what is declared may be more than fits in any number
         width = columns if across == 1 else min(block[1], columns)
+        size = SCALE_DTYPES[scale_dtype]
         assert made.shape == (rows, columns * DTYPE_BYTES[dtype])
         assert across * width >= columns
-        assert not rows or len(scales) > (inside + rows - 1) // height - inside // height
-        self._scaled(
-            _CODES[code], _DTYPES[dtype], *_pointers(codes, scales, made),
-            rows, columns, inside, height, width, across,
+        assert not rows or len(scales) // (size * across) > (inside + rows - 1) // height - inside // height
+        work = _Work(
+            *_pointers(codes, scales, made), None, _CODES[code], _DTYPES[dtype],
+            rows, columns, across, inside, height, width, size,
         )  # fmt: skip
+        return Loop(self._library, self._library.unpack_scaled, work, (codes, scales, made))
 
-    def unpack_table_scaled(self, codes: Bytes, pairs: Numbers, scales: Floats, made: Bytes, *, dtype: str) -> None:
-        """Write to ``made`` [runs, bytes of a run of ``dtype``] what comes of ``codes`` [runs, bytes] and ``scales``.
+    def table_scaled(self, codes: Bytes, pairs: Numbers, scales: Bytes, made: Bytes, *, dtype: str) -> Loop:
+        """Return what writes to ``made`` [runs, bytes of a run of ``dtype``] what comes of ``codes`` [runs, bytes] and
+        ``scales``, float32 in bytes at any place.
 
         ``pairs`` has the two float32 values of each byte as one number.
         """
         runs, run = codes.shape
         assert made.shape == (runs, 2 * run * DTYPE_BYTES[dtype])
-        assert (pairs.shape, scales.shape) == ((256,), (runs,))
-        self._table_scaled(_DTYPES[dtype], *_pointers(codes, pairs, scales, made), runs, 2 * run)
+        assert (pairs.shape, scales.shape) == ((256,), (4 * runs,))
+        work = _Work(*_pointers(codes, scales, made, pairs), 0, _DTYPES[dtype], runs, 2 * run, scale_bytes=4)
+        return Loop(self._library, self._library.unpack_table_scaled, work, (codes, scales, made), pairs)
 
-    def unpack_mxfp4(self, codes: Bytes, scales: Bytes, table: Numbers, made: Numbers) -> None:
-        """Write to ``made`` [columns, rows], the lines of which may be part of longer ones, what comes of ``codes``
-        [rows, bytes] and ``scales`` [rows, groups] by ``table``: for each scale and byte its two values as one number.
+    def mxfp4(self, codes: Bytes, scales: Bytes, table: Numbers, made: Numbers) -> Loop:
+        """Return what writes to ``made`` [columns, rows], the lines of which may be part of longer ones, what comes of
+        ``codes`` [rows, bytes] and ``scales`` [rows, groups] by ``table``: for each scale and byte its two values as
+        one number.
         """
         rows, groups = scales.shape
         assert (codes.shape, made.shape, table.shape) == ((rows, 16 * groups), (32 * groups, rows), (2**16,))
         assert made.strides[1] == made.itemsize == table.itemsize // 2
         line = made.strides[0] // made.itemsize
-        self._mxfp4(*_pointers(codes, scales, table), made.ctypes.data, rows, groups, line, made.itemsize)
+        dtype = _DTYPES["float32" if made.itemsize == 4 else "bfloat16"]
+        work = _Work(*_pointers(codes, scales), made.ctypes.data, *_pointers(table), 0, dtype, rows, line, groups)
+        return Loop(self._library, self._library.unpack_mxfp4, work, (codes, scales, made), table)
 
     def merge_planes(self, low: Bytes, high: Bytes, words: Numbers) -> None:
         """Write to ``words``, of two bytes, those that have their bytes in ``low`` and ``high``."""
         assert low.shape == high.shape == words.shape
-        self._planes(*_pointers(low, high, words), words.size)
+        self._library.merge_planes(*_pointers(low, high, words), words.size)
 
     def can_unpack_ggml(self, kind: str, dtype: str) -> bool:
         """Return whether there is a loop for ggml's format ``kind`` to ``dtype``."""
         return kind in _FORMATS and dtype in _DTYPES
 
-    def unpack_ggml(
-        self, blocks: Bytes, made: Bytes, *, kind: str, dtype: str, places: npt.NDArray[np.int64] | None
-    ) -> None:
-        """Write to the rows ``places`` of ``made``, all where that is null, what comes of ``blocks`` [rows, blocks in a
-        row, bytes] of the format ``kind``.
+    def ggml(self, blocks: Bytes, made: Bytes, *, kind: str, dtype: str, places: npt.NDArray[np.int64] | None) -> Loop:
+        """Return what writes to the rows ``places`` of ``made``, all where that is null, what comes of ``blocks``
+        [rows, blocks in a row, bytes] of the format ``kind``.
         """
         rows, count, size = blocks.shape
         form = FORMATS[kind]
@@ -121,8 +196,9 @@ class Loops:
             assert places.dtype == np.int64
             assert places.shape == (rows,)
             assert not rows or 0 <= places.min() <= places.max() < len(made)
-        order = None if places is None else places.ctypes.data
-        self._ggml(_FORMATS[kind], _DTYPES[dtype], *_pointers(blocks, made), rows, count, order)
+        (packed, values), order = _pointers(blocks, made), None if places is None else places.ctypes.data
+        work = _Work(packed, None, values, order, _FORMATS[kind], _DTYPES[dtype], rows, count)
+        return Loop(self._library, self._library.unpack_ggml, work, (blocks, made), places)
 
 
 def _pointers(*arrays: npt.NDArray[Any]) -> list[int]:

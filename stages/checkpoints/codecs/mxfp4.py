@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs.loops import loops
+from stages.checkpoints.codecs.loops import Loop, loops
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor
@@ -68,13 +68,28 @@ class Mxfp4:
         codes = data[0].reshape(-1, columns // 2)
         scales = data[1].reshape(len(codes), -1)
         begin, known = block.begin, loops()
-        unpack = _unpack if known is None else known.unpack_mxfp4
         while begin < block.end:
             expert, row = divmod(begin, rows)
             end = min(block.end, begin + rows - row)
             part = slice(begin - block.begin, end - block.begin)
-            unpack(codes[part], scales[part], table, stack[expert, :, row : row + end - begin])
+            what = codes[part], scales[part], table, stack[expert, :, row : row + end - begin]
+            if known is None:
+                _unpack(*what)
+            else:
+                known.mxfp4(*what).run()
             begin = end
+
+    def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
+        """Return what unpacks ``block`` at once; null where it has rows of several experts."""
+        rows = tensor.shape[-1]
+        known, (expert, row) = loops(), divmod(block.begin, rows)
+        count = block.end - block.begin
+        if known is None or row + count > rows:
+            return None
+        table = _table(tensor.dtype)
+        stack = target.view(np.dtype(f"u{table.itemsize // 2}")).reshape(tensor.shape)
+        codes, scales = (part.reshape(count, -1) for part in data)
+        return known.mxfp4(codes, scales, table, stack[expert, :, row : row + count])
 
     def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:
         """Return the two values of each scale and byte, as one number."""

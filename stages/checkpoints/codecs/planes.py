@@ -113,6 +113,9 @@ class PlaneCodec:
                     "offload store makes it anew"
                 ) from error
 
+    def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
+        """Return nothing: zstandard unpacks."""
+
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return rows ``begin`` to ``end``; null where a run has several of them."""
         width = math.prod(tensor.shape[1:])

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.checkpoints.codecs.loops import loops
+from stages.checkpoints.codecs.loops import Loop, loops
 from stages.checkpoints.device_codec import look_up
 from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
@@ -71,13 +71,30 @@ class TableScaled:
 
     def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
         """Write the runs of ``block`` to their place in ``target``."""
-        size, known = int(DTYPE_BYTES[tensor.dtype]), loops()
-        made = target.reshape(-1, self.run * size)[block.begin : block.end]
-        codes, pairs, scales = data[0].reshape(-1, self.run // 2), _pairs(self.values), self._scales(block, data)
-        if known is not None and known.has_dtype(tensor.dtype):
-            known.unpack_table_scaled(codes, pairs, scales, made, dtype=tensor.dtype)
+        scales = self._scales(block, data)
+        loop = self._loop(tensor, block, (data[0], scales.view(np.uint8)), target)
+        if loop is not None:
+            loop.run()
         else:
+            codes, made = data[0].reshape(-1, self.run // 2), self._made(tensor, block, target)
             self._unpack_by_operators(codes, scales, torch.from_numpy(made).view(torch_dtype(tensor.dtype)))
+
+    def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
+        """Return what unpacks ``block`` at once; null where its scales must be made numbers first."""
+        return self._loop(tensor, block, data, target) if self.scales is None else None
+
+    def _loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
+        known = loops()
+        if known is None or not known.has_dtype(tensor.dtype):
+            return None
+        (codes, scales), made = data, self._made(tensor, block, target)
+        return known.table_scaled(
+            codes.reshape(-1, self.run // 2), _pairs(self.values), scales, made, dtype=tensor.dtype
+        )
+
+    def _made(self, tensor: PackedTensor, block: PackedBlock, target: Bytes) -> Bytes:
+        """Return the place of the runs of ``block`` in ``target``."""
+        return target.reshape(-1, int(self.run * DTYPE_BYTES[tensor.dtype]))[block.begin : block.end]
 
     def _unpack_by_operators(self, codes: Bytes, factors: npt.NDArray[np.float32], made: torch.Tensor) -> None:
         pairs, scales = _pairs(self.values), torch.from_numpy(factors)[:, None]

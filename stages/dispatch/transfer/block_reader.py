@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from queue import SimpleQueue
 
 from stages.checkpoints.packed import PackedBlock, PackedTensor
-from stages.checkpoints.packed_reads import bring_block, lent, room_at_rest
+from stages.checkpoints.packed_reads import BlockAtOnce, bring_block, lent, read_at_once, room_at_rest
 from stages.dispatch.transfer.carrier import ChunkReader
 from stages.machine.aligned_memory import Bytes, buffer_bytes
-from stages.machine.probes import READERS
+from stages.machine.probes import READING_THREADS
 
 
 class BlockReader:
@@ -21,16 +21,29 @@ class BlockReader:
     def __init__(self, reader: ChunkReader, tensors: Iterable[PackedTensor]) -> None:
         self._reader = reader
         rooms = [room_at_rest(block) for tensor in tensors for block in tensor.codec.blocks(tensor)]
-        self.bytes = READERS * max(rooms, default=0)
         self._buffers: SimpleQueue[Bytes] = SimpleQueue()
-        for _ in range(READERS if rooms else 0):
+        for _ in range(READING_THREADS if rooms else 0):
             self._buffers.put(buffer_bytes(max(rooms)))
+        self._known: dict[tuple[int, int], tuple[PackedTensor, BlockAtOnce | None]] = {}
 
     def bring(self, tensor: PackedTensor, block: PackedBlock, target: Bytes) -> int:
         """Read ``block`` and unpack it to its place in ``target``, the bytes of all of ``tensor``.
 
         Returns how many bytes were read.
         """
-        small, direct = self._reader.read_small, self._reader.read
+        reader = self._reader
         with lent(self._buffers) as buffer:
+            known = self._at_once(tensor, block, target, buffer)
+            if known is not None and reader.bring_at_once(known, buffer, target):
+                return known.bytes
+            small, direct = reader.read_small, reader.read
             return bring_block(tensor, block, target, buffer=buffer, small=small, direct=direct)
+
+    def _at_once(self, tensor: PackedTensor, block: PackedBlock, target: Bytes, buffer: Bytes) -> BlockAtOnce | None:
+        """Return how ``block`` is brought in one call of compiled code, where it can; worked out once."""
+        key = id(tensor), block.begin
+        known = self._known.get(key)
+        if known is None or known[0] is not tensor:  # held, so that no other one gets its number
+            work = read_at_once(tensor, block, target, buffer=buffer, descriptor=self._reader.descriptor)
+            known = self._known[key] = tensor, work
+        return known[1]

@@ -13,12 +13,14 @@ import torch
 
 from stages.checkpoints.direct_file import Chunk, DirectFile
 from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed_reads import BlockAtOnce, SpanRead
 from stages.checkpoints.shard_files import ShardFile, read_into
 from stages.dispatch.transfer.arena import Region
 from stages.dispatch.transfer.reading_threads import ReadingThreads
 from stages.dispatch.transfer.trace import Trace
+from stages.machine.aligned_memory import Bytes
 from stages.machine.operator_threads import let_idle_teams_sleep
-from stages.machine.probes import READERS
+from stages.machine.probes import READING_THREADS
 from stages.units import DeviceId
 
 SMALL_BYTES = 64 * 2**10
@@ -32,7 +34,7 @@ def reader_pool() -> ReadingThreads:
     On the host they read, and unpack, on the cores that compute.
     """
     let_idle_teams_sleep()
-    return ReadingThreads(READERS)
+    return ReadingThreads(READING_THREADS)
 
 
 class ChunkReader:
@@ -58,6 +60,20 @@ class ChunkReader:
         file = self._files[span.file]
         file.check()
         read_into(file.descriptor, target, offset=span.begin, path=span.file.path)
+
+    def descriptor(self, read: SpanRead) -> int | None:
+        """Return what the file of ``read`` is open as; null where it can't be read directly as it should."""
+        file = self._files[read.span.file]
+        return file.descriptor if read.chunk is None else file.direct_descriptor
+
+    def bring_at_once(self, block: BlockAtOnce, buffer: Bytes, target: Bytes) -> bool:
+        """Read ``block`` into ``buffer`` and unpack it to ``target``, if its files are what they were; return false
+        where a read failed.
+        """
+        for file in block.files:
+            self._files[file].check()
+        with self._trace.span("read and unpack", "read", bytes=block.bytes) if self._trace else nullcontext():
+            return block.run(buffer, target)
 
     def close(self) -> None:
         """Close the files; closing again does nothing."""

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from pipeline.errors import BudgetError
 from stages.machine.hardware import Hardware
 from stages.machine.host_memory import Host
-from stages.machine.probes import READERS
 from stages.machine.rates import Rates
 from stages.plan.budgets import allow
 from stages.plan.checks import require_fit
@@ -89,8 +88,8 @@ def test_the_disk_needs_room_for_the_bytes_at_rest_alone() -> None:
 
 
 def test_the_host_has_room_for_the_threads_that_unpack() -> None:
-    assert planned(halved(stack(4), working=7), cpu="30").predicted["cpu"]["unpacking"] == READERS * 7
-    assert planned(halved(stack(4), working=7), _0="30").predicted["cpu"]["unpacking"] == READERS * 7
+    assert planned(halved(stack(4), working=7), cpu="30").predicted["cpu"]["unpacking"] == 7
+    assert planned(halved(stack(4), working=7), _0="30").predicted["cpu"]["unpacking"] == 7
     assert "unpacking" not in planned(halved(stack(4), working=7), cpu="100").predicted["cpu"]
     assert "unpacking" not in planned(stack(4), cpu="30").predicted["cpu"]
 

@@ -172,18 +172,23 @@ def test_a_loop_is_given_no_sizes_that_its_arrays_have_not(
     monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_cache))
     known = loops.loops()
     assert known is not None
-    codes, scales = np.zeros((4, 32), np.uint8), np.ones((2, 2), np.float32)
-    made, told = np.zeros((4, 64), np.uint8), {"code": "fp8", "dtype": "bfloat16"}
-    known.unpack_scaled(codes, scales, made, inside=0, block=(2, 16), **told)
+    codes, scales = np.zeros((4, 32), np.uint8), np.ones((2, 2), np.float32).view(np.uint8).ravel()
+    made, told = (
+        np.zeros((4, 64), np.uint8),
+        {"code": "fp8", "dtype": "bfloat16", "scale_dtype": "float32", "across": 2},
+    )
+    known.scaled(codes, scales, made, inside=0, block=(2, 16), **told).run()
     for inside, block, target in ((0, (1, 16), made), (0, (2, 15), made), (0, (2, 16), made[:3]), (1, (2, 16), made)):
         with pytest.raises(AssertionError):
-            known.unpack_scaled(codes, scales, target, inside=inside, block=block, **told)
+            known.scaled(codes, scales, target, inside=inside, block=block, **told)
     with pytest.raises(AssertionError):
-        known.unpack_scaled(codes[:, ::2], scales, made[:, :32], inside=0, block=(2, 8), **told)
+        known.scaled(codes[:, ::2], scales, made[:, :32], inside=0, block=(2, 8), **told)
+    with pytest.raises(AssertionError):
+        known.scaled(codes, scales[:-1], made, inside=0, block=(2, 16), **told)
     with pytest.raises(AssertionError):
         known.merge_planes(codes[0], codes[1], made[0].view(np.uint16)[1:])
     blocks, rows = np.zeros((2, 1, 34), np.uint8), np.zeros((2, 64), np.uint8)
-    known.unpack_ggml(blocks, rows, kind="q8_0", dtype="bfloat16", places=np.array([1, 0]))
+    known.ggml(blocks, rows, kind="q8_0", dtype="bfloat16", places=np.array([1, 0])).run()
     for places in ([0, 2], [-1, 0], [0]):
         with pytest.raises(AssertionError):
-            known.unpack_ggml(blocks, rows, kind="q8_0", dtype="bfloat16", places=np.array(places))
+            known.ggml(blocks, rows, kind="q8_0", dtype="bfloat16", places=np.array(places))

@@ -23,7 +23,7 @@ from stages.dispatch.streaming.streamer import streamer_of
 from stages.dispatch.transfer.carrier import Traffic, reader_pool
 from stages.dispatch.transfer.host_link import HostLink
 from stages.empty_init.experts import is_experts
-from stages.machine.probes import READERS
+from stages.machine.probes import READING_THREADS
 from tests.stages.dispatch.experts.mixtures import mixture
 
 ROW = 5000
@@ -65,7 +65,7 @@ def pool_of(
 def idle_readers() -> Iterator[None]:
     """Have no read begin."""
     release = threading.Event()
-    busy = [reader_pool().submit(release.wait) for _ in range(READERS)]
+    busy = [reader_pool().submit(release.wait) for _ in range(READING_THREADS)]
     try:
         yield
     finally:
@@ -76,8 +76,8 @@ def idle_readers() -> Iterator[None]:
 
 def settle() -> None:
     """Return once all reads that were asked for have ended."""
-    all_idle = threading.Barrier(READERS)
-    for job in [reader_pool().submit_likely(all_idle.wait) for _ in range(READERS)]:
+    all_idle = threading.Barrier(READING_THREADS)
+    for job in [reader_pool().submit_likely(all_idle.wait) for _ in range(READING_THREADS)]:
         job.result()
 
 

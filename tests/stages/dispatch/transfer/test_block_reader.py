@@ -1,0 +1,173 @@
+"""Blocks that are read and unpacked in one call of compiled code: the same bits, the same refusals, any memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.errors import CheckpointError
+from stages.checkpoints import packed_reads
+from stages.checkpoints.codecs.fp8 import BlockScaled
+from stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
+from stages.checkpoints.codecs.mxfp4 import Mxfp4
+from stages.checkpoints.codecs.table_scaled import TableScaled
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.packed import PackedTensor, in_memory
+from stages.checkpoints.packed_reads import read_packed
+from stages.checkpoints.shard_files import ShardFile
+from stages.dispatch.transfer.block_reader import BlockReader
+from stages.dispatch.transfer.carrier import ChunkReader
+from stages.machine.aligned_memory import byte_view, private_bytes
+
+RANDOM = np.random.default_rng(0)
+VALUES = tuple(map(float, np.linspace(-1, 1, 16, dtype=np.float32)))
+
+
+def codes(*shape: int) -> Any:
+    return RANDOM.integers(120, size=shape, dtype=np.uint8)
+
+
+def scales(*shape: int) -> Any:
+    return np.exp2(RANDOM.uniform(-9, 3, shape)).astype(np.float32)
+
+
+def halves(*shape: int) -> Any:
+    return (scales(*shape).view(np.uint32) >> 16).astype(np.uint16)
+
+
+KINDS: dict[str, tuple[Any, tuple[int, ...], list[tuple[Any, str]]]] = {
+    "fp8": (BlockScaled("fp8", 128, 128), (3000, 2048), [(codes(3000, 2048), "uint8"), (scales(24, 16), "float32")]),
+    "fp8, many scales": (
+        BlockScaled("fp8", 1, 32),
+        (3000, 2048),
+        [(codes(3000, 2048), "uint8"), (halves(3000, 64), "bfloat16")],
+    ),
+    "int4": (BlockScaled("int4", 1, 64), (3000, 2048), [(codes(3000, 1024), "uint8"), (scales(3000, 32), "float32")]),
+    "nf4": (
+        TableScaled(VALUES, 64, None, ("bfloat16",)),
+        (3000, 2048),
+        [(codes(3000 * 1024), "uint8"), (scales(3000 * 32), "float32")],
+    ),
+    "mxfp4": (
+        Mxfp4(),
+        (1, 1024, 5000),
+        [(codes(1, 5000, 32, 16), "uint8"), (codes(1, 5000, 32), "uint8")],
+    ),
+    "q4_k": (GgufCodec(("q4_k",)), (3000, 2048), [(codes(3000, 8 * 144), "uint8")]),
+    "q8_0, rows swapped": (
+        GgufCodec(("q8_0",), Arrangement((10, 20, 2, 5))),
+        (2000, 512),
+        [(codes(2000, 544), "uint8")],
+    ),
+}
+
+
+@pytest.fixture
+def compiled(compiled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_cache))
+
+
+def packed_at(path: Path, kind: str, *, before: int = 4099) -> PackedTensor:
+    """Return the tensor of ``kind`` whose parts lie in the file ``path``, behind so many bytes."""
+    codec, shape, parts = KINDS[kind]
+    path.write_bytes(bytes(before) + b"".join(part.tobytes() for part, _ in parts))
+    status = path.stat()
+    file, begin, extents = ShardFile(path.name, path, status.st_size, status.st_mtime_ns, ""), before, []
+    for part, dtype in parts:
+        extents.append(Extent(file, begin, dtype, part.shape))
+        begin += part.nbytes
+    return PackedTensor(codec, tuple(extents), "bfloat16", shape)
+
+
+@contextmanager
+def reading(*tensors: PackedTensor) -> Iterator[BlockReader]:
+    files = ChunkReader({part.file for tensor in tensors for part in tensor.parts}, None)
+    try:
+        yield BlockReader(files, tensors)
+    finally:
+        files.close()
+
+
+def brought(reader: BlockReader, tensor: PackedTensor) -> tuple[bytes, int]:
+    """Return the bytes of ``tensor`` in use, in new memory, and how many were read for them."""
+    target = private_bytes(tensor.bytes)
+    count = sum(reader.bring(tensor, block, target) for block in tensor.codec.blocks(tensor))
+    return target.tobytes(), count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("compiled")
+def test_in_one_call_come_the_bits_that_come_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    one, other = packed_at(tmp_path / "one", kind), packed_at(tmp_path / "other", kind, before=8 * 4096)
+    wanted = bytes(byte_view(read_packed(one)))
+    monkeypatch.setattr(packed_reads, "_unpack_block", None)  # nothing is left to it
+    with reading(one, other) as reader:
+        for tensor in (one, other, one, other):
+            assert brought(reader, tensor)[0] == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("compiled")
+def test_a_file_that_is_cut_meanwhile_is_told_and_nothing_passes_for_read(tmp_path: Path, kind: str) -> None:
+    tensor = packed_at(tmp_path / "file", kind)
+    target = private_bytes(tensor.bytes)
+    with reading(tensor) as reader:
+        blocks = tensor.codec.blocks(tensor)
+        reader.bring(tensor, blocks[-1], target)
+        os.truncate(tensor.file.path, tensor.parts[0].begin + 1000)
+        with pytest.raises(CheckpointError, match="changed while it was being served"):
+            reader.bring(tensor, blocks[-1], target)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_failed_read_leaves_the_error_to_the_usual_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = packed_at(tmp_path / "file", "fp8")
+    tensor = replace(
+        tensor, parts=tuple(replace(part, file=replace(part.file, mtime_ns=None)) for part in tensor.parts)
+    )
+    wanted = bytes(byte_view(read_packed(tensor)))
+    with reading(tensor) as reader:
+        assert brought(reader, tensor)[0] == wanted
+        ways: list[str] = []
+        bring = packed_reads.bring_block
+        monkeypatch.setattr(
+            "stages.dispatch.transfer.block_reader.bring_block",
+            lambda *args, **kwargs: (ways.append("usual"), bring(*args, **kwargs))[1],
+        )
+        monkeypatch.setattr("stages.checkpoints.codecs.loops.LoopAfterReads.run", lambda *_: False)
+        assert brought(reader, tensor)[0] == wanted
+        assert len(ways) == len(tensor.codec.blocks(tensor))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_what_is_in_memory_or_for_other_operators_goes_the_usual_way(tmp_path: Path) -> None:
+    tensor = packed_at(tmp_path / "file", "fp8")
+    held = in_memory(tensor, [np.fromfile(part.file.path, np.uint8)[part.begin : part.end] for part in tensor.parts])
+    doubles = replace(tensor, dtype="float64")
+    with reading(tensor, doubles) as reader:
+        found, count = brought(reader, held)
+        assert (found, count) == (bytes(byte_view(read_packed(tensor))), 0)
+        assert brought(reader, doubles)[0] == bytes(byte_view(read_packed(doubles)))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_tensors_that_follow_each_other_at_one_address_are_told_apart(tmp_path: Path) -> None:
+    tensor = packed_at(tmp_path / "file", "fp8")
+    wanted, found = b"", b""
+    with reading(tensor) as reader:
+        for begin in range(0, 2944, 128):
+            rows = tensor.codec.rows(tensor, begin, begin + 128)
+            assert rows is not None
+            wanted += bytes(byte_view(read_packed(rows)))
+            found += brought(reader, rows)[0]
+            del rows
+    assert found == wanted
