@@ -57,6 +57,7 @@ class Task:
     outcomes: list[Outcome] = field(default_factory=list)
     conclusion: str = ""
     _number: float | None = None
+    _interrupted: bool = False
 
     @property
     def code(self) -> int:
@@ -84,6 +85,8 @@ class Task:
             show_all=self.show_all,
         )
         self.outcomes.append(Outcome(int(hydra.job.num) if apart else 0, hydra.overrides.task, code))
+        if self._interrupted and self.sweep is not None:
+            raise KeyboardInterrupt  # whoever interrupts a sweep doesn't mean the one job that was at work
         return self._number
 
     def _run(self, config: DictConfig, started: float, *, apart: bool) -> int:
@@ -117,11 +120,17 @@ class Task:
         capped = record.config["enforce_memory"] is True
         if folder is None and not capped:
             return perform(record, started=started)
-        from pipeline.job_process import supervise
+        from pipeline.job_process import PassedSignals, supervise
 
-        options = ["--logging", job_logging()]
-        lock = folder.lock if folder is not None else None
-        return supervise(record, capped=capped, options=options, show_all=self.show_all, lock=lock)
+        options, signals = ["--logging", job_logging()], PassedSignals()
+        if folder is None:
+            return supervise(record, capped=capped, options=options, show_all=self.show_all)
+        try:
+            return supervise(
+                record, capped=capped, options=options, show_all=self.show_all, lock=folder.lock, signals=signals
+            )
+        finally:
+            self._interrupted = bool(signals.came)
 
 
 def sweep_folder() -> Path:

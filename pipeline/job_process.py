@@ -28,13 +28,13 @@ _log = logging.getLogger("offstage")
 
 def supervise(
     record: RunRecord, *, capped: bool = False, options: Sequence[str] = (), show_all: bool = False,
-    lock: int | None = None,
+    lock: int | None = None, signals: PassedSignals | None = None,
 ) -> int:  # fmt: skip
     """Run the job of ``record`` in a fresh process and return its exit code; ``record`` isn't current afterwards.
 
     ``capped`` puts it under a memory cap where this process may; ``options`` go to the job's command line;
     ``show_all`` has it show tracebacks; the descriptor ``lock`` stays open in it, so that what it locks is locked until
-    both have ended.
+    both have ended. From ``signals`` one learns which came to this process meanwhile.
 
     Raises:
         KilledError: a signal ended it that it could not heed; the record says so.
@@ -46,7 +46,7 @@ def supervise(
     if group is not None:
         command = group.entering([*command, "--group", str(group.folder), "--version", str(group.version)])
     try:
-        with _PassedSignals() as signals:
+        with signals or PassedSignals() as signals:
             # In a group of its own: a terminal's Ctrl-C is passed on from here, once.
             process = subprocess.Popen(
                 command, process_group=0, env=_environment(show_all=show_all), pass_fds=() if lock is None else (lock,)
@@ -73,7 +73,7 @@ def _group(record: RunRecord) -> MemoryGroup | None:
         return None
 
 
-class _PassedSignals:
+class PassedSignals:
     """Passes signals on to a process: the first as it is, a later one as SIGKILL; ``came`` are those that came.
 
     It is entered before there is a process: one that came while that was made would else leave it to go on alone. It
@@ -85,7 +85,7 @@ class _PassedSignals:
         self._process: subprocess.Popen[bytes] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> _PassedSignals:
+    def __enter__(self) -> PassedSignals:
         self._before = {number: signal.signal(number, self._pass_on) for number in heeded_signals()}
         return self
 

@@ -109,3 +109,23 @@ def work():
 run_command("offstage", work)
 """
     require_interrupted(program)
+
+
+@pytest.mark.parametrize("whom", ["the sweep", pytest.param("the job alone", marks=pytest.mark.long_form)])
+def test_a_signal_ends_the_sweep_that_got_it_and_no_other_job_than_the_one_that_got_it(
+    whom: str, fresh_folder: Path
+) -> None:
+    process = start(
+        fresh_folder, "-m", "hydra/launcher=basic", "generate.max_new_tokens=100000,1,2", "generate.prompts=[[5,6,7]]"
+    )
+    wait_for(lambda: any(record["stages"] for record in records_in(fresh_folder).values()), process)
+    if whom == "the sweep":
+        process.send_signal(signal.SIGINT)
+    else:
+        (job,) = (int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        os.kill(job, signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    statuses = [record["status"] for _, record in sorted(records_in(fresh_folder).items())]
+    assert statuses == ["interrupted"] + ["completed"] * (2 if whom == "the job alone" else 0), err
+    assert process.returncode == 130
+    assert "Traceback" not in err
