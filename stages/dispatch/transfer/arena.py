@@ -66,6 +66,7 @@ class Arena(Generic[Region]):
         self._busy: list[_Span] = []  # sorted
         self._next = 0
         self._gone: deque[_Span] = deque()
+        self._no_room_for = memory.size + 1  # bytes that no gap had when one was last looked for
         self._watches: dict[_Span, weakref.ref[object]] = {}
 
     @property
@@ -80,9 +81,13 @@ class Arena(Generic[Region]):
         next: what is small and stays long leaves the others their room in one piece there.
         """
         self._collect()
-        length = align_up(max(size, 1), self._memory.alignment)
-        begin = self._find_last(max(size, 1)) if at_end else self._find(max(size, 1))
+        size = max(size, 1)
+        if size >= self._no_room_for:
+            return None
+        length = align_up(size, self._memory.alignment)
+        begin = self._find_last(size) if at_end else self._find(size)
         if begin is None:
+            self._no_room_for = size
             return None
         span = _Span(begin, min(begin + length, self.size))
         region, watched = self._memory.lend(span.begin, span.end - span.begin)
@@ -122,6 +127,7 @@ class Arena(Generic[Region]):
 
     def _collect(self) -> None:
         while self._gone:
+            self._no_room_for = self.size + 1
             span = self._gone.popleft()
             self._busy.remove(span)
             del self._watches[span]

@@ -26,10 +26,15 @@ class _Reading:
 
 
 class ReadingThreads:
-    """``count`` threads, which start as they are needed and end with the process."""
+    """``count`` threads, which start as they are needed and end with the process.
+
+    One that has something to do goes on until there is nothing more: asking for a job wakes a thread only where there
+    is one that rests, and costs the thread that computes little.
+    """
 
     def __init__(self, count: int) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="offstage-read")
+        self._count, self._working = count, 0
         self._certain, self._likely = deque[_Reading](), deque[_Reading]()
         self._choosing = threading.Lock()
 
@@ -58,20 +63,31 @@ class ReadingThreads:
         future: Future[_Result] = Future()
         with self._choosing:
             jobs.append(_Reading(work, future))
-        self._threads.submit(self._run_next)
+            rests = self._working < self._count
+            self._working += rests
+        if rests:
+            self._threads.submit(self._work)
         return future
 
-    def _run_next(self) -> None:
-        """Do one job, unless it was cancelled; there is one for each call of this.
+    def _work(self) -> None:
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        """Do one job, unless it was cancelled; return false where there is none.
 
         Once whoever waits for it hears, nothing here holds what it was given, nor does the traceback of one that fails.
         """
         with self._choosing:
-            job = (self._certain or self._likely).popleft()
+            jobs = self._certain or self._likely
+            if not jobs:
+                self._working -= 1
+                return False
+            job = jobs.popleft()
         work, future = job.work, job.future
         del job
         if not future.set_running_or_notify_cancel():
-            return
+            return True
         try:
             result = work()
         except BaseException as error:  # noqa: BLE001 - it is for whoever waits
@@ -81,3 +97,4 @@ class ReadingThreads:
         else:
             del work
             future.set_result(result)
+        return True
