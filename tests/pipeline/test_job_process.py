@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 
-from pipeline.job_process import _PassedSignals
+from pipeline.job_process import PassedSignals
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 def test_a_signal_that_came_while_the_process_was_made_ends_it() -> None:
-    with _PassedSignals() as signals:
+    with PassedSignals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         process = subprocess.Popen(SLEEP, process_group=0)
         signals.pass_to(process)
@@ -23,7 +23,7 @@ def test_a_signal_that_came_while_the_process_was_made_ends_it() -> None:
 
 def test_the_first_signal_is_passed_on_as_it_is_and_the_next_one_kills() -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-    with _PassedSignals() as signals:
+    with PassedSignals() as signals:
         process = subprocess.Popen([sys.executable, "-c", deaf], process_group=0, stdout=subprocess.PIPE)
         signals.pass_to(process)
         assert process.stdout is not None
@@ -38,6 +38,6 @@ def test_the_first_signal_is_passed_on_as_it_is_and_the_next_one_kills() -> None
 
 def test_signals_are_heeded_as_before_afterwards() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with _PassedSignals():
+    with PassedSignals():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before

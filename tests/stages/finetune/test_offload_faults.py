@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from pipeline.errors import BudgetError, ConfigError
-from stages.dispatch.transfer.carrier import reader_pool
 from stages.finetune import CPUOffload
 from stages.finetune.destination import say_that_nothing_goes
 from stages.machine.devices import Devices
-from stages.machine.probes import READING_THREADS
+from tests.stages.finetune.reading import let_threads_end
 from tests.stages.finetune.trained_models import INPUTS, expected, gradients, net, same
 
 GIB = 2**30
@@ -60,11 +59,7 @@ def test_threads_with_one_tag_dont_disturb_each_other(offload: Make) -> None:
 def waiting(context: CPUOffload) -> int:
     """Return how many bytes are away under the tag of ``context``, in the end."""
     gc.collect()
-    all_idle = threading.Barrier(READING_THREADS + 1)  # so that all writes are done
-    idle = [reader_pool().submit(all_idle.wait) for _ in range(READING_THREADS)]
-    all_idle.wait()
-    for one in idle:
-        one.result()
+    let_threads_end()
     return sum(arena.used for swap in context._history.swaps for arena in swap._arena._arenas)
 
 
