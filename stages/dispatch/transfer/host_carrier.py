@@ -47,9 +47,6 @@ class HostCarrier:
         self._lasting = lasting
         self._layouts = [lay_out_reads(sources) for sources in parts]
         self._chunks = [layout.chunks() for layout in self._layouts]
-        self._blocks_in = [
-            [(piece, piece.source.codec.blocks(piece.source)) for piece in layout.packed] for layout in self._layouts
-        ]
         self.sizes = [layout.size for layout in self._layouts]
         self.streamed = self.carried = [layout.rest_bytes for layout in self._layouts]
         options = {part for group in optional for part in group}
@@ -85,9 +82,9 @@ class HostCarrier:
         data = delivery.region.data
         for chunk, begin in self._chunks[part]:
             _submit(delivery, self._read, chunk, [data[begin - chunk.skipped :][: chunk.length]])
-        for piece, blocks in self._blocks_in[part]:
+        for piece in self._layouts[part].packed:
             target = delivery.region[piece.begin : piece.begin + piece.bytes]
-            for block in blocks:
+            for block in piece.source.codec.blocks(piece.source):
                 _submit(delivery, self._unpack, (piece.source, block), [target])
 
     def _read(self, chunk: Chunk, target: list[memoryview]) -> int:

@@ -22,6 +22,7 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import PackedTensor, in_memory
 from stages.checkpoints.packed_reads import read_packed
 from stages.checkpoints.shard_files import ShardFile
+from stages.dispatch.transfer import block_reader
 from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import ChunkReader
 from stages.machine.aligned_memory import byte_view, private_bytes
@@ -157,6 +158,19 @@ def test_what_is_in_memory_or_for_other_operators_goes_the_usual_way(tmp_path: P
         found, count = brought(reader, held)
         assert (found, count) == (bytes(byte_view(read_packed(tensor))), 0)
         assert brought(reader, doubles)[0] == bytes(byte_view(read_packed(doubles)))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_no_more_is_kept_than_a_little_however_many_blocks_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_reader, "_MOST_KNOWN", 2)
+    tensor = packed_at(tmp_path / "file", "fp8")
+    wanted = bytes(byte_view(read_packed(tensor)))
+    monkeypatch.setattr(packed_reads, "_unpack_block", None)  # nothing is left to it
+    with reading(tensor) as reader:
+        assert brought(reader, tensor)[0] == brought(reader, tensor)[0] == wanted
+        assert len(tensor.codec.blocks(tensor)) > len(reader._known) == 2
 
 
 @pytest.mark.usefixtures("compiled")
