@@ -83,13 +83,13 @@ def read_at_once(
     """
     data, reads = _lay_out(block, buffer)
     opened = [descriptor(read) for read in reads]
-    loop = tensor.codec.loop(tensor, block, data, target) if len(reads) == len(block.spans) else None
+    if len(reads) < len(block.spans) or None in opened:
+        return None
+    loop = tensor.codec.loop(tensor, block, data, target)
     if loop is None:
         return None
     first, rows = buffer.ctypes.data, []
     for file, read in zip(opened, reads, strict=True):
-        if file is None:
-            return None
         offset, size = (read.span.begin, read.wanted) if read.chunk is None else (read.chunk.offset, read.chunk.length)
         rows.append(Read(file, offset, size, read.wanted, read.memory.ctypes.data - first))
     files = tuple({read.span.file: None for read in reads})

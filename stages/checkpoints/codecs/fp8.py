@@ -114,7 +114,7 @@ class BlockScaled:
         if len(data) > 2:
             with np.errstate(all="ignore"):
                 np.divide(factors, data[2].view(np.float32), out=factors)
-        loop = self._loop(tensor, block, (data[0], factors.view(np.uint8).ravel()), target, "float32")
+        loop = self._loop(tensor, block, (data[0], factors.view(np.uint8)), target, "float32")
         if loop is not None:
             loop.run()
             return
@@ -137,12 +137,11 @@ class BlockScaled:
         codes, scales = data
         return known.scaled(
             codes.reshape(block.end - block.begin, -1),
-            scales,
+            scales.reshape(-1, tensor.parts[1].shape[-1] * int(DTYPE_BYTES[scale_dtype])),
             target.reshape(math.prod(tensor.shape[:-1]), -1)[block.begin : block.end],
             code=self.name,
             dtype=tensor.dtype,
             scale_dtype=scale_dtype,
-            across=tensor.parts[1].shape[-1],
             inside=block.begin % tensor.shape[-2],
             block=(self.block_rows, self.block_columns),
         )

@@ -30,8 +30,8 @@ _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3}
 _OF_FOUR_BITS = ("fp4", "int4")
 _FORMATS = {name: at for at, name in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"))}
 
-SCALE_DTYPES = {"float32": 4, "bfloat16": 2}
-"""The dtypes of the scales that loops know, and their bytes."""
+SCALE_DTYPES = ("float32", "bfloat16")
+"""The dtypes of the scales that loops know."""
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.unsignedinteger[Any]]
@@ -42,7 +42,9 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-class _Work(Structure):
+class _LoopArguments(Structure):
+    """``Work`` in ``loops.c``."""
+
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scales", "made", "table")),
         *((name, c_int64) for name in _NUMBERS),
@@ -63,7 +65,7 @@ class Loop:
 
     library: ctypes.CDLL
     function: Any
-    work: _Work
+    work: _LoopArguments
     arrays: tuple[npt.NDArray[Any], ...]
     table: npt.NDArray[Any] | None = None
 
@@ -81,7 +83,7 @@ class LoopAfterReads:
     def __init__(self, loop: Loop, reads: Sequence[Read], *, at: tuple[int, int]) -> None:
         buffer, target = at
         self._call, self._function = loop.library.read_and_unpack, cast(loop.function, c_void_p)
-        work = _Work.from_buffer_copy(loop.work)
+        work = _LoopArguments.from_buffer_copy(loop.work)
         work.codes, work.scales, work.made = work.codes - buffer, (work.scales or buffer) - buffer, work.made - target
         self._reads, self._count, self._work, self._table = (Read * len(reads))(*reads), len(reads), work, loop.table
 
@@ -125,25 +127,25 @@ class Loops:
         code: str,
         dtype: str,
         scale_dtype: str,
-        across: int,
         inside: int,
         block: tuple[int, int],
     ) -> Loop:
         """Return what writes to ``made`` [rows, bytes of a row of ``dtype``] what comes of ``codes`` [rows, bytes].
 
-        ``scales``, in bytes at any place, has one of ``scale_dtype``, of ``SCALE_DTYPES``, for each ``block`` (rows,
-        columns) of the matrix, ``across`` in a line of them, from the block on that its row ``inside`` is in: the
-        first of these.
+        ``scales`` [blocks down, bytes of a line of them], at any place, has one of ``scale_dtype``, of
+        ``SCALE_DTYPES``, for each ``block`` (rows, columns) of the matrix, from the block on that its row ``inside`` is
+        in: the first of these.
         """
         rows = len(codes)
         columns = codes.shape[1] * (2 if code in _OF_FOUR_BITS else 1)
+        size = int(DTYPE_BYTES[scale_dtype])
+        across = scales.shape[1] // size
         height = min(block[0], inside + rows)  # what is declared may be more than fits in any number
         width = columns if across == 1 else min(block[1], columns)
-        size = SCALE_DTYPES[scale_dtype]
         assert made.shape == (rows, columns * DTYPE_BYTES[dtype])
         assert across * width >= columns
-        assert not rows or len(scales) // (size * across) > (inside + rows - 1) // height - inside // height
-        work = _Work(
+        assert not rows or len(scales) > (inside + rows - 1) // height - inside // height
+        work = _LoopArguments(
             *_pointers(codes, scales, made), None, _CODES[code], _DTYPES[dtype],
             rows, columns, across, inside, height, width, size,
         )  # fmt: skip
@@ -158,7 +160,7 @@ class Loops:
         runs, run = codes.shape
         assert made.shape == (runs, 2 * run * DTYPE_BYTES[dtype])
         assert (pairs.shape, scales.shape) == ((256,), (4 * runs,))
-        work = _Work(*_pointers(codes, scales, made, pairs), 0, _DTYPES[dtype], runs, 2 * run, scale_bytes=4)
+        work = _LoopArguments(*_pointers(codes, scales, made, pairs), 0, _DTYPES[dtype], runs, 2 * run, scale_bytes=4)
         return Loop(self._library, self._library.unpack_table_scaled, work, (codes, scales, made), pairs)
 
     def mxfp4(self, codes: Bytes, scales: Bytes, table: Numbers, made: Numbers) -> Loop:
@@ -171,7 +173,9 @@ class Loops:
         assert made.strides[1] == made.itemsize == table.itemsize // 2
         line = made.strides[0] // made.itemsize
         dtype = _DTYPES["float32" if made.itemsize == 4 else "bfloat16"]
-        work = _Work(*_pointers(codes, scales), made.ctypes.data, *_pointers(table), 0, dtype, rows, line, groups)
+        work = _LoopArguments(
+            *_pointers(codes, scales), made.ctypes.data, *_pointers(table), 0, dtype, rows, line, groups
+        )
         return Loop(self._library, self._library.unpack_mxfp4, work, (codes, scales, made), table)
 
     def merge_planes(self, low: Bytes, high: Bytes, words: Numbers) -> None:
@@ -197,7 +201,7 @@ class Loops:
             assert places.shape == (rows,)
             assert not rows or 0 <= places.min() <= places.max() < len(made)
         (packed, values), order = _pointers(blocks, made), None if places is None else places.ctypes.data
-        work = _Work(packed, None, values, order, _FORMATS[kind], _DTYPES[dtype], rows, count)
+        work = _LoopArguments(packed, None, values, order, _FORMATS[kind], _DTYPES[dtype], rows, count)
         return Loop(self._library, self._library.unpack_ggml, work, (blocks, made), places)
 
 

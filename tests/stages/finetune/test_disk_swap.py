@@ -18,8 +18,8 @@ from stages.finetune.disk_swap import BLOCK_BYTES, DiskSwap, ScratchFile
 from stages.finetune.host_swap import rooms_on
 from stages.machine.aligned_memory import ALIGNMENT
 from stages.machine.devices import Devices
-from tests.stages.finetune.reading import let_threads_end
 from tests.stages.finetune.trained_models import expected, gradients, net, same
+from tests.stages.reading_threads import settle
 
 INPUTS = torch.arange(4096 * 32).view(4096, 32) / 2**17
 """Each tensor that is saved has half a MiB."""
@@ -102,7 +102,7 @@ def test_a_full_disk_is_one_error_in_the_forward_pass_and_leaves_nothing(small_d
             model(INPUTS)
     del model
     gc.collect()
-    let_threads_end()
+    settle()
     assert (list(small_disk.iterdir()), shutil.disk_usage(small_disk).used) == ([], 0)
     model = net()
     for _ in range(3):

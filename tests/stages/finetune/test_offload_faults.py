@@ -15,8 +15,8 @@ from pipeline.errors import BudgetError, ConfigError
 from stages.finetune import CPUOffload
 from stages.finetune.destination import say_that_nothing_goes
 from stages.machine.devices import Devices
-from tests.stages.finetune.reading import let_threads_end
 from tests.stages.finetune.trained_models import INPUTS, expected, gradients, net, same
+from tests.stages.reading_threads import settle
 
 GIB = 2**30
 Make = Callable[..., CPUOffload]
@@ -59,7 +59,7 @@ def test_threads_with_one_tag_dont_disturb_each_other(offload: Make) -> None:
 def waiting(context: CPUOffload) -> int:
     """Return how many bytes are away under the tag of ``context``, in the end."""
     gc.collect()
-    let_threads_end()
+    settle()
     return sum(arena.used for swap in context._history.swaps for arena in swap._arena._arenas)
 
 

@@ -172,11 +172,8 @@ def test_a_loop_is_given_no_sizes_that_its_arrays_have_not(
     monkeypatch.setenv("XDG_CACHE_HOME", str(compiled_cache))
     known = loops.loops()
     assert known is not None
-    codes, scales = np.zeros((4, 32), np.uint8), np.ones((2, 2), np.float32).view(np.uint8).ravel()
-    made, told = (
-        np.zeros((4, 64), np.uint8),
-        {"code": "fp8", "dtype": "bfloat16", "scale_dtype": "float32", "across": 2},
-    )
+    codes, scales = np.zeros((4, 32), np.uint8), np.ones((2, 2), np.float32).view(np.uint8)
+    made, told = np.zeros((4, 64), np.uint8), {"code": "fp8", "dtype": "bfloat16", "scale_dtype": "float32"}
     known.scaled(codes, scales, made, inside=0, block=(2, 16), **told).run()
     for inside, block, target in ((0, (1, 16), made), (0, (2, 15), made), (0, (2, 16), made[:3]), (1, (2, 16), made)):
         with pytest.raises(AssertionError):

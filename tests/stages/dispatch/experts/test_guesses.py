@@ -25,6 +25,7 @@ from stages.dispatch.transfer.host_link import HostLink
 from stages.empty_init.experts import is_experts
 from stages.machine.probes import READING_THREADS
 from tests.stages.dispatch.experts.mixtures import mixture
+from tests.stages.reading_threads import settle
 
 ROW = 5000
 LAYERS, EXPERTS = 2, 6
@@ -72,13 +73,6 @@ def idle_readers() -> Iterator[None]:
         release.set()
         for job in busy:
             job.result()
-
-
-def settle() -> None:
-    """Return once all reads that were asked for have ended."""
-    all_idle = threading.Barrier(READING_THREADS)
-    for job in [reader_pool().submit_likely(all_idle.wait) for _ in range(READING_THREADS)]:
-        job.result()
 
 
 def call(pool: ExpertPool, layer: int, *experts: int) -> None:

@@ -1,0 +1,13 @@
+"""The threads that read, and write what is offloaded."""
+
+import threading
+
+from stages.dispatch.transfer.carrier import reader_pool
+from stages.machine.probes import READING_THREADS
+
+
+def settle() -> None:
+    """Return once all that the threads were asked for has ended."""
+    all_idle = threading.Barrier(READING_THREADS)
+    for job in [reader_pool().submit_likely(all_idle.wait) for _ in range(READING_THREADS)]:
+        job.result()
