@@ -1,4 +1,4 @@
-"""Measuring how fast the machine moves bytes. Each probe takes well under a second.
+"""Measuring how fast the machine moves bytes. Each probe takes about a second.
 
 Storage is read past the page cache where the system allows it: a second look at the same file would measure memory.
 """
@@ -19,13 +19,15 @@ READING_THREADS = 8
 _STORAGE_BYTES = 256 * 2**20
 _DEVICE_BYTES = 128 * 2**20
 _ROUNDS = 4
+_READING_SECONDS, _PAUSE_SECONDS = 1.0, 0.2
+"""For how long storage is read again and again, and how long it rests between: others slow a shared one for a while."""
 
 
 def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
     """Return the bytes a second at which ``path`` is read again past the page cache; null where it is too small.
 
-    Streaming reads for a token what it read for the one before, and some storage is faster then: the first of two
-    readings isn't counted.
+    Streaming reads for a token what it read for the one before, and some storage is faster then: the first reading
+    isn't counted. Of the others the fastest is: what else the machine does only ever makes one slower.
     """
     offsets = range(0, min(limit, path.stat().st_size - CHUNK_BYTES), CHUNK_BYTES)
     if len(offsets) < READERS or not hasattr(os, "O_DIRECT"):
@@ -44,10 +46,13 @@ def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
 
     try:
         with ThreadPoolExecutor(READERS) as pool:
-            sum(pool.map(read, range(READERS)))
-            start = time.perf_counter()
-            done = sum(pool.map(read, range(READERS)))
-        return round(done / (time.perf_counter() - start))
+            done, taken = sum(pool.map(read, range(READERS))), list[float]()
+            while sum(taken) + _PAUSE_SECONDS * len(taken) < _READING_SECONDS:
+                time.sleep(_PAUSE_SECONDS)
+                start = time.perf_counter()
+                list(pool.map(read, range(READERS)))
+                taken.append(time.perf_counter() - start)
+        return round(done / min(taken))
     except OSError:
         return None
     finally:

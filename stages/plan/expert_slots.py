@@ -34,12 +34,14 @@ Offstage = Mapping[str, DeviceId]
 class Pool:
     """What the slots of one device are for: so many ``experts``, of so many ``bytes`` together.
 
-    With ``unit_bytes`` each kind has a slot at least: where there is one kind they are the bytes of an expert.
+    With ``unit_bytes`` each kind has a slot at least: where there is one kind they are the bytes of an expert. With so
+    many slots of each kind as ``roomy`` says all that a token uses can be brought at once.
     """
 
     experts: int
     bytes: int
     unit_bytes: int
+    roomy: int = ROOMY
 
     def fitting(self, room: int | None) -> int:
         """Return the bytes of the slots that fit into ``room`` bytes, at most one for each expert; null is no limit."""
@@ -148,21 +150,29 @@ def pools(outline: Outline, offstage: Offstage) -> dict[DeviceId, Pool]:
     sharing: dict[DeviceId, Counter[ExpertKind]] = defaultdict(Counter)
     for module, device in offstage.items():
         sharing[device][outline.expert_kinds[module]] += outline.experts[module].count
-    return {device: _pool(counts) for device, counts in sharing.items()}
+    return {device: _pool(counts, roomy_slots(outline)) for device, counts in sharing.items()}
 
 
-def _pool(counts: Mapping[ExpertKind, int]) -> Pool:
+def _pool(counts: Mapping[ExpertKind, int], roomy: int) -> Pool:
     whole = sum(kind.bytes * count for kind, count in counts.items())
-    return Pool(sum(counts.values()), whole, max(-(-whole // count) for count in counts.values()))
+    return Pool(sum(counts.values()), whole, max(-(-whole // count) for count in counts.values()), roomy)
+
+
+def roomy_slots(outline: Outline) -> int:
+    """Return how many slots of each kind let all experts that a token uses of a layer be brought at once.
+
+    Storage has enough to do then, where two would have it wait for each that computes.
+    """
+    return max([ROOMY, *(spec.per_token for spec in outline.experts.values())])
 
 
 def slot_bytes(pool: Pool, room: int | None, *, staged: int) -> int:
     """Return the bytes of the slots of ``pool`` in so much ``room``, of which ``staged`` is for reading ahead.
 
-    As many slots as let one expert be read while another computes come before that.
+    As many slots as a token's experts need come before that.
     """
-    roomy = pool.fitting(None if room is None else room - staged)
-    return max(roomy, min(ROOMY * pool.unit_bytes, pool.fitting(room)))
+    beside = pool.fitting(None if room is None else room - staged)
+    return max(beside, min(pool.roomy * pool.unit_bytes, pool.fitting(room)))
 
 
 def _hit_rates(
@@ -222,7 +232,13 @@ def expert_traffic(
             moved = outline.moved_bytes(name, device) if rests else None
             moved_there = None if moved is None else moved * share * missed
             brought.add(
-                homes[name], rest_bytes * missed, computes=device, unpacked=unpacked, moved=moved_there, ahead=False
+                homes[name],
+                rest_bytes * missed,
+                computes=device,
+                unpacked=unpacked,
+                moved=moved_there,
+                tensors=routing.distinct(experts) * missed,
+                ahead=False,
             )
             found[device] += used * rates[module]
     return ExpertTraffic(brought, found, resident)

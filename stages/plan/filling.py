@@ -3,8 +3,8 @@
 The reserve depends on what is offloaded, and what is offloaded on the reserve. So the filling starts with no reserve,
 and raises it to the largest streamed layer until nothing changes. Reserves only grow and the devices only hold less, so
 this ends, and what stands at the end is the most that can be held: any placement that respects its own reserve fits
-into every step on the way. What a mixture's experts need at least is kept free in the same way: two slots, or one where
-two are too many.
+into every step on the way. What a mixture's experts need is kept free in the same way: slots for those of a token, or
+for two or one where more are too many.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from stages.plan.expert_slots import LEAST, ROOMY
+from stages.plan.expert_slots import LEAST, ROOMY, roomy_slots
 from stages.plan.outline import Outline
 from stages.plan.placement import (
     Budgets,
@@ -69,7 +69,7 @@ def place(outline: Outline, budgets: Budgets, filling: Filling) -> Placement:
     (A tied tensor of two no-split layers is streamed to one of them; where a filling parts the two, it takes a reserve
     that another doesn't.)
     """
-    for slots in (ROOMY, LEAST) if outline.experts else (LEAST,):
+    for slots in dict.fromkeys((roomy_slots(outline), ROOMY, LEAST)) if outline.experts else (LEAST,):
         placements = [_best(outline, budgets, way, slots=slots) for way in dict.fromkeys((filling, fill))]
         fitting = [placed for placed in placements if find_shortage(outline, placed, budgets, slots=slots) is None]
         if fitting:

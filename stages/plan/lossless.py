@@ -23,7 +23,8 @@ from stages.machine.rates import Rates
 from stages.plan.options import StorageConfig
 from stages.plan.outline import Outline
 from stages.plan.request.requests import what_learns
-from stages.units import DTYPE_BYTES
+from stages.plan.token_time import Brought, expected_seconds, token_seconds
+from stages.units import CPU, DISK, DTYPE_BYTES
 
 NAME = "zstd"
 NOMINAL = {"bfloat16": 0.67, "float16": 0.84, "float32": 0.84}
@@ -63,17 +64,20 @@ def choose_packing(
     if possible is None or asked.codec == NAME:
         return possible
     packed = with_copies(outline, possible).packed
-    share = sum(spec.bytes for spec in packed.values()) / sum(outline.sizes[name] for name in packed) if packed else 1
-    return possible if pays(share, rates) else None
+    used, rests = sum(outline.sizes[name] for name in packed), sum(spec.bytes for spec in packed.values())
+    return possible if pays(used, rests, rates, tensors=len(packed)) else None
 
 
-def pays(share: float, rates: Rates) -> bool:
-    """Return whether what is packed to ``share`` of its bytes comes sooner: read, unpacked and used beside each other.
+def pays(used: int, rests: int, rates: Rates, *, tensors: int = 0) -> bool:
+    """Return whether so many ``tensors`` of ``used`` bytes come sooner if they rest in fewer, and are unpacked.
 
-    Reading overlaps with the rest; unpacking and computing take the same cores one after the other.
+    The host computes with them, as a token does.
     """
-    plain = max(1 / rates.storage, 1 / rates.host)
-    return max(share / rates.storage, 1 / rates.unpacking + 1 / rates.host) < plain
+    plain, packed = Brought(), Brought()
+    plain.add(DISK, used, computes=CPU, tensors=tensors)
+    packed.add(DISK, rests, computes=CPU, unpacked=used, tensors=tensors)
+    seconds = [expected_seconds(token_seconds(brought, {}, rates=rates)) for brought in (packed, plain)]
+    return seconds[0] < seconds[1]
 
 
 def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:

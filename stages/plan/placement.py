@@ -232,7 +232,15 @@ def streamed_bytes(outline: Outline, placement: Placement) -> Brought:
             ahead = name not in outline.listed
             moved = outline.moved_bytes(name, device) if packed else None
             moved = None if moved is None else moved * used // count
-            found.add(waits_on(serving), size, computes=device, unpacked=unpacked, moved=moved, ahead=ahead)
+            found.add(
+                waits_on(serving),
+                size,
+                computes=device,
+                unpacked=unpacked,
+                moved=moved,
+                tensors=used / count,
+                ahead=ahead,
+            )
         if device == CPU != placement.main:
             found.compute_on_host(read_bytes(outline, layer.tensors))
     return found

@@ -11,7 +11,7 @@ from operator import mul
 from stages.empty_init.skeleton import parent
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import NOMINAL, Kernels
-from stages.machine.probes import CHUNK_BYTES, READERS
+from stages.machine.probes import CHUNK_BYTES
 from stages.machine.rates import Rates
 from stages.plan.assembly import lying_bytes
 from stages.plan.expert_slots import (
@@ -24,6 +24,7 @@ from stages.plan.expert_slots import (
     offstage_in,
     read_bytes,
 )
+from stages.plan.host_buffers import PINNED_BYTES, bounce_bytes
 from stages.plan.outline import Outline
 from stages.plan.plan import SIMULATED, Plan
 from stages.plan.request.geometry import Geometry, Request
@@ -33,14 +34,12 @@ from stages.plan.token_time import (
     Brought,
     HostShare,
     LayerOutput,
+    expected_seconds,
     forwards_for_free,
     slowest,
     token_seconds,
 )
 from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
-
-PINNED_BYTES = 16 * 2**20
-"""The host memory that weights pass through on their way from storage to an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +196,13 @@ def predict(
     seconds = token_seconds(
         brought, used, rates=rates, members=members, reserves=plan.reserves, on_host=share, host_calls=calls
     )
-    bound, slowest_seconds = slowest(seconds)
+    bound, _ = slowest(seconds)
     forecast: dict[str, float | int | str] = _token_bytes(brought, experts if offstage else None, members)
     if share is not None:
         told = {"host_read": share.read_bytes, "crossing": share.crossings * output.bytes}
         forecast |= {f"{name}_bytes_per_token": round(count) for name, count in told.items()}
         forecast["crossings_per_token"] = share.crossings
-    forecast |= {"seconds_per_token": slowest_seconds, "bound": bound}
+    forecast |= {"seconds_per_token": expected_seconds(seconds), "bound": bound}
     if brought.bytes:
         forecast["forwards_for_free"] = round(forwards_for_free(seconds, members), 2)
     if brought.at_rest.get(DISK):
@@ -262,7 +261,7 @@ def _brought(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: Rout
             computes, ahead = plan.execution[parent(name)], name not in outline.listed
             moved = outline.moved_bytes(name, computes) if packed else None
             moved_there = None if moved is None else moved * share
-            found.add(waits, size, computes=computes, unpacked=unpacked, moved=moved_there, ahead=ahead)
+            found.add(waits, size, computes=computes, unpacked=unpacked, moved=moved_there, tensors=share, ahead=ahead)
         if layer.name in on_host:
             found.compute_on_host(read_bytes(outline, layer.tensors, routing))
     return found
@@ -354,7 +353,7 @@ def _bounced(outline: Outline, plan: Plan) -> int:
     """
     brought = [name for name, serving in plan.serving.items() if serving == "experts"]
     stored = any(plan.homes[name] == DISK for name in brought)
-    chunks = READERS * sum(min(CHUNK_BYTES, pool.unit_bytes) for pool in plan.pools.values()) if stored else 0
+    chunks = sum(bounce_bytes(min(CHUNK_BYTES, pool.unit_bytes)) for pool in plan.pools.values()) if stored else 0
     unpacked: dict[DeviceId, int] = {}
     on_host = set(plan.packed_on_host)
     for name in brought:
@@ -364,7 +363,7 @@ def _bounced(outline: Outline, plan: Plan) -> int:
             size = (outline.rest_sizes if there else outline.sizes)[name] // outline.experts[parent(name)].count
             size = 0 if there and name in on_host else size
             unpacked[device] = max(unpacked.get(device, 0), size)
-    return max(chunks, sum(min(READERS * size, max(PINNED_BYTES, size)) for size in unpacked.values()))
+    return max(chunks, sum(map(bounce_bytes, unpacked.values())))
 
 
 def _unpacking_bytes(outline: Outline, plan: Plan) -> int:

@@ -5,9 +5,14 @@ and the streamed ones once from where they wait. Reading ahead overlaps these, s
 of storage, links and memory (the roofline argument, with bytes in place of operations). Each accelerator has a link of
 its own; memories are read one after the other, as layers compute, those of the host among them where it computes some
 beside accelerators. That links read the host's memory too isn't counted. Beside its bytes each call of a module takes
-the host a while. What rests packed is read in fewer bytes, and takes the cores that unpack it: the cores that compute,
-where the host does. An accelerator that unpacks itself takes it over the link in fewer bytes too, and reads
-and writes its own memory for it: what it is given, temporaries, what comes of it.
+the host a while, and so does each tensor that is brought for it. What rests packed is read in fewer bytes, and takes
+the cores that unpack it: the cores that compute, where the host does. An accelerator that unpacks itself takes it over
+the link in fewer bytes too, and reads and writes its own memory for it: what it is given, temporaries, what comes of
+it.
+
+Nothing is read ahead of an expert that is only known as it is called: reading it and computing take turns. And what
+does go on at once on the host disturbs each other, reading, unpacking and computing: threads wait for a core, and
+storage for the thread that asks it for more.
 
 While another accelerator computes, a link runs ahead as far as its own one has room. Of a run of layers on one
 accelerator what is more than that comes only when the run is under way, while all other links wait. So links work side
@@ -27,10 +32,16 @@ from stages.units import CPU, DISK, DeviceId
 HOST, DEVICE, CROSSING, UNPACKING = "host memory", "device memory", "crossing", "unpacking"
 WAITING = "link beside the host"
 """What layers wait for whose weights found no room ahead while the host computed."""
+BRINGING, ROUTED = "bringing", "storage for experts"
+"""What the thread that computes does to have tensors brought, and reads that begin as an expert is called."""
 HOST_TOKENS, DEVICE_TOKENS = 16, 128
 """How many tokens compute in the time in which the weights are read from the host's memory, or an accelerator's.
 
 Nominal: operations a second over bytes a second, of bfloat16."""
+_CALLS_A_TENSOR = 12
+"""In the time of so many calls of modules the host asks for a tensor, binds it and lets it go. Nominal."""
+_DISTURBANCE = 1 / 4
+"""By which share of the shorter of two that overlap, reading and what takes the cores, a token is longer. Nominal."""
 _STEADY = 3
 """After so many tokens what has come ahead is the same for each."""
 _CROSSING_SECONDS = 20e-6
@@ -46,7 +57,8 @@ class Brought:
     of it can come ahead, in the order of execution, each device's as long as no other's comes between; the rest is
     asked for one layer at a time. Among them is what the host reads of layers that it computes beside accelerators.
     What accelerators unpack themselves comes to ``unpacked_there``; each link brings what is ``saved`` less for it, and
-    they move so many bytes in their memories.
+    they move so many bytes in their memories. The host has so many ``tensors`` brought for itself. Of what waits on
+    disk so much can't come ahead, since it is known ``when_called``.
     """
 
     at_rest: Counter[DeviceId] = field(default_factory=Counter)
@@ -57,6 +69,8 @@ class Brought:
     unpacked_there: float = 0
     saved: Counter[DeviceId] = field(default_factory=Counter)
     moved: Counter[DeviceId] = field(default_factory=Counter)
+    tensors: float = 0
+    when_called: float = 0
 
     def add(
         self,
@@ -66,12 +80,16 @@ class Brought:
         computes: DeviceId,
         unpacked: float | None = None,
         moved: float | None = None,
+        tensors: float = 1,
         ahead: bool = True,
     ) -> None:
         """Count what waits there in ``rest_bytes``, and is used ``unpacked`` in so many; null: as it rests.
 
-        The accelerator that computes unpacks it by so many bytes ``moved`` in its memory; null: the host does.
+        The accelerator that computes unpacks it by so many bytes ``moved`` in its memory; null: the host does. It is so
+        many ``tensors``.
         """
+        self.tensors += tensors if computes == CPU else 0
+        self.when_called += 0 if ahead or waits != DISK else rest_bytes
         used = rest_bytes if unpacked is None else unpacked
         self.at_rest[waits] += rest_bytes  # type: ignore[assignment]
         self.used[computes] += used  # type: ignore[assignment]
@@ -101,6 +119,8 @@ class Brought:
         self.unpacked_there += other.unpacked_there
         self.saved.update(other.saved)
         self.moved.update(other.moved)
+        self.tensors += other.tensors
+        self.when_called += other.when_called
 
     @property
     def bytes(self) -> float:
@@ -171,7 +191,7 @@ def token_seconds(
     reserves: Mapping[DeviceId, int] | None = None,
     host_calls: float = 0,
 ) -> dict[str, float]:
-    """Return the seconds that a token takes storage, the links, either memory, and the cores that unpack.
+    """Return the seconds that a token takes storage, the links, either memory, and the cores that unpack and compute.
 
     ``brought`` is for a pass, ``held`` are the bytes that a token reads on each device which computes with them. A pass
     has a token for each of ``members``. Each device runs ahead by the bytes of its one of ``reserves``; null: by all.
@@ -187,6 +207,8 @@ def token_seconds(
         CROSSING: on_host.crossing_seconds(rates) if on_host else 0.0,
         WAITING: waiting_seconds(brought, rates, reserves, computing * members) / members if on_host else 0.0,
         UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
+        BRINGING: brought.tensors * _CALLS_A_TENSOR / rates.calls / members,
+        ROUTED: brought.when_called / rates.storage / members,
     }
 
 
@@ -257,19 +279,33 @@ def late_bytes(runs: Sequence[tuple[DeviceId, float]], reserves: Mapping[DeviceI
 
 
 def slowest(seconds: Mapping[str, float]) -> tuple[str, float]:
-    """Return what bounds a token, of its ``seconds``, and how long it takes.
+    """Return what bounds a token, of its ``seconds``, and how long it takes if all overlaps that can.
 
     Layers compute one after another, on the host and on accelerators. Where the host computes, the same cores unpack.
     What accelerators wait for beside the host comes while they compute. Of what is done one after the other the longest
     bounds a token.
     """
-    last = dict(seconds)
+    last = {part: count for part, count in seconds.items() if part not in (BRINGING, ROUTED)}
     apart = max(DEVICE, WAITING, key=seconds.__getitem__)
     for parts in [(HOST, apart, CROSSING), *([(HOST, UNPACKING)] if seconds[HOST] else [])]:
         longest = max(parts, key=seconds.__getitem__)
         last[longest] = max(last[longest], sum(seconds[part] for part in parts))
     bound = max(last, key=last.__getitem__)
     return bound, last[bound]
+
+
+def expected_seconds(seconds: Mapping[str, float]) -> float:
+    """Return how long a token takes of which so many ``seconds`` are each thing's.
+
+    That is more than what ``slowest`` has: experts are read when they are called, and what overlaps on the host takes
+    from each other.
+    """
+    in_turn = seconds[HOST] + max(seconds[DEVICE], seconds[WAITING]) + seconds[CROSSING] + seconds[ROUTED]
+    cores = seconds[HOST] + seconds[UNPACKING] + seconds[BRINGING]
+    if seconds[HOST]:
+        in_turn += seconds[UNPACKING] + seconds[BRINGING]
+    ahead = seconds["storage"] - seconds[ROUTED]
+    return max(slowest(seconds)[1], in_turn) + _DISTURBANCE * min(ahead, cores)
 
 
 def forwards_for_free(seconds: Mapping[str, float], members: int) -> float:

@@ -27,8 +27,8 @@ from stages.dispatch.transfer.link import Event, Link
 from stages.dispatch.transfer.part_layout import read_lengths
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from stages.machine.probes import CHUNK_BYTES, READERS
-from stages.plan.predict import PINNED_BYTES
+from stages.machine.probes import CHUNK_BYTES
+from stages.plan.host_buffers import bounce_buffers
 from stages.units import DeviceId
 
 RowSource = tuple[AtRest, ...] | torch.Tensor
@@ -120,13 +120,13 @@ class RowCarrier:
         """Start what fills ``target`` with what lies at ``place``."""
         pool = reader_pool()
         if isinstance(place, Extent):
-            submit = pool.submit_likely if likely else pool.submit
+            submit = pool.submit_likely if likely else pool.submit_awaited
             for chunk in cut(place, CHUNK_BYTES):
                 yield submit(self._pass_on, chunk, target, chunk.begin - place.begin, after)
             return
         if self._unpacks_in_place or crosses_packed(place, self._unpacker):
             for block in place.codec.blocks(place):
-                yield pool.submit(self._unpack, place, block, target, after)
+                yield pool.submit_awaited(self._unpack, place, block, target, after)
             return
         for begin, piece in in_pieces(place):
             yield from self._unpack_and_pass_on(piece, target[begin : begin + piece.bytes], after)
@@ -157,7 +157,7 @@ class RowCarrier:
             return copied
 
         for block in blocks:
-            job = reader_pool().submit(bring, block)
+            job = reader_pool().submit_awaited(bring, block)
             shared.watch(job)
             yield job
 
@@ -206,7 +206,7 @@ class RowCarrier:
 
     def make_certain(self, arrivals: Sequence[RowArrival]) -> None:
         """Have ``arrivals`` that were only likely to be used be read with all that is certain."""
-        reader_pool().make_certain([piece for arrival in arrivals for piece in arrival.pieces])
+        reader_pool().make_awaited([piece for arrival in arrivals for piece in arrival.pieces])
 
     def stop(self, arrivals: Sequence[RowArrival]) -> None:
         """Have nothing more of ``arrivals`` begin."""
@@ -231,4 +231,4 @@ class RowCarrier:
 
 def _buffers(link: Link, size: int) -> PinnedBuffers:
     """Return buffers of ``size`` bytes: one for each thread that reads, fewer where they are large."""
-    return PinnedBuffers(link, count=max(1, min(READERS, PINNED_BYTES // size)), size=size)
+    return PinnedBuffers(link, count=bounce_buffers(size), size=size)

@@ -20,7 +20,7 @@ import torch
 from stages.dispatch.transfer.link import Event, Link, pin
 from stages.machine.aligned_memory import Bytes, buffer_bytes
 from stages.machine.probes import CHUNK_BYTES
-from stages.plan.predict import PINNED_BYTES
+from stages.plan.host_buffers import PINNED_BYTES
 
 BUFFERS = PINNED_BYTES // CHUNK_BYTES
 """Pinned buffers: one for each thread that reads, and one for each that is being copied meanwhile."""

@@ -1,6 +1,6 @@
-"""The threads that read: what is certain to be used goes before what is only likely to be.
+"""The threads that read: what is waited for goes first, then what is certain to be used, then what is likely to be.
 
-Jobs of each kind begin in the order in which they were asked for, and a likely one only where no certain one waits.
+Jobs of each kind begin in the order in which they were asked for, and one only where none waits of those before it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReadingThreads:
     def __init__(self, count: int) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="offstage-read")
         self._count, self._working = count, 0
-        self._certain, self._likely = deque[_Reading](), deque[_Reading]()
+        self._awaited, self._certain, self._likely = deque[_Reading](), deque[_Reading](), deque[_Reading]()
         self._choosing = threading.Lock()
 
     def submit(
@@ -44,20 +44,26 @@ class ReadingThreads:
         """Have ``work`` be done with these arguments; what it gives is certain to be used."""
         return self._put(self._certain, partial(work, *args, **kwargs))
 
+    def submit_awaited(
+        self, work: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs
+    ) -> Future[_Result]:
+        """Have ``work`` be done with these arguments before all that nobody waits for yet."""
+        return self._put(self._awaited, partial(work, *args, **kwargs))
+
     def submit_likely(
         self, work: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs
     ) -> Future[_Result]:
         """Have ``work`` be done with these arguments once nothing certain waits."""
         return self._put(self._likely, partial(work, *args, **kwargs))
 
-    def make_certain(self, futures: Collection[Future[Any]]) -> None:
-        """Have the likely jobs of ``futures`` that wait be certain ones, after those that there are."""
+    def make_awaited(self, futures: Collection[Future[Any]]) -> None:
+        """Have the likely jobs of ``futures`` that haven't begun be awaited ones, after those that there are."""
         chosen = {*futures}
         with self._choosing:
             jobs = [job for job in self._likely if job.future in chosen]
             for job in jobs:
                 self._likely.remove(job)
-            self._certain.extend(jobs)
+            self._awaited.extend(jobs)
 
     def _put(self, jobs: deque[_Reading], work: Callable[[], _Result]) -> Future[_Result]:
         future: Future[_Result] = Future()
@@ -79,7 +85,7 @@ class ReadingThreads:
         Once whoever waits for it hears, nothing here holds what it was given, nor does the traceback of one that fails.
         """
         with self._choosing:
-            jobs = self._certain or self._likely
+            jobs = self._awaited or self._certain or self._likely
             if not jobs:
                 self._working -= 1
                 return False

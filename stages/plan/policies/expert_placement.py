@@ -1,7 +1,7 @@
 """A mixture of which not all fits: its experts wait below the devices that compute them, and have slots there.
 
-Two slots let one expert be read while the other computes, and come before anything else that isn't needed at once. What
-they leave is for what every token needs.
+Slots for all experts that a token uses of a layer let these be read at once, and come before anything else that isn't
+needed then. What they leave is for what every token needs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 from stages.empty_init.skeleton import parent
-from stages.plan.expert_slots import LEAST, ROOMY, pools
+from stages.plan.expert_slots import LEAST, pools, roomy_slots
 from stages.plan.outline import Outline
 from stages.plan.placement import (
     Budgets,
@@ -39,17 +39,17 @@ class SlottedMixture:
 
     def placements(self) -> Iterator[Placement]:
         """Yield the placements that fit, the best first."""
-        one = _largest_expert(self.outline)
-        roomy = self._beside(ROOMY, ROOMY * one)
-        yield from [roomy] if roomy else self._with_one_slot(one)
+        one, slots = _largest_expert(self.outline), roomy_slots(self.outline)
+        roomy = self._beside(slots, slots * one)
+        yield from [roomy] if roomy else self._with_one_slot(one, (slots - LEAST) * one)
 
-    def _with_one_slot(self, one: int) -> Iterator[Placement]:
+    def _with_one_slot(self, one: int, others: int) -> Iterator[Placement]:
         """Yield the placements beside a single slot, of ``one`` expert.
 
-        As much is left as there can be of what a second slot would take. Else the second, which comes as soon as there
-        is room for it, would push out weights that every token needs: more budget is never to bring more bytes.
+        As much is left as there can be of the bytes that the ``others`` would take. Else these, which come as soon as
+        there is room for them, would push out weights that every token needs: more budget is never to bring more bytes.
         """
-        found, fits, much = self._beside(LEAST, LEAST * one), 0, one
+        found, fits, much = self._beside(LEAST, LEAST * one), 0, others
         while found is not None and much - fits > 1:
             left = (fits + much) // 2
             tried = self._beside(LEAST, LEAST * one + left)

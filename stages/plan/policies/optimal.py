@@ -52,7 +52,7 @@ from stages.plan.policies.link_shares import evened_bytes, share_layers, wanted_
 from stages.plan.policies.packed_experts import with_experts_packed
 from stages.plan.policies.sequential import sequential
 from stages.plan.policies.subset_sums import subset_sums
-from stages.plan.token_time import slowest, token_seconds
+from stages.plan.token_time import expected_seconds, token_seconds
 from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 _TRIES = 8
@@ -171,9 +171,17 @@ def _cost(outline: Outline, placement: Placement, budgets: Budgets, rates: Rates
             unpacked = outline.sizes[name] * experts.per_token // experts.count if packed else None
             moved = outline.moved_bytes(name, device) if packed else None
             moved = None if moved is None else moved * experts.per_token // experts.count
-            brought.add(placement.homes[name], size, computes=device, unpacked=unpacked, moved=moved, ahead=False)
+            brought.add(
+                placement.homes[name],
+                size,
+                computes=device,
+                unpacked=unpacked,
+                moved=moved,
+                tensors=experts.per_token,
+                ahead=False,
+            )
     kept = reserves(outline, placement, budgets) if len(brought.links) > 1 else None
-    seconds = slowest(token_seconds(brought, computed_bytes(outline, placement), rates=rates, reserves=kept))[1]
+    seconds = expected_seconds(token_seconds(brought, computed_bytes(outline, placement), rates=rates, reserves=kept))
     return seconds, brought.bytes, brought.at_rest.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stages.machine.rates import Rates
-from stages.plan.expert_slots import ROOMY
+from stages.plan.expert_slots import roomy_slots
 from stages.plan.outline import Outline
 from stages.plan.placement import (
     Budgets,
@@ -43,7 +43,10 @@ def with_experts_packed(outline: Outline, placement: Placement, budgets: Budgets
 
 def _packed(outline: Outline, placement: Placement, budgets: Budgets, names: Sequence[str]) -> Iterator[Placement]:
     away = replace(placement, homes={**placement.homes, **dict.fromkeys(names, DISK)})
-    held, kept = resident_bytes(outline, away.homes).get(CPU, 0), kept_free(outline, away, ROOMY).get(CPU, 0)
+    held, kept = (
+        resident_bytes(outline, away.homes).get(CPU, 0),
+        kept_free(outline, away, roomy_slots(outline)).get(CPU, 0),
+    )
     room = (budgets.get(CPU) or 0) - held - kept
     for share in range(1, _SHARES + 1):
         packed = fitting(outline, names, room * share // _SHARES, at_rest=True)

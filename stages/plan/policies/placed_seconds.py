@@ -15,7 +15,7 @@ from stages.plan.placement import (
     resident_bytes,
     streamed_bytes,
 )
-from stages.plan.token_time import ONE_TOKEN, LayerOutput, slowest, token_seconds
+from stages.plan.token_time import ONE_TOKEN, LayerOutput, expected_seconds, token_seconds
 from stages.units import CPU, DeviceId
 
 
@@ -50,4 +50,4 @@ def placed_seconds(
                 used[device] = used.get(device, 0) + round(count)
     beside = CPU in computing.values() and placement.main != CPU
     share = host_share(outline, computing, output) if beside else None
-    return slowest(token_seconds(brought, used, rates=rates, members=members, reserves=kept, on_host=share))[1]
+    return expected_seconds(token_seconds(brought, used, rates=rates, members=members, reserves=kept, on_host=share))

@@ -21,7 +21,7 @@ from pipeline.errors import BudgetError, CheckpointError
 from stages.dispatch.streaming.bindings import data_of
 from stages.dispatch.transfer.trace import Trace
 from stages.machine.devices import Devices
-from stages.plan.predict import PINNED_BYTES
+from stages.plan.host_buffers import PINNED_BYTES
 from stages.units import CPU, DeviceId
 from tests.stages.dispatch.late_link import LateLink
 from tests.stages.dispatch.placed_models import Setup, X, net

@@ -22,11 +22,12 @@ SHARE = 0.67
 
 @pytest.mark.parametrize("unpacking", [10**9, 4 * 10**9, 10**10])
 def test_packing_pays_below_the_rate_at_which_unpacking_and_using_take_as_long_as_reading_plain(unpacking: int) -> None:
-    host = 10**10
-    even = 1 / (1 / unpacking + 1 / host)
-    assert pays(SHARE, Rates(storage=round(even * 0.99), host=host, unpacking=unpacking))
-    assert not pays(SHARE, Rates(storage=round(even * 1.01), host=host, unpacking=unpacking))
-    assert not pays(1.0, Rates(storage=10**6, host=host, unpacking=unpacking)), "nothing is read in fewer bytes"
+    host, used = 10**10, 10**9
+    rests = round(SHARE * used)
+    even = (1 - SHARE / 4) / (1 / unpacking + 3 / 4 / host)  # a quarter of what goes on beside the longer one is added
+    assert pays(used, rests, Rates(storage=round(even * 0.99), host=host, unpacking=unpacking))
+    assert not pays(used, rests, Rates(storage=round(even * 1.01), host=host, unpacking=unpacking))
+    assert not pays(used, used, Rates(storage=10**6, host=host, unpacking=unpacking)), "nothing is read in fewer bytes"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_auto_weighs_what_does_not_shrink_too() -> None:
 
 
 def config(codec: str, io: str, *, storage: str) -> dict[str, Any]:
-    hardware = {"rates": {"storage": storage}, "devices": [], "host": {"memory": "2GB"}}
+    hardware = {"rates": {"storage": storage, "calls": "1GB"}, "devices": [], "host": {"memory": "2GB"}}
     shared = {"max_memory": {"cpu": "150kB"}, "device_map_overrides": {}, "generate": {}, "model": {}}
     return {**shared, "device_map": "disk", "hardware": hardware, "storage": {"io": io, "codec": codec}}
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from pipeline.errors import BudgetError
 from stages.dispatch import dispatch_plan
 from stages.plan import plan as plans
-from stages.plan.expert_slots import Pool, Routing
+from stages.plan.expert_slots import Pool, Routing, roomy_slots
 from stages.plan.outline import Outline
 from stages.plan.picture import draw
 from stages.plan.plan import Plan
@@ -70,7 +70,8 @@ def test_what_every_token_needs_stays_and_the_rest_of_the_budget_is_slots(name: 
     assert set(plan.serving.values()) == {"experts", "rows"}
     assert plan.slots == {CPU: 5 * expert_bytes(model)}
     assert (plan.reserves, plan.staging_bytes) == ({}, 3)
-    assert plan.pools == {CPU: Pool(count := 6 * len(model.experts), count * expert_bytes(model), expert_bytes(model))}
+    count, together = 6 * len(model.experts), max(2, *(spec.per_token for spec in model.experts.values()))
+    assert plan.pools == {CPU: Pool(count, count * expert_bytes(model), expert_bytes(model), together)}
 
 
 def test_tables_of_which_a_token_needs_a_row_make_room_for_slots_until_all_experts_have_one() -> None:
@@ -100,6 +101,17 @@ def test_two_experts_come_before_reading_ahead_and_one_is_enough() -> None:
     assert plan_for(model, cpu=least + expert_bytes(model)).slots == {CPU: 2 * expert_bytes(model)}
     with pytest.raises(BudgetError):
         plan_for(model, cpu=least - 1)
+
+
+def test_all_experts_of_a_token_have_a_slot_before_weights_that_every_token_needs_stay() -> None:
+    model = mixture("Qwen3-MoE")
+    together, one = roomy_slots(model), expert_bytes(model)
+    assert together == max(spec.per_token for spec in model.experts.values()) > 2
+    whole = plan_for(model, cpu=kept_bytes(model) + together * one)
+    assert (whole.slots, whole.reserves) == ({CPU: together * one}, {})
+    less = plan_for(model, cpu=kept_bytes(model) + together * one - 1)
+    assert less.slots == {CPU: together * one}
+    assert less.reserves, "a part of what every token needs is read for each"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -287,7 +299,7 @@ def test_what_is_read_into_slots_passes_through_buffers_of_the_host() -> None:
     model = mixture("Mixtral")
     plan = plan_for(model, cpu=kept_bytes(model) + 4 * expert_bytes(model))
     assert plan.predicted[CPU]["slots"] == 4 * expert_bytes(model)
-    assert plan.predicted[CPU]["staging"] == 4 * expert_bytes(model), "four readers, each with an expert at most"
+    assert plan.predicted[CPU]["staging"] == 8 * expert_bytes(model), "eight threads, each with an expert at most"
     from_host = plan_for(model, _0=dense_bytes(model) + 4 * expert_bytes(model), cpu=model.skeleton.bytes)
     assert from_host.predicted[CPU]["staging"] == 0
 
@@ -301,9 +313,9 @@ def test_what_is_unpacked_for_slots_of_an_accelerator_passes_through_buffers_of_
     plan = plan_for(model, _0=dense_bytes(model) + 4 * expert_bytes(model), cpu=0)
     largest = max(plain.sizes[name] for name in plain.expert_tensors) // 6
     assert plan.predicted[CPU]["staging"] - plan_for(plain, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"] == (
-        4 * (largest - 1)
+        8 * (largest - 1)
     )
-    monkeypatch.setattr("stages.plan.predict.PINNED_BYTES", 1)
+    monkeypatch.setattr("stages.plan.host_buffers.PINNED_BYTES", 1)
     small = plan_for(model, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"]
     assert small == largest, "one is enough, which several threads unpack into"
 

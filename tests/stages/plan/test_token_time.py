@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from stages.machine.rates import Rates, read_rates
-from stages.plan.token_time import HOST, Brought, late_bytes, link_seconds, slowest, token_seconds
-from stages.units import CPU, DeviceId
+from stages.plan.token_time import HOST, Brought, expected_seconds, late_bytes, link_seconds, slowest, token_seconds
+from stages.units import CPU, DISK, DeviceId
 
 RATES = Rates(storage=10, host=1000, link=100, device=1000)
 
@@ -70,3 +70,35 @@ def test_calls_take_the_host_a_while_however_few_weights_there_are() -> None:
     rates = Rates(host=100, calls=10)
     seconds = [token_seconds(Brought(), {CPU: 100}, rates=rates, host_calls=calls)[HOST] for calls in (0, 20)]
     assert seconds == [1, 3]
+
+
+def read(count: float, *, ahead: bool = True, unpacked: float | None = None, tensors: float = 0) -> Brought:
+    found = Brought()
+    found.add(DISK, count, computes=CPU, ahead=ahead, unpacked=unpacked, tensors=tensors)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("streamed", "expected"),
+    [
+        (read(20), 2 + 0.25 * 1.02),
+        (read(5), 1.005 + 0.25 * 0.5),
+        (read(5, unpacked=100, tensors=10), 1.1 + 0.2 + 0.12 + 0.25 * 0.5),
+        (read(20, ahead=False), 1.02 + 2),
+        (Brought(), 1),
+    ],
+)
+def test_what_overlaps_on_the_host_takes_from_each_other_and_experts_wait_for_their_call(
+    streamed: Brought, expected: float
+) -> None:
+    rates = Rates(storage=10, host=1000, unpacking=500, calls=1000)
+    seconds = token_seconds(streamed, {CPU: 1000}, rates=rates)
+    assert expected_seconds(seconds) == pytest.approx(expected)
+
+
+def test_what_an_accelerator_computes_has_nothing_disturbed_but_by_what_the_host_unpacks() -> None:
+    streamed = Brought()
+    streamed.add(DISK, 20, computes=0, unpacked=40)
+    seconds = token_seconds(streamed, {0: 100}, rates=Rates(storage=10, unpacking=40, link=100, device=1000))
+    assert expected_seconds(seconds) == pytest.approx(2 + 0.25 * 1)
+    assert expected_seconds({**seconds, "unpacking": 0}) == slowest({**seconds, "unpacking": 0})[1] == 2

@@ -1,4 +1,4 @@
-"""Threads that read: what is certain goes before what is only likely."""
+"""Threads that read: what is waited for goes first, and what is certain before what is only likely."""
 
 import gc
 import threading
@@ -38,12 +38,20 @@ def test_likely_jobs_wait_for_all_certain_ones_even_those_asked_for_later(held: 
     assert held.go() == ["certain", "certain too", "likely"]
 
 
-def test_a_likely_job_that_becomes_certain_goes_before_what_is_asked_for_then(held: Held) -> None:
+def test_what_is_waited_for_goes_first_in_its_order(held: Held) -> None:
+    held.threads.submit(held.done.append, "certain")
+    held.threads.submit_awaited(held.done.append, "awaited")
+    held.threads.submit_awaited(held.done.append, "awaited too")
+    assert held.go() == ["awaited", "awaited too", "certain"]
+
+
+def test_a_likely_job_that_is_waited_for_goes_after_those_that_are_and_before_all_else(held: Held) -> None:
     held.threads.submit_likely(held.done.append, "unlikely")
     job = held.threads.submit_likely(held.done.append, "likely")
-    held.threads.make_certain([job])
     held.threads.submit(held.done.append, "certain")
-    assert held.go() == ["likely", "certain", "unlikely"]
+    held.threads.submit_awaited(held.done.append, "awaited")
+    held.threads.make_awaited([job])
+    assert held.go() == ["awaited", "likely", "certain", "unlikely"]
 
 
 def test_a_job_that_is_cancelled_is_not_done(held: Held) -> None:
