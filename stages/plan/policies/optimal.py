@@ -57,6 +57,8 @@ from stages.units import CPU, DISK, DeviceId, in_tier_order
 
 _TRIES = 8
 """How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
+_PARTS, _PARTS_PACKED = 2, 4
+"""How many of the largest parts are to have room at once: one computes while others are read, or read and unpacked."""
 _EVENED = 3
 """How often layers are shared out anew to several links, by what each was to bring."""
 _NO_MATTER = 10**15
@@ -322,13 +324,14 @@ def _others(outline: Outline, budgets: Budgets, others: Sequence[DeviceId]) -> t
 def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alone: bool = True) -> set[str] | None:
     """Return the tensors to stream, so that the others and the staging memory fit into ``room`` bytes, or null.
 
-    The staging memory is to hold two of the largest parts, so that one is read while the other computes; where only
-    a single layer's worth fits, that. Where the device isn't ``alone`` it is enough: what comes next is read while
-    others compute.
+    The staging memory is to hold two of the largest parts, so that one is read while the other computes, or four where
+    what rests packed is unpacked meanwhile; where only a single layer's worth fits, that. Where the device isn't
+    ``alone`` it is enough: what comes next is read while others compute.
     """
     shapes = [_shape(outline, layer) for layer in layers]
     kinds = {shape: subset_sums([size for size, _ in shape]) for shape in dict.fromkeys(shapes)}
     total, counts = sum(layer.bytes for layer in layers), Counter(shapes)
+    parts = _PARTS_PACKED if any(name in outline.packed for layer in layers for name in layer.owned) else _PARTS
     roomy: list[set[str]] = []
     tight: list[set[str]] = []
     for reserve in sorted({count for kind in kinds.values() for count in kind.sums}):
@@ -338,7 +341,7 @@ def _least_streamed(outline: Outline, layers: Sequence[Layer], room: int, *, alo
             continue
         chosen = {shape: kind.within(reserve) for shape, kind in kinds.items()}
         away = {layer.owned[place] for layer, shape in zip(layers, shapes, strict=True) for place in chosen[shape]}
-        extra = max(0, _two_parts(chosen, counts) - reserve) if alone else 0
+        extra = max(0, _largest_parts(chosen, counts, parts) - reserve) if alone else 0
         found = roomy if extra <= spare else tight
         if len(found) < _TRIES:
             found.append(away - fitting(outline, away, max(0, spare - extra)))
@@ -356,8 +359,8 @@ def _shape(outline: Outline, layer: Layer) -> Shape:
     return tuple((outline.sizes[name], modules.index(parent(name))) for name in layer.owned)
 
 
-def _two_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape, int]) -> int:
-    """Return the bytes of the two largest parts, where ``chosen`` are the positions that are streamed of each shape.
+def _largest_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape, int], most: int) -> int:
+    """Return the bytes of the ``most`` largest parts, where ``chosen`` are the positions streamed of each shape.
 
     A part is what streams together: the tensors of one module.
     """
@@ -366,5 +369,5 @@ def _two_parts(chosen: Mapping[Shape, frozenset[int]], counts: Mapping[Shape, in
         held: Counter[int] = Counter()
         for size, module in (shape[place] for place in places):
             held[module] += size
-        parts += list(held.values()) * min(2, counts[shape])
-    return sum(sorted(parts)[-2:])
+        parts += list(held.values()) * min(most, counts[shape])
+    return sum(sorted(parts)[-most:])
