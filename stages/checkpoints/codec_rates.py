@@ -24,8 +24,8 @@ _MODULES = {"mxfp4": "mxfp4", "nf4": "table_scaled", "zstd": "planes"}
 """Codec → the module that has its sample."""
 _FAMILIES = ("fp8", "gguf")
 """The modules that have those of several."""
-_ROUNDS, _TURNS = 4, 3
-"""How often it is measured, and how often a sample is unpacked each time."""
+_MEASURING_SECONDS, _TURNS = 0.3, 3
+"""For how long it is measured again and again, and how often a sample is unpacked each time."""
 
 
 def unpacking_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
@@ -40,7 +40,7 @@ def unpacking_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
 
     loops.build()
     machine = f"{loops.identity()}; numpy {metadata.version('numpy')}; {kernels.identity()}"
-    wanted = {name: f"unpacking {name}; {machine}" for name in names}
+    wanted = {name: f"unpacking {name}, best of {_MEASURING_SECONDS} s; {machine}" for name in names}
     probes: Mapping[str, Callable[[], Any]] = {key: partial(_measured, name) for name, key in wanted.items()}
     kept = kept_or_measured(folder / FILE_NAME, probes, is_sound=is_rate)
     return {name: coarse_rate(kept[key]) for name, key in wanted.items() if key in kept}
@@ -71,7 +71,7 @@ def _sample(name: str) -> tuple[PackedTensor, PackedBlock, list[Bytes]] | None:
 def measure(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]) -> int:
     """Return the bytes in use a second at which as many threads as read unpack the sample ``block`` of ``tensor``.
 
-    The best of a few rounds: what else the machine does only ever makes one slower.
+    The best of many rounds: what else the machine does only ever makes one slower.
     """
     import numpy as np
 
@@ -86,7 +86,7 @@ def measure(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]) -> 
         tensor.codec.unpack(tensor, block, data, target)
     taken: list[float] = []
     with ThreadPoolExecutor(threads) as pool:
-        for _ in range(_ROUNDS):
+        while sum(taken) < _MEASURING_SECONDS:
             begin = time.perf_counter()
             list(pool.map(unpack, targets))
             taken.append(time.perf_counter() - begin)

@@ -41,7 +41,8 @@ Nominal: operations a second over bytes a second, of bfloat16."""
 _CALLS_A_TENSOR = 12
 """In the time of so many calls of modules the host asks for a tensor, binds it and lets it go. Nominal."""
 _DISTURBANCE = 1 / 4
-"""By which share of the shorter of two that overlap, reading and what takes the cores, a token is longer. Nominal."""
+"""By which share of the shorter of two that go on at once they take longer: reading and what takes the cores, and of
+that, unpacking and computing. Nominal."""
 _STEADY = 3
 """After so many tokens what has come ahead is the same for each."""
 _CROSSING_SECONDS = 20e-6
@@ -301,11 +302,11 @@ def expected_seconds(seconds: Mapping[str, float]) -> float:
     from each other.
     """
     in_turn = seconds[HOST] + max(seconds[DEVICE], seconds[WAITING]) + seconds[CROSSING] + seconds[ROUTED]
-    cores = seconds[HOST] + seconds[UNPACKING] + seconds[BRINGING]
+    computing = seconds[HOST] + seconds[BRINGING]
     if seconds[HOST]:
-        in_turn += seconds[UNPACKING] + seconds[BRINGING]
-    ahead = seconds["storage"] - seconds[ROUTED]
-    return max(slowest(seconds)[1], in_turn) + _DISTURBANCE * min(ahead, cores)
+        in_turn += seconds[UNPACKING] + seconds[BRINGING] + _DISTURBANCE * min(seconds[UNPACKING], computing)
+    beside_reading = min(seconds["storage"] - seconds[ROUTED], computing + seconds[UNPACKING])
+    return max(slowest(seconds)[1], in_turn) + _DISTURBANCE * beside_reading
 
 
 def forwards_for_free(seconds: Mapping[str, float], members: int) -> float:

@@ -24,7 +24,7 @@ SHARE = 0.67
 def test_packing_pays_below_the_rate_at_which_unpacking_and_using_take_as_long_as_reading_plain(unpacking: int) -> None:
     host, used = 10**10, 10**9
     rests = round(SHARE * used)
-    even = (1 - SHARE / 4) / (1 / unpacking + 3 / 4 / host)  # a quarter of what goes on beside the longer one is added
+    even = (1 - SHARE / 4) / (1 / unpacking + 1 / host)  # a quarter of what goes on beside the longer one is added
     assert pays(used, rests, Rates(storage=round(even * 0.99), host=host, unpacking=unpacking))
     assert not pays(used, rests, Rates(storage=round(even * 1.01), host=host, unpacking=unpacking))
     assert not pays(used, used, Rates(storage=10**6, host=host, unpacking=unpacking)), "nothing is read in fewer bytes"

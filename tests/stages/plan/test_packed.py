@@ -59,7 +59,7 @@ def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_t
     fast = planned(model, cpu="30", rates=Rates(storage=1000, host=1000, unpacking=50, calls=10**9)).forecast
     assert (fast["bound"], fast["seconds_per_token"]) == (
         "unpacking",
-        pytest.approx(40 / 1000 + 20 / 50 + 0.25 * 10 / 1000),
+        pytest.approx(40 / 1000 + 20 / 50 + 0.25 * (10 / 1000 + 40 / 1000)),
     )
     assert fast["forwards_for_free"] == 0, "the cores have no time left beside"
 

@@ -83,7 +83,7 @@ def read(count: float, *, ahead: bool = True, unpacked: float | None = None, ten
     [
         (read(20), 2 + 0.25 * 1.02),
         (read(5), 1.005 + 0.25 * 0.5),
-        (read(5, unpacked=100, tensors=10), 1.1 + 0.2 + 0.12 + 0.25 * 0.5),
+        (read(5, unpacked=100, tensors=10), 1.1 + 0.2 + 0.12 + 0.25 * (0.5 + 0.2)),
         (read(20, ahead=False), 1.02 + 2),
         (Brought(), 1),
     ],
