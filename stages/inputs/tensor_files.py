@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,10 +123,3 @@ def _array(archive: zipfile.ZipFile, name: str) -> Any:
     with archive.open(name + _ARRAY) as stream:
         array = npy.read_array(stream, allow_pickle=False)
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=None)
-
-
-def total_bytes(heads: Mapping[str, TensorHead]) -> int:
-    """Return the bytes of all tensors together."""
-    from stages.units import tensor_bytes
-
-    return sum(tensor_bytes(head.shape, head.dtype) for head in heads.values())
