@@ -11,37 +11,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from pipeline.environment import allowed_cores
+from tests.benchmarks.busy import COPYING, COUNTING, busy
 from tests.benchmarks.offload import say
 from tests.benchmarks.storage import direct_read_bandwidth
 
-WORK: Mapping[str, str] = {
-    "alone": "",
-    "beside counting": "while True: pass",
-    "beside copying": "import numpy as np\na = np.ones(2**28, np.uint8)\nb = a.copy()\nwhile True: np.copyto(b, a)",
-}
+WORK: Mapping[str, str | None] = {"alone": None, "beside counting": COUNTING, "beside copying": COPYING}
 WARMING_SECONDS = 1.0
-
-
-@contextmanager
-def at_work(code: str) -> Iterator[None]:
-    """Have every core run ``code``, each in a process of its own, until the end."""
-    workers = [subprocess.Popen([sys.executable, "-c", code]) for _ in allowed_cores() if code]
-    try:
-        time.sleep(WARMING_SECONDS if workers else 0)
-        yield
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -53,7 +35,8 @@ def main(given: Sequence[str] | None = None) -> None:
     rates: dict[str, list[float]] = defaultdict(list)
     for _ in range(arguments.rounds):
         for name, code in WORK.items():
-            with at_work(code):
+            with busy(len(allowed_cores()), code) if code else nullcontext():
+                time.sleep(WARMING_SECONDS)
                 rates[name].append(direct_read_bandwidth(arguments.folder))
     medians = {name: statistics.median(found) for name, found in rates.items()}
     for name, rate in medians.items():

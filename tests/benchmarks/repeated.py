@@ -16,14 +16,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs
 from pipeline.report.command import run as report
 from pipeline.report.run_folders import find
+from tests.benchmarks.busy import busy
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say
 from tests.benchmarks.sides import COMMAND, PROMPT
@@ -73,24 +71,12 @@ def _run(arguments: argparse.Namespace) -> Path:
     sweep = folder / "sweep"
     asked += [*arguments.option, f"outputs={folder / 'outputs'}", f"hydra.sweep.dir={sweep}"]
     overrides = {override.partition("=")[0]: override for override in asked}  # of one key the last, as Hydra takes one
-    with _computing(arguments.busy):
+    with busy(arguments.busy):
         done = subprocess.run([*COMMAND, "-m", *overrides.values()], check=False)
     if done.returncode:
         raise SystemExit(f"the sweep in {sweep} ended with {done.returncode}")
     report([str(sweep)])
     return sweep
-
-
-@contextmanager
-def _computing(count: int) -> Iterator[None]:
-    """Have so many processes compute meanwhile."""
-    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
 
 
 def read(sweep: Path) -> CheckpointGroup:
