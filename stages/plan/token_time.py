@@ -10,9 +10,9 @@ the cores that unpack it: the cores that compute, where the host does. An accele
 the link in fewer bytes too, and reads and writes its own memory for it: what it is given, temporaries, what comes of
 it.
 
-Nothing is read ahead of an expert that is only known as it is called: reading it and computing take turns. And what
-does go on at once on the host disturbs each other, reading, unpacking and computing: threads wait for a core, and
-storage for the thread that asks it for more.
+Nothing is read ahead of an expert that is only known as it is called: computing takes turns with reading and unpacking
+it, which go on at once. And what does go on at once on the host disturbs each other, reading, unpacking and computing:
+threads wait for a core, and storage for the thread that asks it for more.
 
 While another accelerator computes, a link runs ahead as far as its own one has room. Of a run of layers on one
 accelerator what is more than that comes only when the run is under way, while all other links wait. So links work side
@@ -32,8 +32,8 @@ from stages.units import CPU, DISK, DeviceId
 HOST, DEVICE, CROSSING, UNPACKING = "host memory", "device memory", "crossing", "unpacking"
 WAITING = "link beside the host"
 """What layers wait for whose weights found no room ahead while the host computed."""
-BRINGING, ROUTED = "bringing", "storage for experts"
-"""What the thread that computes does to have tensors brought, and reads that begin as an expert is called."""
+BRINGING, ROUTED, UNPACKING_ROUTED = "bringing", "storage for experts", "unpacking experts"
+"""What the thread that computes does to have tensors brought, and what is read and unpacked as an expert is called."""
 HOST_TOKENS, DEVICE_TOKENS = 16, 128
 """How many tokens compute in the time in which the weights are read from the host's memory, or an accelerator's.
 
@@ -59,7 +59,7 @@ class Brought:
     asked for one layer at a time. Among them is what the host reads of layers that it computes beside accelerators.
     What accelerators unpack themselves comes to ``unpacked_there``; each link brings what is ``saved`` less for it, and
     they move so many bytes in their memories. The host has so many ``tensors`` brought for itself. Of what waits on
-    disk so much can't come ahead, since it is known ``when_called``.
+    disk so much can't come ahead, since it is known ``when_called``; so much is ``unpacked_when_called`` by the host.
     """
 
     at_rest: Counter[DeviceId] = field(default_factory=Counter)
@@ -72,6 +72,7 @@ class Brought:
     moved: Counter[DeviceId] = field(default_factory=Counter)
     tensors: float = 0
     when_called: float = 0
+    unpacked_when_called: float = 0
 
     def add(
         self,
@@ -97,6 +98,7 @@ class Brought:
         if unpacked is not None:
             self.packed += rest_bytes
             self.unpacked += unpacked
+            self.unpacked_when_called += 0 if ahead or moved is not None else unpacked
         if moved is not None:
             self.unpacked_there += used
             self.saved[computes] += used - rest_bytes  # type: ignore[assignment]
@@ -122,6 +124,7 @@ class Brought:
         self.moved.update(other.moved)
         self.tensors += other.tensors
         self.when_called += other.when_called
+        self.unpacked_when_called += other.unpacked_when_called
 
     @property
     def bytes(self) -> float:
@@ -210,6 +213,7 @@ def token_seconds(
         UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
         BRINGING: brought.tensors * _CALLS_A_TENSOR / rates.calls / members,
         ROUTED: brought.when_called / rates.storage / members,
+        UNPACKING_ROUTED: brought.unpacked_when_called / rates.unpacking / members,
     }
 
 
@@ -286,7 +290,7 @@ def slowest(seconds: Mapping[str, float]) -> tuple[str, float]:
     What accelerators wait for beside the host comes while they compute. Of what is done one after the other the longest
     bounds a token.
     """
-    last = {part: count for part, count in seconds.items() if part not in (BRINGING, ROUTED)}
+    last = {part: count for part, count in seconds.items() if part not in (BRINGING, ROUTED, UNPACKING_ROUTED)}
     apart = max(DEVICE, WAITING, key=seconds.__getitem__)
     for parts in [(HOST, apart, CROSSING), *([(HOST, UNPACKING)] if seconds[HOST] else [])]:
         longest = max(parts, key=seconds.__getitem__)
@@ -298,15 +302,21 @@ def slowest(seconds: Mapping[str, float]) -> tuple[str, float]:
 def expected_seconds(seconds: Mapping[str, float]) -> float:
     """Return how long a token takes of which so many ``seconds`` are each thing's.
 
-    That is more than what ``slowest`` has: experts are read when they are called, and what overlaps on the host takes
-    from each other.
+    That is more than what ``slowest`` has: experts are read and unpacked when they are called, and what overlaps on the
+    host takes from each other.
     """
-    in_turn = seconds[HOST] + max(seconds[DEVICE], seconds[WAITING]) + seconds[CROSSING] + seconds[ROUTED]
-    computing = seconds[HOST] + seconds[BRINGING]
+    computing, unpacked_ahead = seconds[HOST] + seconds[BRINGING], seconds[UNPACKING] - seconds[UNPACKING_ROUTED]
+    in_turn = seconds[HOST] + max(seconds[DEVICE], seconds[WAITING]) + seconds[CROSSING]
+    in_turn += _together(seconds[ROUTED], seconds[UNPACKING_ROUTED])
     if seconds[HOST]:
-        in_turn += seconds[UNPACKING] + seconds[BRINGING] + _DISTURBANCE * min(seconds[UNPACKING], computing)
+        in_turn += seconds[BRINGING] + unpacked_ahead + _DISTURBANCE * min(unpacked_ahead, computing)
     beside_reading = min(seconds["storage"] - seconds[ROUTED], computing + seconds[UNPACKING])
     return max(slowest(seconds)[1], in_turn) + _DISTURBANCE * beside_reading
+
+
+def _together(one: float, other: float) -> float:
+    """Return how long two take that go on at once and disturb each other."""
+    return max(one, other) + _DISTURBANCE * min(one, other)
 
 
 def forwards_for_free(seconds: Mapping[str, float], members: int) -> float:

@@ -77,6 +77,7 @@ def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> 
         "unpacking": 40 / 50 / 2,
         "bringing": 0,
         "storage for experts": 0,
+        "unpacking experts": 0,
     }
     assert slowest(seconds) == ("storage", 0.5)
     assert slowest({**seconds, "storage": 0.1})[0] == "unpacking"

@@ -85,6 +85,8 @@ def read(count: float, *, ahead: bool = True, unpacked: float | None = None, ten
         (read(5), 1.005 + 0.25 * 0.5),
         (read(5, unpacked=100, tensors=10), 1.1 + 0.2 + 0.12 + 0.25 * (0.5 + 0.2)),
         (read(20, ahead=False), 1.02 + 2),
+        (read(5, ahead=False, unpacked=100), 1.1 + 0.5 + 0.25 * 0.2),
+        (read(5, ahead=False, unpacked=400), 1.4 + 0.8 + 0.25 * 0.5),
         (Brought(), 1),
     ],
 )
@@ -102,3 +104,13 @@ def test_what_an_accelerator_computes_has_nothing_disturbed_but_by_what_the_host
     seconds = token_seconds(streamed, {0: 100}, rates=Rates(storage=10, unpacking=40, link=100, device=1000))
     assert expected_seconds(seconds) == pytest.approx(2 + 0.25 * 1)
     assert expected_seconds({**seconds, "unpacking": 0}) == slowest({**seconds, "unpacking": 0})[1] == 2
+
+
+def test_an_accelerator_waits_for_experts_that_the_host_unpacks_as_they_are_called() -> None:
+    rates = Rates(storage=10, unpacking=40, link=100, device=1000)
+    seconds = {}
+    for ahead in (True, False):
+        streamed = Brought()
+        streamed.add(DISK, 20, computes=0, unpacked=40, ahead=ahead)
+        seconds[ahead] = expected_seconds(token_seconds(streamed, {0: 100}, rates=rates))
+    assert seconds == pytest.approx({True: 2.25, False: 2.25 + 0.14})
