@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 found[name]["first"] = first_run(setting, sides)
             raw = partial(raw_bandwidth, rate=rate)
             for number in range(arguments.rounds):
-                found[name]["rounds"].append(run_round(sides, twin, number, bandwidth=raw))
+                found[name]["rounds"].append(run_round(sides, twin, number, work, bandwidth=raw))
                 keep(folder / f"results-codec-{kind}-{arguments.size}.json", arguments, found)
             if kind == LOSSLESS and rate is None:
                 both = options_of(kind, setting, arguments.option)

@@ -152,7 +152,7 @@ def measure(config: Qwen3MoeConfig, checkpoint: Path, work: Path, arguments: arg
         by_cap[cap] = []
         for number in range(arguments.rounds):
             say(f"cap {cap}")
-            by_cap[cap].append(run_round(sides, checkpoint, number, bandwidth=bandwidth))
+            by_cap[cap].append(run_round(sides, checkpoint, number, work, bandwidth=bandwidth))
             keep(arguments.folder / f"results-mixture-{arguments.gigabytes:g}gb.json", arguments, by_cap)
     return by_cap
 

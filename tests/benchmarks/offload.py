@@ -32,7 +32,16 @@ from stages.units import parse_size
 from tests.benchmarks import airllm
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
-from tests.benchmarks.sides import Setting, Side, accelerate_side, airllm_side, in_turn, offstage_side, python_side
+from tests.benchmarks.sides import (
+    Setting,
+    Side,
+    accelerate_side,
+    airllm_side,
+    in_turn,
+    measure_machine,
+    offstage_side,
+    python_side,
+)
 from tests.benchmarks.storage import direct_read_bandwidth
 
 CAPS = {"7b": "6GiB"}
@@ -70,7 +79,7 @@ def run_rounds(
         sides = prepare(setting, arguments)
         rounds: list[dict[str, Any]] = []
         for number in range(arguments.rounds):
-            rounds.append(run_round(sides, checkpoint, number))
+            rounds.append(run_round(sides, checkpoint, number, work))
             keep(arguments.folder / f"{results}-{arguments.size}.json", arguments, rounds)
         summarise(rounds)
     finally:
@@ -121,9 +130,18 @@ def prepare(setting: Setting, arguments: argparse.Namespace) -> Sides:
 
 
 def run_round(
-    sides: Sides, checkpoint: Path, number: int, *, bandwidth: Callable[[Path], float] = direct_read_bandwidth
+    sides: Sides,
+    checkpoint: Path,
+    number: int,
+    work: Path,
+    *,
+    bandwidth: Callable[[Path], float] = direct_read_bandwidth,
 ) -> dict[str, Any]:
-    """Run every side once, with the raw ``bandwidth`` of the checkpoint's files measured before and after."""
+    """Run every side once, with the raw ``bandwidth`` of the checkpoint's files measured before and after.
+
+    What plans go by is measured before, in the folder ``work``.
+    """
+    measure_machine(checkpoint, work)
     drop_page_cache()
     raw = [bandwidth(checkpoint)]
     found = {}

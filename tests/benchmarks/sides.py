@@ -6,6 +6,7 @@ A side that dies or takes too long is a result too: ``seconds`` is null then, an
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.stage import MEASURED
+from stages.machine.rates import DECODING_NAME
 from tests.benchmarks import airllm
 from tests.benchmarks.caps import run_capped
 from tests.benchmarks.throttle import throttled
@@ -189,6 +192,17 @@ def offstage_plan(checkpoint: Path, work: Path, options: Sequence[str]) -> dict[
     """Return the plan that offstage makes with ``options``."""
     record = offstage_record(checkpoint, work, tokens=1, options=[*options, "stop_after=plan"])
     return artifact(record, "plan", "plan.json")
+
+
+def measure_machine(checkpoint: Path, work: Path) -> None:
+    """Have plans for ``checkpoint`` go from now on by what this machine does in this hour, kept in the folder ``work``.
+
+    What is kept for the user may be of an hour when others had more of a shared machine.
+    """
+    kept = work / "user"
+    os.environ["XDG_CACHE_HOME"] = str(kept)
+    (kept / "offstage" / MEASURED / DECODING_NAME).unlink(missing_ok=True)
+    offstage_plan(checkpoint, work / "measuring", [])
 
 
 def artifact(record: dict[str, Any], stage: str, name: str) -> dict[str, Any]:
