@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.stage import MEASURED
+from stages.machine.kept_figures import user_cache
 from stages.machine.rates import DECODING_NAME
 from tests.benchmarks import airllm
 from tests.benchmarks.caps import run_capped
@@ -199,9 +200,8 @@ def measure_machine(checkpoint: Path, work: Path) -> None:
 
     What is kept for the user may be of an hour when others had more of a shared machine.
     """
-    kept = work / "user"
-    os.environ["XDG_CACHE_HOME"] = str(kept)
-    (kept / "offstage" / MEASURED / DECODING_NAME).unlink(missing_ok=True)
+    os.environ["XDG_CACHE_HOME"] = str(work / "user")
+    (user_cache() / MEASURED / DECODING_NAME).unlink(missing_ok=True)
     offstage_plan(checkpoint, work / "measuring", [])
 
 
