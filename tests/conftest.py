@@ -1,4 +1,7 @@
-"""What all tests have in common: the long form, and what their imports make is never looked through for garbage."""
+"""What all tests have in common: the long form, draws that are the same on each run of the short one, and garbage.
+
+What their imports make is never looked through for garbage.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ import gc
 import os
 
 import pytest
+from hypothesis import settings
 
 LONG_FORM = "OFFSTAGE_LONG"
-"""The environment variable with which tests in the long form run too."""
+"""The environment variable with which tests in the long form run too, and searches draw freely."""
+
+# What the short form draws follows from a test's own code: it answers the same on any machine, under any load.
+settings.register_profile("offstage", derandomize=not os.environ.get(LONG_FORM), deadline=None)
+settings.load_profile("offstage")
 
 
 def pytest_sessionstart() -> None:

@@ -1,6 +1,6 @@
 """Which saved bytes go: the share is the ratio, from the first ones on, whatever the sizes."""
 
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from stages.finetune.offload_choice import PIECE, SMALL_SHARE, TOLERANCE, SavedSizes, ShareChoice
 
@@ -30,9 +30,12 @@ def test_a_batch_that_is_larger_or_smaller_by_some_factor_is_foreseen(
 
 
 @given(RATIOS, SIZES)
+@example(0.1, [9, 1])  # of the first one byte should go, which is no whole piece; the second's one byte can
+@example(0.5, [2 * PIECE - 1, 1])
 def test_what_is_saved_first_goes_and_at_most_one_is_split(ratio: float, sizes: list[int]) -> None:
     choice, going = choose(ratio, sizes, sizes)
-    large = [(size, gone) for size, gone in zip(sizes, going, strict=True) if size > 2 * TOLERANCE * sum(sizes)]
+    spared = max(2 * TOLERANCE * sum(sizes), 2 * PIECE)  # less may be left to the tolerance, or to whole pieces
+    large = [(size, gone) for size, gone in zip(sizes, going, strict=True) if size > spared]
     kept_some = [gone < size for size, gone in large]
     assert sum(0 < gone < size for size, gone in large) <= 1
     first_kept = kept_some.index(True) if any(kept_some) else len(large)
