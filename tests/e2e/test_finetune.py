@@ -306,6 +306,7 @@ def test_a_ratio_left_open_is_the_least_that_fits(deep: tuple[str, ...], offstag
     assert "a training step takes" in refused.err
 
 
+@pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 @pytest.mark.skipif(not can_cap(), reason="may not make memory cgroups")
 def test_a_training_lives_under_what_was_predicted_of_it(deep: tuple[str, ...], offstage_here: Run) -> None:
     offload = ("max_memory.cpu=20MB", "finetune.activation_offload={ratio: 0.8, target: disk}")
