@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+PANIC = "PanicException"
+"""The class of a panic in Rust, which has no other handle: each library that is built so has one of its own."""
 _REFUSED = frozenset(
     {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE}
 )
@@ -119,14 +121,17 @@ def raise_faults(faults: Sequence[Fault]) -> None:
 def foreign(kind: type[OffstageError], about: str, *, advice: str = "") -> Iterator[None]:
     """Turn whatever code that isn't ours raises inside into a ``kind`` that begins with ``about``.
 
-    Such code raises what it likes, outside of ``Exception`` too (a panic in Rust); its own words are kept, in one line.
+    Such code raises what it likes, outside of ``Exception`` too (a panic in Rust, a wish to exit); its own words are
+    kept, in one line. Whatever else is no ``Exception`` isn't its doing: it ends the work from outside, and passes.
     What a disk or the system refuses it stays a ``StorageError``, whatever it was asked for.
     """
     try:
         yield
-    except (OffstageError, KeyboardInterrupt, GeneratorExit):
+    except OffstageError:
         raise
     except BaseException as error:
+        if not isinstance(error, (Exception, SystemExit)) and type(error).__name__ != PANIC:
+            raise
         refused = isinstance(error, OSError) and error.errno in _REFUSED
         raise (StorageError if refused else kind)(f"{about}: {words_of(error)}{advice}") from error
 

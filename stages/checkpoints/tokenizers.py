@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
-from pipeline.errors import ConfigError, OffstageError, foreign
+from pipeline.errors import PANIC, ConfigError, OffstageError, foreign
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 
@@ -20,8 +20,6 @@ TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.spm", "*.codes")
 """All other files that one tokenizer or another is made from, or that say what the default options are."""
 
 
-_PANIC = "PanicException"
-"""The class of a panic in Rust, which has no other handle: each library that is built so has one of its own."""
 _STANDARD_ERROR = 2
 _one_at_a_time = threading.Lock()
 """Held while standard error is set aside: whoever set it aside meanwhile would bring back the wrong one."""
@@ -52,7 +50,7 @@ def _set_aside(said: IO[bytes]) -> Iterator[None]:
     try:
         yield
     except OffstageError as error:
-        panicked = type(error.__cause__).__name__ == _PANIC
+        panicked = type(error.__cause__).__name__ == PANIC
         raise
     finally:
         os.dup2(screen, _STANDARD_ERROR)

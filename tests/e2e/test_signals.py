@@ -6,10 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import COMMAND, environment, heed_signals, records_in, start, wait_for
+from tests.e2e.conftest import COMMAND, enter, environment, heed_signals, records_in, start, wait_for
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -24,6 +25,49 @@ def test_a_signal_while_a_run_works_ends_it_as_interrupted(number: signal.Signal
     (record,) = records_in(fresh_folder).values()
     assert (process.returncode, record["status"]) == (130, "interrupted"), err
     assert "Traceback" not in err
+
+
+PROMPTS = "generate.prompts=[[5,6,7],[8,9],[10]]"
+LOCKSTEP = ["generate.lockstep=2", "max_memory.cpu=1500kB", "storage.io=direct", "generate.max_new_tokens=100000"]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_prompts_are_decoded_in_lockstep_ends_the_run_as_interrupted(
+    number: signal.Signals, fresh_folder: Path
+) -> None:
+    process = start(fresh_folder, *LOCKSTEP, PROMPTS)
+    wait_for(lambda: list(fresh_folder.glob("outputs/cache/generate/.tmp-*")), process)
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=300)
+    (record,) = records_in(fresh_folder).values()
+    assert (process.returncode, record["status"]) == (130, "interrupted"), err
+    assert err.count("\n") == 1
+
+
+def test_a_sweep_that_is_ended_as_a_job_decodes_in_lockstep_is_finished_with_the_right_answers(
+    fresh_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*LOCKSTEP, PROMPTS, "generate.max_new_tokens=80"]
+    sweep = start(fresh_folder, "-m", *asked, "generate.lockstep=2,3", "hydra.sweep.dir=outputs/it")
+    wait_for(lambda: list(fresh_folder.glob("outputs/cache/generate/.tmp-*")), sweep)
+    sweep.send_signal(signal.SIGTERM)
+    out, err = sweep.communicate(timeout=300)
+    statuses = [record["status"] for _, record in sorted(records_in(fresh_folder).items())]
+    assert (sweep.returncode, statuses) == (130, ["interrupted"]), err
+    assert "to run what isn't completed: offstage-sweep resume outputs/it" in out
+    resumed = start(fresh_folder, "resume", "outputs/it", entry="sweep")
+    _, err = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, err
+    assert enter(fresh_folder, *asked, "generate.lockstep=1", "generate.exact=true") == 0
+    alone, *together = ([one["token_ids"] for one in record["outputs"]] for record in _completed(fresh_folder))
+    assert together == [alone, alone]
+
+
+def _completed(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of what was completed, that of a run by itself first."""
+    found = sorted(records_in(folder).items(), key=lambda item: "outputs/it" in str(item[0]))
+    return [record for _, record in found if record["status"] == "completed"]
 
 
 @pytest.mark.parametrize(

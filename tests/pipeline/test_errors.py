@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+import greenlet
 import pytest
 
 from pipeline.errors import (
@@ -66,6 +67,27 @@ def test_an_error_without_a_file_names_the_one_that_is_worked_on(already: str | 
 def test_an_error_of_a_library_that_only_derives_from_it_keeps_its_words() -> None:
     with pytest.raises(OSError, match=r"^in a library's words$"), named(Path("mine")):
         raise OSError("in a library's words")
+
+
+class PanicException(BaseException):
+    """What comes of a panic in Rust."""
+
+
+class Ended(BaseException):
+    """What ends work from outside, as greenlets and loops of events do."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), GeneratorExit(), greenlet.GreenletExit(), Ended()])
+def test_what_ends_the_work_from_outside_is_no_fault_of_the_code_that_is_at_work(error: BaseException) -> None:
+    with pytest.raises(type(error)) as raised:
+        raise_in_foreign(error)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [PanicException("at src/lib.rs"), SystemExit(0)])
+def test_a_panic_and_a_wish_to_exit_are_the_codes_own(error: BaseException) -> None:
+    with pytest.raises(CheckpointError, match=rf"model\.path: no model: {type(error).__name__}: .*; restore it"):
+        raise_in_foreign(error)
 
 
 def test_what_foreign_code_raises_is_worded_as_what_it_is_about() -> None:

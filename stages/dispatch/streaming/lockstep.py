@@ -7,6 +7,7 @@ go on from where they were as it began; none records gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from itertools import islice
@@ -74,10 +75,14 @@ class Lockstep(Group):
         check_gradients(changed=torch.is_inference_mode_enabled() is not inference)
 
     def _dismiss(self) -> None:
-        """End what is still under way, as after an error; each task's own clearing up is done."""
+        """End what is still under way, as after an error; each task's own clearing up is done.
+
+        What goes wrong as one is ended says nothing of what ended them all, and doesn't keep the others.
+        """
         for member in [*self._members]:
             assert isinstance(member, _Greenlet)
-            self._resume(member, member.thread.throw)
+            with suppress(Exception):
+                self._resume(member, member.thread.throw)
 
     def _park(self, member: Member, wants: Shared | None) -> None:
         assert isinstance(member, _Greenlet)
