@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from stages.dispatch.transfer.carrier import Traffic
 
 PathLike = str | os.PathLike[str]
+_CLOSED = "this model was closed, and its streamed weights are gone; load it again"
 _OPTIONS = {name: default for name, default in MODEL_KEYS.items() if name not in ("kind", "path")}
 """The keys below ``model`` that say what a checkpoint is, with their defaults."""
 
@@ -97,18 +98,12 @@ class LoadedModel:
     def close(self) -> None:
         """Give back what streaming holds: hooks, threads, open files, staging and pinned memory.
 
-        What was streamed is on meta then, so a model that had such weights refuses to be called. Closing again does
-        nothing.
+        It waits for the pass that another thread is in. What was streamed is on meta then, so a model that had such
+        weights refuses all use. Closing again does nothing.
         """
         streamed = bool(self.plan.serving) and self._dispatched.streamer.is_attached
-        self._dispatched.streamer.remove()
+        self._dispatched.streamer.remove(refusal=_CLOSED if streamed else None)
         self._chain.release()
-        if streamed:
-            self.model.register_forward_pre_hook(_refuse, prepend=True)
-
-
-def _refuse(_module: nn.Module, _args: Any) -> None:
-    raise RuntimeError("this model was closed, and its streamed weights are gone; load it again")
 
 
 def load(

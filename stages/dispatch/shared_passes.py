@@ -47,8 +47,8 @@ def in_lockstep(model: nn.Module) -> AbstractContextManager[None]:
     It is ``lockstep`` for who has threads already; ``lockstep`` itself is faster, since each thread computes with a
     team of OpenMP's of its own. A thread joins where it enters, at the next pass, and leaves where the block ends. From
     here to there one thread runs at a time, between its forwards too: it must not wait for what another one does
-    inside. Gradients are off, and random numbers are each thread's own: all go on from the state that torch had as the
-    first one entered.
+    inside, nor for one that calls the model outside, whose turn comes when all have left. Gradients are off, and random
+    numbers are each thread's own: all go on from the state that torch had as the first one entered.
 
     The first error of one is raised there, and ends the others with a ``RuntimeError``. Raises ``ValueError`` for a
     model that isn't dispatched, ``RuntimeError`` where this thread is inside already or ``lockstep`` is under way.

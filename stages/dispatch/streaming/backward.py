@@ -6,7 +6,8 @@ are on their way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,15 @@ _Saved = dict[DeviceId, list[int]]
 
 
 class BackwardOrder:
-    """What the graphs of a model's passes have saved; ``stored`` has what waits on disk."""
+    """What the graphs of a model's passes have saved; ``stored`` has what waits on disk.
 
-    def __init__(self, stored: Mapping[str, torch.Tensor], devices: Devices) -> None:
-        self._stored, self._devices = stored, devices
+    ``held`` is the context in which what streams is the calling thread's: a backward pass is in no forward.
+    """
+
+    def __init__(
+        self, stored: Mapping[str, torch.Tensor], devices: Devices, held: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._stored, self._devices, self._held = stored, devices, held
         self._lookaheads: dict[DeviceId, Lookahead[Any]] = {}
         self._saving: _Saved | None = None
         self._asking: _Saved | None = None
@@ -54,6 +60,10 @@ class BackwardOrder:
         return partial(self._bring, part, place, saving)
 
     def _bring(self, part: StreamedPart, place: int, saved: _Saved | None) -> torch.Tensor:
+        with self._held():
+            return self._lend(part, place, saved)
+
+    def _lend(self, part: StreamedPart, place: int, saved: _Saved | None) -> torch.Tensor:
         if part.lookahead is None:  # the hooks are gone: it is read from where it waits
             binding = part.bindings[place]
             data = self._stored[binding.name] if binding.host is None else binding.host

@@ -39,6 +39,24 @@ def guard(model: nn.Module, main_device: torch.device, *, streamed: tuple[str, .
     model.__class__ = type(kind.__name__, (kind,), body)
 
 
+def shut(model: nn.Module, refusal: str) -> None:
+    """Have ``model``, whose streamed weights are gone, and each part that has some of them, refuse all use."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(refusal)
+
+    unguard(model)
+    kind = type(model)
+    body: dict[str, Any] = {_MARK: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    body |= {name: refuse for name in ("_apply", "state_dict", *_METHODS) if hasattr(kind, name)}
+    body["__qualname__"] = kind.__qualname__
+    model.__class__ = type(kind.__name__, (kind,), body)
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if module is model or any(tensor.is_meta for tensor in own):
+            module.register_forward_pre_hook(refuse, prepend=True)
+
+
 def is_guarded(model: nn.Module) -> bool:
     """Return whether ``model`` has been dispatched."""
     return _MARK in vars(type(model))

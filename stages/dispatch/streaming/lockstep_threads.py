@@ -27,6 +27,8 @@ class ThreadLockstep(Group):
 
     def __init__(self) -> None:
         super().__init__()
+        self.threads: set[int] = set()
+        """The threads whose calls go together now, by their numbers."""
         self._lock = threading.Lock()
         self._random = torch.get_rng_state()
         self._error: BaseException | None = None
@@ -44,6 +46,7 @@ class ThreadLockstep(Group):
                 raise RuntimeError("this thread's calls of this model go in lockstep already")
             self.started += 1
             self._members.append(member)
+            self.threads.add(member.number)
             self._going.append(member)
             if self._current is None:
                 self._hand_on()
@@ -67,6 +70,7 @@ class ThreadLockstep(Group):
         with self._lock:
             self._error = self._error or error
             self._members.remove(member)
+            self.threads.remove(threading.get_ident())
             if member in self._going:
                 self._going.remove(member)
             if self._current is member:

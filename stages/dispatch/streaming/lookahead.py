@@ -134,6 +134,14 @@ class Lookahead(Generic[Region]):
             if part in self._carrier.kept and not delivery.overflow:
                 self._idle.setdefault(part)
 
+    def start_anew(self) -> bool:
+        """Forget what was on its way in the process that this one was forked from; return whether it can go on here."""
+        self._lent = None
+        self._idle.clear()
+        self._deliveries = {part: delivery for part, delivery in self._deliveries.items() if delivery.users}
+        self._schedule.ask_again()
+        return self._carrier.start_anew()
+
     def close(self) -> None:
         """Wait for what is under way and close the carrier; closing again does nothing."""
         self._lent = None

@@ -6,9 +6,10 @@ was. A release hook is called even when the forward raises.
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from stages.dispatch.streaming.backward import BackwardOrder
 from stages.dispatch.streaming.bindings import Binding, have_wait, without_data
 from stages.dispatch.streaming.device_lookaheads import Links, OpenLink, open_lookaheads, pin_waiting
 from stages.dispatch.streaming.device_unpackers import open_unpackers
-from stages.dispatch.streaming.guard import guard, is_guarded, unguard
+from stages.dispatch.streaming.guard import guard, shut, unguard
 from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lockstep import Lockstep, Task
 from stages.dispatch.streaming.lookahead import Lookahead
@@ -45,6 +46,20 @@ from stages.units import DeviceId
 
 _streamers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Streamer]] = weakref.WeakKeyDictionary()
 """Each lives with the hooks of its model, and holds it: held here, neither would ever go."""
+_FORKED = (
+    "this model was loaded before the process was forked, and what brings its weights to an accelerator, or its "
+    "experts, isn't in the child: load it there"
+)
+
+
+def _start_anew() -> None:
+    for found in [*_streamers.values()]:
+        streamer = found()
+        if streamer is not None:
+            streamer.start_anew()
+
+
+os.register_at_fork(after_in_child=_start_anew)
 
 
 def streamer_of(model: nn.Module) -> Streamer:
@@ -83,9 +98,16 @@ class Streamer:
         self._eviction = eviction
         self._devices, self._links, self._skip_keys = devices, Links(devices, open_link), skip_keys
         self.routed = RoutedModel()
-        self._saved, self._backward = SavedWeights(), BackwardOrder(stored, devices)
+        self._saved = SavedWeights()
         self._lookaheads: list[Lookahead[Any]] = []
+        self._parts: list[StreamedPart] = []
         self._empty: set[int] = set()
+        self._refusal: str | None = None
+        self._passes = ModelPasses(
+            model, begin=self._begin, end=self._end, recover=self._recover, is_left=lambda: self._saved.in_calls
+        )
+        self._backward = BackwardOrder(stored, devices, self._passes.lock.held)
+        self.is_attached = True
         self._stack = ExitStack()
         with ExitStack() as undo:  # all or nothing: a device may be full, a file gone
             undo.callback(self.remove)
@@ -93,11 +115,6 @@ class Streamer:
             self._empty |= {id(tensor) for _, tensor in without_data(model)}
             undo.pop_all()
         _streamers[model] = weakref.ref(self)
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the model has its hooks."""
-        return is_guarded(self._model)
 
     def go_together(self, tasks: Iterable[Task], *, size: int) -> Lockstep:
         """Call ``tasks``, at most ``size`` at a time; their calls of the model share its passes.
@@ -114,13 +131,25 @@ class Streamer:
         """Return when it is the turn of the caller, one of several calls in lockstep, to use ``shared``."""
         self._passes.turns.wait_for(shared)
 
-    def remove(self) -> None:
-        """Take all hooks off the model, when what is under way is done.
+    def remove(self, *, refusal: str | None = None) -> None:
+        """Take all hooks off the model, when what is under way is done, in other threads too.
 
         Its streamed weights wait where they did, no file is open, no memory is pinned, and the staging memory is free.
+        With ``refusal`` they won't come back: that is what ends each use from here on, in calls too that waited for
+        their turn meanwhile, which go on without hooks otherwise.
         """
-        self._stack.close()
-        self._lookaheads.clear()
+        with self._passes.lock.held():
+            self.is_attached, self._refusal = False, refusal or self._refusal
+            self._stack.close()
+            self._lookaheads.clear()
+            if refusal is not None:
+                shut(self._model, refusal)
+
+    def start_anew(self) -> None:
+        """Go on in a process that was forked from the one where the model was loaded: no thread reads here yet."""
+        self._passes.start_anew()
+        if self.routed.pools or not all(lookahead.start_anew() for lookahead in self._lookaheads):
+            self._refusal = _FORKED
 
     def _hook(self, plan: DispatchPlan, host: HostBlock | None) -> None:
         main = self._devices.torch_device(plan.main_device)
@@ -131,14 +160,8 @@ class Streamer:
         if any(device.type != "cpu" for device in entries.values()):
             for unhook in move_inputs(self._model, entries, main=main, skip_keys=self._skip_keys):
                 self._stack.callback(unhook)
-        parts = list(streamed_parts(self._model, plan, self._stored, devices=self._devices, stack=self._stack))
-        self._passes = ModelPasses(
-            self._model,
-            begin=self._begin,
-            end=self._end,
-            recover=lambda: self._recover(parts),
-            is_left=lambda: self._saved.in_calls,
-        )
+        parts = self._parts
+        parts += streamed_parts(self._model, plan, self._stored, devices=self._devices, stack=self._stack)
         experts = expert_bindings(self._model, plan, self._stored)
         brought = [part for part in parts if part.brought]
         for unpin in pin_waiting(brought, experts, plan, host=host, links=self._links):
@@ -161,6 +184,8 @@ class Streamer:
             trace=self.trace,
         )
         self._have_wait(parts, plan)
+        for name in experts:
+            self._hook_call(self._model.get_submodule(name), self._passes.enter_call, self._passes.leave_call)
         for unhook in self._passes.hook():
             self._stack.callback(unhook)
 
@@ -204,19 +229,40 @@ class Streamer:
 
     def _stream(self, part: StreamedPart, *, callers: tuple[str, ...]) -> None:
         """Bring ``part`` in before, and let it go after, each call of the modules ``callers``."""
-
-        def acquire(_module: nn.Module, _args: Any) -> None:
-            self._acquire(part)
-
-        def release(_module: nn.Module, _args: Any, _output: Any) -> None:
-            self._release(part)
-
         for caller in callers:
             module = self._model.get_submodule(caller)
-            self._stack.callback(module.register_forward_pre_hook(uncompiled(acquire), prepend=True).remove)
-            self._stack.callback(module.register_forward_hook(uncompiled(release), always_call=True).remove)
+            self._hook_call(module, partial(self._acquire, part), partial(self._release, part))
+
+    def _hook_call(self, module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Have ``before`` be called before all else that a call of ``module`` does, and ``after`` however it ends."""
+
+        def begin(_module: nn.Module, _args: Any) -> None:
+            before()
+
+        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+            after()
+
+        self._stack.callback(module.register_forward_pre_hook(uncompiled(begin), prepend=True).remove)
+        self._stack.callback(module.register_forward_hook(uncompiled(end), always_call=True).remove)
 
     def _acquire(self, part: StreamedPart) -> None:
+        self._passes.enter_call()
+        is_used = False
+        try:
+            if self._is_there():
+                self._use(part)
+                is_used = True
+        finally:
+            if not is_used:
+                self._passes.leave_call()
+
+    def _is_there(self) -> bool:
+        """Return whether the hooks still serve, which may go while a call waits for its turn."""
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
+        return self.is_attached
+
+    def _use(self, part: StreamedPart) -> None:
         if part.is_shared and part.users == 0:
             self._passes.turns.wait_for(part)
         part.expected = max(0, part.expected - 1)
@@ -241,6 +287,12 @@ class Streamer:
         if part.users == 0:
             return
         part.users -= 1
+        try:
+            self._give_up(part)
+        finally:
+            self._passes.leave_call()
+
+    def _give_up(self, part: StreamedPart) -> None:
         if part.brought:
             self._saved.leave(part)
         if part.users == 0 and part.expected == 0:
@@ -263,6 +315,8 @@ class Streamer:
         return binding.bound is not None and not torch.equal(binding.bound.detach().to(source.device), source.detach())
 
     def _begin(self) -> None:
+        if not self._is_there():
+            return
         self._refuse_strangers()
         self.routed.begin_pass()
         self._backward.begin_pass()
@@ -283,10 +337,10 @@ class Streamer:
         for lookahead in self._lookaheads:
             lookahead.end_pass()
 
-    def _recover(self, parts: Sequence[StreamedPart]) -> None:
+    def _recover(self) -> None:
         """Take everything back from a pass that was interrupted."""
         self._saved.recover()
-        for part in parts:
+        for part in self._parts:
             part.users = part.expected = 0
             part.unbind()
         for lookahead in self._lookaheads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -35,6 +36,9 @@ def reader_pool() -> ReadingThreads:
     """
     let_idle_teams_sleep()
     return ReadingThreads(READING_THREADS)
+
+
+os.register_at_fork(after_in_child=reader_pool.cache_clear)  # its threads aren't there
 
 
 class ChunkReader:
@@ -203,6 +207,9 @@ class Carrier(Protocol[Region]):
 
     def views(self, part: int, delivery: Delivery[Region]) -> list[torch.Tensor]:
         """Return the tensors of ``part``: views of the region."""
+
+    def start_anew(self) -> bool:
+        """Go on in a process that was forked, where no thread fills what it lent; return whether it can."""
 
     def close(self) -> None:
         """Let go of files and memory; nothing is under way any more."""

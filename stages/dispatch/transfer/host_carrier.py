@@ -51,15 +51,26 @@ class HostCarrier:
         self.streamed = self.carried = [layout.rest_bytes for layout in self._layouts]
         options = {part for group in optional for part in group}
         small = {part for part, size in enumerate(self.sizes) if size <= SMALL_BYTES and part not in options}
-        large = [0 if part in small else size for part, size in enumerate(self.sizes)]
-        room = staging_bytes + 2 * ALIGNMENT * min(sum(map(len, parts)), ALIGNED_TENSORS)
-        self._staging = Staging(HostMemory, large, optional=optional, room=room, alignment=ALIGNMENT)
-        self._small = Arena(HostMemory(min(SMALL_ARENA_BYTES, sum(self.sizes[part] for part in small))))
-        self._small_parts = small
+        self._small_parts, self._optional = small, optional
+        self._room = staging_bytes + 2 * ALIGNMENT * min(sum(map(len, parts)), ALIGNED_TENSORS)
         self._traffic = traffic
         sources = [source for part in parts for source in part]
+        self._packed = [source for source in sources if isinstance(source, PackedTensor)]
         self._reader = ChunkReader({file for source in sources for file in files_of(source)}, trace)
-        self._blocks = BlockReader(self._reader, [source for source in sources if isinstance(source, PackedTensor)])
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        """Take the memory that is lent: the staging memory, that of small parts, and what packed blocks are read to."""
+        small = self._small_parts
+        large = [0 if part in small else size for part, size in enumerate(self.sizes)]
+        self._staging = Staging(HostMemory, large, optional=self._optional, room=self._room, alignment=ALIGNMENT)
+        self._small = Arena(HostMemory(min(SMALL_ARENA_BYTES, sum(self.sizes[part] for part in small))))
+        self._blocks = BlockReader(self._reader, self._packed)
+
+    def start_anew(self) -> bool:
+        """Take memory of its own: threads of the process that this one was forked from hold some for ever."""
+        self._take_memory()
+        return True
 
     @property
     def kept(self) -> Collection[int]:

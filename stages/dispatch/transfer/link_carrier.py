@@ -231,6 +231,10 @@ class LinkCarrier:
         assert delivery.region is not None
         return [piece.view(delivery.region) for piece in self._layouts[part].pieces]
 
+    def start_anew(self) -> bool:
+        """Return false: a link, and the threads that wait for it, are of the process that opened it."""
+        return False
+
     def close(self) -> None:
         """Wait for the accelerator, free memory and close the files; closing again does nothing."""
         self._link.close()
