@@ -134,11 +134,14 @@ class Lookahead(Generic[Region]):
             if part in self._carrier.kept and not delivery.overflow:
                 self._idle.setdefault(part)
 
-    def start_anew(self) -> bool:
-        """Forget what was on its way in the process that this one was forked from; return whether it can go on here."""
+    def start_anew(self, *, in_use: bool) -> bool:
+        """Forget what was on its way in the process that this one was forked from; return whether it can go on here.
+
+        ``in_use`` says whether what is used is used here, by the thread that forked.
+        """
         self._lent = None
         self._idle.clear()
-        self._deliveries = {part: delivery for part, delivery in self._deliveries.items() if delivery.users}
+        self._deliveries = {part: delivery for part, delivery in self._deliveries.items() if in_use and delivery.users}
         self._schedule.ask_again()
         return self._carrier.start_anew()
 

@@ -139,10 +139,16 @@ class ModelPasses:
         if not self._calls and not self._depth:
             self.lock.leave()
 
-    def start_anew(self) -> None:
-        """Go on in a process that was forked from the one of the passes before: no other thread is here."""
+    def start_anew(self) -> bool:
+        """Go on in a process that was forked from the one of the passes before: no other thread is here.
+
+        Return whether what is in use is so by the thread that forked; else all of it has to be taken back.
+        """
         self.lock.start_anew()
         self._changing, self._is_forming = threading.Condition(), False
+        if not self.lock.is_mine():
+            self.turns, self._depth, self._calls = ALONE, 0, 0
+        return self.lock.is_mine()
 
     def _take_back(self) -> None:
         """Take everything back from a pass that was interrupted."""

@@ -147,9 +147,12 @@ class Streamer:
 
     def start_anew(self) -> None:
         """Go on in a process that was forked from the one where the model was loaded: no thread reads here yet."""
-        self._passes.start_anew()
-        if self.routed.pools or not all(lookahead.start_anew() for lookahead in self._lookaheads):
+        in_use = self._passes.start_anew()
+        able = [lookahead.start_anew(in_use=in_use) for lookahead in self._lookaheads]
+        if self.routed.pools or not all(able):
             self._refusal = _FORKED
+        if not in_use:
+            self._recover()
 
     def _hook(self, plan: DispatchPlan, host: HostBlock | None) -> None:
         main = self._devices.torch_device(plan.main_device)

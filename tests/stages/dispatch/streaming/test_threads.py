@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from stages.checkpoints.direct_file import DirectFile
 from stages.dispatch.streaming.streamer import streamer_of
 from tests.deadline import deadline
 from tests.long_form import in_ci
@@ -229,21 +230,48 @@ def test_a_model_goes_on_in_a_process_that_was_forked_while_another_thread_calle
     ids = torch.tensor([[5, 6, 7]])
     (wanted,) = [call() for call in calls(plain, [(ids, 4)])]
     with opened(tmp_path, **storage) as loaded:
-        stop = threading.Event()
+        model: Any = loaded.model
+        under_way, go_on = threading.Event(), threading.Event()
+        parent = os.getpid()
 
-        def go_on() -> None:
-            while not stop.is_set():
-                loaded.model(ids)
+        def stop(_module: Any, _args: Any) -> None:
+            if os.getpid() == parent:
+                under_way.set()
+                go_on.wait()
 
-        with ThreadPoolExecutor(2) as pool:
-            busy = [pool.submit(go_on) for _ in range(2)]
-            try:
-                statuses = [_status_of_child(lambda: _answers_in_child(loaded, ids, wanted)) for _ in range(5)]
-            finally:
-                stop.set()
-        assert statuses == [0] * 5
-        assert [each.exception() for each in busy] == [None, None]
-        assert torch.equal(calls(loaded.model, [(ids, 4)])[0](), wanted)
+        model.model.layers[1].register_forward_pre_hook(stop)
+        with ThreadPoolExecutor(1) as pool:
+            busy = pool.submit(calls(model, [(ids, 4)])[0])
+            under_way.wait()
+            status = _status_of_child(lambda: _answers_in_child(loaded, ids, wanted))
+            go_on.set()
+            assert status == 0
+            assert torch.equal(busy.result(), wanted)
+
+
+def test_reads_that_are_under_way_as_a_process_is_forked_are_made_anew_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = saved(tmp_path / "checkpoint", "llama", torch.float32)
+    ids = torch.tensor([[5, 6, 7]])
+    (wanted,) = [call() for call in calls(plain, [(ids, 4)])]
+    reading, go_on, parent, check = threading.Semaphore(0), threading.Event(), os.getpid(), DirectFile.check
+
+    def check_slowly(file: DirectFile) -> None:
+        if os.getpid() == parent:
+            reading.release()
+            go_on.wait()
+        check(file)
+
+    with opened(tmp_path) as loaded, ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(DirectFile, "check", check_slowly)
+        busy = pool.submit(calls(loaded.model, [(ids, 4)])[0])
+        for _ in range(3):
+            reading.acquire()
+        status = _status_of_child(lambda: _answers_in_child(loaded, ids, wanted))
+        go_on.set()
+        assert status == 0
+        assert torch.equal(busy.result(), wanted)
 
 
 def test_what_a_forked_process_lacks_is_refused_there(tmp_path: Path) -> None:
