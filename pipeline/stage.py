@@ -123,8 +123,9 @@ class Stage(Protocol[Inputs]):
 
     A stage that derives from this class needs no ``check``, ``examine`` or ``revive`` where these have nothing to do.
 
-    A stage with an attribute ``resumes`` that is true gets the folder of a build that was killed or interrupted, as it
-    was left, and goes on there; others begin with an empty one.
+    A stage with an attribute ``resumes``, names of files, gets those that a build left that was killed or interrupted,
+    and goes on there; others begin with an empty folder. Names that begin with a dot are of folders that the build has
+    for itself: they last until all of the artifact is on the disk, and are no part of it.
 
     One with an attribute ``measures`` that is true is measured as the keys ``measure`` of the config say, beyond what
     its artifact came with: see ``lacks_figures`` and ``measure``.

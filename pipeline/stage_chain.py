@@ -94,7 +94,7 @@ class StageChain:
             name,
             key,
             lambda folder: stage.build(self._inputs[name], self, folder),
-            resumes=getattr(stage, "resumes", False),
+            resumes=getattr(stage, "resumes", ()),
         )
         self.artifacts[name] = artifact
         if live is not None:

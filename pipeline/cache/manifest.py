@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
@@ -27,10 +29,11 @@ class DamagedError(Exception):
     """A folder of the cache doesn't hold what its manifest says."""
 
 
-def seal(folder: Path, *, stage: str, key: str, model: str = "") -> dict[str, FileEntry]:
+def seal(folder: Path, *, stage: str, key: str, model: str = "", without: Collection[str] = ()) -> dict[str, FileEntry]:
     """Bring all of ``folder`` to the disk, then write its manifest; returns what the manifest lists.
 
     ``model`` is what the model goes by that it was made for: for whoever lists the cache, and no part of what is kept.
+    What lies in ``folder`` under the names ``without`` isn't listed.
 
     Raises:
         ValueError: the folder holds a link, or a ``manifest.json`` of its own: the stage that wrote it is
@@ -40,6 +43,8 @@ def seal(folder: Path, *, stage: str, key: str, model: str = "") -> dict[str, Fi
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         mode = path.lstat().st_mode
+        if path.relative_to(folder).parts[0] in without:
+            continue
         if stat.S_ISDIR(mode):
             sync_folder(path)
         elif stat.S_ISREG(mode) and name != MANIFEST:
@@ -58,15 +63,32 @@ def verify(folder: Path, *, stage: str, key: str, full: bool = False) -> dict[st
     Raises:
         DamagedError: the manifest is missing, malformed or another artifact's, or a file isn't as it says.
     """
-    try:
-        files = _parse(read_regular(folder / MANIFEST), stage=stage, key=key)
+    with _damage_of_files():
+        listing = _parse(read_regular(folder / MANIFEST), stage=stage, key=key)
+    return verify_listed(folder, listing, full=full)
+
+
+def verify_listed(folder: Path, listing: Mapping[str, object], *, full: bool = False) -> dict[str, FileEntry]:
+    """Return what ``listing`` says of files of ``folder``, each checked: name → its size and SHA-256, as JSON has them.
+
+    Raises ``DamagedError`` as ``verify`` does.
+    """
+    files = {name: _entry(name, value) for name, value in listing.items()}
+    with _damage_of_files():
         for name, entry in files.items():
             _compare(folder / name, name, entry, full=full)
+    return files
+
+
+@contextmanager
+def _damage_of_files() -> Iterator[None]:
+    """Turn what tells that a file isn't there, or is something else, into a ``DamagedError``."""
+    try:
+        yield
     except NotRegularError as error:
         raise DamagedError(f"{Path(str(error.filename)).name} isn't a file") from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedError(f"{Path(str(error.filename)).name} is missing") from error
-    return files
 
 
 def _measure(path: Path) -> FileEntry:
@@ -76,7 +98,7 @@ def _measure(path: Path) -> FileEntry:
         return FileEntry(size=os.fstat(file.fileno()).st_size, sha256=digest)
 
 
-def _parse(manifest: bytes, *, stage: str, key: str) -> dict[str, FileEntry]:
+def _parse(manifest: bytes, *, stage: str, key: str) -> dict[str, object]:
     try:
         data = parse_json(manifest)
     except ValueError as error:
@@ -85,7 +107,7 @@ def _parse(manifest: bytes, *, stage: str, key: str) -> dict[str, FileEntry]:
         case {"schema_version": int(version), "stage": str(named), "key": str(keyed), "files": dict(files)}:
             if (version, named, keyed) != (SCHEMA_VERSION, stage, key):
                 raise DamagedError(f"{MANIFEST} is of version {version}, stage {named}, key {keyed}")
-            return {name: _entry(name, value) for name, value in files.items()}
+            return files
         case _:
             raise DamagedError(f"{MANIFEST} lacks a field")
 
@@ -97,7 +119,7 @@ def _entry(name: str, value: object) -> FileEntry:
         case {"size": int(size), "sha256": str(sha256)} if inside:
             return FileEntry(size=size, sha256=sha256)
         case _:
-            raise DamagedError(f"{MANIFEST} has a wrong entry for {name!r}")
+            raise DamagedError(f"there is a wrong entry for {name!r}")
 
 
 def _compare(path: Path, name: str, entry: FileEntry, *, full: bool) -> None:

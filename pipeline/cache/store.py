@@ -17,20 +17,21 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from pipeline.atomic_files import TEMPORARY, mendable, storage_error, sync_folder
+from pipeline.atomic_files import mendable, storage_error, sync_folder
 from pipeline.cache.leases import SHARED, Leases, lease_path
 from pipeline.cache.leftovers import BUILDING, move_aside, remove_leftovers
 from pipeline.cache.locks import locked
 from pipeline.cache.manifest import MANIFEST, DamagedError, seal, verify
 from pipeline.errors import OffstageError, StorageError
-from pipeline.stage import Artifact
+from pipeline.stage import Artifact, FileEntry
 
 T = TypeVar("T")
 
@@ -72,14 +73,15 @@ class Store:
                     return _settle(folder) if ours else None
 
     def obtain(
-        self, stage: str, key: str, write: Callable[[Path], T], *, resumes: bool = False
+        self, stage: str, key: str, write: Callable[[Path], T], *, resumes: Collection[str] = ()
     ) -> tuple[Artifact, T | None, bool]:
         """Return the artifact of ``key``, what ``write`` returned, and whether the artifact was there before.
 
         ``write`` is called with an empty folder to fill, and only if no artifact is found; else its part is
         None. The folder is renamed afterwards, so what ``write`` returns must not depend on where it lies.
-        Whatever ``write`` raises leaves nothing behind; but where it ``resumes``, the folder is what the last one that
-        was killed, or raised, left of the same key, until ``sweep`` takes it.
+        Whatever ``write`` raises leaves nothing behind; but where it ``resumes``, the folder has what the last one that
+        was killed, or raised, left of the same key under these names, until ``sweep`` takes it. They are of files;
+        those that begin with a dot, of folders, are the build's own: there until it is on the disk, never published.
         """
         folder = self._folder(stage, key)
         found = self.find(stage, key)
@@ -94,8 +96,7 @@ class Store:
                 found = _settle(folder)
             if found is not None:
                 return found, None, True
-            artifact, made = _build(folder, write, resumes=resumes, model=self._model)
-            return artifact, made, False
+            return _build(folder, write, resumes=resumes, model=self._model)
 
     def sweep(self, *, older_than_seconds: float = 86400.0) -> None:
         """Remove what killed processes left, what was set aside, and idle locks, all by their newest file.
@@ -148,17 +149,25 @@ def _inode(folder: Path) -> int | None:
         return None
 
 
-def _build(folder: Path, write: Callable[[Path], T], *, resumes: bool, model: str) -> tuple[Artifact, T]:
+def _build(
+    folder: Path, write: Callable[[Path], T], *, resumes: Collection[str], model: str
+) -> tuple[Artifact, T | None, bool]:
     building = folder.with_name(f"{BUILDING}{folder.name if resumes else uuid.uuid4().hex}")
-    published = False
+    published, made = False, None
     try:
         with mendable(folder.parent):
-            building.mkdir(exist_ok=resumes)
-            _forget_publishing(building)
-        made = _write(building, write)
+            building.mkdir(exist_ok=bool(resumes))
+            files = _sealed(building, folder)
+            whole = files is not None
+            if files is None:
+                _remove_strays(building, resumes)
+        if files is None:
+            made = _write(building, write)
         with mendable(folder.parent):
-            artifact, published = _publish(building, folder, model), True
-            return artifact, made
+            files = files or _seal(building, folder, resumes, model)
+            _remove_unlisted(building, files)
+            artifact, published = _publish(building, folder, files), True
+            return artifact, made, whole
     finally:
         if published or not resumes:
             shutil.rmtree(building, ignore_errors=True)
@@ -167,11 +176,36 @@ def _build(folder: Path, write: Callable[[Path], T], *, resumes: bool, model: st
                 building.rmdir()  # there is nothing to go on with
 
 
-def _forget_publishing(building: Path) -> None:
-    """Remove what a build that got as far as its publishing left in ``building``: the manifest, files half-written."""
+def _sealed(building: Path, folder: Path) -> dict[str, FileEntry] | None:
+    """Return what the manifest of ``building`` lists, if all of it is there: it was killed as it was published."""
+    with suppress(DamagedError):
+        return verify(building, stage=folder.parent.name, key=folder.name, full=True)
+    return None
+
+
+def _seal(building: Path, folder: Path, resumes: Collection[str], model: str) -> dict[str, FileEntry]:
+    own = [name for name in resumes if name.startswith(".")]
+    return seal(building, stage=folder.parent.name, key=folder.name, model=model, without=own)
+
+
+def _remove_strays(building: Path, resumes: Collection[str]) -> None:
+    """Remove what a build that was killed left in ``building`` and isn't gone on with."""
     for path in building.iterdir():
-        if path.name == MANIFEST or path.name.startswith(TEMPORARY):
-            path.unlink()
+        is_right = stat.S_ISDIR if path.name.startswith(".") else stat.S_ISREG
+        if path.name not in resumes or not is_right(path.lstat().st_mode):
+            _remove(path)
+
+
+def _remove_unlisted(building: Path, files: Collection[str]) -> None:
+    """Remove from ``building`` what isn't published."""
+    listed = {MANIFEST, *(PurePosixPath(name).parts[0] for name in files)}
+    for path in building.iterdir():
+        if path.name not in listed:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if stat.S_ISDIR(path.lstat().st_mode) else path.unlink()
 
 
 def _write(building: Path, write: Callable[[Path], T]) -> T:
@@ -187,10 +221,9 @@ def _write(building: Path, write: Callable[[Path], T]) -> T:
         raise storage_error(building.parent, error) from error
 
 
-def _publish(building: Path, folder: Path, model: str) -> Artifact:
-    """Rename ``building`` to ``folder``, or return the artifact of the process that was faster."""
+def _publish(building: Path, folder: Path, files: Mapping[str, FileEntry]) -> Artifact:
+    """Rename ``building``, which is sealed, to ``folder``, or return the artifact of the process that was faster."""
     stage, key = folder.parent.name, folder.name
-    files = seal(building, stage=stage, key=key, model=model)
     for _ in range(_PUBLISH_ATTEMPTS):
         try:
             building.rename(folder)

@@ -11,6 +11,9 @@ from stages.plan.request.training import FinetuneOptions
 STEPS = "steps.jsonl"
 """The file that grows by a line a step."""
 
+STATE = ".state"
+"""The folder with what is gone on with after a kill."""
+
 CHECKPOINT = "checkpoint"
 """The folder with the tuned weights: of a model, or of an adapter."""
 

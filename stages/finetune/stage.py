@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.errors import Fault
 from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import PATHS, absolute, read
-from stages.finetune.inputs import CHECKPOINT, STEPS, FinetuneInputs
+from stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
 from stages.inference.inputs import gather_model
 from stages.inference.progress import read_rows
 from stages.plan.plan import FILE_NAME as PLAN
@@ -46,7 +46,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
     version = 1
     needs: tuple[str, ...] = ("dispatch",)
     config_class = FinetuneConfig
-    resumes = True
+    resumes = (STEPS, STATE)
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the text, the sizes and the rates, as far as the model needn't be known."""

@@ -20,7 +20,7 @@ from stages.checkpoints.adapters import adapter_folder
 from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
 from stages.finetune.cpu_offload import CPUOffload
-from stages.finetune.inputs import CHECKPOINT, STEPS, FinetuneInputs
+from stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
 from stages.finetune.sequences import make_sequences
 from stages.finetune.steps import Trainer, make_optimizer
 from stages.finetune.trained import prepare
@@ -58,7 +58,8 @@ class Tuning:
 def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
     """Train what ``inputs`` ask for, on the live model of the stage dispatch, and leave the weights in ``folder``.
 
-    A training that was killed is gone on with from the state that it saved last, which is in ``folder``.
+    A training that was killed is gone on with from the state that it saved last, which is in ``folder``; one that had
+    taken its last step saves the weights alone.
     """
     sequences = make_sequences(inputs.content, inputs.model, window=inputs.window)
     dispatched: Dispatched = context.live("dispatch")
@@ -78,7 +79,7 @@ def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
         "train_seconds": cost.seconds,
         "trained_tokens_per_second": cost.results_per_second,
         **cost.metrics(),
-        **_offload_metrics(inputs, offload),
+        **_offload_metrics(inputs, offload if cost.forwards else None),
     }
     return Tuning(run_metrics(dispatched, own), measured_peaks(context, dispatched), expert_uses(dispatched))
 
@@ -106,10 +107,10 @@ def _offload(inputs: FinetuneInputs, main: DeviceId, dispatched: Dispatched, fol
     )
 
 
-def _offload_metrics(inputs: FinetuneInputs, offload: Offload) -> Metrics:
+def _offload_metrics(inputs: FinetuneInputs, offload: Offload | None) -> Metrics:
     """Return the ratio that was asked for, and the bytes that the last forward saved: those that stayed and went."""
     if not isinstance(offload, CPUOffload):
-        return {"offload_ratio": 0.0}
+        return {"offload_ratio": inputs.offload_ratio}
     (traffic,) = offload.traffic.values()
     return {
         "offload_ratio": inputs.offload_ratio,
@@ -130,7 +131,8 @@ def _run(
     """Take all steps that the state in ``folder`` lacks, each with a line of its own; return what they cost."""
     options, progress = inputs.options, Progress(folder / STEPS)
     optimizer = make_optimizer(options, parameters.values())
-    state, cost = TrainingState(folder, parameters, optimizer), ForwardCost(dispatched.streamer.traffic)
+    state = TrainingState(folder / STATE, parameters, optimizer, steps=options.steps)
+    cost = ForwardCost(dispatched.streamer.traffic)
     held: dict[str, int] = {}
     trainer = Trainer(
         dispatched.model,
@@ -142,7 +144,8 @@ def _run(
         offload=offload,
         watch=lambda: held.update(held_now(dispatched)),
     )
-    begin = state.load()
+    begin = state.load(progress.done)
+    progress.keep(range(begin))
     with _own_randomness(), tqdm(total=options.steps, desc="finetune", unit="step", disable=None, leave=False) as bar:
         bar.update(begin)
         for step in range(begin, options.steps):
@@ -154,10 +157,9 @@ def _run(
             cost.add(seconds, results=options.gradient_accumulation * options.batch_size * inputs.window)
             progress.add([_row(step, result.loss, result.gradient_norm, seconds=seconds, held=held)])
             bar.update()
-            if (step + 1) % options.save_every == 0 and step + 1 < options.steps:
+            if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
                 state.save(step + 1)
     progress.settle()
-    state.remove()
     return cost
 
 

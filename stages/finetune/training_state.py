@@ -1,30 +1,32 @@
 """How far a training is, on disk: the weights that learn, and what the optimizer keeps of each.
 
-It is one safetensors file, written tensor by tensor, so that saving holds nothing twice, and a small JSON beside it,
-written after it, that names it with its checksum. A kill leaves the state from before or the one from after; one that
-the disk has changed is as if it weren't there, and the training begins anew.
+It is one safetensors file, written tensor by tensor, so that saving holds nothing twice, and a small sealed JSON beside
+it, written after it, that says its step and what the file must be. A kill leaves the state from before or the one from
+after; one that the disk has changed is set aside, and the training begins anew. After the last step it is the weights
+alone: they are there until they are published as a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from pipeline.atomic_files import TEMPORARY, replace_file, sync_folder
-from pipeline.errors import named
-from pipeline.regular_files import open_regular, read_object
+from pipeline.atomic_files import sync_folder, write_pieces
+from pipeline.cache.leftovers import move_aside
+from pipeline.cache.manifest import DamagedError, verify_listed
+from pipeline.cache.sealed_files import read_sealed, write_sealed
+from pipeline.stage import FileEntry
 from stages.checkpoints.dtypes import dtype_name
 from stages.machine.aligned_memory import byte_view
 
 POINTER = "state.json"
-_CHUNK = 2**22
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
 }  # fmt: skip
@@ -34,50 +36,67 @@ Parameters = Mapping[str, torch.Tensor]
 
 
 class TrainingState:
-    """The state in ``folder`` of a training of ``parameters`` by ``optimizer``."""
+    """The state in ``folder`` of a training of ``parameters`` by ``optimizer``, which is to take so many ``steps``."""
 
-    def __init__(self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-        self._folder, self._parameters, self._optimizer = folder, parameters, optimizer
+    def __init__(self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, *, steps: int) -> None:
+        self._folder, self._parameters, self._optimizer, self._steps = folder, parameters, optimizer, steps
 
-    def load(self) -> int:
-        """Bring back the state that was saved last, and return how many steps it had done: 0 where there is none."""
-        told = read_object(self._folder / POINTER)
-        step, name, crc = (told.get(key) for key in ("step", "file", "crc32"))
-        if not isinstance(step, int) or not isinstance(name, str) or Path(name).name != name:
+    def load(self, told: Collection[int]) -> int:
+        """Bring back the state that was saved last, and return how many steps it had done: 0 where there is none.
+
+        ``told`` are the steps whose results are there. A state of others is no use: what it lacks can't be told again.
+        """
+        try:
+            content = read_sealed(self._folder / POINTER)
+            if content is None:
+                return 0
+            step, file = self._find(content, told)
+            self._bring_back(file)
+        except DamagedError as damage:
+            move_aside(self._folder / POINTER, damage)
             return 0
-        if not (self._folder / name).is_file() or _crc(self._folder / name) != crc:
-            return 0
-        with safe_open(self._folder / name, framework="pt") as file:
-            for key in sorted(file.keys()):
-                self._bring_back(key, file.get_tensor(key))
         return step
 
     def save(self, step: int) -> None:
         """Keep the state after so many steps, in place of the one before."""
+        self._folder.mkdir(exist_ok=True)
         file = self._folder / f"state-{step}.safetensors"
-        crc = _write(file, dict(self._tensors()))
-        replace_file(self._folder / POINTER, json.dumps({"step": step, "file": file.name, "crc32": crc}) + "\n")
-        self._remove_all_but(file)
+        entry = _write(file, dict(self._tensors(is_last=step == self._steps)))
+        write_sealed(self._folder / POINTER, {"step": step, "files": {file.name: asdict(entry)}})
+        for other in self._folder.glob("state-*.safetensors"):
+            if other != file:
+                other.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        """Remove the state: the training is at its end."""
-        (self._folder / POINTER).unlink(missing_ok=True)
-        self._remove_all_but(None)
+    def _find(self, content: Any, told: Collection[int]) -> tuple[int, Path]:
+        """Return the step that a state's ``content`` says, and its file, which is as it was written."""
+        match content:
+            case {"step": int(step), "files": dict(listing)} if 0 < step <= self._steps and len(listing) == 1:
+                (name,) = verify_listed(self._folder, listing, full=True)
+            case _:
+                raise DamagedError("is no state of this training")
+        if not all(number in told for number in range(step)):
+            raise DamagedError(f"of the {step} steps that it is of, some have no line any more")
+        return step, self._folder / name
 
-    def _remove_all_but(self, kept: Path | None) -> None:
-        for file in self._folder.glob("state-*.safetensors"):
-            if file != kept:
-                file.unlink(missing_ok=True)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, *, is_last: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is kept by the name that it has in the file: ``parameter NAME``, or what the optimizer has."""
         for name, parameter in self._parameters.items():
             yield f"parameter {name}", parameter
-            for kind, value in self._optimizer.state.get(parameter, {}).items():
+            for kind, value in {} if is_last else self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"{kind} {name}", value
 
-    def _bring_back(self, key: str, value: torch.Tensor) -> None:
+    def _bring_back(self, path: Path) -> None:
+        with safe_open(path, framework="pt") as file:
+            shapes = {f"parameter {name}": list(parameter.shape) for name, parameter in self._parameters.items()}
+            keys = sorted(file.keys())
+            kept = {key: file.get_slice(key).get_shape() for key in keys if key.startswith("parameter ")}
+            if kept != shapes:
+                raise DamagedError("is of other weights than those that learn")
+            for key in keys:
+                self._bring_back_one(key, file.get_tensor(key))
+
+    def _bring_back_one(self, key: str, value: torch.Tensor) -> None:
         kind, _, name = key.partition(" ")
         parameter = self._parameters[name]
         if kind == "parameter":
@@ -87,8 +106,8 @@ class TrainingState:
             self._optimizer.state[parameter][kind] = value.clone() if not value.dim() else value.to(parameter.device)
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Write ``tensors`` to ``path`` as safetensors, one by one, and return the checksum of the file."""
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+    """Write ``tensors`` to ``path`` as safetensors, one by one, and return the size and the hash of the file."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
@@ -96,20 +115,19 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
         header[name] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    written, crc = path.with_name(f"{TEMPORARY}{path.name}"), 0
-    try:
-        with named(path), written.open("wb") as file:
-            for piece in _pieces(text, tensors.values()):
-                file.write(piece)
-                crc = zlib.crc32(piece, crc)
-            file.flush()
-            os.fsync(file.fileno())
-        written.replace(path)
-        sync_folder(path.parent)
-    finally:
-        with suppress(OSError):
-            written.unlink(missing_ok=True)
-    return crc
+    digest = sha256()
+    write_pieces(path, _hashed(_pieces(text, tensors.values()), digest.update))
+    sync_folder(path.parent)
+    return FileEntry(size=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def _hashed(
+    pieces: Iterable[bytes | memoryview], update: Callable[[bytes | memoryview], object]
+) -> Iterator[bytes | memoryview]:
+    """Yield ``pieces``, each once ``update`` has had it."""
+    for piece in pieces:
+        update(piece)
+        yield piece
 
 
 def _pieces(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
@@ -118,11 +136,3 @@ def _pieces(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | 
     yield header
     for tensor in tensors:
         yield byte_view(tensor.detach().to("cpu").contiguous())
-
-
-def _crc(path: Path) -> int:
-    crc = 0
-    with named(path), os.fdopen(open_regular(path), "rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc

@@ -57,7 +57,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     version = 8
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
-    resumes = True
+    resumes = (GENERATIONS,)
     file_name = FILE_NAME
     results = "tokens"
     seconds = "decode_seconds_per_token"

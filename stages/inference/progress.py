@@ -10,7 +10,7 @@ import json
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,14 @@ class Progress:
             file.write(b"".join(map(_line, rows)))
             file.flush()
             os.fsync(file.fileno())
+
+    def keep(self, batches: Container[int]) -> None:
+        """Forget all batches but these, in the file too."""
+        forgotten = [number for number in self.done if number not in batches]
+        for number in forgotten:
+            del self.done[number]
+        if forgotten:
+            self._write([row for rows in self.done.values() for row in rows])
 
     def settle(self) -> list[Row]:
         """Put all rows in the order of what they are of, in the file too, and return them."""

@@ -49,7 +49,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
     version = 2
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ScoreConfig
-    resumes = True
+    resumes = (SCORES,)
     file_name = FILE_NAME
     results = "scores"
     seconds = "score_seconds"

@@ -12,10 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PretrainedConfig
 
+from pipeline.cache.sealed_files import read_sealed
+from stages.finetune import training
 from stages.finetune.sequences import derive, pick
+from stages.finetune.steps import Trainer
 from stages.plan.budgets import LIBRARY_BYTES, MARGIN
 from tests.benchmarks.caps import can_cap
-from tests.e2e.conftest import Finished, Replay, start, wait_for
+from tests.e2e.conftest import Finished, Replay, kill_when, start, wait_for
 
 Run = Callable[..., Finished]
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"
@@ -185,7 +188,7 @@ def test_an_adapter_that_has_no_place_is_said(checkpoint: Path, tmp_path: Path, 
 def killed_with_a_state(folder: Path, *options: str) -> None:
     """Run the command, and kill it as soon as it has saved a state; it must not be done by then."""
     with start(folder, *options) as process:
-        wait_for(lambda: list(folder.glob("outputs/cache/finetune/.tmp-*/state.json")), process)
+        wait_for(lambda: list(folder.glob("outputs/cache/finetune/.tmp-*/.state/state.json")), process)
         process.kill()
 
 
@@ -195,16 +198,75 @@ def test_killed_it_goes_on_from_the_saved_state_to_bitwise_the_same_weights(tmp_
     given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=40", "finetune.save_every=7")
     killed_with_a_state(tmp_path, *given)
     (left,) = tmp_path.glob("outputs/cache/finetune/.tmp-*")
-    state = json.loads(left.joinpath("state.json").read_text())
+    state = read_sealed(left / ".state" / "state.json")
     assert 0 < state["step"] < 40
     resumed = offstage_here(*given)
     assert resumed.code == 0, resumed.err
     assert resumed.record["metrics"]["taken_steps"] == 40 - state["step"]
-    assert not list(artifact(resumed).glob("state*")), "the state is left in the artifact"
+    assert not list(artifact(resumed).glob(".state")), "the state is left in the artifact"
     tmp_path.joinpath("outputs/cache/finetune").rename(tmp_path / "before")
     whole = offstage_here(*given)
     assert whole.record["metrics"]["taken_steps"] == 40
     assert whole.record["outputs"] == resumed.record["outputs"]
+
+
+def test_killed_as_its_weights_are_saved_it_has_no_step_to_take_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offstage_here: Run
+) -> None:
+    write_text(tmp_path)
+    given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=5", "finetune.save_every=2")
+    whole = offstage_here(*given)
+    artifact(whole).parent.rename(tmp_path / "before")
+    kept = training.save_model
+
+    def save_and_end(model: Any, node: Any, folder: Path) -> None:
+        kept(model, node, folder)
+        folder.joinpath("stray.bin").write_text("half a file")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "save_model", save_and_end)
+    assert offstage_here(*given).code == 130
+    monkeypatch.setattr(training, "save_model", kept)
+    resumed = offstage_here(*given)
+    assert resumed.code == 0, resumed.err
+    assert resumed.record["metrics"]["taken_steps"] == 0
+    assert resumed.record["outputs"] == whole.record["outputs"]
+    assert not list(artifact(resumed).rglob("stray.bin"))
+
+
+@pytest.mark.parametrize("sign", ["checkpoint", "checkpoint/*.safetensors", "finetune.json", "manifest.json"])
+def test_killed_in_its_last_moments_it_ends_with_the_same_weights(
+    sign: str, checkpoint: Path, tmp_path: Path, offstage_here: Run
+) -> None:
+    write_text(tmp_path)
+    given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=3")
+    killed = kill_when(lambda: list(tmp_path.glob(f"outputs/cache/finetune/.tmp-*/{sign}")), start(tmp_path, *given))
+    resumed = offstage_here(*given)
+    assert artifact(resumed)
+    assert resumed.record["metrics"]["taken_steps"] == (3 if resumed.cached["finetune"] else 0), killed
+    artifact(resumed).parent.rename(tmp_path / "before")
+    assert offstage_here(*given).record["outputs"] == resumed.record["outputs"]
+
+
+def test_a_training_that_was_killed_twice_tells_each_step_once(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offstage_here: Run
+) -> None:
+    write_text(tmp_path)
+    given = (*GIVEN, *SMALL, f"model.path={checkpoint}", "finetune.steps=9", "finetune.save_every=3")
+    take = Trainer.take
+    for last in (4, 7):
+
+        def take_or_end(trainer: Trainer, step: int, last: int = last) -> Any:
+            if step > last:
+                raise KeyboardInterrupt
+            return take(trainer, step)
+
+        monkeypatch.setattr(Trainer, "take", take_or_end)
+        assert offstage_here(*given).code == 130
+    monkeypatch.setattr(Trainer, "take", take)
+    done = offstage_here(*given)
+    assert done.record["metrics"]["taken_steps"] == 3
+    assert [output["name"] for output in done.record["outputs"][:9]] == [f"step {number}" for number in range(1, 10)]
 
 
 def test_a_new_adapter_learns_as_pefts_own_and_loads_as_an_adapter(

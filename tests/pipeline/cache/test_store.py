@@ -350,21 +350,3 @@ def test_a_file_system_without_locks_is_nothing_to_be_warned_of(
     assert Store(root).obtain("plan", KEY, write)[2] is False
     assert_right(root)
     assert [str(warning.message) for warning in recwarn] == []
-
-
-def test_a_build_that_was_killed_as_it_was_published_is_gone_on_with(root: Path) -> None:
-    folder = root / "plan" / f".tmp-{KEY}"
-    folder.mkdir(parents=True)
-    for name in (manifest.MANIFEST, ".tmp-0123"):
-        folder.joinpath(name).write_text("half of it")
-    folder.joinpath("done").write_text("kept")
-
-    def go_on(building: Path) -> str:
-        write(building)
-        return building.joinpath("done").read_text()
-
-    artifact, made, cached = Store(root).obtain("plan", KEY, go_on, resumes=True)
-    assert (made, cached) == ("kept", False)
-    assert ".tmp-0123" not in artifact.files
-    assert manifest.verify(artifact.folder, stage="plan", key=KEY) == artifact.files
-    assert not folder.exists()
