@@ -3,6 +3,7 @@
 transformers reads a config and a tokenizer from such a file. What it makes of them is kept in a folder as
 ``save_pretrained`` writes it, with the names of the tensors beside: so everything that knows checkpoint folders knows
 GGUF files, and a run that is served from the cache needs neither torch nor transformers. Weights stay in the file.
+The folder is an artifact of the user's cache: one that isn't as it was written is made again.
 """
 
 from __future__ import annotations
@@ -10,17 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import TEMPORARY, mendable, write_text
+from pipeline.atomic_files import write_text
+from pipeline.cache.store import Store
 from pipeline.errors import CheckpointError, ConfigError, foreign
 from pipeline.regular_files import read_regular
 from stages.checkpoints.bounds import bounded
@@ -30,10 +30,13 @@ from stages.machine.kept_figures import user_cache
 NAMES = "gguf_tensors.json"
 """The file of the folder that says which of the file's tensors each of the model's is made of."""
 
-_VERSION = 1
+FOLDER = "gguf"
+_VERSION = 2
 """Raised when a folder that was made before says something else than one that is made now."""
 _OPTIONS = "generation_config.json"
 _AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
+_verified: set[Path] = set()
+"""The folders that this process has found whole: they are asked for often."""
 _log = logging.getLogger("offstage")
 
 
@@ -53,27 +56,21 @@ def gguf_folder(path: Path) -> Path:
     beside = read_regular(options) if options.is_file() else b""
     versions = [metadata.version(name) for name in ("transformers", "gguf")]
     parts = [_VERSION, header.file.digest, *versions, hashlib.sha256(beside).hexdigest()]
-    folder = user_cache() / "gguf" / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-    if not (folder / NAMES).is_file():
-        with mendable(folder):
-            _publish(header, beside, folder)
+    root, key = user_cache(), hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    folder = root / FOLDER / key
+    if folder not in _verified or not (folder / NAMES).is_file():
+        store = Store(root, model=str(path))
+        store.obtain(FOLDER, key, partial(_describe_all, header, beside))
+        store.sweep()
+        _verified.add(folder)
     return folder
 
 
-def _publish(header: GgufHeader, options: bytes, folder: Path) -> None:
-    """Make ``folder`` whole beside its place and rename it; whoever was there first has made the same."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
-    try:
-        _describe(header, made)
-        if options:
-            (made / _OPTIONS).write_bytes(options)
-        with suppress(OSError):
-            made.rename(folder)
-        if not (folder / NAMES).is_file():
-            raise CheckpointError(f"{folder}: can't be written; remove what lies there, and run again")
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+def _describe_all(header: GgufHeader, options: bytes, folder: Path) -> None:
+    """Write to ``folder`` what is said of the file, and the ``options`` that lie beside it."""
+    _describe(header, folder)
+    if options:
+        (folder / _OPTIONS).write_bytes(options)
 
 
 def _describe(header: GgufHeader, folder: Path) -> None:

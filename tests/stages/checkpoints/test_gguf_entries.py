@@ -16,7 +16,8 @@ from stages.checkpoints import gguf_model
 from stages.checkpoints.checkpoint import open_checkpoint
 from stages.checkpoints.codecs.ggml_formats import FORMATS
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.gguf_model import gguf_folder
+from stages.checkpoints.gguf_entries import gguf_entries
+from stages.checkpoints.gguf_model import NAMES, gguf_folder
 from stages.checkpoints.hub import checkpoint_folder, weights_path
 from stages.checkpoints.packed import PackedTensor, in_dtype
 from stages.checkpoints.readers import open_reader
@@ -108,7 +109,21 @@ def test_the_folder_is_made_once_for_a_content_wherever_that_lies(
     folder = gguf_folder(path)
     monkeypatch.setattr(gguf_model, "_describe", lambda *_: pytest.fail("made again"))
     assert gguf_folder(Path(shutil.copy(path, tmp_path / "other.gguf"))) == folder
-    assert [kept.name for kept in folder.parent.iterdir()] == [folder.name]
+    assert [kept.name for kept in folder.parent.iterdir() if not kept.name.endswith(".lock")] == [folder.name]
+
+
+@pytest.mark.parametrize("name", [NAMES, "config.json"])
+@pytest.mark.parametrize("kept", [0, 0.5, 1], ids=["empty", "cut", "changed"])
+def test_what_is_kept_of_it_is_made_again_where_it_is_not_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kept: float
+) -> None:
+    path = made(tmp_path, "llama")
+    entries, file = gguf_entries(path), gguf_folder(path) / name
+    written = file.read_bytes()
+    file.write_bytes(written[: int(kept * len(written))].replace(b"256", b"512"))
+    monkeypatch.setattr(gguf_model, "_verified", set())
+    assert gguf_entries(path) == entries
+    assert file.read_bytes() == written
 
 
 def test_options_that_lie_beside_the_file_count(tmp_path: Path) -> None:
