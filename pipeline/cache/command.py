@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from pipeline.atomic_files import mendable
 from pipeline.cache import housekeeping
 from pipeline.cache.block_sums import MARKER_NAME, find_store_damage
 from pipeline.cache.housekeeping import CacheEntry
+from pipeline.cache.left_builds import remove_damage
 from pipeline.cache.leftovers import move_aside
+from pipeline.cache.user_cache import user_cache
 from pipeline.command_exit import run_command
 from pipeline.errors import ConfigError, StorageError
 from pipeline.printable_text import printable
@@ -56,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, work, says in (
         ("list", _list, "every artifact, the least recently used first"),
         ("du", _du, "what each stage takes"),
-        ("verify", _verify, "hash everything again and set aside what is damaged; exits 1 if anything is"),
+        ("verify", _verify, "hash this cache and the user's own again, set aside what is damaged; exits 1 if any is"),
     ):
         command = commands.add_parser(name, help=says, description=says)
         command.set_defaults(work=work)
@@ -159,22 +162,38 @@ def _prune(root: Path, given: argparse.Namespace) -> int:
 
 
 def _verify(root: Path, given: argparse.Namespace) -> int:
-    began, found = time.perf_counter(), housekeeping.entries(root)
-    damaged = [(entry, damage) for entry in found if (damage := housekeeping.find_damage(entry))]
+    began, found, users = time.perf_counter(), housekeeping.entries(root), _of_the_user(root)
+    damaged = [(entry, damage) for entry in [*found, *users] if (damage := housekeeping.find_damage(entry))]
     for entry, damage in damaged:
         aside = housekeeping.set_aside(entry)
         _say(f"{entry.folder}: {damage}; {f'set aside as {aside.name}' if aside else 'in use, left where it is'}")
-    figures = housekeeping.damaged_figures(root)
+    figures = {path: damage for each in _roots(root) for path, damage in housekeeping.damaged_figures(each).items()}
     for path, damage in figures.items():
         move_aside(path, damage)
         _say(f"{path}: {damage}; set aside, to be measured again")
+    left = remove_damage(root)
+    for path, damage in left.items():
+        _say(f"{path}: {damage}; the run that goes on with it does that again")
     stores = {folder: find_store_damage(_store(folder)) for folder in given.offload_folder}
     for folder in filter(stores.get, stores):
         _say(f"{folder}: {stores[folder]}; the next run that uses it with verify=full makes that again")
-    count = len(damaged) + len(figures) + sum(damage is not None for damage in stores.values())
-    own = f" and {len(stores)} offload folder{'s' * (len(stores) != 1)}" if stores else ""
+    count = len(damaged) + len(figures) + len(left) + sum(damage is not None for damage in stores.values())
+    own = f", {_amount(users)} of the user's own cache" if users else ""
+    own += f" and {len(stores)} offload folder{'s' * (len(stores) != 1)}" if stores else ""
     _say(f"{_amount(found)}{own} hashed in {time.perf_counter() - began:.1f} s, {count} damaged")
     return DAMAGED if count else 0
+
+
+def _roots(root: Path) -> list[Path]:
+    """Return the cache ``root`` and the user's own, where that is another."""
+    with suppress(RuntimeError):  # a user without a home
+        if user_cache().resolve() != root.resolve():
+            return [root, user_cache()]
+    return [root]
+
+
+def _of_the_user(root: Path) -> list[CacheEntry]:
+    return [entry for each in _roots(root)[1:] for entry in housekeeping.entries(each)]
 
 
 def _store(folder: Path) -> Path:

@@ -1,20 +1,22 @@
 """The small files of the cache that grow: JSON with its own hash beside it, in one file, written whole.
 
 An artifact never changes, and its manifest says what it was. What is measured of a machine is added to, by several
-processes, so the file itself says whether it is as it was written.
+processes, so the file itself says whether it is as it was written. So does each line of a file that grows by lines.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.atomic_files import replace_file
 from pipeline.cache.leftovers import move_aside
 from pipeline.cache.manifest import DamagedError
-from pipeline.regular_files import NotRegularError, read_json
+from pipeline.regular_files import NotRegularError, parse_json, read_json
 
 
 def write_sealed(path: Path, content: Any) -> None:
@@ -50,6 +52,26 @@ def settle_sealed(path: Path) -> Any:
     except DamagedError as damage:
         move_aside(path, damage)
         return None
+
+
+def sealed_line(row: Mapping[str, Any]) -> bytes:
+    """Return ``row``, plain JSON data, as a line with a checksum of its own in the end."""
+    return json.dumps({**row, "crc32": _sum(row)}).encode() + b"\n"
+
+
+def read_sealed_line(line: bytes) -> dict[str, Any]:
+    """Return the row that ``sealed_line`` made ``line`` of; a ``DamagedError`` where it isn't that, to its end."""
+    try:
+        row = parse_json(line) if line.endswith(b"\n") else None
+    except ValueError as error:
+        raise DamagedError("isn't JSON") from error
+    if not isinstance(row, dict) or row.pop("crc32", None) != _sum(row):
+        raise DamagedError("doesn't match its checksum")
+    return row
+
+
+def _sum(row: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(row).encode())
 
 
 def _digest(content: Any) -> str:

@@ -21,11 +21,11 @@ from typing import Any
 
 from pipeline.atomic_files import write_text
 from pipeline.cache.store import Store
+from pipeline.cache.user_cache import user_cache
 from pipeline.errors import CheckpointError, ConfigError, foreign
 from pipeline.regular_files import read_regular
 from stages.checkpoints.bounds import bounded
 from stages.checkpoints.gguf_header import GgufHeader, read_gguf_header
-from stages.machine.kept_figures import user_cache
 
 NAMES = "gguf_tensors.json"
 """The file of the folder that says which of the file's tensors each of the model's is made of."""

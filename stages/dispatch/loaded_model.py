@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline.cache.user_cache import user_cache
 from pipeline.errors import ConfigError, closest, raise_faults
 from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
@@ -25,7 +26,6 @@ from stages.checkpoints.tokenizers import load_tokenizer
 from stages.dispatch.stage import DispatchStage
 from stages.empty_init.identity import MODEL_KEYS
 from stages.empty_init.stage import EmptyInitStage
-from stages.machine.kept_figures import user_cache
 from stages.plan import plan as plans
 from stages.plan.stage import PlanStage
 from stages.shard_load.stage import ShardLoadStage

@@ -26,7 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from pipeline.atomic_files import TEMPORARY
-from stages.machine.kept_figures import user_cache
+from pipeline.cache.user_cache import user_cache
 from stages.machine.kernels import processor_features
 
 FOLDER = "code"

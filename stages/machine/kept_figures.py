@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -13,14 +12,10 @@ from typing import Any
 from pipeline.cache.locks import locked
 from pipeline.cache.manifest import DamagedError
 from pipeline.cache.sealed_files import read_sealed, settle_sealed, write_sealed
+from pipeline.cache.user_cache import user_cache
 from pipeline.stage import MEASURED
 
 _log = logging.getLogger("offstage")
-
-
-def user_cache() -> Path:
-    """Return where figures and artifacts are kept for those who name no folder: ``$XDG_CACHE_HOME/offstage``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offstage"
 
 
 def kept_or_measured(

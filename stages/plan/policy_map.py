@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeline.cache.user_cache import user_cache
 from pipeline.errors import ConfigError, closest
 from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
@@ -15,7 +16,6 @@ from pipeline.stage import MEASURED
 from stages.empty_init.describe import describe
 from stages.machine.hardware import Hardware, local_accelerators
 from stages.machine.host_memory import host_memory
-from stages.machine.kept_figures import user_cache
 from stages.machine.kernels import local_kernels
 from stages.plan.budgets import allow
 from stages.plan.checks import require_fit

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.cache.user_cache import user_cache
 from pipeline.stage import MEASURED
-from stages.machine.kept_figures import user_cache
 from stages.machine.rates import DECODING_NAME
 from tests.benchmarks import airllm
 from tests.benchmarks.caps import run_capped

@@ -1,5 +1,6 @@
 """offstage-cache: what lies in the cache, what goes, what is damaged; and pruning while jobs run."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.cache.locks import locked
+from pipeline.cache.sealed_files import sealed_line, write_sealed
+from pipeline.cache.store import Store
 from tests.e2e.conftest import Finished, finish, start, wait_for
 
 Run = Callable[..., Finished]
@@ -29,8 +33,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Comman
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_info:
-            main(arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+            with pytest.raises(SystemExit) as exit_info:
+                main(arguments)
         captured = capfd.readouterr()
         return int(exit_info.value.code or 0), captured.out, captured.err
 
@@ -134,6 +140,51 @@ def test_damaged_figures_of_the_machine_are_found(offstage_here: Run, cache: Com
     assert code == 1
     assert "decoding.json: isn't JSON; set aside" in out
     assert cache("verify")[0] == 0
+
+
+def left_build(folder: Path) -> Path:
+    """Return what a training that was killed has left: three lines, and a state with its weights."""
+    left = folder / "outputs" / "cache" / "finetune" / ".tmp-0123"
+    left.joinpath(".state").mkdir(parents=True)
+    left.joinpath("steps.jsonl").write_bytes(b"".join(sealed_line({"index": index}) for index in range(3)))
+    left.joinpath(".state", "state-3.safetensors").write_bytes(b"weights")
+    entry = {"size": 7, "sha256": hashlib.sha256(b"weights").hexdigest()}
+    write_sealed(left / ".state" / "state.json", {"step": 3, "files": {"state-3.safetensors": entry}})
+    return left
+
+
+DAMAGES = {
+    "steps.jsonl": ("2", "1 of 3 lines don't match their checksums"),
+    ".state/state.json": ("3", "doesn't match its hash"),
+    ".state/state-3.safetensors": ("w", "state-3.safetensors doesn't match its hash"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_of_what_a_killed_build_left_is_found(name: str, cache: Command, tmp_path: Path) -> None:
+    left = left_build(tmp_path)
+    assert cache("verify")[0] == 0
+    changed, words = DAMAGES[name]
+    path = left / name
+    path.write_text(path.read_text().replace(changed, "4", 1))
+    code, out, _ = cache("verify")
+    assert code == 1
+    assert words in out
+    assert cache("verify")[0] == 0
+    with locked(left.with_name("0123"), work="builds finetune"):
+        path.write_text("cut")
+        assert cache("verify")[0] == 0, "a build that is at work is left alone"
+
+
+def test_the_users_own_cache_is_verified_too(cache: Command, tmp_path: Path) -> None:
+    tmp_path.joinpath("outputs", "cache").mkdir(parents=True)
+    user = tmp_path / "user" / "offstage"
+    artifact, _, _ = Store(user).obtain("gguf", "0" * 32, lambda folder: (folder / "config.json").write_text("{}"))
+    assert "0 artifacts (0 bytes), 1 artifact (" in cache("verify")[1]
+    artifact.path("config.json").write_text("[]")
+    code, out, _ = cache("verify")
+    assert code == 1
+    assert "config.json doesn't match its hash; " in out
 
 
 @pytest.mark.from_nothing

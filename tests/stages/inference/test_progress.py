@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cache.sealed_files import sealed_line
 from stages.inference.progress import Progress
 
 BATCHES = [
@@ -48,3 +49,19 @@ def test_a_flipped_bit_anywhere_costs_its_batch_and_no_other(file: Path) -> None
         done = Progress(file).done
         assert all(done[number] == BATCHES[number] for number in done)
         assert len(done) >= 1 or whole[place : place + 1] == b"\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[" * 100_000 + b"\n", sealed_line({"index": 3}), sealed_line({"index": 3, "batch": "3", "rows": 1}), b"\xff\n"],
+    ids=["nested deep", "no batch", "a batch that is no number", "no text"],
+)
+def test_a_line_that_is_no_result_is_dropped(file: Path, line: bytes) -> None:
+    with file.open("ab") as opened:
+        opened.write(line)
+    assert Progress(file).done == dict(enumerate(BATCHES))
+
+
+def test_what_is_not_to_be_kept_is_forgotten_in_the_file_too(file: Path) -> None:
+    Progress(file).keep({1})
+    assert Progress(file).done == {1: BATCHES[1]}

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from pipeline.cache.sealed_files import read_sealed, write_sealed
-from stages.machine.kept_figures import kept_for_user, kept_or_measured, user_cache
+from pipeline.cache.user_cache import user_cache
+from stages.machine.kept_figures import kept_for_user, kept_or_measured
 from stages.machine.kernels import are_factors
 from stages.machine.rates import is_rate
 from tests.deadline import deadline

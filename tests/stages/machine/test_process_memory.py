@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.cache.sealed_files import read_sealed, write_sealed
+from pipeline.cache.user_cache import user_cache
 from pipeline.stage import MEASURED
 from stages.machine import kernels, own_process, process_memory
 from stages.machine.host_memory import PROCESS_BYTES
-from stages.machine.kept_figures import user_cache
 from stages.machine.process_memory import FILE_NAME, identity, is_process, process_bytes
 from stages.machine.rates import DECODING_NAME, are_host_rates
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
+from pipeline.cache.user_cache import user_cache
 from pipeline.stage import MEASURED
 from stages.checkpoints.checkpoint import open_checkpoint
-from stages.machine.kept_figures import user_cache
 
 pytest.importorskip("gguf")
 
