@@ -6,30 +6,36 @@ installed for it, and nothing is held in memory but its few KB of code. Where th
 kept, the operators do the work: the bits are the same.
 
 Compiling takes a second or two and some 60 MB for a compiler's process; so it is done where a run plans, before any
-weight is there, and never where weights are unpacked. What was compiled lies in a folder that nobody else may write to.
+weight is there, and never where weights are unpacked. What was compiled is an artifact of the user's cache, in a folder
+that nobody else may write to: what isn't as it was written is compiled anew, and what is loaded is what was checked.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
-import uuid
+from collections.abc import Collection
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 
-from pipeline.atomic_files import TEMPORARY
+from pipeline.cache.leftovers import move_aside
+from pipeline.cache.manifest import DamagedError, verify
+from pipeline.cache.store import Store
 from pipeline.cache.user_cache import user_cache
+from pipeline.errors import OffstageError
 from stages.machine.kernels import processor_features
+from stages.machine.private_folders import is_private, make_private, open_private
 
 FOLDER = "code"
+LIBRARY = "library.so"
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
     "-O3", "-march=native", "-std=c11", "-fPIC", "-shared",
@@ -47,25 +53,27 @@ _in_use: dict[Path, ctypes.CDLL | None] = {}
 _log = logging.getLogger("offstage")
 
 
-def build(source: Path) -> None:
-    """Have ``source`` compiled and kept, unless it is; what stands in the way is told, and nothing is kept."""
-    path = _place(source)
-    if path is None or _is_own(path):
+def build(source: Path, functions: Collection[str]) -> None:
+    """Have ``source`` compiled and kept, unless it is; what stands in the way is told, and nothing is kept.
+
+    A library without one of the ``functions`` is no good.
+    """
+    folder = _place(source)
+    if folder is None or load(source) is not None:
         return
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_own(path.parent):
-            _compile(source, path)
-    except (OSError, subprocess.SubprocessError) as error:
+        _keep(source, folder, functions)
+        del _in_use[folder]
+    except (OSError, OffstageError, subprocess.SubprocessError) as error:
         _log.info("%s: isn't compiled (%s); weights are unpacked by operators, which takes longer", source.name, error)
 
 
 def load(source: Path) -> ctypes.CDLL | None:
     """Return what was built of ``source``; null where nothing was, or it can't be used."""
-    path = _place(source)
-    if path is not None and path not in _in_use and _is_own(path.parent) and _is_own(path):
-        _in_use[path] = _opened(path)
-    return None if path is None else _in_use.get(path)
+    folder = _place(source)
+    if folder is not None and folder not in _in_use:
+        _in_use[folder] = _opened(folder)
+    return None if folder is None else _in_use[folder]
 
 
 @cache
@@ -75,24 +83,38 @@ def identity(source: Path) -> str:
     return sha256(known.encode()).hexdigest()[:16]
 
 
-def _compile(source: Path, path: Path) -> None:
-    """Compile ``source`` to ``path``: there is a whole file of that name, or none."""
+def _keep(source: Path, folder: Path, functions: Collection[str]) -> None:
+    """Have what is compiled of ``source`` lie in ``folder``, with the cache's folders above closed to others."""
+    root = folder.parents[1]
+    make_private(folder.parent, below=root)
+    os.close(open_private(folder.parent))
+    if os.statvfs(folder.parent).f_flag & os.ST_NOEXEC:
+        raise PermissionError(errno.EACCES, "its file system runs no code", str(folder.parent))
+    store = Store(root)
+    if store.find(FOLDER, folder.name) is not None:
+        if _opened(folder) is not None:
+            return  # another process has compiled it meanwhile
+        move_aside(folder, "others may write to it, or it can't be loaded")
+    store.obtain(FOLDER, folder.name, partial(_compile, source, functions))
+    store.sweep()
+
+
+def _compile(source: Path, functions: Collection[str], folder: Path) -> None:
     compiler = _compiler()
     if compiler is None:
-        return
+        raise FileNotFoundError(errno.ENOENT, "there is no C compiler", "cc")
     _log.info("compiles what unpacks weights, once for this processor: a second or two")
-    made = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-    try:
-        command = [*compiler, *_FLAGS, "-o", str(made), str(source)]
-        subprocess.run(
-            command, check=True, timeout=_SECONDS,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        made.chmod(0o700)  # the linker goes by the umask
-        made.replace(path)
-    finally:
-        with suppress(OSError):
-            made.unlink(missing_ok=True)
+    folder.chmod(0o700)
+    made = folder / LIBRARY
+    subprocess.run(
+        [*compiler, *_FLAGS, "-o", str(made), str(source)], check=True, timeout=_SECONDS,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    made.chmod(0o700)  # the linker goes by the umask
+    library = ctypes.CDLL(str(made))
+    lacking = [name for name in functions if not hasattr(library, name)]
+    if lacking:
+        raise OSError(errno.ENOEXEC, f"what {compiler[0]} made of it has no {lacking[0]}", str(source))
 
 
 def _compiler() -> list[str] | None:
@@ -105,7 +127,7 @@ def _compiler() -> list[str] | None:
 
 
 def _place(source: Path) -> Path | None:
-    """Return where what is compiled of ``source`` is kept; null where there is no place for it."""
+    """Return the folder where what is compiled of ``source`` is kept; null where there is no place for it."""
     return _place_for(source, tuple(map(os.environ.get, _PLACED_BY)))
 
 
@@ -114,27 +136,42 @@ def _place_for(source: Path, _environment: tuple[str | None, ...]) -> Path | Non
     if sys.platform == "win32" or sys.byteorder != "little":
         return None
     try:
-        return user_cache() / FOLDER / f"{source.stem}-{identity(source)}.so"
+        return user_cache().resolve() / FOLDER / f"{source.stem}-{identity(source)}"
     except RuntimeError:  # a user without a home
         return None
 
 
-def _is_own(path: Path) -> bool:
-    """Return whether ``path`` is there, and nobody but its owner, who runs this, may write to it."""
+def _opened(folder: Path) -> ctypes.CDLL | None:
+    """Return the library in ``folder``; null where there is none, it isn't as it was written, or can't be run."""
     try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return (
-        status.st_uid == os.geteuid()
-        and not stat.S_ISLNK(status.st_mode)
-        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    )
-
-
-def _opened(path: Path) -> ctypes.CDLL | None:
-    """Return the library at ``path``; null where the system doesn't run code from there."""
-    try:
-        return ctypes.CDLL(str(path))
+        inside = open_private(folder)
     except OSError:
         return None
+    try:
+        return _load_from(inside, folder)
+    except (DamagedError, OSError):  # the second too where the system doesn't run code from there
+        return None
+    finally:
+        os.close(inside)
+
+
+def _load_from(inside: int, folder: Path) -> ctypes.CDLL:
+    """Return the library in ``folder``, open as ``inside``: the very file that was held against its hash.
+
+    The file stays open. A library goes by the name that it was loaded by, and that of another would be the same.
+    """
+    kept = verify(_named(inside, folder), stage=FOLDER, key=folder.name)
+    file = os.open(LIBRARY, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
+    try:
+        content = os.pread(file, kept[LIBRARY].size + 1, 0) if LIBRARY in kept and is_private(os.fstat(file)) else b""
+        if not content or sha256(content).hexdigest() != kept[LIBRARY].sha256:
+            raise DamagedError(f"{LIBRARY} isn't what was compiled")
+        return ctypes.CDLL(str(_named(file, folder / LIBRARY)))
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _named(descriptor: int, path: Path) -> Path:
+    """Return a name of what is open, whatever has come to lie at ``path``; where the system has none, ``path``."""
+    return Path(f"/proc/self/fd/{descriptor}") if sys.platform == "linux" else path

@@ -25,6 +25,8 @@ from stages.machine import compiled_code
 from stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
+_UNPACKERS = ("unpack_scaled", "unpack_table_scaled", "unpack_mxfp4", "unpack_ggml")
+_FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack")
 _DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
 _CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3}
 _OF_FOUR_BITS = ("fp4", "int4")
@@ -104,7 +106,7 @@ class Loops:
         library.merge_planes.argtypes = [*[c_void_p] * 3, c_int64]
         library.read_and_unpack.argtypes = [c_void_p, c_int64, *[c_void_p] * 4]
         library.read_and_unpack.restype = c_int32
-        unpackers = library.unpack_scaled, library.unpack_table_scaled, library.unpack_mxfp4, library.unpack_ggml
+        unpackers = [getattr(library, name) for name in _UNPACKERS]
         for function in unpackers:
             function.argtypes = [c_void_p]
         for function in (*unpackers, library.merge_planes):
@@ -213,7 +215,7 @@ def _pointers(*arrays: npt.NDArray[Any]) -> list[int]:
 
 def build() -> None:
     """Have the loops compiled, once for this user and processor, where there is a compiler."""
-    compiled_code.build(_SOURCE)
+    compiled_code.build(_SOURCE, _FUNCTIONS)
 
 
 def identity() -> str:
