@@ -60,6 +60,7 @@ def perform(
     seconds, folder = time.perf_counter() - started, shorten(record.path.parent)
     closing = f"{len(stages)} stage{'s' * (len(stages) != 1)} in {seconds:.2f} s, {folder}"
     screen.finish(reports, "\n".join([*_untested_cap(record), closing]))
+    record.require()
     return 0
 
 

@@ -236,6 +236,14 @@ class RunRecord:
             self._content["error"] = {"stage": stage, "type": type(error).__name__, "message": message}
         self._write()
 
+    def require(self) -> None:
+        """Raise a ``StorageError`` where the record has been removed since it was begun."""
+        if not self._path.exists():
+            raise StorageError(
+                f"{self._path}: was removed while the run was at work, what it made perhaps too; run again, "
+                "and leave outputs alone until it ends"
+            )
+
     def _create(self) -> None:
         folder, self._written = self._path.parent, self._text()
         try:
@@ -254,8 +262,12 @@ class RunRecord:
         text = self._text()
         if text == self._written:
             return
-        with mendable(self._path.parent):
-            replace_file(self._path, text)
+        try:
+            with mendable(self._path.parent):
+                replace_file(self._path, text)
+        except StorageError:
+            self.require()
+            raise
         self._written = text
 
     def _text(self) -> str:
@@ -275,10 +287,12 @@ def _no_record(path: Path) -> str:
 
 @contextmanager
 def never_left_running(record: RunRecord) -> Iterator[None]:
-    """Whatever ends the block, what lies at ``record.path`` then says how the run ended."""
+    """Whatever ends the block, what lies at ``record.path`` then says how the run ended, if anything does."""
     try:
         yield
     except BaseException as error:
+        if not record.path.exists():
+            raise
         written = RunRecord.load(record.path)
         unfinished = written.data["status"] == "running"
         if unfinished or (written.data["status"] == "completed" and isinstance(error, StorageError)):

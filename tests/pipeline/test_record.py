@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -278,3 +279,14 @@ def test_a_completed_run_whose_record_may_not_last_is_no_completed_one(
     with pytest.raises(type(error)), never_left_running(record):
         raise error
     assert RunRecord.load(tmp_path).data["status"] == status
+
+
+def test_a_record_that_is_gone_is_named_whatever_else_failed_since(folder: Path) -> None:
+    record = start(folder)
+    record.require()
+    shutil.rmtree(folder)
+    for write in (record.require, lambda: record.finish("completed")):
+        with pytest.raises(StorageError, match=r"run.json: was removed while the run was at work, .*; run again, and"):
+            write()
+    with pytest.raises(CheckpointError, match="no weights"), never_left_running(record):
+        raise CheckpointError("no weights")
