@@ -31,7 +31,15 @@ from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_piec
 from stages.checkpoints.packed_reads import bring_block, lent, read_span, room_at_rest
 from stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
 from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
-from stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_bytes, private_memory
+from stages.machine.aligned_memory import (
+    TENSOR_ALIGNMENT,
+    Bytes,
+    align_down,
+    align_up,
+    byte_view,
+    private_bytes,
+    private_memory,
+)
 from stages.machine.devices import Devices
 from stages.units import DeviceId
 
@@ -58,10 +66,18 @@ class TensorRead:
     memory: memoryview | None = None
 
 
-def read_into_new_memory(extent: AtRest, dtype: torch.dtype, *, devices: Devices, device: DeviceId) -> TensorRead:
-    """Return the piece that reads ``extent`` into new memory on ``device`` as ``dtype``."""
-    if isinstance(extent, PackedTensor) or torch_dtype(extent.dtype) != dtype:
+def read_into_new_memory(
+    extent: AtRest, dtype: torch.dtype, *, devices: Devices, device: DeviceId, aligned: bool = False
+) -> TensorRead:
+    """Return the piece that reads ``extent`` into new memory on ``device`` as ``dtype``.
+
+    What is used as it rests lies on the host as it does in its file, see ``room_for``, unless it is to be ``aligned``;
+    on an accelerator it is, as what streams there is.
+    """
+    as_in_file = isinstance(extent, Extent) and torch_dtype(extent.dtype) == dtype
+    if not as_in_file or ((aligned or devices.is_apart(device)) and extent.begin % TENSOR_ALIGNMENT):
         return TensorRead(extent, devices.room(extent.shape, dtype, device).tensor)
+    assert isinstance(extent, Extent)
     room = devices.room(extent.shape, dtype, device, offset=extent.begin)
     return TensorRead(extent, room.tensor, room.memory)
 

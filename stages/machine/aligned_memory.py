@@ -111,13 +111,23 @@ class Room:
 def room_for(shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Room:
     """Return memory for a tensor that lies at ``offset`` in its file, not yet written to.
 
-    ``offset`` is a multiple of the dtype's size. The memory lives as long as the tensor.
+    ``offset`` is a multiple of the dtype's size. The memory lives as long as the tensor. It begins as far from a
+    multiple of ``TENSOR_ALIGNMENT`` as the offset is: kernels are chosen by that, and their last bits differ, so a
+    tensor has the same ones wherever it lies, and those of one that is mapped.
     """
     length, skipped = math.prod(shape) * dtype.itemsize, offset % ALIGNMENT
     if length < _SMALL_BYTES:
-        return Room(torch.empty(shape, dtype=dtype))
+        return Room(_small_tensor(shape, dtype, offset % TENSOR_ALIGNMENT))
     memory = private_memory(align_up(skipped + length))
     return Room(tensor_in(memory, skipped, dtype, shape), memoryview(memory))
+
+
+def _small_tensor(shape: tuple[int, ...], dtype: torch.dtype, skipped: int) -> torch.Tensor:
+    """Return a tensor that begins ``skipped`` bytes after a multiple of ``TENSOR_ALIGNMENT``."""
+    if not skipped:
+        return torch.empty(shape, dtype=dtype)
+    memory = np.empty(math.prod(shape) * dtype.itemsize + 2 * TENSOR_ALIGNMENT, np.uint8)
+    return tensor_in(memory, -memory.ctypes.data % TENSOR_ALIGNMENT + skipped, dtype, shape)
 
 
 class HostBlock:

@@ -53,7 +53,7 @@ def prepare_adapted(
         checkpoint=checkpoint,
         strict=strict,
     )
-    return [replace(base, names=plain), Load(model, own, homes, adapter, reader, match)]
+    return [replace(base, names=plain), Load(model, own, homes, adapter, reader, match, aligned=True)]
 
 
 def _naming(unadapted: Unadapted, entries: Mapping[str, AtRest]) -> Naming:

@@ -21,7 +21,7 @@ from stages.checkpoints.readers import SourceReader, open_reader, open_stored_re
 from stages.empty_init.merges import sources_in_order
 from stages.empty_init.names import Step
 from stages.empty_init.skeleton import Skeleton, TensorSpec
-from stages.machine.aligned_memory import HostBlock
+from stages.machine.aligned_memory import TENSOR_ALIGNMENT, HostBlock
 from stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
 from stages.shard_load.expert_rows import Rows, locate_rows
 from stages.shard_load.offload_store import StoredTensor
@@ -37,7 +37,8 @@ class Load:
     where what is loaded is used, if they are others than ``model`` has; ``routed`` has, by these, the tensors of which
     single experts are read from disk; ``packed`` those that wait on the host as they rest on disk; ``packs`` those that
     rest in the offload store, packed, where they shrink. ``serves_packed`` is false where whoever reads what lies on
-    disk can't unpack it.
+    disk can't unpack it. Tensors are ``aligned`` wherever they lie in their file where the library that they are
+    compared with copies them, as peft does those of an adapter; others are used as they lie, as transformers maps them.
     """
 
     model: nn.Module
@@ -52,6 +53,7 @@ class Load:
     packed: Collection[str] = ()
     serves_packed: bool = True
     packs: Collection[str] = ()
+    aligned: bool = False
 
     @cached_property
     def on_disk(self) -> tuple[TensorSpec, ...]:
@@ -201,6 +203,8 @@ class Load:
 
     def _in_place(self, spec: TensorSpec) -> AtRest | None:
         extent = self.extent_of(self.match.origins[spec.name][0])
+        if self.aligned and isinstance(extent, Extent) and extent.begin % TENSOR_ALIGNMENT:
+            return None
         return self._served_as(extent, spec.dtype) if extent is not None else None
 
     def _served_as(self, source: AtRest, dtype: str) -> AtRest | None:

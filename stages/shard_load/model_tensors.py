@@ -98,7 +98,8 @@ def _pieces(load: Load, steps: Iterable[Step], devices: Devices) -> dict[str, Te
         if load.host is not None and home == CPU:
             pieces[leader] = TensorRead(extent, load.host.empty(spec.shape, dtype))
         else:
-            pieces[leader] = read_into_new_memory(extent, dtype, devices=devices, device=CPU if home == DISK else home)
+            device = CPU if home == DISK else home
+            pieces[leader] = read_into_new_memory(extent, dtype, devices=devices, device=device, aligned=load.aligned)
     return pieces
 
 

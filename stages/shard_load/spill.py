@@ -15,11 +15,11 @@ from types import TracebackType
 import torch
 
 from pipeline.errors import StorageError
-from stages.checkpoints.dtypes import dtype_name
+from stages.checkpoints.dtypes import dtype_name, torch_dtype
 from stages.checkpoints.extents import Extent
-from stages.checkpoints.readers import read_extent
+from stages.checkpoints.readers import fill_from
 from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import byte_view
+from stages.machine.aligned_memory import byte_view, room_for
 from stages.units import format_bytes
 
 
@@ -29,6 +29,7 @@ class Spill:
     def __init__(self, parent: Path) -> None:
         self._parent = parent
         self._extents: dict[str, Extent] = {}
+        self._addresses: dict[str, int] = {}
 
     def __enter__(self) -> Spill:
         try:
@@ -50,10 +51,14 @@ class Spill:
             needed = f"{format_bytes(tensor.nbytes)} for {name!r}"
             raise StorageError(f"{path.parent}: spilling {needed} failed: {error.strerror}; free some space") from error
         file = ShardFile(path.name, path, tensor.nbytes, None, "")
+        self._addresses[name] = tensor.data_ptr()
         self._extents[name] = Extent(file, 0, dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def take_back(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor, in the order in which they were put, and remove its file."""
+        """Yield each tensor, in the order in which they were put, aligned as it was, and remove its file."""
         for name, extent in self._extents.items():
-            yield name, read_extent(extent)
+            tensor = room_for(extent.shape, torch_dtype(extent.dtype), offset=self._addresses[name]).tensor
+            fill_from(extent, tensor)
+            yield name, tensor
+            del tensor
             extent.file.path.unlink()
