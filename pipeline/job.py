@@ -95,6 +95,21 @@ class Ending:
         self._record.finish(status, error=error, stage=stage)
 
 
+def cap_bytes(record: RunRecord) -> int | None:
+    """Return the host memory that a run may hold by its plan, null before there is one.
+
+    It is what is predicted, or the budget that the config gives if that is more; a budget that was worked out is what
+    the machine can give, and no promise of the run's.
+    """
+    memory = record.data["memory"]
+    predicted = memory["predicted"].get("cpu")
+    if predicted is None:
+        return None
+    given = memory["budget"].get("cpu") if record.config.get("max_memory") else None
+    most: int = max(predicted, memory.get("simulated", {}).get("cpu") or 0, given or 0)
+    return most + KERNEL_BYTES
+
+
 class _Watch(Observer):
     """Says what is at work, caps the memory once the plan is known, and holds a replay against its original."""
 
@@ -125,18 +140,15 @@ class _Watch(Observer):
     def begins(self, stage: str) -> None:
         """Show the stage on a terminal; set the cap before the first stage that comes after the plan."""
         announce(stage)
-        memory = self._record.data["memory"]
-        predicted = memory["predicted"].get("cpu")
-        if self._group is None or predicted is None:
+        allowed = cap_bytes(self._record)
+        if self._group is None or allowed is None:
             return
-        stands_in = memory.get("simulated", {}).get("cpu") or 0
-        allowed = max(predicted, stands_in, memory["budget"].get("cpu") or 0) + KERNEL_BYTES
         try:
             self._group.limit(allowed)
         except CapError as error:
             raise BudgetError(
                 f"max_memory.cpu: the process holds more than the {allowed} bytes that its plan allows, before any "
-                f"weight is there ({error}); raise max_memory.cpu, or run with enforce_memory=false"
+                f"weight is there ({error}); set a larger max_memory.cpu, or run with enforce_memory=false"
             ) from error
         how = f"cgroup v{self._group.version}, {self._group.folder}"
         self._record.note_enforcement(bytes_allowed=allowed, how=how)
