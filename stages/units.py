@@ -14,6 +14,9 @@ DeviceId = int | str
 CPU: DeviceId = "cpu"
 DISK: DeviceId = "disk"
 
+DEVICE_ALIGNMENT = 512
+"""Where a tensor begins on an accelerator, as in torch's own memory there: kernels are chosen by the alignment too."""
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGTkmgt]?B|[KMGTkmgt][iI][bB]|%)", re.ASCII)

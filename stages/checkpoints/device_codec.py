@@ -13,7 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from stages.checkpoints.packed import Codec, PackedBlock, PackedTensor
-from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_up
+from stages.machine.aligned_memory import align_up
+from stages.units import DEVICE_ALIGNMENT
 
 LANDINGS = 2
 """Blocks that have room at rest on an accelerator: one comes over the link while another one is unpacked."""

@@ -26,9 +26,6 @@ ALIGNMENT = 4096
 TENSOR_ALIGNMENT = 64
 """Where a tensor may begin: torch aligns its own that way on the host."""
 
-DEVICE_ALIGNMENT = 512
-"""Where a tensor begins on an accelerator, as in torch's own memory there: kernels are chosen by the alignment too."""
-
 _SMALL_BYTES = 2**18
 """Smaller tensors come from torch's own allocator: a map each would cost more than it saves."""
 

@@ -17,11 +17,12 @@ from operator import or_
 
 from stages.empty_init.skeleton import DeviceUnpacking, parent, upward
 from stages.plan.expert_slots import LEAST, ROOMY, pools, read_bytes
+from stages.plan.lasting_parts import place_lasting
 from stages.plan.outline import Layer, Outline
 from stages.plan.row_blocks import least_sizes
 from stages.plan.serving import Serving, is_offstage, is_streamed, is_unpacked, serving_of, waits_on
 from stages.plan.token_time import Brought
-from stages.units import CPU, DISK, DeviceId, in_tier_order
+from stages.units import CPU, DEVICE_ALIGNMENT, DISK, DeviceId, in_tier_order
 
 Budgets = Mapping[DeviceId, int | None]
 """Bytes of weights that each device may hold; None is unlimited, a device that isn't listed holds nothing."""
@@ -136,18 +137,25 @@ def _reserves(outline: Outline, placement: Placement, sizes: Mapping[str, int]) 
     """
     layers: Counter[DeviceId] = Counter()
     parts: dict[str, Counter[DeviceId]] = {}
+    whole: dict[str, Counter[DeviceId]] = {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
         streamed = _streamed(outline, layer, placement, device)
         layers |= Counter({device: _at_once(outline, set(map(outline.skeleton.leader, streamed)))})
         for name in streamed:
-            parts.setdefault(parent(name), Counter())[device] += sizes[name]
-    rehearsed = outline.skeleton.unrehearsed is None
-    beside = _beside(outline, parts) if rehearsed else Counter[DeviceId]()
-    whole = dict(layers + beside)
-    if not rehearsed or outline.listed or beside:
-        return whole, whole
-    return whole, reduce(or_, parts.values(), Counter())
+            divided = sizes[name] < outline.sizes[name]
+            parts.setdefault(name if divided else parent(name), Counter())[device] += sizes[name]
+            whole.setdefault(parent(name), Counter())[device] += outline.sizes[name]
+    if outline.skeleton.unrehearsed is not None:
+        return layers, layers
+    layers = reduce(or_, whole.values(), layers)  # a module that isn't kept whole is a layer for each of its tensors
+    beside = _beside(outline, whole)
+    kept = (layers + beside) | _least_staging(outline, whole) if beside else layers
+    if outline.listed or beside:
+        return kept, kept
+    return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else reduce(
+        or_, parts.values(), Counter()
+    )
 
 
 def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
@@ -166,6 +174,27 @@ def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter
             together = [sizes[device] for sizes in running]
             found[device] = max(found[device], sum(together) - max(together))
     return +found
+
+
+def _least_staging(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
+    """Return the least bytes that hold whatever is there at once of streamed ``parts``, on each device.
+
+    Each begins where that device has parts begin; what rests of the host's is on top of its staging memory.
+    """
+    by_device: dict[DeviceId, dict[str, int]] = {}
+    for name, sizes in parts.items():
+        for device, size in sizes.items():
+            by_device.setdefault(device, {})[name] = size
+    return Counter(
+        {
+            device: place_lasting(
+                {name: (name, *outline.skeleton.borrowers.get(name, ())) for name in sizes},
+                sizes,
+                alignment=1 if device == CPU else DEVICE_ALIGNMENT,
+            ).least
+            for device, sizes in by_device.items()
+        }
+    )
 
 
 def _at_once(outline: Outline, leaders: Iterable[str]) -> int:

@@ -17,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     RwkvConfig,
     T5Config,
+    XLNetConfig,
 )
 
 from pipeline.errors import BudgetError
@@ -31,6 +32,10 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "RWKV": RwkvConfig(hidden_size=256, num_hidden_layers=2, vocab_size=300, context_length=64),
     "Mamba": MambaConfig(hidden_size=256, num_hidden_layers=3, vocab_size=300),
 }  # fmt: skip
+SMALL: Mapping[str, PretrainedConfig] = {
+    "Mamba": MambaConfig(hidden_size=48, num_hidden_layers=3, vocab_size=96, state_size=8),
+    "XLNet": XLNetConfig(d_model=48, n_layer=2, n_head=4, d_inner=64, vocab_size=96),
+}
 ALONE = {"Llama", "GPT-2", "T5"}
 """In these each module's weights are there alone; Mamba's mixers and all of RWKV read those of several at once."""
 
@@ -64,3 +69,27 @@ def test_the_least_that_works_is_a_part_where_parts_are_alone_and_it_works(
         answer = streamed.model.generate(prompt, max_new_tokens=4, do_sample=False)
         assert torch.equal(answer, plain.generate(prompt, max_new_tokens=4, do_sample=False))
         assert streamed.traffic.overflow_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["Mamba", "XLNet"])
+def test_what_the_plan_accepts_runs_on_an_accelerator_whatever_the_budget(name: str, tmp_path: Path) -> None:
+    """Parts that last in the midst of a reserve leave no room in one piece; XLNet's layers hold their weights."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(SMALL[name], dtype=torch.float32).save_pretrained(tmp_path / "checkpoint")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").eval().requires_grad_(False)
+    prompt = torch.randint(2, 96, (1, 7))
+    ran = []
+    for budget in range(30_000, 180_000, 15_000):
+        try:
+            streamed = offstage.load(
+                tmp_path / "checkpoint", max_memory={0: budget, "cpu": 0}, hardware={"devices": [{"memory": "1GB"}]},
+                storage={"io": "direct"}, batch_size=1, max_length=16, cache=tmp_path / "cache",
+            )  # fmt: skip
+        except BudgetError:
+            assert not ran, "more memory is refused where less is not"
+            continue
+        with streamed, torch.no_grad():
+            assert torch.equal(streamed.model(prompt).logits, plain(prompt).logits)
+            assert streamed.traffic.overflow_bytes == 0
+        ran.append(budget)
+    assert len(ran) >= 4

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from stages.dispatch.transfer.link import Link
-from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_up
+from stages.machine.aligned_memory import align_up
+from stages.units import DEVICE_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from stages.dispatch.transfer.links import open_link
 from stages.dispatch.transfer.part_layout import Source, read_lengths
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
 from stages.dispatch.transfer.trace import Trace
-from stages.empty_init.skeleton import parent, upward
+from stages.empty_init.skeleton import parent
 from stages.machine.aligned_memory import HostBlock
 from stages.machine.devices import Devices
 from stages.units import CPU, DeviceId
@@ -68,7 +67,7 @@ def open_lookaheads(
     for device, mine in computing.items():
         numbers = {part.name: number for number, part in enumerate(mine) if part.whole is None}
         order = _order_of(mine, plan)
-        experts, lasting = _listed_experts(numbers, plan), _lasting(numbers, plan, mine)
+        experts, callers = _listed_experts(numbers, plan), _callers(mine, plan)
         told = trace.of(device) if trace is not None else None
         carrier: Carrier[Any]
         if device == CPU:
@@ -76,7 +75,7 @@ def open_lookaheads(
                 [[_at_rest(part, binding, extents) for binding in part.bindings] for part in mine],
                 staging_bytes=plan.staging_bytes,
                 optional=experts,
-                lasting=lasting,
+                callers=callers,
                 traffic=traffic,
                 trace=told,
             )
@@ -88,7 +87,7 @@ def open_lookaheads(
                 buffers=buffers,
                 unpacker=unpackers.get(device),
                 optional=experts,
-                lasting=lasting,
+                callers=callers,
                 traffic=traffic,
                 trace=told,
             )
@@ -222,14 +221,15 @@ def _listed_experts(numbers: Mapping[str, int], plan: DispatchPlan) -> list[list
     return list(found.values())
 
 
-def _lasting(numbers: Mapping[str, int], plan: DispatchPlan, parts: Sequence[StreamedPart]) -> set[int]:
-    """Return those of ``parts``, by their ``numbers``, that are there while others come.
+def _callers(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[int, tuple[str, ...]]:
+    """Return the modules whose calls use each of ``parts``, by its number.
 
-    They are those of modules around modules, and a bias beside a weight that comes by blocks.
+    Of blocks of rows, which are never in use together, the largest stands for all, and its weight for what calls it.
     """
-    inside: Counter[str] = Counter()
-    for name in (*numbers, *{part.module for part in parts if part.whole is not None}):
-        inside.update({above for caller in plan.parts[name].callers for above in upward(caller)})
-    return {
-        number for name, number in numbers.items() if any(inside[caller] > 1 for caller in plan.parts[name].callers)
-    }
+    found: dict[int, tuple[str, ...]] = {}
+    for number, part in enumerate(parts):
+        if part.whole is None:
+            found[number] = plan.parts[part.name].callers
+        elif not part.rows.start:
+            found[number] = (part.whole.name,)
+    return found

@@ -230,7 +230,7 @@ class Lookahead(Generic[Region]):
         while region is None and ahead:
             self._drop(ahead.pop())
             region = self._carrier.take(part)
-        return region
+        return self._carrier.take(part, anywhere=True) if region is None else region
 
     def _replace(self, part: int, *, besides: Collection[int] = ()) -> Region | None:
         """Return room for ``part`` of an expert, if need be that of what was used longest ago, none of ``besides``."""

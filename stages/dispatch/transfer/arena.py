@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -74,27 +75,47 @@ class Arena(Generic[Region]):
         """The bytes of the memory."""
         return self._memory.size
 
-    def take(self, size: int, *, at_end: bool = False) -> Region | None:
+    def take(self, size: int, *, at_end: bool = False, before: int | None = None) -> Region | None:
         """Return a region of ``size`` bytes, rounded up to the alignment, or null if none is free.
 
         It is taken back once every view of it is gone. ``at_end`` asks for the last gap that will do instead of the
-        next: what is small and stays long leaves the others their room in one piece there.
+        next: what is small and stays long leaves the others their room in one piece there. ``before`` is where the
+        region ends at the latest.
         """
         self._collect()
         size = max(size, 1)
         if size >= self._no_room_for:
             return None
-        length = align_up(size, self._memory.alignment)
-        begin = self._find_last(size) if at_end else self._find(size)
+        gaps = self._gaps(self.size if before is None else before)
+        begin = self._find_last(size, gaps) if at_end else self._find(size, gaps)
         if begin is None:
-            self._no_room_for = size
+            self._no_room_for = size if before is None else self._no_room_for
             return None
+        region = self._lend(begin, size)
+        if not at_end:
+            self._next = begin + align_up(size, self._memory.alignment)
+        return region
+
+    def take_at(self, distances: Iterable[int], size: int) -> Region | None:
+        """Return a region of ``size`` bytes that begins one of these ``distances`` before the end, the first that is
+        free, or null.
+
+        The region is aligned, and as much nearer to the beginning.
+        """
+        self._collect()
+        alignment = self._memory.alignment
+        places = ((self.size - distance) // alignment * alignment for distance in distances)
+        gaps = self._gaps(self.size)
+        free = (place for place in places if any(low <= place and place + size <= high for low, high in gaps))
+        begin = next(free, None)
+        return None if begin is None else self._lend(begin, max(size, 1))
+
+    def _lend(self, begin: int, size: int) -> Region:
+        length = align_up(size, self._memory.alignment)
         span = _Span(begin, min(begin + length, self.size))
         region, watched = self._memory.lend(span.begin, span.end - span.begin)
         self._busy.append(span)
         self._busy.sort(key=lambda busy: busy.begin)
-        if not at_end:
-            self._next = span.end
         gone = self._gone
         self._watches[span] = weakref.ref(watched, lambda _ref: gone.append(span))
         return region
@@ -105,23 +126,21 @@ class Arena(Generic[Region]):
         self._collect()
         return sum(span.end - span.begin for span in self._busy)
 
-    def _find(self, size: int) -> int | None:
+    def _find(self, size: int, gaps: list[tuple[int, int]]) -> int | None:
         """Return where a gap of ``size`` bytes begins: the first at or after the last region taken, else any."""
-        gaps = self._gaps()
         starts = [(max(begin, self._next), end) for begin, end in gaps] + gaps
         return next((start for start, end in starts if end - start >= size), None)
 
-    def _find_last(self, size: int) -> int | None:
+    def _find_last(self, size: int, gaps: list[tuple[int, int]]) -> int | None:
         """Return the last aligned place in the last gap that has ``size`` bytes."""
-        starts = (
-            (begin, (end - size) // self._memory.alignment * self._memory.alignment) for begin, end in self._gaps()
-        )
+        starts = ((begin, (end - size) // self._memory.alignment * self._memory.alignment) for begin, end in gaps)
         return max((start for begin, start in starts if start >= begin), default=None)
 
-    def _gaps(self) -> list[tuple[int, int]]:
+    def _gaps(self, end: int) -> list[tuple[int, int]]:
+        """Return the gaps as they are before ``end``."""
         gaps, begin = [], 0
         for span in [*self._busy, _Span(self.size, self.size)]:
-            gaps.append((begin, span.begin))
+            gaps.append((begin, min(span.begin, end)))
             begin = span.end
         return gaps
 

@@ -187,10 +187,11 @@ class Carrier(Protocol[Region]):
     def kept(self) -> Collection[int]:
         """The optional parts, where they have memory of their own: they may stay there unused, and nobody lacks it."""
 
-    def take(self, part: int, *, ahead: bool = False) -> Region | None:
+    def take(self, part: int, *, ahead: bool = False, anywhere: bool = False) -> Region | None:
         """Return staging memory for ``part``, or null if there is none free.
 
-        What is brought ``ahead`` leaves room for an optional part.
+        What is brought ``ahead`` leaves room for an optional part. One that has places of its own lies elsewhere only
+        where it may lie ``anywhere``.
         """
 
     def beyond(self, part: int) -> Region:

@@ -12,8 +12,9 @@ from typing import Any, cast
 import torch
 
 from stages.dispatch.transfer.link import Event, Operators
-from stages.machine.aligned_memory import DEVICE_ALIGNMENT, Bytes
+from stages.machine.aligned_memory import Bytes
 from stages.machine.devices import full
+from stages.units import DEVICE_ALIGNMENT
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: registered for all devices of the process, not for the current one alone."""

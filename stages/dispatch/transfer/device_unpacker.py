@@ -30,7 +30,8 @@ from stages.checkpoints.packed_reads import read_block
 from stages.dispatch.transfer.carrier import ChunkReader
 from stages.dispatch.transfer.link import Event, Link, pin
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
-from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_up, buffer_bytes
+from stages.machine.aligned_memory import align_up, buffer_bytes
+from stages.units import DEVICE_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -30,8 +30,8 @@ Target = TypeVar("Target", memoryview, Bytes)
 class HostCarrier:
     """Brings parts that lie at the places ``parts`` into staging memory of ``staging_bytes`` on the host.
 
-    Which of them a pass uses is certain, but for groups that are ``optional``. The ``lasting`` ones are there while
-    others come and go.
+    Which of them a pass uses is certain, but for groups that are ``optional``; ``callers`` has the modules whose calls
+    use each.
     """
 
     def __init__(
@@ -41,10 +41,9 @@ class HostCarrier:
         staging_bytes: int,
         traffic: Traffic,
         optional: Sequence[Sequence[int]] = (),
-        lasting: Collection[int] = (),
+        callers: Mapping[int, Collection[str]] | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self._lasting = lasting
         self._layouts = [lay_out_reads(sources) for sources in parts]
         self._chunks = [layout.chunks() for layout in self._layouts]
         self.sizes = [layout.size for layout in self._layouts]
@@ -52,6 +51,7 @@ class HostCarrier:
         options = {part for group in optional for part in group}
         small = {part for part, size in enumerate(self.sizes) if size <= SMALL_BYTES and part not in options}
         self._small_parts, self._optional = small, optional
+        self._callers = {part: names for part, names in (callers or {}).items() if part not in small}
         self._room = staging_bytes + 2 * ALIGNMENT * min(sum(map(len, parts)), ALIGNED_TENSORS)
         self._traffic = traffic
         sources = [source for part in parts for source in part]
@@ -63,7 +63,14 @@ class HostCarrier:
         """Take the memory that is lent: the staging memory, that of small parts, and what packed blocks are read to."""
         small = self._small_parts
         large = [0 if part in small else size for part, size in enumerate(self.sizes)]
-        self._staging = Staging(HostMemory, large, optional=self._optional, room=self._room, alignment=ALIGNMENT)
+        self._staging = Staging(
+            HostMemory,
+            large,
+            optional=self._optional,
+            callers=self._callers,
+            room=self._room,
+            alignment=ALIGNMENT,
+        )
         self._small = Arena(HostMemory(min(SMALL_ARENA_BYTES, sum(self.sizes[part] for part in small))))
         self._blocks = BlockReader(self._reader, self._packed)
 
@@ -77,11 +84,11 @@ class HostCarrier:
         """The optional parts, where they have memory of their own."""
         return self._staging.kept
 
-    def take(self, part: int, *, ahead: bool = False) -> Bytes | None:
+    def take(self, part: int, *, ahead: bool = False, anywhere: bool = False) -> Bytes | None:
         """Return memory for ``part``, or null if there is none free; small parts have an arena of their own."""
         if part in self._small_parts:
             return self._small.take(self.sizes[part])
-        return self._staging.take(part, ahead=ahead, at_end=part in self._lasting)
+        return self._staging.take(part, ahead=ahead, anywhere=anywhere)
 
     def beyond(self, part: int) -> Bytes:
         """Return new memory for ``part``."""

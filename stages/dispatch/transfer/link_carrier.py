@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
@@ -25,11 +25,13 @@ from stages.dispatch.transfer.block_reader import BlockReader
 from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
 from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking, crosses_packed
 from stages.dispatch.transfer.link import Event, Link
-from stages.dispatch.transfer.part_layout import PlacedPacked, Source, lay_out
+from stages.dispatch.transfer.part_layout import PartLayout, PlacedPacked, Source, lay_out
 from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from stages.dispatch.transfer.staging import Staging
 from stages.dispatch.transfer.trace import Trace
-from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_up
+from stages.machine.aligned_memory import align_up
+from stages.plan.lasting_parts import place_lasting
+from stages.units import DEVICE_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class LinkCarrier:
 
     The staging memory is as large as the largest part, or as ``staging_bytes`` if that is more, or as all parts if
     that is less. The memory of the host tensors is best pinned. Which parts a pass uses is certain, but for groups that
-    are ``optional``; ``lasting`` ones are there while others come and go. What is read passes through ``buffers``,
+    are ``optional``; ``callers`` has the modules whose calls use each. What is read passes through ``buffers``,
     which other links may use too and whoever made them closes; they are null where nothing is. The same goes for
     ``unpacker``, by which the accelerator unpacks what it can; null where the host does.
     """
@@ -66,12 +68,12 @@ class LinkCarrier:
         unpacker: DeviceUnpacker | None = None,
         traffic: Traffic,
         optional: Sequence[Sequence[int]] = (),
-        lasting: Collection[int] = (),
+        callers: Mapping[int, Collection[str]] | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self._lasting, self._unpacker = lasting, unpacker
+        self._unpacker = unpacker
         self._link, self._traffic, self._trace = link, traffic, trace
-        self._layouts = [lay_out(sources, link_room=staging_bytes) for sources in parts]
+        self._layouts = _lay_out_all(parts, callers or {}, link_room=staging_bytes)
         self.sizes = [layout.size for layout in self._layouts]
         self.streamed = [layout.rest_bytes for layout in self._layouts]
         self.carried = [
@@ -81,21 +83,18 @@ class LinkCarrier:
         whole = sum(align_up(size, DEVICE_ALIGNMENT) for size in self.sizes)
         room = max(1, *self.sizes, min(staging_bytes, whole))
         self._staging: Staging[torch.Tensor] | None = Staging(
-            link.memory, self.sizes, optional=optional, room=room, alignment=DEVICE_ALIGNMENT
+            link.memory,
+            self.sizes,
+            optional=optional,
+            callers=callers or {},
+            room=room,
+            alignment=DEVICE_ALIGNMENT,
         )
         self._chunks = [layout.chunks() for layout in self._layouts]
         self._crossing = [
             [placed for placed in layout.packed if crosses_packed(placed.source, unpacker)] for layout in self._layouts
         ]
-        self._pieces = [
-            [
-                (piece, placed.begin + begin)
-                for placed in layout.packed
-                if not crosses_packed(placed.source, unpacker)
-                for begin, piece in in_pieces(placed.source)
-            ]
-            for layout in self._layouts
-        ]
+        self._pieces = [_unpacked_pieces(layout, unpacker) for layout in self._layouts]
         self._buffers = buffers
         self._order, self._ordering = count(), threading.Lock()
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if trace is not None else None
@@ -110,11 +109,10 @@ class LinkCarrier:
         """The optional parts, where they have memory of their own."""
         return self._staging.kept if self._staging is not None else ()
 
-    def take(self, part: int, *, ahead: bool = False) -> torch.Tensor | None:
+    def take(self, part: int, *, ahead: bool = False, anywhere: bool = False) -> torch.Tensor | None:
         """Return staging memory for ``part``, or null if there is none free."""
         assert self._staging is not None
-        at_end = part in self._lasting or self.sizes[part] <= SMALL_BYTES
-        return self._staging.take(part, ahead=ahead, at_end=at_end)
+        return self._staging.take(part, ahead=ahead, at_end=self.sizes[part] <= SMALL_BYTES, anywhere=anywhere)
 
     def beyond(self, part: int) -> torch.Tensor:
         """Return new memory for ``part``; a ``BudgetError`` where the accelerator is full."""
@@ -242,3 +240,24 @@ class LinkCarrier:
         if self._watcher is not None:
             self._watcher.shutdown()
         self._reader.close()
+
+
+def _lay_out_all(
+    parts: Sequence[Sequence[Source]], callers: Mapping[int, Collection[str]], *, link_room: int
+) -> list[PartLayout]:
+    """Return the layouts of ``parts``, as close as can be where what is there at once has no room otherwise."""
+    layouts = [lay_out(sources, link_room=link_room) for sources in parts]
+    sizes = {part: layout.size for part, layout in enumerate(layouts)}
+    if place_lasting(callers, sizes, alignment=DEVICE_ALIGNMENT).least > link_room:
+        return [lay_out(sources, link_room=0) for sources in parts]
+    return layouts
+
+
+def _unpacked_pieces(layout: PartLayout, unpacker: DeviceUnpacker | None) -> list[tuple[PackedTensor, int]]:
+    """Return what the host unpacks of a part, piece by piece, and where each begins in the part's region."""
+    return [
+        (piece, placed.begin + begin)
+        for placed in layout.packed
+        if not crosses_packed(placed.source, unpacker)
+        for begin, piece in in_pieces(placed.source)
+    ]

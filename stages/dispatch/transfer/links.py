@@ -8,10 +8,10 @@ import torch
 
 from stages.dispatch.transfer.arena import Memory
 from stages.dispatch.transfer.link import Event, Link, Operators
-from stages.machine.aligned_memory import DEVICE_ALIGNMENT, Bytes
+from stages.machine.aligned_memory import Bytes
 from stages.machine.devices import Devices, Ledger
 from stages.machine.operator_threads import alone
-from stages.units import DeviceId
+from stages.units import DEVICE_ALIGNMENT, DeviceId
 
 
 class LedgerMemory:

@@ -13,8 +13,9 @@ from stages.checkpoints.dtypes import torch_dtype
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest, PackedTensor, in_pieces, rest_bytes
 from stages.checkpoints.packed_reads import room_at_rest
-from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_down, align_up
+from stages.machine.aligned_memory import align_down, align_up
 from stages.machine.probes import CHUNK_BYTES
+from stages.units import DEVICE_ALIGNMENT
 
 Source = AtRest | torch.Tensor
 """Where a streamed tensor waits: on disk, or on the host."""

@@ -19,7 +19,8 @@ from stages.checkpoints.extents import Extent
 from stages.checkpoints.memory_file import MemoryFile
 from stages.checkpoints.packed import Codec, PackedTensor, in_memory
 from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import DEVICE_ALIGNMENT, align_up
+from stages.machine.aligned_memory import align_up
+from stages.units import DEVICE_ALIGNMENT
 
 _FILE = ShardFile("made up", Path("made up"), 0, None, "")
 _RANDOM = np.random.default_rng(0)

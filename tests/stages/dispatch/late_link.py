@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from stages.dispatch.transfer.link import Operators
-from stages.machine.aligned_memory import DEVICE_ALIGNMENT, Bytes, private_bytes
+from stages.machine.aligned_memory import Bytes, private_bytes
+from stages.units import DEVICE_ALIGNMENT
 
 POISON = 0xA5
 Kernel = Callable[[], object]
