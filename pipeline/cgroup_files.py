@@ -19,19 +19,21 @@ _UNLIMITED = 1 << 62
 @dataclass(frozen=True, slots=True)
 class Interface:
     """One version of the interface: the files of a group that say what it may hold, with swap, and which processes
-    were ended for it, and what its ``memory.stat`` calls the anonymous memory that it holds.
+    were ended for it, and what its ``memory.stat`` calls what it holds and can't give up: anonymous and shared memory.
     """
 
     version: Version
     limit: str
     swap: str
     events: str
-    held: str
+    held: tuple[str, str]
 
 
 INTERFACES: dict[Version, Interface] = {
-    1: Interface(1, "memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.oom_control", "total_rss"),
-    2: Interface(2, "memory.max", "memory.swap.max", "memory.events", "anon"),
+    1: Interface(
+        1, "memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.oom_control", ("total_rss", "total_shmem")
+    ),
+    2: Interface(2, "memory.max", "memory.swap.max", "memory.events", ("anon", "shmem")),
 }
 
 

@@ -47,7 +47,7 @@ def hardware(config: Mapping[str, Any]) -> Hardware:
     size = None if described.get("host") is None else parse_size(described["host"]["memory"])
     return Hardware(
         local_accelerators() if devices is None else tuple(map(simulated, devices)),
-        host_memory() if size is None else Host(size, size),
+        host_memory() if size is None else Host(size, size, limit="hardware.host.memory"),
     )
 
 

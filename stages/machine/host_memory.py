@@ -34,23 +34,28 @@ class Host:
     """Host memory in bytes, as this process would find it had it only begun.
 
     ``total_bytes`` is what there is, or the tightest cgroup limit; ``available_bytes`` what the system and the groups
-    leave; ``process_bytes`` what the process of a run takes of that beside weights.
+    leave; ``process_bytes`` what the process of a run takes of that beside weights. ``limit`` is the file or key that
+    says how much is available, empty where that is what the system has.
     """
 
     total_bytes: int
     available_bytes: int
     process_bytes: int = PROCESS_BYTES
+    limit: str = ""
 
 
 def host_memory(root: Path = Path("/")) -> Host:
     """Return this machine's host memory. ``root`` is where ``proc`` and ``sys`` lie."""
     system = _table(root / "proc/meminfo")
     own = min(_table(root / "proc/self/status").get("RssAnon", 0) * 1024, _OWN_BYTES)
-    total, available = system["MemTotal"] * 1024, system["MemAvailable"] * 1024 + own
+    total, available, limit = system["MemTotal"] * 1024, system["MemAvailable"] * 1024 + own, ""
     for allowed, group, folder in memory_limits(root):
-        held = _table(folder / "memory.stat").get(group.interface.held, 0)
-        total, available = min(total, allowed), min(available, allowed - max(0, held - own))
-    return Host(total, max(0, min(available, total)))
+        stat = _table(folder / "memory.stat")
+        held = sum(stat.get(name, 0) for name in group.interface.held)
+        left, total = allowed - max(0, held - own), min(total, allowed)
+        if left < available:
+            available, limit = left, str(folder / group.interface.limit)
+    return Host(total, max(0, min(available, total)), limit=limit)
 
 
 def _table(path: Path) -> dict[str, int]:

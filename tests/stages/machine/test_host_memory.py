@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from stages.machine.hardware import coarse
 from stages.machine.host_memory import PROCESS_BYTES, host_memory
+from tests.benchmarks.caps import can_cap, run_capped
 
 GIB = 2**30
 OWN = 250 * 2**20
@@ -65,6 +67,46 @@ def test_the_tightest_of_nested_groups_counts_in_version_1(tmp_path: Path) -> No
         f"{folder}/job/step/memory.stat": f"rss 5\ntotal_rss {OWN}\n",
     }
     assert host_memory(write(tmp_path, files)).available_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("mount", "membership", "folder", "limit", "stat"),
+    [
+        (V2, "0::/job\n", "sys/fs/cgroup/job", "memory.max", "anon 7\nfile {}\nshmem {}\n"),
+        (V1, "4:memory:/job\n", "sys/fs/cgroup/memory/job", "memory.limit_in_bytes",
+         "cache 1\nshmem 1\ntotal_cache {}\ntotal_rss 7\ntotal_shmem {}\n"),
+    ],
+    ids=["version 2", "version 1"],
+)  # fmt: skip
+def test_shared_memory_counts_against_a_group_and_its_page_cache_does_not(
+    mount: str, membership: str, folder: str, limit: str, stat: str, tmp_path: Path
+) -> None:
+    files = {
+        "proc/self/cgroup": membership,
+        "proc/self/mountinfo": mount,
+        f"{folder}/{limit}": f"{4 * GIB}\n",
+        f"{folder}/memory.stat": stat.format(2 * GIB, GIB + OWN),
+    }
+    host = host_memory(write(tmp_path, files))
+    assert host.available_bytes == 3 * GIB - 7
+    assert host.limit == str(tmp_path / folder / limit)
+
+
+SHARED = """
+import os
+from stages.machine.host_memory import host_memory
+before = host_memory().available_bytes
+descriptor = os.memfd_create("shared")
+os.write(descriptor, bytes(64 * 2**20))
+print(before - host_memory().available_bytes)
+"""
+
+
+@pytest.mark.skipif(not can_cap(), reason="may not make memory cgroups")
+def test_shared_memory_of_a_real_group_is_not_available(tmp_path: Path) -> None:
+    done = run_capped([sys.executable, "-c", SHARED], 512 * 2**20, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 60 * 2**20 < int(done.stdout) < 80 * 2**20
 
 
 def test_a_group_that_is_mounted_as_the_root_is_found(tmp_path: Path) -> None:
