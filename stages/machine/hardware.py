@@ -97,3 +97,8 @@ def coarse(count: int) -> int:
         return 0
     step = math.floor(math.log2(count) * _STEPS_AN_OCTAVE)
     return min(count, int(2 ** (step / _STEPS_AN_OCTAVE)))
+
+
+def coarse_step() -> float:
+    """Return how many times its coarse count a count of bytes is at the most."""
+    return float(2 ** (1 / _STEPS_AN_OCTAVE))

@@ -10,13 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.errors import ConfigError
-from stages.machine.hardware import Hardware, coarse
+from stages.machine.hardware import Hardware, coarse, coarse_step
 from stages.plan.outline import Layer
 from stages.plan.placement import Homes
-from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
+from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order, parse_device, parse_size
 
 MARGIN = 0.05
 """The share of an automatic host budget's memory that is left to the rest of the system."""
+
+LEAST_MARGIN = 0.02
+"""The share of it that is left even where memory is short: the kernel's own pages count too."""
 
 LIBRARY_BYTES = 300 * 10**6
 """The file pages of torch and the other libraries that a forward runs through again and again.
@@ -33,6 +36,39 @@ class Allowance:
     budgets: Mapping[DeviceId, int | None]
     terms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def host_room(self) -> int:
+        """The bytes that an automatic budget of the host can come to where little is left to all else."""
+        terms = self.terms.get(str(CPU), {})
+        return sum(terms.values()) + sum(_spared(terms).values())
+
+    def with_least(self, device: DeviceId, needed: int) -> Allowance | None:
+        """Return this with an automatic budget of ``needed`` bytes, null where ``device`` can't give them.
+
+        It is the host's, which leaves less to the libraries' pages, and as a margin, than it would.
+        """
+        terms = self.terms.get(str(CPU))
+        if device != CPU or not terms or needed > self.host_room:
+            return None
+        spared, short = dict(terms), needed - sum(terms.values())
+        for name, count in _spared(terms).items():
+            spared[name] += min(count, short)
+            short -= min(count, short)
+        pages = f"{format_bytes(-spared['libraries'])} are left to libraries' pages"
+        note = f"the host's memory is short: its budget is the least that works, {format_bytes(needed)}, and {pages}"
+        return Allowance({**self.budgets, CPU: needed}, {**self.terms, str(CPU): spared}, (*self.notes, note))
+
+
+def _spared(terms: Mapping[str, int]) -> dict[str, int]:
+    """Return what an automatic budget can do with less of than it leaves, of its ``terms``: the margin comes first."""
+    least = round(terms.get("available", 0) * LEAST_MARGIN)
+    return {"margin": max(0, -terms.get("margin", 0) - least), "libraries": -terms.get("libraries", 0)}
+
+
+def least_available(needed: int) -> float:
+    """Return the bytes that the host must have available for ``needed`` of them: on the grid, and beside the margin."""
+    return needed / (1 - LEAST_MARGIN) * coarse_step()
 
 
 def allow(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
 
 from pipeline.errors import BudgetError, ConfigError, closest
 from stages.empty_init.skeleton import longest_prefix, parent
 from stages.machine.hardware import Hardware
+from stages.machine.host_memory import Host
+from stages.plan.budgets import least_available
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, Placement, Shortage, find_shortage
 from stages.plan.plan import Plan, own_parts
@@ -15,6 +17,30 @@ from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 LISTED = 8
 """How many names an error lists before it counts the rest."""
+
+
+class ShortageError(BudgetError):
+    """A device's budget is less than the least that works."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(_told(shortage))
+        self.shortage = shortage
+
+
+def host_is_short(shortage: Shortage, terms: Mapping[str, int], host: Host) -> BudgetError:
+    """Return the error of a ``host`` that can't give the least that works, whose budget was worked out by ``terms``."""
+    taken = [(name, -terms[name]) for name in ("process", "request", "unpacking") if terms.get(name)]
+    beside = "".join(f"{format_bytes(count)} for its {name}, " for name, count in taken)
+    enough = math.ceil(least_available(shortage.least + sum(count for _, count in taken)))
+    return BudgetError(
+        f"{_limit(host)}: {format_bytes(host.available_bytes)} are free on the host, and the run takes {beside}"
+        f"{_wants(shortage)}; the least that works is {enough} bytes ({format_bytes(enough)}), or ask for less: "
+        "shorter prompts, fewer new tokens, smaller batches"
+    )
+
+
+def _limit(host: Host) -> str:
+    return host.limit or "this machine's memory (MemAvailable in /proc/meminfo)"
 
 
 def require_known_names(outline: Outline, names: Iterable[str], key: str) -> None:
@@ -75,10 +101,10 @@ def require_ties_together(outline: Outline, homes: Mapping[str, DeviceId], key: 
 
 
 def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> None:
-    """Raise ``BudgetError``, with the least budget that would work, where a device can't hold what must be there."""
+    """Raise ``ShortageError``, with the least budget that would work, where a device can't hold what must be there."""
     shortage = find_shortage(outline, placement, budgets, tight=True)
     if shortage is not None:
-        raise BudgetError(_told(shortage))
+        raise ShortageError(shortage)
 
 
 def has_room(plan: Plan, rooms: Mapping[DeviceId, int]) -> bool:
@@ -98,38 +124,47 @@ def require_room(plan: Plan, machine: Hardware) -> None:
         parts = _own(plan, device)
         excess = sum(parts.values()) - rooms[device]
         if excess > 0:
-            raise BudgetError(_excess(plan, device, room=rooms[device], excess=excess))
+            automatic = str(device) in plan.budget_terms
+            limit = _limit(machine.host) if automatic and device == CPU else f"max_memory.{device}"
+            raise BudgetError(_excess(plan, device, room=rooms[device], excess=excess, limit=limit))
 
 
 def _own(plan: Plan, device: DeviceId) -> dict[str, int]:
     return own_parts(plan.predicted.get(device, {}))
 
 
-def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int) -> str:
+def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int, limit: str) -> str:
     parts = _own(plan, device)
     where = "the host" if device == CPU else f"accelerator {device}"
     terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in parts.items() if count)
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
     reserve = max(parts["reserve"], plan.reserves.get(device, 0))
     most = parts["weights"] + reserve + parts.get("slots", 0) - excess
-    advice = f"the most that works is {most} bytes ({format_bytes(most)})"
+    most_told = (
+        "the most that works is" if limit.startswith("max_memory") else "the most that works as max_memory.cpu is"
+    )
+    advice = f"{most_told} {most} bytes ({format_bytes(most)})"
     return (
-        f"max_memory.{device}: the plan takes {format_bytes(sum(parts.values()))} on {where} ({terms}), which has"
+        f"{limit}: the plan takes {format_bytes(sum(parts.values()))} on {where} ({terms}), which has"
         f" {format_bytes(room)}; {advice if most > 0 else f'it needs {format_bytes(-most)} more without any weights'}"
     )
 
 
 def _told(shortage: Shortage) -> str:
-    device, budget, held, kept, slots = astuple(shortage)
+    device, budget, needed = shortage.device, shortage.budget, shortage.least
     where = "the host" if device == CPU else "the disk" if device == DISK else f"accelerator {device}"
+    return (
+        f"max_memory.{device}: {format_bytes(budget)} ({budget} bytes) can't hold {_wants(shortage)} on {where};"
+        f" the least that works is {needed} bytes ({format_bytes(needed)})"
+    )
+
+
+def _wants(shortage: Shortage) -> str:
+    held, kept, slots = shortage.held, shortage.kept, shortage.slots
     wants = [f"{format_bytes(held)} of weights"] if held or not kept + slots else []
     wants += [f"a reserve of {format_bytes(kept)} for what is streamed and in use at once"] if kept else []
     wants += [f"a slot of {format_bytes(slots)} for an expert"] if slots else []
-    needed = held + kept + slots
-    return (
-        f"max_memory.{device}: {format_bytes(budget)} ({budget} bytes) can't hold {' and '.join(wants)} on {where};"
-        f" the least that works is {needed} bytes ({format_bytes(needed)})"
-    )
+    return " and ".join(wants)
 
 
 def require_writable(plan: Plan, written: Mapping[str, str]) -> None:

@@ -62,6 +62,11 @@ class Shortage:
     kept: int
     slots: int
 
+    @property
+    def least(self) -> int:
+        """The least budget that works, in bytes."""
+        return self.held + self.kept + self.slots
+
 
 def budgeted_accelerators(budgets: Budgets) -> list[DeviceId]:
     """Return the accelerators that ``budgets`` let hold something, in order."""

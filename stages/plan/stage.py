@@ -20,7 +20,14 @@ from stages.machine.hardware import Hardware, hardware, ledgers
 from stages.machine.kernels import identity
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble, lying_bytes
-from stages.plan.checks import has_room, require_resident, require_room, require_writable
+from stages.plan.checks import (
+    ShortageError,
+    has_room,
+    host_is_short,
+    require_resident,
+    require_room,
+    require_writable,
+)
 from stages.plan.expert_slots import SINGLE
 from stages.plan.hit_rates import kept_hit_rates
 from stages.plan.inputs import (
@@ -56,6 +63,7 @@ from stages.plan.training_work import TrainingWork
 from stages.units import CPU, DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"
+_Placements = dict[tuple[object, ...], Placement]
 
 
 class PlanStage(Stage[PlanInputs]):
@@ -167,14 +175,14 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     hold the plan.
     """
     _require_devices(inputs.choice, inputs.overrides, inputs.machine)
-    placements: dict[tuple[object, ...], Placement] = {}
+    placements: _Placements = {}
     *larger, least = inputs.demands
     found: dict[int, plans.Plan] = {}
     for size in larger:
         with suppress(BudgetError):
-            plan = _plan_for(inputs, size, placements)
+            plan = _plan_for(inputs, size, inputs.demands[size], placements)
             found |= {size: plan} if size and has_room(plan, inputs.rooms) else {}
-    plan = _plan_for(inputs, least, placements)
+    plan = _least_plan(inputs, least, placements)
     if least is not None:
         plans_found = {**found, least: plan}
         counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.token_bytes}
@@ -183,9 +191,29 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     return plan
 
 
-def _plan_for(inputs: PlanInputs, size: int | None, placements: dict[tuple[object, ...], Placement]) -> plans.Plan:
+def _least_plan(inputs: PlanInputs, size: int | None, placements: _Placements) -> plans.Plan:
+    """Return the plan for batches of ``size``, the least: a budget that was worked out then is as large as it must be.
+
+    Raises ``BudgetError``, with the machine's limit, where that can't be.
+    """
+    demand = inputs.demands[size]
+    asked = demand.allowance
+    while True:
+        try:
+            return _plan_for(inputs, size, demand, placements)
+        except ShortageError as error:
+            device, terms = error.shortage.device, asked.terms.get(str(error.shortage.device))
+            allowance = asked.with_least(device, error.shortage.least)
+            if allowance is None and terms and device == CPU:
+                raise host_is_short(error.shortage, terms, inputs.machine.host) from error
+            if allowance is None:
+                raise
+            demand = replace(demand, allowance=allowance)
+
+
+def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:
     """Return the plan that leaves room for batches of ``size``; ``placements`` keeps those of budgets met before."""
-    outline, demand = inputs.outline, inputs.demands[size]
+    outline = inputs.outline
     fastest = (demand.output, demand.members) if inputs.execution == options.FASTEST else ()
     allowed = (*demand.allowance.budgets.items(), *fastest)
     if allowed not in placements:

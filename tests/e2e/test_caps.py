@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stages.plan.budgets import MARGIN
+from stages.plan.budgets import MARGIN, least_available
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.benchmarks.checkpoints import make, make_mixture_like
 from tests.e2e.conftest import COMMAND, environment, finish, records_in, start
@@ -91,6 +91,26 @@ def test_the_automatic_budget_stays_below_the_cap_and_says_why(roomy: tuple[Path
     assert set(terms) == {"available", "process", "libraries", "request", "margin"}
     assert terms["available"] <= ROOMY
     assert plan["budgets"]["cpu"] == sum(terms.values()) < ROOMY + terms["process"] + terms["libraries"]
+
+
+@pytest.mark.long_form
+def test_a_cap_with_room_for_nothing_to_spare_is_lived_under(
+    checkpoint: Path, roomy: tuple[Path, dict[str, Any]], folder: Path
+) -> None:
+    """CI has the plan on a described host in ``test_stage``."""
+    terms = roomy[1]["budget_terms"]["cpu"]
+    beside = -sum(terms[name] for name in ("process", "request"))
+    cap = round(least_available(beside + sum(roomy[1]["resident_bytes"].values()) // 3))
+    record = run(folder, cap, "max_memory=null", f"model.path={checkpoint}")
+    assert len(record["outputs"][0]["token_ids"]) == 4
+    assert record["memory"]["measured"]["cpu"] < cap
+    refused = run_capped(
+        [*COMMAND, "model=pretrained", f"model.path={checkpoint}", "stages=plan_only", "generate.prompts=[[5,6,7]]"],
+        beside + 10 * MIB, cwd=folder, env=environment(),
+    )  # fmt: skip
+    assert refused.returncode == 4, refused.stderr
+    assert "memory.limit_in_bytes: " in refused.stderr or "memory.max: " in refused.stderr
+    assert "max_memory" not in refused.stderr
 
 
 @pytest.mark.long_form

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,32 @@ def test_a_host_that_cannot_hold_the_plan_is_refused_with_the_most_that_works() 
     with pytest.raises(BudgetError, match=r"max_memory\.cpu: the plan takes .* on the host .*; the most that works is"):
         make_plan(weights, given)
     make_plan(weights, config(max_memory={"cpu": "3GB"}, hardware={"host": {"memory": "5GB"}}))
+
+
+def short_host(memory: int) -> Any:
+    """Return the plan of 90 MB of weights by a worked-out budget, on a host of so much memory."""
+    weights = outline({f"l.{index}.w": 3 * 10**7 for index in range(3)})
+    return make_plan(weights, config(max_memory={}, hardware={"host": {"memory": str(memory)}}))
+
+
+def test_a_worked_out_budget_is_the_least_that_works_where_the_host_has_no_more() -> None:
+    roomy, tight = short_host(2 * 10**9), short_host(370 * 10**6)
+    assert roomy.resident_bytes["cpu"] == 9 * 10**7
+    assert tight.budgets["cpu"] == tight.reserves["cpu"] == 3 * 10**7
+    assert sum(tight.budget_terms["cpu"].values()) == 3 * 10**7
+    assert sum(tight.predicted["cpu"].values()) < 370 * 10**6
+    assert any("the host's memory is short" in note for note in tight.notes)
+    assert not any("short" in note for note in roomy.notes)
+
+
+def test_a_host_that_truly_cannot_is_refused_by_its_own_limit_and_the_least_named_works() -> None:
+    with pytest.raises(BudgetError) as refused:
+        short_host(330 * 10**6)
+    told = str(refused.value)
+    assert told.startswith("hardware.host.memory: 330.00 MB are free on the host, and the run takes ")
+    assert "max_memory" not in told
+    (least,) = re.findall(r"the least that works is (\d+) bytes", told)
+    assert short_host(int(least)).reserves["cpu"] == 3 * 10**7
 
 
 def test_an_accelerator_that_cannot_hold_the_plan_is_refused() -> None:
