@@ -91,7 +91,7 @@ def work(
     dtype = compute_dtype(outline)
     width = int(DTYPE_BYTES[dtype])
     cache = request.members * geometry.layers * geometry.cached * request.tokens * width
-    grown = request.tokens * (geometry.cached + 2 * geometry.hidden) * width
+    grown = request.tokens * (geometry.cached + max(2 * geometry.hidden, geometry.expanded)) * width
     moments = outline.skeleton.moments
     found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
     if not found:

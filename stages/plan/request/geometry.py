@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from pipeline.regular_files import read_object
@@ -17,6 +18,14 @@ from stages.empty_init.skeleton import Moment
 _ENCODERS = ("vision_config", "audio_config", "encoder")
 """The keys of a ``config.json`` below which the shape of an encoder of images or audio stands."""
 
+_LAYERS = ("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers", "n_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_STATES = ("state_size", "attention_hidden_size")
+"""What stands in the place of heads where a state is kept instead of keys and values."""
+_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""What multi-head latent attention keeps of a token, compressed and rotated, and what it makes for each head of it."""
+
 LEAST_LENGTH = 64
 """Shorter sequences are planned for as if they had so many tokens."""
 
@@ -25,6 +34,7 @@ LEAST_LENGTH = 64
 class Geometry:
     """The shape of a decoder: ``cached`` is the elements of keys and values a layer keeps for a token.
 
+    Where it keeps them compressed, ``expanded`` are those that it makes of them for each pass.
     ``context`` is how many tokens it has positions for, 0 where its config doesn't say, and for a decoder that
     ``has_encoder`` beside it.
     """
@@ -36,6 +46,7 @@ class Geometry:
     vocabulary: int = 0
     context: int = 0
     has_encoder: bool = False
+    expanded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +102,50 @@ class Request:
 
 
 def read_geometry(model: Mapping[str, Any]) -> Geometry:
-    """Return the shape that the ``config.json`` of the config's ``model`` states; nothing where there is none."""
-    return geometry_of(read_object(checkpoint_folder(model) / "config.json"))
+    """Return the shape that the ``config.json`` of the config's ``model`` states; nothing where there is none.
+
+    What it leaves out, its type's defaults say.
+    """
+    return geometry_of(_with_defaults(read_object(checkpoint_folder(model) / "config.json")))
+
+
+def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``config`` with its type's defaults where it doesn't state the shape of a decoder.
+
+    They are the library's, which takes seconds to import: what ``save_pretrained`` has written states all of it.
+    """
+    states = (_LAYERS, _HIDDEN, (*_HEADS, *_STATES))
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or "text_config" in config or all(_first(config, *names) for names in states):
+        return config
+    return {**_defaults(kind), **config}
+
+
+@cache
+def _defaults(kind: str) -> Mapping[str, Any]:
+    """Return what a config of this ``model_type`` says by itself; nothing of one that transformers doesn't know."""
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[kind]().to_dict() if kind in CONFIG_MAPPING else {}
 
 
 def geometry_of(config: Mapping[str, Any]) -> Geometry:
     """Return the shape that ``config``, the content of a ``config.json``, states."""
     has_encoder = bool(config.get("is_encoder_decoder"))
     config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
-    heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
-    hidden = _first(config, "hidden_size", "n_embd", "d_model")
+    heads, hidden = _first(config, *_HEADS), _first(config, *_HIDDEN)
+    latent, rotary, plain, value = (_first(config, name) for name in _LATENT)
     head = _first(config, "head_dim", "d_kv") or (hidden // heads if heads else 0)
     key_value_heads = _first(config, "num_key_value_heads", "num_kv_heads") or heads
     return Geometry(
-        layers=_first(config, "num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers", "n_layers"),
-        cached=2 * key_value_heads * head,
+        layers=_first(config, *_LAYERS),
+        cached=latent + rotary if latent else 2 * key_value_heads * head,
         hidden=hidden,
         intermediate=_first(config, "intermediate_size", "ffn_dim", "n_inner", "d_ff") or 4 * hidden,
         vocabulary=_first(config, "vocab_size"),
         context=0 if has_encoder else _first(config, "max_position_embeddings", "n_positions"),
         has_encoder=has_encoder,
+        expanded=heads * (2 * plain + rotary + value) if latent else 0,
     )
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from pipeline.cache.sealed_files import write_sealed
 from stages.empty_init.skeleton import Moment, TensorSpec
@@ -15,7 +17,7 @@ from stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates,
 from stages.plan.outline import Outline
 from stages.plan.plan import Plan
 from stages.plan.predict import Work, predict, work
-from stages.plan.request.geometry import Geometry, Request, read_geometry
+from stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline
 
@@ -37,6 +39,10 @@ def write(folder: Path, **config: Any) -> dict[str, Any]:
         ({"n_layer": 3, "n_head": 2, "n_embd": 8}, 3, 16),
         ({"num_layers": 3, "num_heads": 2, "d_model": 8, "d_kv": 16}, 3, 64),
         ({"text_config": {"num_hidden_layers": 5, "hidden_size": 8, "num_attention_heads": 2}}, 5, 16),
+        ({"model_type": "deepseek_v3"}, 61, 512 + 64),
+        ({"model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 64}, 2, 512 + 64),
+        ({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64, "state_size": 8}, 2, 0),
+        ({"model_type": "of nobody"}, 0, 0),
         ({}, 0, 0),
     ],
 )
@@ -45,6 +51,20 @@ def test_the_cache_of_keys_and_values_is_read_from_the_config(
 ) -> None:
     geometry = read_geometry(write(tmp_path, **config))
     assert (geometry.layers, geometry.cached) == (layers, cached)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_is_planned_with_the_cache_that_it_keeps(kind: str) -> None:
+    config = CONFIG_MAPPING[kind](
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=50, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        kv_lora_rank=16, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        cache = model(torch.arange(5)[None]).past_key_values
+    kept = sum(part.numel() for layer in cache.layers for part in (layer.keys, layer.values))
+    assert geometry_of(config.to_dict()).cached == kept // (2 * 5)
 
 
 def test_a_model_without_a_config_has_no_cache(tmp_path: Path) -> None:
