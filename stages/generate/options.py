@@ -19,9 +19,9 @@ from stages.generate.prompts import token_ids
 from stages.generate.shared_cache import why_not_shared
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.prompts import OWN_KEYS, Prompt, check_seed
+from stages.plan.request.requests import GENERATION_CONFIG
 from stages.plan.request.speculation import BATCHED, KEY as SPECULATION, LOOKUP, is_exact
 
-FILE_NAME = "generation_config.json"
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 """What the plain loop understands, for models without a ``generate`` of their own."""
 
@@ -142,7 +142,7 @@ def check_served(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Itera
         return
     asked = {**effective, **{key: generate.get(key) for key in (ASSISTANT, "output_logprobs")}}
     for name, message in found:
-        origin = "" if generate.get(name) is not None else f" ({folder / FILE_NAME} says so)"
+        origin = "" if generate.get(name) is not None else f" ({folder / GENERATION_CONFIG} says so)"
         yield Fault(f"generate.{name}", f"{asked[name]!r}{origin} {message}")
 
 
@@ -219,12 +219,12 @@ def _processors(options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any
 
 def checkpoint_defaults(folder: Path) -> GenerationConfig | None:
     """Return what the checkpoint's ``generation_config.json`` says, or None if it has none."""
-    if not folder.joinpath(FILE_NAME).is_file():
+    if not folder.joinpath(GENERATION_CONFIG).is_file():
         return None
-    with foreign(CheckpointError, f"{folder / FILE_NAME}", advice="; mend or remove the file"):
+    with foreign(CheckpointError, f"{folder / GENERATION_CONFIG}", advice="; mend or remove the file"):
         defaults = GenerationConfig.from_pretrained(folder, local_files_only=True)
     for fault in _token_faults(vars(defaults)):
-        raise CheckpointError(f"{folder / FILE_NAME}: {fault.key.removeprefix('generate.')}: {fault.message}")
+        raise CheckpointError(f"{folder / GENERATION_CONFIG}: {fault.key.removeprefix('generate.')}: {fault.message}")
     return defaults
 
 

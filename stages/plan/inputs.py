@@ -143,7 +143,7 @@ def gather_inputs(
     batch size is open they have no part in it: sizes that ran would be held against sizes that never did.
     """
     given = read(options.PlanConfig, config)
-    requests, apart = read_requests(config), [media_request(config.get("generate") or {}, media)] if media else []
+    requests, apart = read_requests(config), [media_request(config, media)] if media else []
     chosen, largest = None not in requests, next(iter(requests.values()))
     works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
     demands = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
+from pipeline.regular_files import read_object
 from pipeline.stage import Config
 from pipeline.typed_config import read
 from stages.calls.options import ForwardOptions, count_rows, read_texts
@@ -27,12 +28,21 @@ from stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, r
 from stages.plan.request.lockstep import KEY as LOCKSTEP, LARGEST, is_in_lockstep, lockstep_sizes
 from stages.plan.request.media_demand import MediaDemand
 from stages.plan.request.prompts import Prompt, read_prompts
-from stages.plan.request.speculation import guesses_ahead, is_exact, most_guesses
+from stages.plan.request.speculation import GUESSED, LOOKUP, guesses_ahead, is_exact, most_guesses
 from stages.plan.request.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
 from stages.plan.request.training import FinetuneOptions, Learns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+GENERATION_CONFIG = "generation_config.json"
+"""The file of a checkpoint that says how its answers are decoded where a run doesn't."""
+
+_DECODING = (
+    "num_beams", "num_return_sequences", "max_new_tokens", "max_length", "use_cache", "cache_implementation", LOOKUP,
+    GUESSED,
+)  # fmt: skip
+"""The options of decoding that change what it takes."""
 
 _TEMPLATE_TOKENS = 32
 _BYTES_A_TOKEN = 3
@@ -86,11 +96,22 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
 
     Prompts with media are apart: they are answered one at a time (``media_request``).
     """
+    generate = with_checkpoint_defaults(generate, model)
     prompts = [prompt for prompt in _prompts(generate) if not prompt.media] or [Prompt("")]
     alone = 1 if generate.get("exact") or guesses_ahead(generate) else len(prompts)
     together = min(alone, _number(generate, "batch_size", 1 if is_in_lockstep(generate) else len(prompts)))
     request = _answers(generate, prompts, together=together, tokens=max(_tokens(prompt, model) for prompt in prompts))
     return replace(request, members=_members(generate, -(-len(prompts) // together)), rows=round_up(len(prompts)))
+
+
+def with_checkpoint_defaults(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config's ``generate`` with what the ``generation_config.json`` of ``model`` says beside it.
+
+    What is damaged of that file is reported by ``generate`` itself.
+    """
+    said = read_object(checkpoint_folder(model) / GENERATION_CONFIG)
+    defaults = {key: said[key] for key in _DECODING if key in said}
+    return {**defaults, **{key: value for key, value in generate.items() if value is not None}}
 
 
 def _members(generate: Mapping[str, Any], batches: int) -> int:
@@ -100,8 +121,9 @@ def _members(generate: Mapping[str, Any], batches: int) -> int:
     return min(batches, LARGEST if generate.get(LOCKSTEP) == AUTO else _number(generate, LOCKSTEP, 1))
 
 
-def media_request(generate: Mapping[str, Any], demand: MediaDemand) -> Request:
+def media_request(config: Config, demand: MediaDemand) -> Request:
     """Return how much one prompt with media asks at once: that of the longest, beside its encoder's moments."""
+    generate = with_checkpoint_defaults(config.get("generate") or {}, config.get("model") or {})
     prompts = [prompt for prompt in _prompts(generate) if prompt.media]
     request = _answers(generate, prompts, together=1, tokens=demand.tokens)
     return replace(request, moments=demand.for_copies(request.copies))
@@ -116,10 +138,11 @@ def _answers(generate: Mapping[str, Any], prompts: Sequence[Prompt], *, together
     keeps = told and any(keeps_logits({**generate, **one}) for one in asked)
     guesses = max(most_guesses(generate, one) for one in asked)
     prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new))
+    is_cached = all({**generate, **one}.get("use_cache") is not False for one in asked)
     return Request(
         together * copies,
-        prompt,
-        length,
+        prompt if is_cached else length,
+        length if is_cached else 0,
         positions=1 + guesses,
         copies=copies,
         judged=guesses if is_exact(generate) else 0,

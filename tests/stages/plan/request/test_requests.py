@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -30,6 +32,28 @@ def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
     assert 1000 <= long.prompt <= 1000 * 9 / 8
     assert 6000 <= long.tokens <= 6000 * 9 / 8
     assert [round_up(count) for count in (0, 1, 15, 16, 17, 1000)] == [0, 1, 15, 16, 18, 1024]
+
+
+@pytest.mark.parametrize(
+    ("defaults", "own", "expected"),
+    [
+        ({"num_beams": 4}, {}, Request(4)),
+        ({"num_beams": 4}, {"num_beams": None}, Request(4)),
+        ({"num_beams": 4}, {"num_beams": 1}, Request(1)),
+        ({"num_return_sequences": 3, "do_sample": True}, {}, Request(3)),
+        ({"use_cache": False, "max_new_tokens": 100}, {}, Request(1, 104, 0)),
+        ({"use_cache": False}, {"use_cache": True}, Request(1)),
+        ({"max_length": 512}, {"max_new_tokens": 9}, Request(1)),
+        ({"prompt_lookup_num_tokens": 3}, {}, Request(1, positions=4, judged=3)),
+        ({}, {"use_cache": False}, Request(1, 64, 0)),
+    ],
+)
+def test_a_checkpoints_own_generation_config_is_reckoned_with_where_the_run_says_nothing(
+    defaults: dict[str, object], own: dict[str, object], expected: Request, tmp_path: Path
+) -> None:
+    tmp_path.joinpath("generation_config.json").write_text(json.dumps(defaults))
+    found = generate_request({"prompts": [[5, 6]], **own}, {"path": str(tmp_path)})
+    assert replace(found, copies=1) == expected
 
 
 def test_the_tokens_of_a_long_text_are_counted_by_its_models_tokenizer(tmp_path: Path) -> None:
