@@ -12,7 +12,7 @@ from stages.empty_init.activation_peaks import weigh
 from stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
 from stages.empty_init.experts import describe_experts
 from stages.empty_init.fake_weights import REFUSALS, unchanged_buffers
-from stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse
+from stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse, rehearse_next_token
 from stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
 from stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
 
@@ -36,6 +36,7 @@ def describe(
     with unchanged_buffers(model):
         seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
         moments = weigh(model, declared or ()) if seen and call is None else ()
+        once = _called_once(model, seen) if seen and call is None else ()
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     borrowers = _borrowers(seen, tied) if seen else _likely_borrowers(model)
     return Skeleton(
@@ -55,7 +56,25 @@ def describe(
         written=seen.written if seen else {},
         experts=tuple(_experts(model, seen, tied, borrowers)),
         expert_lists=_expert_lists(model, seen),
+        once=tuple(name for name in once if name not in borrowers),
     )
+
+
+def _called_once(model: nn.Module, seen: Rehearsal) -> tuple[str, ...]:
+    """Return the modules with tensors of an encoder-decoder that only the first token's forward calls.
+
+    None where it can't be rehearsed how the next one is made.
+    """
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return ()
+    training = model.training
+    try:
+        again = rehearse_next_token(model.eval(), seen)
+    except (AttributeError, *REFUSALS):
+        return ()
+    finally:
+        model.train(training)
+    return tuple(dict.fromkeys(name for name in seen.calls if name not in again)) if again else ()
 
 
 def _multiplies(module: nn.Module) -> bool:

@@ -78,6 +78,24 @@ def call_with_tokens(model: nn.Module, *, sequences: int = 1, length: int = 8) -
     return model(**given)
 
 
+def rehearse_next_token(model: nn.Module, first: Rehearsal) -> list[str]:
+    """Return the calls of modules with tensors for a token after the one that ``first`` saw, of an encoder-decoder.
+
+    Raises as ``rehearse`` does, and whatever else the model's code raises that keeps no cache.
+    """
+    return rehearse(model, _call_for_two_tokens, decides=first.decided).calls[len(first.calls) :]
+
+
+def _call_for_two_tokens(model: nn.Module) -> object:
+    """Call ``model`` as ``call_with_tokens`` does, and for one more token with what that kept."""
+    kept: Any = call_with_tokens(model)
+    return model(
+        encoder_outputs=(kept.encoder_last_hidden_state,),
+        decoder_input_ids=torch.ones((1, 1), dtype=torch.long),
+        past_key_values=kept.past_key_values,
+    )
+
+
 def holds_tensors(module: nn.Module) -> bool:
     """Return whether ``module`` itself has parameters or buffers."""
     return any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False))

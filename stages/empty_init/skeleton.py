@@ -163,7 +163,8 @@ class Skeleton:
     ``written`` has the tensors that the model's own code changes in place, each with the module that does.
     ``experts`` are those of a mixture whose experts can be brought one by one, in the order of registration.
     ``expert_lists`` are those whose experts are modules in a list, of which a forward calls some: each such list, and
-    how many of its members a token uses.
+    how many of its members a token uses. ``once`` lists the modules with tensors of an encoder-decoder that the first
+    token's forward alone calls: what they make is kept.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -179,6 +180,7 @@ class Skeleton:
     written: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[ExpertsSpec, ...] = ()
     expert_lists: Mapping[str, int] = field(default_factory=dict)
+    once: tuple[str, ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, TensorSpec]:
@@ -241,8 +243,8 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
     fields["tensors"] = tuple(map(_tensor_spec, data["tensors"]))
     fields["modules"] = tuple(ModuleSpec(**m) for m in data["modules"])
     fields["tied"] = tuple(tuple(group) for group in data["tied"])
-    for key in ("no_split", "order", "calls"):
-        fields[key] = tuple(data[key])
+    for key in ("no_split", "order", "calls", "once"):
+        fields[key] = tuple(data.get(key, ()))
     fields["borrowers"] = {owner: tuple(users) for owner, users in data["borrowers"].items()}
     fields["moments"] = tuple(
         Moment(tuple(m["activations"]), m["kernel"], tuple(map(tuple, m["operands"]))) for m in data["moments"]

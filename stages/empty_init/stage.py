@@ -79,7 +79,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 14
+    version = 15
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

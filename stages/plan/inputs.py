@@ -59,7 +59,8 @@ class Demand:
     ``io``, ``pages_stay`` and ``tight`` are all that free memory changes of a plan: how the host reads, whether what
     it maps stays in memory, and the memory that is free where it may be too little, else null. ``routing`` is how the
     tokens of a pass use a mixture's experts, null for other models. ``members`` share a pass in lockstep;
-    ``output`` is what a layer of one of them hands to the next, where that may go to another memory.
+    ``output`` is what a layer of one of them hands to the next, where that may go to another memory. Where it
+    ``decodes``, passes after the first need what that didn't keep.
     """
 
     work: Work
@@ -70,6 +71,7 @@ class Demand:
     routing: Routing | None
     members: int
     output: LayerOutput
+    decodes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,7 @@ def _demand(
         routing=routing,
         members=request.members,
         output=_output(outline, config, request) if fastest else LayerOutput(),
+        decodes=request.length > 0,
     )
     return replace(demand, tight=_tight(demand, machine, outline))
 

@@ -198,6 +198,12 @@ class Outline:
         return replace(self, skeleton=replace(self.skeleton, tensors=tensors, experts=experts))
 
     @cached_property
+    def without_first_pass(self) -> Outline:
+        """The model without what only the first pass of a decoding uses: an encoder."""
+        once = frozenset(self.skeleton.once)
+        return self.without([name for name in self.sizes if parent(name) in once]) if once else self
+
+    @cached_property
     def token_bytes(self) -> int:
         """The bytes that one token computes with: of experts those that it uses."""
         stacked = sum(spec.per_token * self.expert_kinds[module].bytes for module, spec in self.experts.items())

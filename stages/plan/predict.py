@@ -176,21 +176,23 @@ def predict(
     pages_stay: bool = False,
     process_bytes: int = PROCESS_BYTES,
     output: LayerOutput = ONE_TOKEN,
+    decodes: bool = True,
 ) -> Plan:
     """Return ``plan`` with what is predicted of it: each device's peak by its parts, and the seconds of a token.
 
     A token stands for a pass of decoding, whose tokens are routed as ``routing`` says; of ``members`` in lockstep each
     has one a pass, and what is streamed is shared out among them. Where ``pages_stay``, what is
     mapped is read from storage once, and is in memory for every token that follows. The host's process holds
-    ``process_bytes`` of its own. A layer hands ``output`` to the next.
+    ``process_bytes`` of its own. A layer hands ``output`` to the next. A pass that ``decodes`` isn't the first one.
     """
     outline = replace(outline, unpacks=frozenset(plan.unpacking)) if plan.unpacking else outline
     offstage = offstage_in(outline, plan.serving, plan.execution)
     experts = expert_traffic(
         outline, plan.homes, offstage, slots=plan.slots, routing=routing, packed=plan.packed_on_host
     )
-    brought = _brought(outline, plan, experts, routing, pages_stay=pages_stay)
-    used = _used_bytes(outline, plan, experts, routing)
+    needed = outline.without_first_pass if decodes else outline
+    brought = _brought(needed, plan, experts, routing, pages_stay=pages_stay)
+    used = _used_bytes(needed, plan, experts, routing)
     share = _host_share(outline, plan, output, routing)
     calls = host_calls(outline, plan.execution, routing)
     seconds = token_seconds(

@@ -245,6 +245,7 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
         pages_stay=demand.pages_stay,
         process_bytes=inputs.process_bytes,
         output=demand.output,
+        decodes=demand.decodes,
     )
 
 

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, OPTConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    T5Config,
+)
 
 from stages.units import format_bytes
 from tests.benchmarks.caps import can_cap
@@ -26,6 +35,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 MIXTURE = MixtralConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
                         num_key_value_heads=2, vocab_size=512, num_local_experts=8)  # fmt: skip
+PAIRS: dict[str, PretrainedConfig] = {
+    "bart": BartConfig(d_model=64, encoder_ffn_dim=96, decoder_ffn_dim=96, encoder_layers=2, decoder_layers=2,
+                       encoder_attention_heads=4, decoder_attention_heads=4, vocab_size=96, max_position_embeddings=64),
+    "t5": T5Config(d_model=64, d_ff=96, num_layers=2, num_heads=4, d_kv=16, vocab_size=96, decoder_start_token_id=0),
+}  # fmt: skip
 OF_THE_PROCESS = pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 
 
@@ -90,6 +104,22 @@ def test_the_peak_of_a_mixture_and_what_a_token_streams_are_predicted_within_a_t
         assert done.record["enforcement"]["bytes"] < 1.1 * done.record["memory"]["predicted"]["cpu"]
     for predicted, measured in figures(done.record):
         assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["bart", pytest.param("t5", marks=pytest.mark.long_form)])
+def test_what_a_token_of_an_encoder_decoder_streams_is_its_decoders(
+    name: str, tmp_path: Path, offstage_here: Callable[..., Finished]
+) -> None:
+    """The encoder, and the keys and values that the decoder makes of what it says, are for the first token alone."""
+    folder = tmp_path / "checkpoint"
+    AutoModelForSeq2SeqLM.from_config(PAIRS[name], dtype=torch.float32).save_pretrained(folder)
+    done = offstage_here(
+        f"model.path={folder}", "device_map=disk", "storage.io=direct", "generate.prompts=[[5,6,7,8]]",
+        "generate.max_new_tokens=5", "generate.min_new_tokens=5",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    metrics = done.record["metrics"]
+    assert metrics["predicted_streamed_bytes_per_token"] == metrics["streamed_bytes_per_token"] > 0
 
 
 @pytest.mark.parametrize("io", ["direct", "mmap"])
