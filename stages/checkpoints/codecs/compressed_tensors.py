@@ -8,6 +8,7 @@ float32; in another dtype of the model the weight is cast, as transformers casts
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,10 +17,11 @@ from stages.checkpoints.codecs.compressed_scheme import WeightScheme, weight_sch
 from stages.checkpoints.codecs.fp8 import DTYPES, BlockScaled, Codes
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.packed import AtRest, PackedTensor
+from stages.checkpoints.shard_files import opened_shard, read_into
 
-_SCALE, _PACKED, _GLOBAL = "weight_scale", "weight_packed", "weight_global_scale"
+_SCALE, _PACKED, _GLOBAL, _SHAPE = "weight_scale", "weight_packed", "weight_global_scale", "weight_shape"
 _BESIDE = (
-    _SCALE, _GLOBAL, "weight_shape", "input_scale", "input_zero_point", "input_global_scale", "output_scale",
+    _SCALE, _GLOBAL, _SHAPE, "input_scale", "input_zero_point", "input_global_scale", "output_scale",
     "output_zero_point", "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
 """What is no weight: what weights are unpacked by, or what activations and caches would be rounded by."""
@@ -77,6 +79,8 @@ def _folded(name: str, entries: Mapping[str, Extent], scheme: WeightScheme) -> P
     if codes.dtype not in kinds or len(codes.shape) != 2:
         raise _unfit(name, codes, f"{' or '.join(kinds)} [rows, columns{f' / {each}' if each > 1 else ''}]")
     rows, columns = codes.shape[0], codes.shape[1] * each
+    if each > 1:
+        _refuse_padding(name, codes, entries.get(f"{module}.{_SHAPE}"), columns)
     height, width = scheme.block_of(rows, columns)
     grid = (-(-rows // max(1, height)), -(-columns // max(1, width)))
     of_scales = _OF_FP4.get(scheme.strategy, ()) if scheme.codes == "fp4" else _SCALES
@@ -86,6 +90,21 @@ def _folded(name: str, entries: Mapping[str, Extent], scheme: WeightScheme) -> P
     dtypes = DTYPES if scales.dtype == "float32" else (scales.dtype if scheme.codes != "fp4" else "bfloat16",)
     parts = (codes, replace(scales, shape=grid), *_global_scale(module, entries, scheme))
     return PackedTensor(BlockScaled(scheme.codes, height, width, dtypes), parts, dtypes[0], (rows, columns))
+
+
+def _refuse_padding(name: str, codes: Extent, shape: Extent | None, columns: int) -> None:
+    """Refuse codes whose rows were filled up to whole numbers: ``shape`` is where the weight's own shape is said."""
+    if shape is None or (shape.dtype, math.prod(shape.shape)) not in ((f"int{bits}", 2) for bits in (32, 64)):
+        return
+    said = bytearray(shape.bytes)
+    with opened_shard(shape.file) as descriptor:
+        read_into(descriptor, memoryview(said), offset=shape.begin, path=shape.file.path)
+    wanted = struct.unpack(f"<2{'q' if shape.dtype == 'int64' else 'i'}", said)[1]
+    if 0 < wanted < columns:
+        raise CheckpointError(
+            f"{codes.file.path}: tensor {name!r}: rows of {wanted} codes that are filled up to {columns} aren't served;"
+            " give a checkpoint whose columns are a multiple of eight, or one in its original dtype"
+        )
 
 
 def _global_scale(module: str, entries: Mapping[str, Extent], scheme: WeightScheme) -> tuple[Extent, ...]:

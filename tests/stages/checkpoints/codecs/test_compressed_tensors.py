@@ -114,6 +114,13 @@ def read_as(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     return read_packed(served if isinstance(served, PackedTensor) else tensor).to(dtype)
 
 
+def test_rows_that_were_filled_up_to_whole_numbers_are_refused_as_such(tmp_path: Path) -> None:
+    form, weights = SCHEMES["INT4 by channels"]
+    at_rest = packed(form, weights, torch.bfloat16, (64, 104)) | {"weight_shape": torch.tensor([64, 100])}
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight_packed': rows of 100 codes .* filled up to 104 aren't"):
+        folded(tmp_path, at_rest, declared(form, weights))
+
+
 @pytest.mark.parametrize("scales", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_weights_are_unpacked_by_the_librarys_definition(scheme: str, scales: torch.dtype, tmp_path: Path) -> None:
