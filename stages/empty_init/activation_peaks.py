@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import OffstageError
-from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, swapped
+from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, rehearsing, swapped
 from stages.empty_init.live_storages import LiveStorages
 from stages.empty_init.rehearsal import call_with_tokens
 from stages.empty_init.skeleton import Moment, monomials
@@ -114,14 +114,12 @@ def weigh(model: nn.Module, blocks: Iterable[str]) -> tuple[Moment, ...]:
     over the tokens, or over pieces of the prompt) has no moments that can be followed from shape to shape: what it
     holds is taken to grow with the tokens from the widest moments of two shapes.
     """
-    training = model.training
     try:
-        with _shortened(model.eval(), set(blocks)):
+        with rehearsing(model), _shortened(model, set(blocks)):
             runs, alike = _runs(model)
     except REFUSALS:
         return ()
     finally:
-        model.train(training)
         Faking.cache_clear()  # it outlives the mode: one entry for each operator met
     if not alike:
         return tuple(_growing(_PROBES[: len(runs)], runs))
@@ -137,7 +135,7 @@ def weigh_call(model: nn.Module, blocks: Iterable[str], call: Callable[[nn.Modul
     counted. None where its code refuses fake tensors; see ``weigh``.
     """
     try:
-        with _shortened(model.eval(), set(blocks)):
+        with rehearsing(model), _shortened(model, set(blocks)):
             run = _run(model, call)
     except OffstageError:
         raise

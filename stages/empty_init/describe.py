@@ -11,7 +11,7 @@ from stages.checkpoints.dtypes import dtype_name
 from stages.empty_init.activation_peaks import weigh
 from stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
 from stages.empty_init.experts import describe_experts
-from stages.empty_init.fake_weights import REFUSALS, unchanged_buffers
+from stages.empty_init.fake_weights import REFUSALS, rehearsing, unchanged_buffers
 from stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse, rehearse_next_token
 from stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
 from stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
@@ -67,13 +67,11 @@ def _called_once(model: nn.Module, seen: Rehearsal) -> tuple[str, ...]:
     """
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return ()
-    training = model.training
     try:
-        again = rehearse_next_token(model.eval(), seen)
+        with rehearsing(model):
+            again = rehearse_next_token(model, seen)
     except (AttributeError, *REFUSALS):
         return ()
-    finally:
-        model.train(training)
     return tuple(dict.fromkeys(name for name in seen.calls if name not in again)) if again else ()
 
 
@@ -109,20 +107,17 @@ def _tensors(model: nn.Module) -> Iterable[TensorSpec]:
 
 def _try_rehearsal(model: nn.Module, call: Callable[[nn.Module], object] | None) -> tuple[Rehearsal | None, str | None]:
     """Return what a rehearsal saw and null, or null and why the model's code refused fake tensors."""
-    training = model.training
     refusals = []
-    try:
-        for decides in (False, True):
-            try:
-                return rehearse(model.eval(), call, decides=decides), None
-            except OffstageError:
-                raise  # of a call that can't be made, with fake tensors or real ones
-            except REFUSALS as error:
-                first_line = (str(error).strip() or "no message").splitlines()[0]
-                refusals.append(f"{type(error).__name__}: {first_line}")
-        return None, refusals[0]
-    finally:
-        model.train(training)
+    for decides in (False, True):
+        try:
+            with rehearsing(model):
+                return rehearse(model, call, decides=decides), None
+        except OffstageError:
+            raise  # of a call that can't be made, with fake tensors or real ones
+        except REFUSALS as error:
+            first_line = (str(error).strip() or "no message").splitlines()[0]
+            refusals.append(f"{type(error).__name__}: {first_line}")
+    return None, refusals[0]
 
 
 def _borrowers(seen: Rehearsal, tied: list[list[str]]) -> dict[str, tuple[str, ...]]:

@@ -114,6 +114,24 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def rehearsing(model: nn.Module) -> Iterator[None]:
+    """Have ``model`` be in eval mode, and afterwards as it was, part by part: its modes, what its code keeps in its
+    modules, and the state of torch's random numbers. It may be the user's own.
+    """
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model.eval()
+            yield
+    finally:
+        for module, attributes in before:
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Silence the logger of fake tensors: torch logs a traceback where an operator refuses them."""
     logger = logging.getLogger(fake_tensor.__name__)

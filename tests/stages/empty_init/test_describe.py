@@ -10,6 +10,7 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MixtralConfig,
     OPTConfig,
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from stages.empty_init import init_empty_weights
+from stages.empty_init.activation_peaks import weigh
 from stages.empty_init.describe import describe
 from stages.empty_init.skeleton import FILE_NAME, Skeleton, from_json
 from tests.long_form import in_ci
@@ -113,6 +115,30 @@ def test_a_model_that_cannot_be_rehearsed_says_so_and_falls_back_to_registration
     assert skeleton.unrehearsed
     assert skeleton.order == ("", "attention", "attention.out_proj", "last")
     assert skeleton.borrowers == {"attention.out_proj": ("attention",)}
+
+
+def test_a_model_is_afterwards_as_it_was_part_by_part() -> None:
+    class Counts(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.last = x * torch.rand(1)
+            return x
+
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=8)
+    model = LlamaForCausalLM(config).train()
+    model.model.layers[0].eval()
+    model.model.layers[1].input_layernorm = Counts()
+    hook = model.register_forward_hook(lambda *_: None)
+    modes = {name: module.training for name, module in model.named_modules()}
+    random = torch.get_rng_state()
+    assert not describe(model).unrehearsed
+    assert weigh(model, ("LlamaDecoderLayer",))
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert vars(model.model.layers[1].input_layernorm).keys().isdisjoint({"calls", "last"})
+    assert [*model._forward_hooks] == [hook.id]
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_the_model_is_as_it_was_after_its_rehearsal() -> None:
