@@ -15,6 +15,7 @@ from torch import nn
 from pipeline.errors import CheckpointError, ConfigError, closest, foreign
 from stages.checkpoints.adapters import adapter_folder
 from stages.checkpoints.dtypes import torch_dtype
+from stages.checkpoints.generation_defaults import read_generation_config
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.quantization import KEYS as QUANTISED
 from stages.empty_init.adapted_model import add_adapter
@@ -34,14 +35,18 @@ def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
     """Return the model that the config's ``node`` declares, in eval mode, with parameters on meta and buffers computed.
 
     Parameters have the ``dtype`` that they will be loaded in; ``auto`` is what a module's constructor makes. Nothing of
-    the checkpoint but its ``config.json`` is read, and of an adapter its own.
+    the checkpoint but its ``config.json`` is read, and of an adapter its own; of one that generates also what it says
+    of that.
     """
     transformers.logging.set_verbosity_error()
-    model = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
+    model: Any = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
+    if getattr(model, "can_generate", lambda: False)():
+        model.generation_config = read_generation_config(checkpoint_folder(node)) or model.generation_config
     folder = adapter_folder(node)
     if folder is not None:
         add_adapter(model, folder)
-    return model.eval().requires_grad_(False)
+    built: nn.Module = model.eval().requires_grad_(False)
+    return built
 
 
 def _build_module(node: Mapping[str, Any], dtype: str) -> nn.Module:

@@ -63,8 +63,6 @@ class Decoding:
         self.cost = Cost()
         self._defaults = options.checkpoint_defaults(checkpoint_folder(inputs.model))
         self._uses_transformers = decode.has_generate(dispatched.model)
-        if self._uses_transformers and self._defaults is not None:
-            dispatched.model.generation_config = self._defaults
         config = getattr(dispatched.model, "config", None)
         self._side = "right" if getattr(config, "is_encoder_decoder", False) else "left"
 

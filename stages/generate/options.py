@@ -12,6 +12,7 @@ from transformers.generation import logits_process as processors
 
 from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
 from pipeline.regular_files import read_object
+from stages.checkpoints.generation_defaults import GENERATION_CONFIG, read_generation_config
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.empty_init.identity import read_config
@@ -19,7 +20,6 @@ from stages.generate.prompts import token_ids
 from stages.generate.shared_cache import why_not_shared
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.prompts import OWN_KEYS, Prompt, check_seed
-from stages.plan.request.requests import GENERATION_CONFIG
 from stages.plan.request.speculation import BATCHED, KEY as SPECULATION, LOOKUP, is_exact
 
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
@@ -219,11 +219,8 @@ def _processors(options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any
 
 def checkpoint_defaults(folder: Path) -> GenerationConfig | None:
     """Return what the checkpoint's ``generation_config.json`` says, or None if it has none."""
-    if not folder.joinpath(GENERATION_CONFIG).is_file():
-        return None
-    with foreign(CheckpointError, f"{folder / GENERATION_CONFIG}", advice="; mend or remove the file"):
-        defaults = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    for fault in _token_faults(vars(defaults)):
+    defaults = read_generation_config(folder)
+    for fault in _token_faults(vars(defaults)) if defaults is not None else ():
         raise CheckpointError(f"{folder / GENERATION_CONFIG}: {fault.key.removeprefix('generate.')}: {fault.message}")
     return defaults
 

@@ -19,6 +19,7 @@ from pipeline.stage import Config
 from pipeline.typed_config import read
 from stages.calls.options import ForwardOptions, count_rows, read_texts
 from stages.checkpoints.adapters import adapter_folder
+from stages.checkpoints.generation_defaults import GENERATION_CONFIG
 from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from stages.checkpoints.tokenizer_limits import check_tokenizer
 from stages.checkpoints.tokenizers import tokenizing
@@ -35,7 +36,6 @@ from stages.plan.request.training import FinetuneOptions, Learns
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-GENERATION_CONFIG = "generation_config.json"
 """The file of a checkpoint that says how its answers are decoded where a run doesn't."""
 
 _DECODING = (

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,23 @@ def open_files() -> int:
 
 def load(checkpoint: Path, cache: Path, **options: Any) -> offstage.LoadedModel:
     return offstage.load(checkpoint, cache=cache, max_length=64, **options)
+
+
+@pytest.mark.parametrize("said", [{"do_sample": True, "temperature": 0.6, "top_k": 5, "eos_token_id": [2, 7]}, None])
+def test_it_generates_as_the_checkpoint_says(said: dict[str, Any] | None, checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    (folder / "generation_config.json").unlink()
+    if said is not None:
+        (folder / "generation_config.json").write_text(json.dumps(said))
+    plain: Any = LlamaForCausalLM.from_pretrained(folder).eval()
+    with load(folder, tmp_path / "cache", max_memory={"cpu": "60KB"}) as loaded:
+        model: Any = loaded.model
+        assert said is None or model.generation_config.to_dict() == plain.generation_config.to_dict()
+        answers = []
+        for each in (plain, model):
+            torch.manual_seed(3)
+            answers.append(each.generate(TOKENS, max_new_tokens=20))
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("io", ["direct", "mmap"])
