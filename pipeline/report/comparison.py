@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.report.differences import flatten, spread
 from pipeline.report.placements import in_tier_order, read_layers
-from pipeline.report.quantities import MISSING, Kind, tell
+from pipeline.report.quantities import MISSING, tell, tell_figure
 from pipeline.report.records import Answer, Number, Run
 from pipeline.report.speed import BOUND, PREDICTED_BOUND
 
@@ -123,32 +123,23 @@ def _memory(before: Run, after: Run) -> Section:
     for title, held in before.memory.items():
         now = after.memory[title]
         for device in in_tier_order([*held, *now]):
-            changes += _change(f"{title} {device}", held.get(device), now.get(device))
+            changes += _change(f"{title} {device}", held.get(device), now.get(device), figure="bytes")
     return Section("Memory", tuple(changes), () if changes else (_SAME,), numeric=True)
 
 
 def _speed(before: Run, after: Run) -> Section:
     changes = []
     for name in dict.fromkeys([*before.metrics, *after.metrics]):
-        changes += _change(name, before.metric(name), after.metric(name))
+        changes += _change(name, before.metric(name), after.metric(name), figure=name)
     for title, name in (("bound by", BOUND), ("predicted bound", PREDICTED_BOUND)):
         one, other = (run.words.get(name, MISSING) for run in (before, after))
         changes += [ChangedValue(title, one, other)] if one != other else []
     return Section("Speed", tuple(changes), () if changes else (_SAME,), numeric=True)
 
 
-def _change(key: str, one: Number | None, other: Number | None) -> list[ChangedValue]:
+def _change(key: str, one: Number | None, other: Number | None, *, figure: str) -> list[ChangedValue]:
+    """Return what changed under ``key``, in the unit that the name of its ``figure`` says."""
     if one == other:
         return []
     ratio = f"{other / one:.2f}" if one and other is not None else MISSING
-    return [ChangedValue(key, _told(key, one), _told(key, other), ratio)]
-
-
-def _told(key: str, value: Number | None) -> str:
-    """Return ``value`` in the unit that its key's name gives."""
-    if value is not None and "per_second" in key and "bytes" not in key:
-        return f"{value:,.2f} /s"
-    kind: Kind = "seconds" if "seconds" in key else "bytes"
-    if "bytes_per_second" in key:
-        return f"{tell(value, 'bytes')}/s" if value is not None else MISSING
-    return tell(value, kind)
+    return [ChangedValue(key, tell_figure(figure, one), tell_figure(figure, other), ratio)]

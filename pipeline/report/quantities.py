@@ -20,6 +20,9 @@ _UNITS: dict[str, tuple[tuple[float, str], ...]] = {
     "count": ((1, ""),),
 }
 
+_SHARES = ("_share", "_rate", "_precision", "_acceptance")
+"""How the names of figures end that are parts of a whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -63,6 +66,23 @@ def scale_for(values: Iterable[Number | None], kind: Kind) -> Scale:
 def tell(value: Number | None, kind: Kind) -> str:
     """Return one number in the unit that suits it."""
     return scale_for([value], kind).text(value)
+
+
+def tell_figure(name: str, value: Number | None) -> str:
+    """Return the value of the figure ``name`` of a record, in the unit that its name says, or as the number it is."""
+    if value is None:
+        return MISSING
+    if "bytes_per_second" in name:
+        return f"{tell(value, 'bytes')}/s"
+    if "per_second" in name:
+        return f"{value:,.2f} /s"
+    if "bytes" in name:
+        return tell(value, "bytes")
+    if "seconds" in name:
+        return tell(value, "seconds")
+    if name.endswith(_SHARES):
+        return tell(value, "share")
+    return tell(value, "count" if isinstance(value, int) else "number")
 
 
 def listed(names: Sequence[str], *, most: int = 8) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.errors import ConfigError
 from pipeline.objective import Objective, objective_of
 from pipeline.regular_files import read_object
-from pipeline.report.quantities import Kind, tell
+from pipeline.report.quantities import tell_figure
 from pipeline.report.records import Run
 from pipeline.report.run_folders import Job
 
@@ -43,9 +43,7 @@ def tell_objective(objective: Objective) -> str:
 
 def told(name: str, value: float) -> str:
     """Return ``value`` in the unit that ``name``, of a figure, says."""
-    kind: Kind = "seconds" if "seconds" in name else "number"
-    counts = ("bytes" in name or name.startswith("memory.")) and not name.endswith("per_second")
-    return tell(value, "bytes" if counts else kind)
+    return tell_figure("bytes" if name.startswith("memory.") else name, float(value))
 
 
 def _objective(run: Run) -> Objective | None:
