@@ -146,7 +146,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     for name, key, holds, locate in _paths():
         node, last = (plain.get(name), key) if key else (plain, name)
         if isinstance(node, dict) and isinstance(node.get(last), holds) and node[last]:
-            node[last] = locate(node[last])
+            node[last] = _located(f"{name}.{key}" if key else name, locate, node[last])
     for name, key, lines in _read_from_standard_input(plain):
         plain[name][lines] = read_lines(f"{name}.{key}")
     return {str(key): value for key, value in plain.items()}
@@ -181,6 +181,13 @@ def _paths() -> Iterator[tuple[str, str, type[str | list[Any]], Callable[[Any], 
                 yield entry.name, key, str, partial(_unless_sign, locate) if key in streams else locate
             for key, locate in entry.metadata.get(PATHS_INSIDE, {}).items():
                 yield entry.name, key, list, locate
+
+
+def _located(key: str, locate: Callable[[Any], Any], given: Any) -> Any:
+    try:
+        return locate(given)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _unless_sign(locate: Callable[[str], str], path: str) -> str:

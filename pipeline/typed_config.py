@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pipeline.errors import Fault, closest
+from pipeline.errors import ConfigError, Fault, closest
 
 
 class _Named(Enum):
@@ -63,8 +63,19 @@ def defaults(kind: type[Any]) -> dict[str, Any]:
 
 
 def absolute(path: str) -> str:
-    """Return ``path`` as an absolute one."""
-    return str(Path(path).expanduser().absolute())
+    """Return ``path`` as an absolute one; a ``ConfigError`` where it begins with a home that can't be found."""
+    return str(expanded(path).absolute())
+
+
+def expanded(path: str) -> Path:
+    """Return ``path`` with the home folder that it may begin with; a ``ConfigError`` where that can't be found."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{path!r} begins with the home folder of a user that there isn't; write it from / on, or ./~… for a "
+            "folder of that name"
+        ) from error
 
 
 def read(kind: type[Keys], config: Mapping[str, Any]) -> Keys:

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.errors import StorageError
+from pipeline.errors import ConfigError, StorageError
 from pipeline.stage import Config
 from pipeline.tracking.options import TrackerConfig, located, usable_tracker
 from pipeline.tracking.run_ids import find_id, read_ids
@@ -107,8 +107,8 @@ def _tracker_of(loader: Any, config: DictConfig, overrides: Sequence[str]) -> Tr
     try:
         composed = loader.load_sweep_config(config, list(overrides))
         node = OmegaConf.to_container(composed.tracker, resolve=True)
-    except COMPOSING_ERRORS:
+        if isinstance(node, dict) and isinstance(node.get("folder"), str):
+            node["folder"] = located(node["folder"])
+    except (*COMPOSING_ERRORS, ConfigError):
         return None
-    if isinstance(node, dict) and isinstance(node.get("folder"), str):
-        node["folder"] = located(node["folder"])
     return usable_tracker({"tracker": node})

@@ -19,7 +19,7 @@ from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
 from pipeline.stage import Config, Stage
 from pipeline.stage_chain import StageChain
-from pipeline.typed_config import defaults, key_names, type_faults
+from pipeline.typed_config import defaults, expanded, key_names, type_faults
 from stages.checkpoints.dtypes import dtype_name
 from stages.checkpoints.hub import located
 from stages.checkpoints.tokenizers import load_tokenizer
@@ -152,7 +152,7 @@ def load(
     }
     _check(stages, config)
     folder = Path(cache) if cache is not None else user_cache()
-    chain = StageChain(stages, config, cache=folder.expanduser().absolute())
+    chain = StageChain(stages, config, cache=expanded(str(folder)).absolute())
     with ExitStack() as undo:
         undo.callback(chain.release)
         for stage in stages:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from pipeline.errors import ConfigError
 from pipeline.regular_files import read_regular
+from pipeline.typed_config import expanded
 
 MediaKind = Literal["image", "audio"]
 KINDS: tuple[MediaKind, ...] = ("image", "audio")
@@ -36,7 +37,10 @@ def find_media(key: str, kind: MediaKind, given: object, folder: Path) -> MediaF
     """Return the file that ``given`` names, from ``folder``; a ``ConfigError`` that begins with ``key`` if none is."""
     if not isinstance(given, str) or not given:
         raise ConfigError(f"{key}: {given!r} is no path; give that of a file")
-    path = folder.joinpath(Path(given).expanduser()).absolute()
+    try:
+        path = folder.joinpath(expanded(given)).absolute()
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
     try:
         status = path.stat()
     except (OSError, ValueError) as error:

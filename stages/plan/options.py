@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import Fault, closest
+from pipeline.errors import ConfigError, Fault, closest
 from pipeline.regular_files import read_json
-from pipeline.typed_config import KEYS, PATHS, Device, absolute
+from pipeline.typed_config import KEYS, PATHS, Device, absolute, expanded
 from stages.machine.rates import Rates
 from stages.plan.policies import POLICIES
 from stages.units import DeviceId, parse_device, parse_size
@@ -114,7 +113,7 @@ def _map_faults(key: str, value: object) -> Iterator[Fault]:
     if isinstance(value, Mapping):
         yield from _entry_faults(key, value)
     elif isinstance(value, str) and _is_path(value):
-        yield from _file_faults(key, Path(value).expanduser())
+        yield from _file_faults(key, value)
     elif not (isinstance(value, str) and value in POLICIES) and not _is_device(value):
         near = closest(str(value), POLICIES)
         yield Fault(
@@ -134,7 +133,12 @@ def _entry_faults(key: str, entries: Mapping[object, object]) -> Iterator[Fault]
         yield from _fault(f"{key}.{name}", lambda device=device: parse_device(device))
 
 
-def _file_faults(key: str, path: Path) -> Iterator[Fault]:
+def _file_faults(key: str, given: str) -> Iterator[Fault]:
+    try:
+        path = expanded(given)
+    except ConfigError as error:
+        yield Fault(key, str(error))
+        return
     try:
         content = read_json(path)
     except OSError as error:
@@ -164,7 +168,7 @@ def _is_device(value: object) -> bool:
 def read_choice(value: Any) -> Choice:
     """Return what the key ``device_map``, found faultless, says. A file's content stands for its path."""
     if isinstance(value, str) and _is_path(value):
-        value = read_json(Path(value).expanduser())
+        value = read_json(expanded(value))
     if isinstance(value, Mapping) and set(value) == {OFFLOAD}:
         return Choice(OFFLOAD, gigabytes=float(value[OFFLOAD]))
     if isinstance(value, Mapping):

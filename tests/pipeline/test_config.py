@@ -99,6 +99,22 @@ def test_paths_become_absolute(tmp_path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert config["outputs"] == str(tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("outputs='~nouser/x'", "outputs"),
+        ("model.tokenizer='~nouser/x'", "model.tokenizer"),
+        ("device_map='~nouser/map.json'", "device_map"),
+        ("tracker.folder='~nouser/x'", "tracker.folder"),
+        ("generate.prompts=[{prompt: Look, images: ['~nouser/x.png']}]", "generate.prompts"),
+        ("forward.audio=['~nouser/x.wav']", "forward.audio"),
+    ],
+)
+def test_a_home_that_there_isnt_is_a_fault_of_its_key(override: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: '~nouser/[^ ]*' begins with the home folder of a user"):
+        composed("model=pretrained", "model.path=/x", override)
+
+
 def test_paths_inside_prompts_become_absolute(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record is run again from another folder."""
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,7 @@ import struct
 import wave
 import zlib
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from pipeline.errors import ConfigError
 from stages.inputs.audio import read_audio
 from stages.inputs.images import check_image, read_image
+from stages.inputs.media_files import find_media
 from stages.inputs.processors import load_processor
 
 Image = pytest.importorskip("PIL.Image")
@@ -95,6 +97,24 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
     found = read_audio("audio", save_wav(tmp_path / "a.wav", both, channels=2), rate=16000)
     assert np.allclose(found, 0.125, atol=1e-4)
     assert len(found) == 10
+
+
+def test_a_wav_with_any_byte_of_its_header_damaged_is_read_or_refused(tmp_path: Path) -> None:
+    whole, file = save_wav(tmp_path / "a.wav", np.zeros(16)).read_bytes(), tmp_path / "b.wav"
+    refused = []
+    for place, byte in product(range(44), (0x00, 0x01, 0x7F, 0x80, 0xFF)):
+        file.write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+        try:
+            read_audio("forward.audio[0]", file, rate=16000)
+        except ConfigError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
+    assert all(message.startswith("forward.audio[0]: ") for message in refused)
+
+
+def test_a_home_that_there_isnt_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"images: '~nouser/x\.png' begins with the home folder of a user"):
+        find_media("images", "image", "~nouser/x.png", tmp_path)
 
 
 def test_what_is_no_audio_is_refused_in_one_line(tmp_path: Path) -> None:
