@@ -50,7 +50,15 @@ def read_rates(hardware: Mapping[str, Any]) -> Rates:
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, int]:
-    return {name: parse_size(size) for name, size in given.items() if size is not None}
+    return {name: parse_rate(speed) for name, speed in given.items() if speed is not None}
+
+
+def parse_rate(value: int | str) -> int:
+    """Return ``value``, written as a size, as how much a second; a ``ValueError`` for what isn't at least 1."""
+    speed = parse_size(value)
+    if speed < 1:
+        raise ValueError(f"{value!r} is no speed; give 1 or more a second, or leave it out to have it measured")
+    return speed
 
 
 def local_rates(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pipeline.errors import ConfigError, Fault, closest
 from pipeline.regular_files import read_json
 from pipeline.typed_config import KEYS, PATHS, Device, absolute, expanded
-from stages.machine.rates import Rates
+from stages.machine.rates import Rates, parse_rate
 from stages.plan.policies import POLICIES
 from stages.units import DeviceId, parse_device, parse_size
 
@@ -95,7 +95,8 @@ def _hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
         if isinstance(device, Mapping) and device.get("ledger") is not None:
             sizes[f"devices.{index}.ledger"] = device["ledger"]
     for key, size in sizes.items():
-        yield from _fault(f"hardware.{key}", lambda size=size: parse_size(size))
+        parse = parse_rate if key.startswith("rates.") else parse_size
+        yield from _fault(f"hardware.{key}", lambda size=size, parse=parse: parse(size))
     for name in (rates or {}).keys() - RATES:
         yield Fault(
             f"hardware.rates.{name}", f"unknown rate{closest(name, RATES)}; there are {', '.join(sorted(RATES))}"

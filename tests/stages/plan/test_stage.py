@@ -42,6 +42,8 @@ def two_accelerators(size: str = "1GB") -> dict[str, Any]:
         ({"hardware": {"devices": [{}]}}, "hardware.devices.0.memory", "is not a size"),
         ({"hardware": {"devices": [{"memory": 9, "ledger": "x"}]}}, "hardware.devices.0.ledger", "is not a size"),
         ({"hardware": {"host": {"memory": "x"}}}, "hardware.host.memory", "is not a size"),
+        ({"hardware": {"rates": {"storage": 0}}}, "hardware.rates.storage", "0 is no speed; give 1 or more"),
+        ({"hardware": {"rates": {"root": "0GB"}}}, "hardware.rates.root", "'0GB' is no speed; give 1 or more"),
         ({"hardware": {"rates": {"lnk": "1GB"}}}, "hardware.rates.lnk", "did you mean 'link'"),
         ({"device_map_overrides": {"a": "x"}}, "device_map_overrides.a", "'x' is not a device"),
     ],
