@@ -112,7 +112,7 @@ def refuse_untrusted(record: RunRecord, trusted: Iterable[str]) -> None:
 def named_code(config: Config) -> Iterator[tuple[str, str]]:
     """Yield what ``config`` names as code: the word that trusts it, and the key that names it."""
     for stage in config.get("stages", ()):
-        if not is_own_stage(stage):
+        if stage in installed_stages() and not is_own_stage(stage):
             yield stage, "stages"
     model = config.get("model") or {}
     if model.get("kind") == "module" and "_target_" not in model:
