@@ -58,9 +58,14 @@ def read_regular(path: Path, *, most: int = MAX_BYTES) -> bytes:
     bytes.
     """
     with named(path), os.fdopen(open_regular(path), "rb") as file:
-        if os.fstat(file.fileno()).st_size > most:
+        size = os.fstat(file.fileno()).st_size
+        # Below /proc a file says that it has 0 bytes, and may have no end; some have nothing yet, which isn't bytes.
+        data: Any = b"" if size > most else file.read() if size else file.read(most + 1)
+        if max(size, len(data or b"")) > most:
             raise OSError(errno.EFBIG, f"larger than the {most} bytes that such a file may have", str(path))
-        return file.read()
+        if not isinstance(data, bytes):
+            raise OSError(errno.EAGAIN, "nothing to read in it now", str(path))
+        return data
 
 
 def read_json(path: Path, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
@@ -82,18 +87,20 @@ def read_object(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def parse_json(data: bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return what the JSON text ``data`` says, as ``read_json`` does."""
+def parse_json(
+    data: bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None, depth: int = MAX_DEPTH
+) -> Any:
+    """Return what the JSON text ``data`` says, as ``read_json`` does; it may be nested ``depth`` deep."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=pairs)
     except RecursionError as error:
-        raise ValueError(f"nested more than {MAX_DEPTH} deep") from error
+        raise ValueError(f"nested more than {depth} deep") from error
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(depth):
         level = [child for item in level for child in _children(item)]
         if not level:
             return value
-    raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    raise ValueError(f"nested more than {depth} deep")
 
 
 def _children(value: Any) -> list[Any]:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError
-from pipeline.regular_files import read_regular
+from pipeline.regular_files import parse_json, read_regular
 from pipeline.standard_input import SIGN, as_lines
 
 _JSON_LINES = (".jsonl", ".ndjson")
+_MOST_DEPTH = 50
+"""More than what is asked for is nested, and little enough to have room in what keys and records hold it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ class LineFile:
 
     def _parsed(self, name: str, line: str) -> Any:
         try:
-            return json.loads(line)
-        except (ValueError, RecursionError) as error:
+            return parse_json(line.encode(), depth=_MOST_DEPTH)
+        except ValueError as error:
             raise ConfigError(f"{name}: {line[:80]!r} is no JSON ({error}); {self.kinds}") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,19 @@ def test_a_file_beyond_measure_is_not_read(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(OSError, match="larger than the 268435456 bytes"):
         read_regular(path)
+
+
+def test_a_file_of_the_system_without_an_end_is_not_read(tmp_path: Path) -> None:
+    """It is a regular file by its mode, says that it has no bytes, and a read finds ever more of them."""
+    with pytest.raises(OSError, match="larger than the 65536 bytes"):
+        read_regular(Path("/proc/self/pagemap"), most=2**16)
+
+
+@pytest.mark.skipif(not os.access("/proc/kmsg", os.R_OK), reason="the kernel's messages are for root")
+def test_a_file_of_the_system_that_has_nothing_yet_is_an_error() -> None:
+    with deadline(), suppress(OSError):
+        for _ in range(100):
+            assert isinstance(read_regular(Path("/proc/kmsg")), bytes)
 
 
 @pytest.mark.parametrize("text", [b"[" * 101 + b"]" * 101, b"[" * 10**6, b'{"a":' * 10**5, b"{", b"\xff", b"", b"1e"])

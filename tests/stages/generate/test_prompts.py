@@ -138,6 +138,14 @@ def test_a_file_of_json_lines_has_texts_token_ids_and_chats_with_options_of_thei
         read_prompts({"prompts_file": str(file)})
 
 
+@pytest.mark.parametrize("depth", [60, 400, 100_000])
+def test_an_option_nested_deeper_than_any_is_refused_by_its_line(depth: int, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "stop_strings": ' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(ConfigError, match=r"prompts_file line 1: .* is no JSON \(nested more than 50 deep\)"):
+        read_prompts({"prompts_file": str(file)})
+
+
 @pytest.mark.parametrize(
     ("own", "words"),
     [
