@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 from hydra.errors import HydraException
@@ -18,6 +21,11 @@ COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
 NULL_IN_A_FILE = (
     "max_memory: a config file says null, and an override can't add to that; write {} in the file, which means the same"
 )
+
+_COMPOSERS = ("hydra.", "omegaconf.", "antlr4.", "yaml.")
+_LOOKED_AT = 30
+"""Of the frames at the end of the stack: what recurses is among them, whichever function was the last."""
+_MANY_BRACKETS = 20
 
 
 def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
@@ -39,6 +47,10 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
             if not _comes_from_an_override(error):
                 raise
             raise ConfigError(NULL_IN_A_FILE) from error
+        except RecursionError as error:
+            if not _recursed_in_composing(error):
+                raise
+            raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from error
         except YAMLError as error:
             place = getattr(error, "problem_mark", None)
             raise ConfigError(f"{place.name if place else 'a config file'}: {one_line(error)}") from error
@@ -56,6 +68,29 @@ def _comes_from_an_override(error: Exception) -> bool:
     """Return whether Hydra tripped as it applied an override: over a null that something was to be added to."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.name == "_apply_overrides_to_config" for frame in frames)
+
+
+def _recursed_in_composing(error: RecursionError) -> bool:
+    """Return whether it was what reads a config that came to the end of Python's stack, and not a stage's code."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    deepest = islice(_frames_up(last[0]), _LOOKED_AT)
+    return any(str(frame.f_globals.get("__name__", "")).startswith(_COMPOSERS) for frame in deepest)
+
+
+def _frames_up(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _most_nested(arguments: Sequence[str]) -> str:
+    """Return the key of the argument with the most brackets, where that is many: else it stands in a file."""
+    deepest = max(arguments, key=_brackets, default="")
+    return deepest.partition("=")[0] if _brackets(deepest) > _MANY_BRACKETS else "a config file"
+
+
+def _brackets(text: str) -> int:
+    return text.count("[") + text.count("{")
 
 
 def _module_that_raised(error: Exception) -> str:

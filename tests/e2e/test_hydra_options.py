@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from tests.e2e.conftest import COMMAND, Finished, environment
 
 Run = Callable[..., Finished]
+DEEP = "[" * 400 + "]" * 400
 EMBEDDED = Path(__file__).parents[2] / "conf/checkpoints/tiny"
 
 
@@ -52,6 +53,7 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
         (["hydra.job_logging.handlers.console.class=nowhere"], "hydra.job_logging: Unable to configure handler"),
         (["-m", "hydra/launcher=joblib", "seed=1,2"], "offstage: hydra/launcher: 'a.plugin.JoblibLauncher' forgets"),
         (["-m", "seed=1", "hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size: 0 is no number of jobs"),
+        ([f"generate.stop_strings={DEEP}"], "offstage: generate.stop_strings: nested too deep to be read"),
         (["-m", "seed=1", "hydra.sweeper._target_=a.Sweeper"], "Invalid plugin 'a.Sweeper'"),
         (["--cfg", "hydra", "--resolve"], "--cfg all --resolve --package hydra shows them"),
         (["-sc", "query=bash"], "with the line in COMP_LINE; offstage -sc install=bash prints"),
@@ -71,13 +73,24 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("seed: [1", "mine.yaml: while parsing a flow sequence"), ("seed: 1", "the config has no such key, nor ")],
+    [
+        ("seed: [1", "mine.yaml: while parsing a flow sequence"),
+        ("seed: 1", "the config has no such key, nor "),
+        (f"defaults: [config, _self_]\ngenerate: {{stop_strings: {DEEP}}}", "a config file: nested too deep to be read"),
+    ],
 )
 def test_a_config_file_that_is_none_is_one_line(text: str, words: str, offstage_here: Run, tmp_path: Path) -> None:
     tmp_path.joinpath("mine.yaml").write_text(text)
     done = offstage_here("--config-dir", str(tmp_path), "--config-name", "mine", "hydra.run.dir=.")
     assert (done.code, done.out) == (2, "")
     assert words in done.err
+    assert "unforeseen" not in done.err
+
+
+def test_a_job_of_a_sweep_that_names_no_stage_is_refused_as_a_run_is(offstage_here: Run) -> None:
+    done = offstage_here("-m", "stages=[nope]")
+    assert done.code == 2, done.err
+    assert "stages: 'nope' is no stage; installed are dispatch" in done.out
     assert "unforeseen" not in done.err
 
 
