@@ -11,17 +11,20 @@ import re
 import resource
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, OffstageError
 
 SECONDS = 60
 """Of processor time, imports included: a model of a trillion parameters takes some seconds."""
 BYTES = 2 * 2**30
 """Beside what the process has: what a constructor computes is masks and tables of some MB."""
+_AGAIN_SECONDS = 1
+"""The end comes again and again: a callback may swallow the first."""
 _THREAD_BYTES = 16 * 2**20
 """What a thread of a library's pool may come with: its stack and its share of the heap."""
 
@@ -36,13 +39,33 @@ def bounded(what: str) -> Iterator[None]:
 
     Time is bounded in the main thread alone, and neither where the system has no such limits.
     """
+    with bounded_in_time(f"{what}: building it", SECONDS, as_none_does="as no model does; restore the file"):
+        with _memory_bounded(what):
+            yield
+
+
+@contextmanager
+def bounded_in_time(
+    what: str, seconds: float, *, as_none_does: str, kind: type[OffstageError] = CheckpointError
+) -> Iterator[None]:
+    """Hold the block to ``seconds`` of processor time; beyond, a ``kind`` says that ``what`` takes more.
+
+    It may stand within another such block, and is then bounded by what ends first.
+    """
     try:
-        with _memory_bound(), _time_bound():
+        with _time_bound(seconds) as own:
             yield
     except _OutOfTimeError:
-        raise CheckpointError(
-            f"{what}: building it takes more than {SECONDS} s of processor time, as no model does; restore the file"
-        ) from None
+        if not own:
+            raise
+        raise kind(f"{what} takes more than {seconds:g} s of processor time, {as_none_does}") from None
+
+
+@contextmanager
+def _memory_bounded(what: str) -> Iterator[None]:
+    try:
+        with _memory_bound():
+            yield
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
@@ -52,17 +75,21 @@ def bounded(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _time_bound() -> Iterator[None]:
-    taken = signal.getitimer(signal.ITIMER_PROF)[0] > 0  # a profiler's
+def _time_bound(seconds: float) -> Iterator[bool]:
+    """Have the block ended after ``seconds``; it is given whether it is, and not by a block around it."""
+    left = signal.getitimer(signal.ITIMER_PROF)[0]
+    around = signal.getsignal(signal.SIGPROF) is _give_up
+    taken = left > 0 and (not around or left <= seconds)  # a profiler's, or an earlier end's
     if taken or threading.current_thread() is not threading.main_thread():
-        yield
+        yield False
         return
-    before = signal.signal(signal.SIGPROF, _give_up)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS, 1)  # again and again: a callback may swallow the first
+    before, began = signal.signal(signal.SIGPROF, _give_up), time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_SECONDS)
     try:
-        yield
+        yield True
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        left = max(left - (time.process_time() - began), _AGAIN_SECONDS) if left else 0
+        signal.setitimer(signal.ITIMER_PROF, left, _AGAIN_SECONDS if left else 0)
         signal.signal(signal.SIGPROF, before)
 
 

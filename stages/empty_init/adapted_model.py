@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.errors import CheckpointError, ConfigError, foreign
+from pipeline.errors import CheckpointError, ConfigError, OffstageError, foreign
 from stages.checkpoints.adapters import ADAPTER, CONFIG, read_settings, told_model
+from stages.checkpoints.bounds import bounded_in_time
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +29,11 @@ _REPLACEMENT = f"modules_to_save.{ADAPTER}"
 
 _WITHIN = re.compile(rf"(\.modules_to_save)?\.{ADAPTER}(?=\.|$)|(?<=lora_magnitude_vector\.{ADAPTER})\.weight$")
 """What the name of an adapter's tensor has in a model and doesn't have in its file."""
+
+_INJECTION_SECONDS = 2.0
+_MODULE_SECONDS = 0.01
+"""Of processor time for each module of the model, beside: peft takes a tenth of it."""
+_SIMPLER = "as no adapter's does; make its patterns simpler, or its lists of names shorter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ def add_adapter(model: nn.Module, folder: Path) -> None:
     settings = read_settings(folder)
     _log.info("%s: says that it is for %s", folder / CONFIG, told_model(folder))
     with foreign(CheckpointError, f"{folder / CONFIG}: it is no adapter of {type(model).__name__}"):
-        _inject(model, {**settings, "inference_mode": True})
+        _inject(model, {**settings, "inference_mode": True}, about=str(folder / CONFIG), kind=CheckpointError)
     _drop_replaced(model)
 
 
@@ -63,14 +69,19 @@ def add_new_adapter(model: nn.Module, settings: Mapping[str, Any], *, key: str) 
     ``settings`` are arguments of peft's ``LoraConfig``. A ``ConfigError`` about ``key`` where it has no place there.
     """
     with foreign(ConfigError, f"{key}: it has no place in {type(model).__name__}"):
-        _inject(model, {**settings, "inference_mode": False})
+        _inject(model, {**settings, "inference_mode": False}, about=key, kind=ConfigError)
 
 
-def _inject(model: nn.Module, settings: Mapping[str, Any]) -> None:
+def _inject(model: nn.Module, settings: Mapping[str, Any], *, about: str, kind: type[OffstageError]) -> None:
+    """Have peft put its modules in. It holds all names of ``model`` against those of ``settings``: a pattern among them
+    may be one that has no end, and there may be any number.
+    """
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
-    with warnings.catch_warnings():
+    seconds = _INJECTION_SECONDS + _MODULE_SECONDS * sum(1 for _ in model.modules())
+    bound = bounded_in_time(f"{about}: finding its modules", seconds, as_none_does=_SIMPLER, kind=kind)
+    with bound, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a GPT-2's weights are transposed, say, which peft then heeds
         inject_adapter_in_model(LoraConfig(**settings), model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
         cast_adapter_dtype(model, ADAPTER)

@@ -233,6 +233,9 @@ BAD: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "without a config": (lambda adapter: (adapter / "adapter_config.json").unlink(), 3, "no readable adapter_config"),
     "with a broken config": (lambda adapter: (adapter / "adapter_config.json").write_text("{"), 3, "not JSON"),
     "without weights": (lambda adapter: (adapter / "adapter_model.safetensors").unlink(), 3, "no adapter's weights"),
+    "with a pattern without an end": (
+        edit(target_modules=r"(.*)*(.*)*(.*)*(.*)*(.*)*(.*)*proj!"), 3, "finding its modules takes more than 2."
+    ),
     "of another kind": (edit(peft_type="IA3"), 3, "peft_type 'IA3' isn't served"),
     "of a kind to come": (edit(use_newest={"a": 1}), 3, "use_newest: \"{'a': 1}\" isn't served"),
     "of experts": (edit(target_parameters=["experts.down_proj"]), 3, "target_parameters:"),

@@ -10,9 +10,9 @@ from contextlib import suppress
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 from stages.checkpoints import bounds
-from stages.checkpoints.bounds import bounded
+from stages.checkpoints.bounds import bounded, bounded_in_time
 from tests.deadline import deadline
 
 
@@ -39,6 +39,24 @@ def test_what_takes_too_long_is_ended_even_where_errors_are_passed_over(monkeypa
         build()
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
     assert signal.getsignal(signal.SIGPROF) == signal.SIG_DFL
+
+
+def work_without_end() -> None:
+    while True:
+        sum(range(1000))
+
+
+def test_of_two_bounds_the_one_that_ends_first_is_told_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "SECONDS", 1)
+    inner = {"seconds": 0.25, "as_none_does": "as none does", "kind": ConfigError}
+    with deadline(), pytest.raises(CheckpointError, match="the config: building it takes more than 1 s"):
+        with bounded("the config"):
+            with pytest.raises(ConfigError, match=r"^it takes more than 0\.25 s of processor time, as none does$"):
+                with bounded_in_time("it", **inner):
+                    work_without_end()
+            with bounded_in_time("it", **{**inner, "seconds": 100}):
+                work_without_end()
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 
 def test_what_takes_too_much_memory_is_ended() -> None:
