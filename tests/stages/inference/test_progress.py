@@ -32,6 +32,28 @@ def test_in_the_end_the_rows_stand_in_the_order_of_the_prompts(file: Path) -> No
     assert [row["index"] for rows in Progress(file).done.values() for row in rows] == [0, 2, 1]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000 + b"\n",
+        b'{"a":' * 1000 + b"1" + b"}" * 1000 + b"\n",
+        b"\xff\n",
+        b"7\n",
+        sealed_line({"index": 0}),
+        sealed_line({"index": 0, "batch": 7}),
+        sealed_line({"index": "0", "batch": 7, "rows": 1}),
+        sealed_line({"index": 0, "batch": [7], "rows": 1}),
+        sealed_line({"index": 0, "batch": 7, "rows": None}),
+    ],
+    ids=lambda line: repr(line[:20]),
+)
+def test_a_line_that_is_no_result_is_dropped_and_the_others_are_taken(line: bytes, file: Path) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(line + whole)
+    assert Progress(file).done == dict(enumerate(BATCHES))
+    assert file.read_bytes() == whole
+
+
 def test_wherever_a_kill_cut_the_file_short_only_whole_batches_are_taken(file: Path) -> None:
     whole = file.read_bytes()
     first = whole.index(b"\n", whole.index(b"\n") + 1) + 1
