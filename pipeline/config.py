@@ -131,7 +131,12 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     ``max_memory`` gets str keys. Standard input is read where a key asks for it. Raises a ``ConfigError`` that names
     every mandatory value (``???``) not given, or says that ``config`` isn't made over this command's own.
     """
-    absent = [name for name in key_names(config_classes()) if name not in config]
+    names = key_names(config_classes())
+    absent = [name for name in names if name not in config]
+    if 0 < len(absent) < len(names) / 2:
+        raise ConfigError(
+            "\n".join(f"{name}: a run goes by this key; leave out ~{name}, and it has its default" for name in absent)
+        )
     if absent:
         raise ConfigError(
             f"{absent[0]}: the config has no such key, nor {len(absent) - 1} others that a run goes by; one of your "

@@ -10,11 +10,12 @@ from types import FrameType
 from typing import Any
 
 from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from pipeline.command_exit import guarded
 from pipeline.errors import ConfigError, closest
+from pipeline.typed_config import NO_DEVICE
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
 
@@ -22,6 +23,7 @@ NULL_IN_A_FILE = (
     "max_memory: a config file says null, and an override can't add to that; write {} in the file, which means the same"
 )
 
+_MISTYPED = (ValidationError, ConfigTypeError)
 _COMPOSERS = ("hydra.", "omegaconf.", "antlr4.", "yaml.")
 _LOOKED_AT = 30
 """Of the frames at the end of the stack: what recurses is among them, whichever function was the last."""
@@ -114,9 +116,27 @@ def one_line(error: Exception) -> str:
     unknown = lines[0].partition("Could not override '")[2].partition("'")[0]
     if unknown:
         return f"{unknown}: unknown key{closest_key(unknown)}; --cfg job shows every key"
+    mistyped = next((each for each in _causes(error) if isinstance(each, _MISTYPED) and each.full_key), None)
+    if mistyped is not None:
+        return f"{mistyped.full_key}: {_said_of_type(mistyped)}"
     noise = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
     kept = [line for line in lines if not line.startswith(noise)]
     return "; ".join(dict.fromkeys(kept))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _said_of_type(error: OmegaConfBaseException) -> str:
+    """Return what is wrong with the value of a key whose type is known, and how it is written."""
+    if error.full_key == "max_memory":
+        return f"{'a list' if error.value is None else repr(error.value)} {NO_DEVICE}"
+    if str(error.full_key).startswith("max_memory.") and error.value is None:
+        return "null is no size; give one, or leave the key out"
+    return str(error).splitlines()[0]
 
 
 def closest_key(dotted: str) -> str:

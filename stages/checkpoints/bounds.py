@@ -39,9 +39,9 @@ def bounded(what: str) -> Iterator[None]:
 
     Time is bounded in the main thread alone, and neither where the system has no such limits.
     """
-    with bounded_in_time(f"{what}: building it", SECONDS, as_none_does="as no model does; restore the file"):
-        with _memory_bounded(what):
-            yield
+    as_none_does = "as no model does; restore the file"
+    with bounded_in_time(f"{what}: building it", SECONDS, as_none_does=as_none_does), _memory_bounded(what):
+        yield
 
 
 @contextmanager

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.cache.user_cache import user_cache
-from pipeline.errors import ConfigError, closest, raise_faults
+from pipeline.errors import ConfigError, Fault, closest, raise_faults
 from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
 from pipeline.stage import Config, Stage
 from pipeline.stage_chain import StageChain
-from pipeline.typed_config import defaults, expanded, key_names, type_faults
+from pipeline.typed_config import NO_DEVICE, defaults, expanded, key_names, type_faults
 from stages.checkpoints.dtypes import dtype_name
 from stages.checkpoints.hub import located
 from stages.checkpoints.tokenizers import load_tokenizer
@@ -139,6 +139,7 @@ def load(
     >>> with offstage.load("/ckpt/llama", max_memory={"cpu": "2GB"}) as loaded:  # doctest: +SKIP
     ...     loaded.model.generate(**loaded.tokenizer("Hello", return_tensors="pt"))
     """
+    raise_faults(list(_faults(max_memory, batch_size=batch_size, max_length=max_length)))
     return_freed_memory()
     bound_kernel_caches()
     stages: list[Stage[Any]] = [EmptyInitStage(), PlanStage(), ShardLoadStage(), DispatchStage()]
@@ -160,6 +161,15 @@ def load(
         loaded = LoadedModel(chain)
         undo.pop_all()
     return loaded
+
+
+def _faults(max_memory: object, **counts: object) -> Iterator[Fault]:
+    """Yield what is wrong with the arguments that have no type of the config to be held against."""
+    if max_memory is not None and not isinstance(max_memory, Mapping):
+        yield Fault("max_memory", f"{max_memory!r} {NO_DEVICE}")
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            yield Fault(name, f"{count!r} is no count; give a whole number from 1")
 
 
 def _config(stages: Sequence[Stage[Any]], path: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _INSTEAD = "give a checkpoint of a language model that decodes only, or set mode
 
 def check_served(options: FinetuneOptions, model: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield why the config's ``model`` can't be trained, or what is wrong with the text and the adapter for it."""
-    if model["kind"] != "pretrained":
+    if model.get("kind") != "pretrained":
         yield Fault("model.kind", "'module' says nothing of a loss, so it can't be trained here; give model=pretrained")
         return
     if options.lora is not None and adapter_folder(model) is not None:

@@ -53,7 +53,7 @@ def check_assistant(generate: Mapping[str, Any], model: Mapping[str, Any]) -> It
     node = assistant_node(generate)
     if node is None or list(check_assistant_folder(generate)):
         return
-    if model["kind"] != "pretrained":
+    if model.get("kind") != "pretrained":
         yield Fault(_KEY, "a model of model=module has no generate() that takes an assistant; leave it out")
         return
     mine, other = map(read_geometry, (model, node))

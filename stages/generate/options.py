@@ -128,7 +128,7 @@ def check_served(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Itera
 
     A ``model`` of ``kind=module`` is left out: which options it takes, its own code says.
     """
-    if model["kind"] != "pretrained":
+    if model.get("kind") != "pretrained":
         return
     folder, options = checkpoint_folder(model), given_options(generate)
     try:

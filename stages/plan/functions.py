@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.errors import closest
+from pipeline.errors import ConfigError, closest
+from pipeline.typed_config import NO_DEVICE
 from stages.machine.devices import device_id
 from stages.machine.hardware import Hardware, local_accelerators
 from stages.machine.host_memory import host_memory
@@ -41,6 +42,8 @@ def get_max_memory(max_memory: Sizes | None = None) -> dict[DeviceId, int]:
     if max_memory is None:
         budgets = allow(None, _machine()).budgets
         return {device: budget for device, budget in budgets.items() if budget is not None}
+    if not isinstance(max_memory, Mapping):
+        raise ConfigError(f"max_memory: {max_memory!r} {NO_DEVICE}")
     read = {parse_device(device): _parse(device, size) for device, size in max_memory.items()}
     return {device: read[device] for device in in_tier_order(read)}
 

@@ -18,7 +18,7 @@ def check_served(options: ScoreOptions, model: Mapping[str, Any]) -> Iterable[Fa
 
     A ``model`` of ``kind=module`` is taken to foretell tokens: what it returns is seen when it is called.
     """
-    if model["kind"] != "pretrained":
+    if model.get("kind") != "pretrained":
         yield from check_encoded_texts(options, model, has_encoder=False)
         return
     try:

@@ -1,5 +1,6 @@
 """Hydra's own options: logging, reruns, sweeps over nothing, the printed config, output that nobody reads."""
 
+import json
 import os
 import re
 import shutil
@@ -53,6 +54,14 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
         (["hydra.job_logging.handlers.console.class=nowhere"], "hydra.job_logging: Unable to configure handler"),
         (["-m", "hydra/launcher=joblib", "seed=1,2"], "offstage: hydra/launcher: 'a.plugin.JoblibLauncher' forgets"),
         (["-m", "seed=1", "hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size: 0 is no number of jobs"),
+        (["max_memory=2MB"], "offstage: max_memory: '2MB' names no device; give each its own size, as {cpu: 1GB}"),
+        (["max_memory=[2MB]"], "offstage: max_memory: a list names no device; give each its own size"),
+        (["max_memory.cpu=null"], "offstage: max_memory.cpu: null is no size; give one, or leave the key out"),
+        (
+            ["~max_memory"],
+            "offstage: max_memory: a run goes by this key; leave out ~max_memory, and it has its default",
+        ),
+        (["~model"], "offstage: model.kind: None is no kind of model"),
         ([f"generate.stop_strings={DEEP}"], "offstage: generate.stop_strings: nested too deep to be read"),
         (["-m", "seed=1", "hydra.sweeper._target_=a.Sweeper"], "Invalid plugin 'a.Sweeper'"),
         (["--cfg", "hydra", "--resolve"], "--cfg all --resolve --package hydra shows them"),
@@ -68,7 +77,8 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
     assert (done.code, done.out) == (2, "")
     assert words in done.err
     assert "unforeseen" not in done.err
-    assert not [*tmp_path.glob("outputs/multirun/*/*"), *tmp_path.glob("outputs/runs/*/*/run.json")]
+    ran = [json.loads(path.read_text())["stages"] for path in tmp_path.glob("outputs/runs/*/*/run.json")]
+    assert not [*tmp_path.glob("outputs/multirun/*/*"), *filter(None, ran)]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +86,12 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
     [
         ("seed: [1", "mine.yaml: while parsing a flow sequence"),
         ("seed: 1", "the config has no such key, nor "),
-        (f"defaults: [config, _self_]\ngenerate: {{stop_strings: {DEEP}}}", "a config file: nested too deep to be read"),
+        ("defaults: [config, _self_]\nmax_memory: 2MB", "offstage: max_memory: '2MB' names no device; give each"),
+        ("defaults: [config, _self_]\nmax_memory: {cpu: null}", "offstage: max_memory.cpu: null is no size"),
+        (
+            f"defaults: [config, _self_]\ngenerate: {{stop_strings: {DEEP}}}",
+            "a config file: nested too deep to be read",
+        ),
     ],
 )
 def test_a_config_file_that_is_none_is_one_line(text: str, words: str, offstage_here: Run, tmp_path: Path) -> None:

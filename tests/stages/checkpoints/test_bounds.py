@@ -48,14 +48,20 @@ def work_without_end() -> None:
 
 def test_of_two_bounds_the_one_that_ends_first_is_told_and_the_other_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "SECONDS", 1)
-    inner = {"seconds": 0.25, "as_none_does": "as none does", "kind": ConfigError}
+
+    @bounded_in_time("it", 0.25, as_none_does="as none does", kind=ConfigError)
+    def work_for_a_quarter() -> None:
+        work_without_end()
+
+    @bounded("the config")
+    def build() -> None:
+        with pytest.raises(ConfigError, match=r"^it takes more than 0\.25 s of processor time, as none does$"):
+            work_for_a_quarter()
+        with bounded_in_time("it", 100, as_none_does="as none does"):
+            work_without_end()
+
     with deadline(), pytest.raises(CheckpointError, match="the config: building it takes more than 1 s"):
-        with bounded("the config"):
-            with pytest.raises(ConfigError, match=r"^it takes more than 0\.25 s of processor time, as none does$"):
-                with bounded_in_time("it", **inner):
-                    work_without_end()
-            with bounded_in_time("it", **{**inner, "seconds": 100}):
-                work_without_end()
+        build()
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
 
 

@@ -73,17 +73,6 @@ def test_a_flipped_bit_anywhere_costs_its_batch_and_no_other(file: Path) -> None
         assert len(done) >= 1 or whole[place : place + 1] == b"\n"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"[" * 100_000 + b"\n", sealed_line({"index": 3}), sealed_line({"index": 3, "batch": "3", "rows": 1}), b"\xff\n"],
-    ids=["nested deep", "no batch", "a batch that is no number", "no text"],
-)
-def test_a_line_that_is_no_result_is_dropped(file: Path, line: bytes) -> None:
-    with file.open("ab") as opened:
-        opened.write(line)
-    assert Progress(file).done == dict(enumerate(BATCHES))
-
-
 def test_what_is_not_to_be_kept_is_forgotten_in_the_file_too(file: Path) -> None:
     Progress(file).keep({1})
     assert Progress(file).done == {1: BATCHES[1]}

@@ -54,6 +54,12 @@ def test_a_size_that_is_none_is_refused(budget: Any) -> None:
         infer_auto_device_map(Three(), max_memory={"cpu": budget})
 
 
+@pytest.mark.parametrize("sizes", ["1GB", 10**9, ["1GB"]])
+def test_a_size_without_a_device_is_refused(sizes: Any) -> None:
+    with pytest.raises(ValueError, match=r"^max_memory: .* names no device; give each its own size"):
+        get_max_memory(sizes)
+
+
 def test_a_budget_below_its_reserve_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_memory\.cpu: .* the least that works is 4004000 bytes"):
         infer_auto_device_map(Three(), max_memory={"cpu": 4_003_999})
