@@ -57,6 +57,9 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
             place = getattr(error, "problem_mark", None)
             raise ConfigError(f"{place.name if place else 'a config file'}: {one_line(error)}") from error
         except (ValueError, RuntimeError) as error:
+            file = _file_being_read(error)
+            if file is not None:
+                raise ConfigError(f"{file!r} can't be read as a config file in UTF-8: {one_line(error)}") from error
             module = _module_that_raised(error)
             if not module.startswith(("hydra.", "logging.")):
                 raise
@@ -93,6 +96,15 @@ def _most_nested(arguments: Sequence[str]) -> str:
 
 def _brackets(text: str) -> int:
     return text.count("[") + text.count("{")
+
+
+def _file_being_read(error: Exception) -> str | None:
+    """Return the config file that Hydra was looking for or reading when ``error`` came; null where it did neither."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "load_config":
+            found = str(frame.f_locals.get("full_path", frame.f_locals["config_path"]))
+    return found
 
 
 def _module_that_raised(error: Exception) -> str:

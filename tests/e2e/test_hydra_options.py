@@ -86,6 +86,8 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
     [
         ("seed: [1", "mine.yaml: while parsing a flow sequence"),
         ("seed: 1", "the config has no such key, nor "),
+        ("# \u00fc\nseed: 1", "mine.yaml' can't be read as a config file in UTF-8: 'utf-8' codec can't"),
+        ('defaults: ["a\\0b"]', r"'a\x00b' can't be read as a config file in UTF-8: embedded null byte"),
         ("defaults: [config, _self_]\nmax_memory: 2MB", "offstage: max_memory: '2MB' names no device; give each"),
         ("defaults: [config, _self_]\nmax_memory: {cpu: null}", "offstage: max_memory.cpu: null is no size"),
         (
@@ -95,7 +97,7 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
     ],
 )
 def test_a_config_file_that_is_none_is_one_line(text: str, words: str, offstage_here: Run, tmp_path: Path) -> None:
-    tmp_path.joinpath("mine.yaml").write_text(text)
+    tmp_path.joinpath("mine.yaml").write_text(text, encoding="latin-1")
     done = offstage_here("--config-dir", str(tmp_path), "--config-name", "mine", "hydra.run.dir=.")
     assert (done.code, done.out) == (2, "")
     assert words in done.err

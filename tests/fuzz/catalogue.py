@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from tests.fuzz import caches, commands, packed, packed_commands, packed_libraries, records, texts, weights
+from tests.fuzz import asked, caches, commands, packed, packed_commands, packed_libraries, records, texts, weights
 from tests.fuzz.formats import Format
 from tests.fuzz.workers import modules_of
 
-ROOMS = (weights, packed, packed_libraries, texts, caches, records, commands, packed_commands)
+ROOMS = (weights, packed, packed_libraries, texts, asked, caches, records, commands, packed_commands)
 FORMATS = {kind.name: kind for room in ROOMS for kind in room.FORMATS}
 
 
