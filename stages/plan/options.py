@@ -80,24 +80,30 @@ def faults(given: PlanConfig) -> Iterator[Fault]:
 
 
 def _hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
-    devices, host, rates = (hardware.get(key) for key in ("devices", "host", "rates"))
-    sizes: dict[str, object] = {
-        f"rates.{name}": rate for name, rate in (rates or {}).items() if (name, rate) != ("root", None)
-    }
-    if host is not None:
-        sizes["host.memory"] = host.get("memory") if isinstance(host, Mapping) else host
+    devices, host, rates = hardware.get("devices"), hardware.get("host"), hardware.get("rates") or {}
+    if not isinstance(rates, Mapping):
+        yield Fault("hardware.rates", f"{rates!r} is no mapping; give {{storage: 3GB}} and the like, or {{}}")
+        rates = {}
+    sizes: dict[str, object] = {f"rates.{name}": rate for name, rate in rates.items() if (name, rate) != ("root", None)}
+    if isinstance(host, Mapping):
+        sizes["host.memory"] = host.get("memory")
+    elif host is not None:
+        yield Fault("hardware.host", f"{host!r} is no host; give {{memory: SIZE}}, or null for this machine's")
     if devices is not None and not isinstance(devices, list):
         yield Fault(
             "hardware.devices", f"{devices!r} is no list; give null, or one {{memory: SIZE}} for each accelerator"
         )
     for index, device in enumerate(devices if isinstance(devices, list) else ()):
-        sizes[f"devices.{index}.memory"] = device.get("memory") if isinstance(device, Mapping) else device
-        if isinstance(device, Mapping) and device.get("ledger") is not None:
+        if not isinstance(device, Mapping):
+            yield Fault(f"hardware.devices.{index}", f"{device!r} is no accelerator; give {{memory: SIZE}}")
+            continue
+        sizes[f"devices.{index}.memory"] = device.get("memory")
+        if device.get("ledger") is not None:
             sizes[f"devices.{index}.ledger"] = device["ledger"]
     for key, size in sizes.items():
         parse = parse_rate if key.startswith("rates.") else parse_size
         yield from _fault(f"hardware.{key}", lambda size=size, parse=parse: parse(size))
-    for name in (rates or {}).keys() - RATES:
+    for name in rates.keys() - RATES:
         yield Fault(
             f"hardware.rates.{name}", f"unknown rate{closest(name, RATES)}; there are {', '.join(sorted(RATES))}"
         )
