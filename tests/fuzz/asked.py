@@ -7,7 +7,6 @@ import io
 import json
 import os
 import wave
-import zlib
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -31,7 +30,8 @@ from stages.inputs.audio import read_audio
 from stages.inputs.images import check_image, read_image
 from tests.fuzz.commands import CHECKPOINT, judge, measure_once, run_command
 from tests.fuzz.formats import ALONE, RIGHT, Format, require
-from tests.fuzz.mutations import BYTES, JSON, Mutations, json_value
+from tests.fuzz.line_mutations import LINES
+from tests.fuzz.mutations import BYTES, JSON, Mutations
 from tests.fuzz.texts import TINY
 
 RATE = 16000
@@ -84,41 +84,6 @@ _ASKED: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-
-
-def json_line(content: bytes, donor: bytes, chance: Random) -> bytes:
-    """Change the JSON of one line; if it has a checksum it is often given the one of what stands there then."""
-    lines, others = content.splitlines(keepends=True), donor.splitlines(keepends=True)
-    if not lines or not others:
-        return content
-    at = chance.randrange(len(lines))
-    changed = json_value(lines[at].strip(), chance.choice(others).strip(), chance)
-    lines[at] = (_summed(changed) if chance.random() < 0.7 else changed) + b"\n"
-    return b"".join(lines)
-
-
-def deep_line(content: bytes, _donor: bytes, chance: Random) -> bytes:
-    """Put in a line that is nested as deep as nothing is."""
-    lines = content.splitlines(keepends=True)
-    depth = chance.choice((51, 101, 1000, 100_000))
-    deep = b"[" * depth + b"]" * depth if chance.random() < 0.5 else b'{"a":' * depth + b"1" + b"}" * depth
-    lines.insert(chance.randrange(len(lines) + 1), deep + b"\n")
-    return b"".join(lines)
-
-
-def _summed(line: bytes) -> bytes:
-    """Return ``line`` with the checksum that a row of kept results has, where it is one."""
-    try:
-        row = json.loads(line)
-        if not isinstance(row, dict) or "crc32" not in row:
-            return line
-        row.pop("crc32")
-        return json.dumps({**row, "crc32": zlib.crc32(json.dumps(row).encode())}).encode()
-    except (ValueError, RecursionError):
-        return line
-
-
-LINES: Mutations = (*[json_line] * 12, deep_line, *BYTES)
 
 
 def _make_keys(folder: Path) -> None:

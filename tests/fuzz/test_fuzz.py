@@ -4,18 +4,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.__main__ import ROOT
 from tests.fuzz.catalogue import FORMATS
 from tests.fuzz.workers import make_case
+from tests.long_form import in_ci
+
+SHORT, LONG = (5, 0), (1000, 50)
+"""How many cases of each format, and in how many of these there is one of a whole command."""
 
 
-def test_no_changed_input_gives_a_wrong_answer_a_traceback_or_a_hang(tmp_path: Path) -> None:
-    asked = ["--cases", "5", "--share", "0", "--seed", "1", "--save", str(tmp_path)]
+@pytest.mark.parametrize(("cases", "share"), in_ci(SHORT, of=[SHORT, LONG]))
+def test_no_changed_input_gives_a_wrong_answer_a_traceback_or_a_hang(cases: int, share: int, tmp_path: Path) -> None:
+    asked = ["--cases", str(cases), "--share", str(share), "--seed", "1", "--save", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.fuzz", *asked], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" 5 cases") > 10
+    assert done.stdout.count(f" {cases} cases") > 10
 
 
 def test_the_same_seed_gives_the_same_cases() -> None:

@@ -25,7 +25,8 @@ from stages.plan.options import PlanConfig
 from stages.plan.request.prompts import Prompt, check_prompts, read_prompts
 from stages.units import parse_device
 from tests.fuzz.formats import RIGHT, Format, require
-from tests.fuzz.mutations import BYTES, JSON
+from tests.fuzz.line_mutations import LINES
+from tests.fuzz.mutations import JSON
 
 TINY = Path(str(resources.files("conf"))) / "checkpoints" / "tiny"
 _SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16, "intermediate_size": 16}
@@ -167,7 +168,7 @@ def _attempt_prompts(folder: Path, _pristine: Path) -> str:
         asked = {"prompts": None, "prompts_file": str(path), "batch_size": None}
         raise_faults(list(check_prompts(asked)))
         read = read_prompts(asked)
-        require(all(prompt.token_ids or prompt.text.strip() for prompt in read.values()), f"{read!r}")
+        require(all(prompt.token_ids or prompt.text for prompt in read.values()), f"{read!r}")
         raise_faults(list(options.check_own_options(read, asked, _node(TINY))))
         for name, prompt in read.items():
             encoder.encode(name, prompt)
@@ -179,5 +180,5 @@ FORMATS = (
     Format("tokenizer", _make_tokenizers, ("*/*token*.json", "*/*.jinja"), JSON, _attempt_tokenizer),
     Format("generation config", _make_generation, (options.FILE_NAME,), JSON, _attempt_generation),
     Format("device map", _make_maps, ("*.json",), JSON, _attempt_map),
-    Format("prompts", _make_prompts, ("prompts.txt", "prompts.jsonl"), BYTES, _attempt_prompts),
+    Format("prompts", _make_prompts, ("prompts.txt", "prompts.jsonl"), LINES, _attempt_prompts),
 )
