@@ -241,7 +241,7 @@ def _check_stages(config: Mapping[str, Any], known_stages: Sequence[str]) -> Ite
     chosen = config["stages"]
     if not chosen:
         yield Fault("stages", "the list is empty; stages=generate runs them all")
-    for name in chosen:
+    for name in dict.fromkeys(chosen):
         if name not in known_stages:
             near = closest(name, known_stages)
             yield Fault("stages", f"{name!r} is no stage{near}; installed are {', '.join(known_stages)}")

@@ -14,7 +14,7 @@ from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, Validation
 from yaml import YAMLError
 
 from pipeline.command_exit import guarded
-from pipeline.errors import ConfigError, closest
+from pipeline.errors import ConfigError, closest, words_of
 from pipeline.typed_config import NO_DEVICE
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
@@ -46,9 +46,10 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
                 raise
             raise error.__context__ from None  # Hydra closes what it couldn't open
         except (AttributeError, AssertionError) as error:
-            if not _comes_from_an_override(error):
-                raise
-            raise ConfigError(NULL_IN_A_FILE) from error
+            if _comes_from_an_override(error):
+                raise ConfigError(NULL_IN_A_FILE) from error
+            _refuse_file(error)
+            raise
         except RecursionError as error:
             if not _recursed_in_composing(error):
                 raise
@@ -57,9 +58,7 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
             place = getattr(error, "problem_mark", None)
             raise ConfigError(f"{place.name if place else 'a config file'}: {one_line(error)}") from error
         except (ValueError, RuntimeError) as error:
-            file = _file_being_read(error)
-            if file is not None:
-                raise ConfigError(f"{file!r} can't be read as a config file in UTF-8: {one_line(error)}") from error
+            _refuse_file(error)
             module = _module_that_raised(error)
             if not module.startswith(("hydra.", "logging.")):
                 raise
@@ -98,13 +97,14 @@ def _brackets(text: str) -> int:
     return text.count("[") + text.count("{")
 
 
-def _file_being_read(error: Exception) -> str | None:
-    """Return the config file that Hydra was looking for or reading when ``error`` came; null where it did neither."""
-    found = None
+def _refuse_file(error: Exception) -> None:
+    """Raise a ``ConfigError`` about the config file that Hydra was looking for, or reading, when ``error`` came."""
+    file = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "load_config":
-            found = str(frame.f_locals.get("full_path", frame.f_locals["config_path"]))
-    return found
+            file = str(frame.f_locals.get("full_path", frame.f_locals["config_path"]))
+    if file is not None:
+        raise ConfigError(f"{file!r} can't be read as a config file in UTF-8: {words_of(error)}") from error
 
 
 def _module_that_raised(error: Exception) -> str:

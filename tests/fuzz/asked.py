@@ -112,7 +112,8 @@ def _attempt_keys(folder: Path, pristine: Path) -> str:
 
 
 def _make_key_commands(folder: Path) -> None:
-    _make_keys(folder)
+    folder.joinpath("keys").mkdir()
+    _make_keys(folder / "keys")
     folder.joinpath("ckpt").symlink_to(TINY)
     measure_once(folder, CHECKPOINT)
     folder.joinpath("ckpt").unlink()
@@ -120,8 +121,8 @@ def _make_key_commands(folder: Path) -> None:
 
 
 def _attempt_key_command(folder: Path, pristine: Path) -> str:
-    name = _changed(folder, pristine).stem
-    asked = ("--config-dir", str(folder), "--config-name", name, f"outputs={folder}/outputs")
+    keys = folder / "keys"
+    asked = ("--config-dir", str(keys), "--config-name", _changed(keys, pristine / "keys").stem)
     judge(*run_command(asked, folder), folder)
     return ALONE
 
@@ -223,5 +224,5 @@ FORMATS = (
     Format("image", _make_images, ("image.*",), MEDIA, _attempt_image),
     Format("adapter", _make_adapter, ("adapter_config.json",), JSON, _attempt_adapter),
     Format("kept results", _make_results, ("generations.jsonl",), LINES, _attempt_results),
-    Format("run: config keys", _make_key_commands, ("*.yaml",), JSON, _attempt_key_command, apart=True),
+    Format("run: config keys", _make_key_commands, ("keys/*.yaml",), JSON, _attempt_key_command, apart=True),
 )

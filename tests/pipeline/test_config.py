@@ -169,6 +169,11 @@ def test_unknown_stages_are_named_with_the_closest() -> None:
     ]
 
 
+def test_a_stage_that_is_named_wrongly_again_and_again_is_told_once() -> None:
+    (fault,) = check({**composed(), "stages": ["plan", *["pln"] * 3000]}, ["plan"])
+    assert fault.message.startswith("'pln' is no stage (did you mean 'plan'?)")
+
+
 def test_all_faults_are_reported_together() -> None:
     assert len(faults("dtype=x", "seed=y", "stop_after=z", "trace=1")) == 4
 
