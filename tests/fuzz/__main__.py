@@ -74,9 +74,10 @@ def _run(kind: Format, numbers: Sequence[int], *, folder: Path, given: argparse.
 
     outcomes: Counter[str] = Counter()
     seen: set[str] = set()
-    began, faults = time.perf_counter(), 0
+    began, faults, slowest = time.perf_counter(), 0, 0.0
     for result in run_cases(kind, numbers, seed=given.seed, folder=folder):
         outcomes[result.outcome] += 1
+        slowest = max(slowest, result.seconds)
         if given.case is not None:
             print(f"{result.case.file}: {result.outcome}: {result.words}")
         if result.is_fault:
@@ -89,7 +90,8 @@ def _run(kind: Format, numbers: Sequence[int], *, folder: Path, given: argparse.
                 )
             seen.add(last)
     told = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
-    print(f"{kind.name:18} {outcomes.total():6} cases, {time.perf_counter() - began:6.1f} s: {told}", flush=True)
+    taken = f"{time.perf_counter() - began:6.1f} s, the slowest {slowest:.1f} s of processor time"
+    print(f"{kind.name:18} {outcomes.total():6} cases, {taken}: {told}", flush=True)
     return faults
 
 
