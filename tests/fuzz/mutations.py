@@ -223,7 +223,7 @@ def json_value(content: bytes, donor: bytes, chance: Random) -> bytes:
     """Change one to three values of a JSON text; one that isn't JSON has its bytes changed."""
     try:
         value, other = json.loads(content), json.loads(donor)
-    except ValueError:
+    except (ValueError, RecursionError):
         return flip(content, donor, chance)
     for _ in range(chance.choice((1, 1, 1, 2, 3))):
         place = _descend(value, chance)
