@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,16 +20,22 @@ from pipeline.report.speed import bound_seconds
 from pipeline.report.summary import Summary
 
 SCHEMA_VERSION = 2
+_NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
+_FORMULA = re.compile(r"\s*[=+\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
+"""How a cell begins that a spreadsheet would compute: those signs, in their full width too, and what it skips."""
 
 
 def as_csv(summary: Summary) -> str:
-    """Return one row a job, bytes and seconds as the records have them; what isn't known is empty."""
+    """Return one row a job, bytes and seconds as the records have them; what isn't known is empty.
+
+    A text that a spreadsheet would take for a formula begins with an apostrophe.
+    """
     settings: dict[str, dict[str, str]] = {job.name: {} for job in summary.jobs}
     for entry in summary.differences:
         for value, names in entry.values:
             for name in names:
                 settings[name][f"config.{entry.key}"] = value
-    rows = [_row(job, settings[job.name]) for job in summary.jobs]
+    rows = [{name: _cell(value) for name, value in _row(job, settings[job.name]).items()} for job in summary.jobs]
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=_names(rows), restval="", lineterminator="\n")
     writer.writeheader()
@@ -51,6 +58,12 @@ def _row(job: Job, settings: Mapping[str, str]) -> dict[str, object]:
     for stage in run.stages:
         row |= {f"seconds.{stage.name}": stage.seconds, f"cached.{stage.name}": stage.cached}
     return row
+
+
+def _cell(value: object) -> object:
+    """Return ``value`` as no spreadsheet computes it: records come from elsewhere, and may say anything."""
+    text = str(value)
+    return f"'{text}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else value
 
 
 def _names(rows: Sequence[Mapping[str, object]]) -> list[str]:
