@@ -9,28 +9,29 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.command_exit import FULL_ERROR, exit_with, heed_signals, last_resort, shows_all
 
 if TYPE_CHECKING:
     from pipeline.hydra_task import Task
+    from pipeline.trust import Trust
 
 
-def main(arguments: Sequence[str] | None = None, *, trusted: Collection[str] | None = None) -> NoReturn:
+def main(arguments: Sequence[str] | None = None, *, trust: Trust | None = None) -> NoReturn:
     """Run the command with ``arguments`` (default: the process's own), then exit with its code.
 
-    Where they are from a record, ``trusted`` has the words for the code that a sweep's jobs may name.
+    Where they are from a sweep's record, ``trust`` is what the user lets that do.
     """
     started = time.perf_counter()
     sys.argv[1:] = prepare_arguments(sys.argv[1:] if arguments is None else arguments)
     show_all = shows_all()
     os.environ[FULL_ERROR] = "1"  # makes Hydra raise its errors instead of printing them
     try:
-        composed = partial(_compose_and_run, started, show_all=show_all, trusted=trusted)
+        composed = partial(_compose_and_run, started, show_all=show_all, trust=trust)
         exit_with("offstage", lambda: last_resort(composed, show_all=show_all))
     finally:
         if not show_all:
@@ -49,7 +50,7 @@ def prepare_arguments(arguments: Sequence[str]) -> list[str]:
     return [*given, "model=pretrained"] if names_path and not chooses else given
 
 
-def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str] | None) -> int:
+def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> int:
     """Let Hydra compose the config and run each job; return the exit code: the first job's that failed, else 0."""
     import hydra
 
@@ -62,7 +63,7 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
     from pipeline.sweeps.launchers import register_launchers
 
     heed_signals()
-    task = Task(started, show_all, tuple(sys.argv[1:]), trusted)
+    task = Task(started, show_all, tuple(sys.argv[1:]), trust)
     register_launchers()
 
     def compose() -> int:
@@ -70,7 +71,7 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
         register()
         sys.argv[1:] = [choose_stages(argument) for argument in sys.argv[1:]]
         with (
-            composed_once(),
+            composed_once(partial(_refuse_untrusted, trust) if trust is not None else None),
             named(Path("the run's folder")),
         ):  # what Hydra keeps there it writes without naming it in an error
             hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(task)()
@@ -81,6 +82,12 @@ def _compose_and_run(started: float, *, show_all: bool, trusted: Collection[str]
     finally:
         _close(task)
     return code or task.code
+
+
+def _refuse_untrusted(trust: Trust, loader: Any, config_name: str | None, overrides: Sequence[str]) -> None:
+    from pipeline.sweeps.trust import refuse_command
+
+    refuse_command(trust, loader, config_name, overrides)
 
 
 def _close(task: Task) -> None:

@@ -24,6 +24,7 @@ from pipeline.hydra_arguments import refuse_launcher
 from pipeline.installed_stages import stage_configs
 from pipeline.measure import MeasureConfig, check_measure
 from pipeline.objective import ObjectiveConfig, check_objective
+from pipeline.plain_data import walk
 from pipeline.standard_input import SIGN, read_lines
 from pipeline.tracking.options import TrackerConfig, check_tracker, located
 from pipeline.typed_config import (
@@ -38,6 +39,7 @@ from pipeline.typed_config import (
     unknown_keys,
 )
 
+_RELATIVE = "relative"
 _STAGE_LIST = re.compile(r"stages=\[([\w\s,]*)\]")
 
 
@@ -193,6 +195,43 @@ def _located(key: str, locate: Callable[[Any], Any], given: Any) -> Any:
         return locate(given)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
+
+
+def named_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the dotted key of each path that ``config`` names, and what it means: absolute, unless it is no path here.
+
+    A Hub id is none, nor is the name of a policy.
+    """
+    for name, key, holds, locate in _paths():
+        node = config.get(name) if not key else config[name].get(key) if isinstance(config.get(name), Mapping) else None
+        dotted = f"{name}.{key}" if key else name
+        if holds is str and isinstance(node, str) and node:
+            yield dotted, _meant(locate, node)
+        elif holds is list and isinstance(node, list | tuple):
+            yield from ((dotted, _meant(absolute, path)) for path in _paths_in(list(node), locate))
+
+
+def _meant(locate: Callable[[str], str], path: str) -> str:
+    try:
+        return locate(path)
+    except ConfigError:  # the home of a user that isn't one
+        return path
+
+
+def _paths_in(values: list[Any], locate: Callable[[Any], Any]) -> Iterator[str]:
+    """Yield the texts in ``values`` that ``locate`` takes for paths: those that it makes absolute."""
+    known = [(place, leaf) for place, leaf in walk(values) if isinstance(leaf, str)]
+    located = dict(walk(locate(_relative(values))))
+    yield from (leaf for place, leaf in known if located.get(place) != _RELATIVE)
+
+
+def _relative(value: Any) -> Any:
+    """Return ``value`` with a relative path in the place of each text."""
+    if isinstance(value, Mapping):
+        return {key: _relative(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_relative(inner) for inner in value]
+    return _RELATIVE if isinstance(value, str) else value
 
 
 def _unless_sign(locate: Callable[[str], str], path: str) -> str:

@@ -1,25 +1,21 @@
-"""A record that somebody else may have written: data, held to its shape, and asked which code it names.
+"""A record that somebody else may have written: data, held to its shape.
 
-Nothing of it is carried out here, and nothing that it names is imported: a replay first has the user's word for that.
+What it names is judged by ``pipeline.trust``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import check
 from pipeline.errors import ReplayError, StorageError
-from pipeline.installed_stages import installed_stages, is_own_stage, stage_configs
+from pipeline.installed_stages import installed_stages, stage_configs
 from pipeline.plain_data import walk
 from pipeline.record import RunRecord
-from pipeline.stage import Config
 from pipeline.typed_config import fits, key_names
-
-REMOTE_CODE = "remote-code"
-"""The word that trusts the Python files of a checkpoint folder."""
 
 _SHAPE: Mapping[str, Any] = {
     "status": str,
@@ -95,35 +91,6 @@ def _bad_config(record: RunRecord) -> list[str]:
     missing = [f"config: {key} is missing" for key in needed if key not in record.config]
     ran = {stage["name"] for stage in record.data["stages"]}
     return missing + [f"stages: {name!r} is none of the config's" for name in ran - set(config["stages"])]
-
-
-def refuse_untrusted(record: RunRecord, trusted: Iterable[str]) -> None:
-    """Raise a ``ReplayError`` that names the code that ``record`` asks for and the user hasn't said to trust."""
-    given = set(trusted)
-    untrusted = {word: key for word, key in named_code(record.config) if word not in given}
-    if untrusted:
-        named = ", ".join(f"{key} ({word!r})" for word, key in untrusted.items())
-        flags = " ".join(f"--trust {word}" for word in untrusted)
-        raise ReplayError(
-            f"{record.path}: the record names code to run: {named}; where you trust that code, replay with {flags}"
-        )
-
-
-def named_code(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield what ``config`` names as code: the word that trusts it, and the key that names it."""
-    for stage in config.get("stages", ()):
-        if stage in installed_stages() and not is_own_stage(stage):
-            yield stage, "stages"
-    model = config.get("model") or {}
-    if model.get("kind") == "module" and "_target_" not in model:
-        yield "None", "model._target_"
-    if "." in str(model.get("class") or ""):
-        yield str(model["class"]), "model.class"
-    if model.get("trust_remote_code"):
-        yield REMOTE_CODE, "model.trust_remote_code"
-    for place, node in walk(config):  # Hydra calls those too that stand among the arguments of another
-        if isinstance(node, Mapping) and "_target_" in node:
-            yield str(node["_target_"]), f"{place}._target_"
 
 
 def outputs_for(record: Path) -> Path:

@@ -21,12 +21,18 @@ _IS_RUN = f"hydra.mode={RunMode.RUN.name}"
 
 
 @contextmanager
-def composed_once() -> Iterator[None]:
-    """Have Hydra compose the config of a single run once while this is entered."""
+def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | None = None) -> Iterator[None]:
+    """Have Hydra compose the config of a single run once while this is entered.
+
+    ``refuse`` raises what it has against a command, of which it gets Hydra's loader, the config's name and the
+    overrides: before Hydra carries out any of it.
+    """
     ask: Callable[..., Any] = Hydra.get_mode
 
     def get_mode(hydra: Any, config_name: str | None, overrides: list[str]) -> Any:
         loader, given = hydra.config_loader, tuple(overrides)
+        if refuse is not None:
+            refuse(loader, config_name, given)
         composed: Any
         try:
             composed = loader.load_configuration(config_name, list(given), RunMode.RUN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import chdir
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from pipeline.tracking.options import usable_tracker
 
 if TYPE_CHECKING:
     from pipeline.sweeps.sweep import Sweep
+    from pipeline.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +45,15 @@ class Outcome:
 class Task:
     """What Hydra calls with each composed config. A sweep sends copies of it to other processes.
 
-    ``command`` are the arguments that it was given; ``trusted`` the words for the code that these may name, null where
-    their author gave them: any; ``sweep`` is null for a single run, and for a job's copy, which only runs that;
+    ``command`` are the arguments that it was given; ``trust`` is what these may do, null where their author gave them:
+    anything; ``sweep`` is null for a single run, and for a job's copy, which only runs that;
     ``outcomes`` are those of the jobs so far; ``conclusion`` what a search came to, in words.
     """
 
     started: float
     show_all: bool = False
     command: Sequence[str] = ()
-    trusted: Collection[str] | None = None
+    trust: Trust | None = None
     sweep: Sweep | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     conclusion: str = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -17,11 +18,15 @@ from typing import Any, Literal
 
 from pipeline.atomic_files import create_file, mendable, replace_file
 from pipeline.errors import StorageError
+from pipeline.plain_data import walk
 from pipeline.regular_files import parse_json, read_regular
+from pipeline.signatures import is_signed, sign
 from pipeline.stage import Config, Report
 
 RECORD = "run.json"
 SCHEMA_VERSION = 1
+_PLACE = re.compile(r"[/\\.~]")
+_QUANTITY = re.compile(r"[\d.]+ ?[\w%]*")
 _LISTED = 8
 """How many jobs of a sweep an error names."""
 METRICS = (
@@ -124,6 +129,7 @@ class RunRecord:
             "finished": None,
             "overrides": list(overrides),
             "config": config,
+            "signature": sign(RECORD, _places(config)),
             "environment": environment,
             "model": {},
             "stages": [],
@@ -179,8 +185,13 @@ class RunRecord:
 
     @config.setter
     def config(self, resolved: Config) -> None:
-        self._content["config"] = resolved
+        self._content |= {"config": resolved, "signature": sign(RECORD, _places(resolved))}
         self._write()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a command of this user wrote the config, and it names the same places as then."""
+        return is_own_config(self.config, self._content.get("signature"))
 
     def add_stage(self, stage: StageRecord) -> None:
         """Add a stage, or bring the entry of that name up to date: making a live half late costs more time."""
@@ -272,6 +283,20 @@ class RunRecord:
 
     def _text(self) -> str:
         return json.dumps(self._content, indent=2) + "\n"
+
+
+def is_own_config(config: Config, signature: object) -> bool:
+    """Return whether ``signature``, of a record, says that a command of this user chose the places in ``config``."""
+    return is_signed(RECORD, _places(config), signature)
+
+
+def _places(config: Config) -> list[tuple[str, str]]:
+    """Return each text in ``config`` that may be a path or an address, and where it stands: what a signature is of.
+
+    Whoever changes a number in a record of their own is no stranger for that.
+    """
+    texts = ((place, leaf) for place, leaf in walk(config) if isinstance(leaf, str))
+    return [(place, text) for place, text in texts if _PLACE.search(text) and not _QUANTITY.fullmatch(text)]
 
 
 def _no_record(path: Path) -> str:

@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,15 @@ class NotRegularError(OSError):
 
     def __init__(self, path: Path) -> None:
         super().__init__(errno.EINVAL, "not a regular file", str(path))
+
+
+def lies_in(path: str | Path, folders: Iterable[Path]) -> bool:
+    """Return whether ``path`` leads into one of ``folders``, whatever links are on its way."""
+    try:
+        target = Path(path).resolve()
+        return any(target.is_relative_to(folder.resolve()) for folder in folders)
+    except (OSError, RuntimeError, ValueError):  # links in a circle, a name that no file can have
+        return False
 
 
 def open_regular(path: Path) -> int:

@@ -23,13 +23,15 @@ from pipeline.cache.sealed_files import read_sealed, write_sealed
 from pipeline.command_exit import INTERRUPTED, run_command
 from pipeline.environment import environment
 from pipeline.errors import KilledError, ReplayError
-from pipeline.foreign_record import REMOTE_CODE, load_foreign, outputs_for, refuse_untrusted
+from pipeline.foreign_record import load_foreign, outputs_for
 from pipeline.job_process import supervise
 from pipeline.record import RunRecord, never_left_running
+from pipeline.regular_files import lies_in
 from pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
 from pipeline.runner import load_stages
 from pipeline.stage import MEASURED, Artifact
 from pipeline.terminal import shorten
+from pipeline.trust import REMOTE_CODE, Asked, Trust, named_code, named_places
 
 NAME = "offstage-replay"
 DIFFERENT = 1
@@ -59,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help=f"let the code run that the record names so: a class, a stage, or {REMOTE_CODE}; give it once for each",
+        help=f"trust what the record names so: a class, a stage, a path outside its folder, or {REMOTE_CODE}; give it "
+        "once for each",
     )
     given = parser.parse_args(arguments)
     run_command(NAME, lambda: replay(given))
@@ -68,12 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def replay(given: argparse.Namespace) -> int:
     """Replay the run that ``given`` names, print what came of it, and return the exit code."""
     then = load_foreign(given.run)
-    refuse_untrusted(then, given.trust)
-    if given.from_cache:
-        return _compare_stored(then)
     outputs = given.outputs.absolute() if given.outputs else outputs_for(then.path)
     folder = outputs / "runs" / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-{getpid()}"
     config = _config_here(then, outputs)
+    refuse_untrusted(then, config, folder, given.trust)
+    if given.from_cache:
+        return _compare_stored(then, _trust(then, given.trust))
     now = RunRecord.start(folder, overrides=then.data["overrides"], config=config, environment=environment())
     cache = folder / ".cache"
     options = ["--expected", str(then.path.absolute()), "--cache", str(cache)]
@@ -90,6 +93,19 @@ def replay(given: argparse.Namespace) -> int:
     found = compare(then.data, RunRecord.load(folder).data)
     sys.stdout.writelines(f"{line}\n" for line in (*_report(found), f"replay    {shorten(folder)}"))
     return 0 if found.same else DIFFERENT
+
+
+def refuse_untrusted(then: RunRecord, config: Mapping[str, Any], folder: Path, words: Sequence[str]) -> None:
+    """Raise a ``ReplayError`` that names what a replay by ``config`` in ``folder`` needs the user's ``words`` for."""
+    trust, outputs = _trust(then, words), Path(config["outputs"])
+    asked = [*named_code(config), *named_places(config, lambda path: trust.encloses(path, outputs))]
+    if not lies_in(folder, [outputs]):
+        asked.append(Asked(str(folder.parent), "outputs", is_code=False))
+    trust.refuse(asked, about=then.path, error=ReplayError)
+
+
+def _trust(then: RunRecord, words: Sequence[str]) -> Trust:
+    return Trust(then.path.absolute().parent, words, then.is_own)
 
 
 def _bring_measurements(source: Path, target: Path) -> None:
@@ -133,9 +149,13 @@ def _listed(found: Sequence[Change]) -> Iterable[str]:
         yield f"          and {len(found) - _SHOWN} more"
 
 
-def _compare_stored(then: RunRecord) -> int:
+def _compare_stored(then: RunRecord, trust: Trust) -> int:
     """Hold what the cache keeps of the run against its record; nothing is run."""
-    stages, cache = {stage.name: stage for stage in load_stages(then.config)}, outputs_for(then.path) / "cache"
+    outputs = outputs_for(then.path)
+    kept = [_kept(entry, outputs / "cache") for entry in then.data["stages"]]
+    asked = [Asked(str(path), "stages.artifact", is_code=False) for path in kept if not trust.encloses(path, outputs)]
+    trust.refuse(asked, about=then.path, error=ReplayError)
+    stages, cache = {stage.name: stage for stage in load_stages(then.config)}, outputs / "cache"
     difference: Difference | None = None
     for entry in then.data["stages"]:
         report = stages[entry["name"]].report(_stored(entry, cache))
@@ -149,16 +169,21 @@ def _compare_stored(then: RunRecord) -> int:
 
 
 def _stored(entry: Mapping[str, Any], cache: Path) -> Artifact:
-    """Return what ``cache`` holds of the stage that ``entry`` records, else what lies where it was made.
-
-    The cache is the one beside the record: both may have been moved since.
-    """
+    """Return what ``cache`` holds of the stage that ``entry`` records, else what lies where it was made."""
     stage, key = Path(entry["name"]).name, Path(entry["key"]).name
-    moved = cache / stage / key
-    folder = moved if moved.is_dir() else Path(entry["artifact"])
+    folder = _kept(entry, cache)
     try:
         return Artifact(stage, key, folder, verify(folder, stage=stage, key=key))
     except DamagedError as error:
         raise ReplayError(
             f"{folder}: the artifact of {stage} isn't whole any more ({error}); replay without --from-cache"
         ) from error
+
+
+def _kept(entry: Mapping[str, Any], cache: Path) -> Path:
+    """Return where the artifact of the stage that ``entry`` records lies.
+
+    The cache is the one beside the record: both may have been moved since.
+    """
+    moved = cache / Path(entry["name"]).name / Path(entry["key"]).name
+    return moved if moved.is_dir() else Path(entry["artifact"])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.regular_files import read_object
+from pipeline.record import is_own_config
+from pipeline.regular_files import lies_in, read_object
 from pipeline.report.records import Run
 from pipeline.report.run_folders import Job
 
@@ -79,21 +80,33 @@ def read_layers(run: Run) -> tuple[PlacedLayer, ...]:
     """Return the layers of a run's plan: from its artifact, else the record's own map, none where neither is
     there: a pruned cache is no fault of the report."""
     folder = _artifact(run)
-    plan = read_object(folder / _PLAN) if folder else {}
+    plan = _read(folder, _PLAN)
     homes, names = plan.get("homes"), plan.get("reasons")
     if isinstance(homes, dict) and isinstance(names, dict) and homes and names:
         return _layers(homes, list(names))
-    entries = (read_object(folder / _MAP) if folder else {}) or run.device_map
+    entries = _read(folder, _MAP) or run.device_map
     return tuple(PlacedLayer(name or "the model", (str(device),)) for name, device in entries.items())
 
 
+def _read(folder: Path | None, name: str) -> Mapping[str, Any]:
+    """Return the object that the file ``name`` of an artifact holds; an empty one where it is none of its own."""
+    return read_object(folder / name) if folder and lies_in(folder / name, [folder]) else {}
+
+
 def _artifact(run: Run) -> Path | None:
-    """Return the folder of the run's plan: where the record says, or in the cache beside a tree that was moved."""
+    """Return the folder of the run's plan: where the record says, or in the cache beside a tree that was moved.
+
+    A stranger's record names none outside the tree that it lies in.
+    """
     stage = run.stage(PLAN_STAGE)
     if stage is None:
         return None
-    moved = [above / "cache" / PLAN_STAGE / Path(stage.key).name for above in run.folder.parents] if stage.key else []
-    return next((folder for folder in [stage.artifact, *moved] if folder.is_absolute() and folder.is_dir()), None)
+    caches = [above / "cache" / PLAN_STAGE for above in run.folder.parents]
+    moved = [cache / Path(stage.key).name for cache in caches] if stage.key else []
+    found = next((folder for folder in [stage.artifact, *moved] if folder.is_absolute() and folder.is_dir()), None)
+    if found is None or lies_in(found, [run.folder, *caches]) or is_own_config(run.config, run.signature):
+        return found
+    return next((folder for folder in moved if folder.is_dir() and lies_in(folder, caches)), None)
 
 
 def _layers(homes: Mapping[str, Any], names: Sequence[str]) -> tuple[PlacedLayer, ...]:

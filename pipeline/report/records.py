@@ -101,7 +101,8 @@ class Run:
     ``series`` has, where the record holds it, memory over time: device → (seconds, bytes). ``cap_bytes`` is the
     cgroup's limit that the process ran under, None where there was none. ``experts`` has the layers of a mixture whose
     experts wait: layer → counts by name. ``losses`` are those of a training, step by step. ``samples`` are all that are
-    known, ``cap_untested`` why no cap was tested that was asked for. ``started`` is the moment in ISO 8601.
+    known, ``cap_untested`` why no cap was tested that was asked for. ``started`` is the moment in ISO 8601. By its
+    ``signature`` a record of this user is known.
     """
 
     folder: Path
@@ -128,6 +129,7 @@ class Run:
     cap_untested: str = ""
     model: RunModel = RunModel()
     started: str = ""
+    signature: str = ""
 
     @property
     def counting(self) -> tuple[RunSample, ...]:
@@ -225,6 +227,7 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         cap_untested=str(enforcement.get("how") or "") if enforcement.get("enforced") is False else "",
         model=_model(_mapping(content, "model")),
         started=str(content.get("started") or ""),
+        signature=str(content.get("signature") or ""),
     )
 
 

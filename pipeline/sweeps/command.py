@@ -12,7 +12,8 @@ from typing import NoReturn
 from pipeline import app
 from pipeline.command_exit import run_command
 from pipeline.sweeps.record import SweepRecord
-from pipeline.sweeps.trust import refuse_untrusted
+from pipeline.sweeps.trust import named_by_folder
+from pipeline.trust import Trust
 
 NAME = "offstage-sweep"
 _FOLDER = "hydra.sweep.dir="
@@ -35,7 +36,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="let the code run that the sweep's command names so: a class, an option of Hydra; give it once for each",
+        help="trust what the sweep names so: a class, a path outside its folder, a setting of Hydra; give it once for "
+        "each",
     )
     return parser
 
@@ -47,11 +49,12 @@ def resume(given: argparse.Namespace) -> NoReturn:
     """
     folder = given.sweep.absolute()
     record = SweepRecord.load(folder)
-    refuse_untrusted(given.sweep, record, given.trust)
+    trust = Trust(folder, given.trust, record.is_own)
+    trust.refuse(named_by_folder(folder, record), about=given.sweep)
     if Path(record.cwd).is_dir():  # else it was moved, to where it is resumed
         os.chdir(record.cwd)
     words = [word for word in record.command if not word.startswith(_FOLDER)]
-    app.main([*words, f"{_FOLDER}{_quoted(folder)}"], trusted=given.trust)
+    app.main(["--multirun", *words, f"{_FOLDER}{_quoted(folder)}"], trust=trust)
 
 
 def _quoted(folder: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -15,37 +15,58 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pipeline.cache.fingerprint import fingerprint
 from pipeline.config import refuse_sharing
 from pipeline.errors import ConfigError
-from pipeline.foreign_record import named_code
 from pipeline.hydra_arguments import refuse_empty_sweeps
 from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
 from pipeline.sweeps.record import SweepJob, SweepRecord
+from pipeline.sweeps.trust import named_by_job
+from pipeline.trust import Asked, Trust
 
 
-def describe_sweep(loader: Any, config: DictConfig, command: Sequence[str]) -> SweepRecord:
+def describe_sweep(
+    loader: Any, config: DictConfig, command: Sequence[str], *, trust: Trust | None = None
+) -> SweepRecord:
     """Return what the sweep of ``config`` is; ``loader`` is Hydra's, ``command`` the arguments that began it.
 
-    Another sweeper than Hydra's own decides on a job by what the jobs before it came to: there are none yet.
+    Another sweeper than Hydra's own decides on a job by what the jobs before it came to: there are none yet. One that
+    is resumed goes by ``trust``; with null the user has just given the command.
 
     Raises:
-        ConfigError: all that is wrong with the jobs, before the first begins.
+        ConfigError: all that is wrong with the jobs, or isn't trusted, before the first begins.
     """
     sweeper = str(config.hydra.sweeper._target_)
     foreseen = sweeper == f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
-    return SweepRecord(
+    found = SweepRecord(
         command=tuple(command),
         cwd=str(Path.cwd()),
         sweeper=sweeper,
         foreseen=foreseen,
         base=_without_hydra(config),
-        jobs=_every_job(loader, config) if foreseen else (),
+        jobs=_every_job(loader, config, trust) if foreseen else (),
     )
+    return found if trust is not None else found.signed()
 
 
-def describe_job(loader: Any, config: DictConfig, number: int, overrides: Sequence[str]) -> SweepJob:
+def describe_job(
+    loader: Any, config: DictConfig, number: int, overrides: Sequence[str], *, trust: Trust | None = None
+) -> SweepJob:
     """Return the job with ``overrides``, which Hydra adds to those of the sweep's ``config``.
 
-    Raises what is wrong with it: one of ``COMPOSING_ERRORS``, or a ``ConfigError``.
+    Raises what is wrong with it: one of ``COMPOSING_ERRORS``, or a ``ConfigError``, which has what isn't trusted too.
     """
+    job, asked = _describe(loader, config, number, overrides, trust=trust)
+    _refuse(asked, trust)
+    return job
+
+
+def _refuse(asked: Iterable[Asked], trust: Trust | None) -> None:
+    if trust is not None:
+        trust.refuse(asked, about=trust.folder)
+
+
+def _describe(
+    loader: Any, config: DictConfig, number: int, overrides: Sequence[str], *, trust: Trust | None
+) -> tuple[SweepJob, tuple[Asked, ...]]:
+    """Return the job with ``overrides`` and what it asks the user's word for."""
     composed = loader.load_sweep_config(config, list(overrides))
     refuse_sharing(composed)
     with open_dict(composed):
@@ -55,22 +76,27 @@ def describe_job(loader: Any, config: DictConfig, number: int, overrides: Sequen
         folder = str(OmegaConf.select(composed, "hydra.sweep.subdir", throw_on_missing=True))
     own = tuple(str(each) for each in composed.hydra.overrides.task)
     plain = _without_hydra(composed)
-    code = tuple(dict.fromkeys(word for word, _ in named_code(plain)))
-    return SweepJob(number, own, folder, fingerprint(plain), code)
+    asked = tuple(named_by_job(composed, trust))
+    code = tuple(dict.fromkeys(each.word for each in asked if each.is_code))
+    return SweepJob(number, own, folder, fingerprint(plain), code), asked
 
 
-def _every_job(loader: Any, config: DictConfig) -> tuple[SweepJob, ...]:
+def _every_job(loader: Any, config: DictConfig, trust: Trust | None) -> tuple[SweepJob, ...]:
     found: list[SweepJob] = []
+    asked: list[Asked] = []
     faults: dict[str, None] = {}
     for number, overrides in enumerate(_overrides(loader, config)):
         try:
-            found.append(describe_job(loader, config, number, overrides))
+            job, named = _describe(loader, config, number, overrides, trust=trust)
+            found.append(job)
+            asked += named
         except COMPOSING_ERRORS as error:
             faults[one_line(error)] = None
         except ConfigError as error:
             faults[str(error)] = None
     if faults:
         raise ConfigError("\n".join(faults))
+    _refuse(asked, trust)
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -18,6 +18,7 @@ from pipeline.cache.outline import changes
 from pipeline.errors import ConfigError, StorageError
 from pipeline.record import RECORD, RunRecord
 from pipeline.regular_files import parse_json, read_regular
+from pipeline.signatures import is_signed, sign
 from pipeline.typed_config import fits
 
 SWEEP = "sweep.json"
@@ -45,7 +46,7 @@ class SweepRecord:
     """A sweep: the arguments of its command and the folder that ran in, the config below all jobs, the jobs.
 
     ``sweeper`` names the class that decides on the jobs; only Hydra's own has all of them before the first
-    (``foreseen``).
+    (``foreseen``). By its ``signature`` the user's own command is known.
     """
 
     command: tuple[str, ...]
@@ -54,6 +55,20 @@ class SweepRecord:
     foreseen: bool
     base: Mapping[str, Any]
     jobs: tuple[SweepJob, ...]
+    signature: str | None = field(default=None, compare=False)
+
+    def signed(self) -> SweepRecord:
+        """Return the record as one of this user's."""
+        return replace(self, signature=sign(SWEEP, self._given))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this user gave the command, and it is as it was given."""
+        return is_signed(SWEEP, self._given, self.signature)
+
+    @property
+    def _given(self) -> list[Any]:
+        return [self.command, self.cwd]
 
     @classmethod
     def load(cls, folder: Path) -> SweepRecord:
@@ -72,7 +87,7 @@ class SweepRecord:
             content = parse_json(text)
             if not isinstance(content, dict) or content.pop("schema_version", None) != _VERSION:
                 raise ValueError(f"not of schema version {_VERSION}")
-            found = _built(cls, content)
+            found = _built(cls, {"signature": None, **content})
             return replace(found, jobs=tuple(_built(SweepJob, job) for job in content["jobs"]))
         except ValueError as error:
             raise StorageError(f"{path}: no record of a sweep ({error}); give the folder of another sweep") from error

@@ -82,12 +82,26 @@ class OptunaSearch(Sweeper):
         """Have ``count`` jobs proposed, and those run that are new."""
         assert self.launcher is not None
         new, begun = study.propose(count), len(study.tried)
+        self._refuse_untrusted(new, begun)
         if not begun:
             self._check_job(new[0])
         self.validate_batch_is_legal(new)
         if new:
             self.launcher.launch(new, initial_job_idx=begun)
         study.tell({proposal: self._came_to(folder, number) for number, proposal in enumerate(new, begun)})
+
+    def _refuse_untrusted(self, proposals: Sequence[Proposal], begun: int) -> None:
+        """Raise what isn't trusted of a search that is resumed, before anything looks at what its jobs name."""
+        from pipeline.hydra_task import Task
+        from pipeline.sweeps.jobs import describe_job
+
+        assert self.hydra_context is not None
+        assert self.config is not None
+        if isinstance(self.task_function, Task) and self.task_function.trust is not None:
+            for number, proposal in enumerate(proposals, begun):
+                describe_job(
+                    self.hydra_context.config_loader, self.config, number, proposal, trust=self.task_function.trust
+                )
 
     def _check_job(self, proposal: Proposal) -> None:
         """Raise all that can be seen to be wrong with the first job, before it begins: the others are like it."""

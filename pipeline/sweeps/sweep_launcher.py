@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from pipeline.sweeps.progress import SweepProgress
     from pipeline.sweeps.sweep import Sweep
     from pipeline.tracking.trackers import SweepTracking
+    from pipeline.trust import Trust
 
 
 class SweepLauncher(ABC):
@@ -31,7 +31,7 @@ class SweepLauncher(ABC):
     _progress: SweepProgress | None = None
     _preparation: MachinePreparation | None = None
     _tracking: SweepTracking | None = None
-    _trusted: Collection[str] | None = None
+    _trust: Trust | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # a job's copy runs that alone
@@ -44,16 +44,16 @@ class SweepLauncher(ABC):
         from pipeline.sweeps.preparation import MachinePreparation
         from pipeline.sweeps.progress import SweepProgress
         from pipeline.sweeps.sweep import Sweep
-        from pipeline.sweeps.trust import refuse_untrusted
         from pipeline.tracking.trackers import SweepTracking
 
+        if isinstance(task_function, Task):
+            self._trust = task_function.trust
         command = task_function.command if isinstance(task_function, Task) else ()
-        found = describe_sweep(hydra_context.config_loader, config, command)
+        found = describe_sweep(hydra_context.config_loader, config, command, trust=self._trust)
         self._preparation = MachinePreparation()
         if not isinstance(task_function, Task):
             return
-        folder, self._trusted = Path(config.hydra.sweep.dir).absolute(), task_function.trusted
-        refuse_untrusted(folder, found, self._trusted)
+        folder = Path(config.hydra.sweep.dir).absolute()
         task_function.sweep = self._sweep = Sweep(folder, found)
         self._progress, self._tracking = SweepProgress(self._sweep), SweepTracking(folder)
 
@@ -83,13 +83,11 @@ class SweepLauncher(ABC):
 
     def _is_done(self, number: int, overrides: Sequence[str]) -> bool:
         from pipeline.sweeps.jobs import describe_job
-        from pipeline.sweeps.trust import refuse_untrusted
 
         if self._sweep is None or self.hydra_context is None or self.config is None:
             return False
         if not self._sweep.record.foreseen:
-            job = describe_job(self.hydra_context.config_loader, self.config, number, overrides)
-            refuse_untrusted(self._sweep.folder, replace(self._sweep.record, jobs=(job,)), self._trusted)
+            job = describe_job(self.hydra_context.config_loader, self.config, number, overrides, trust=self._trust)
             self._sweep.expect(job)
         return self._sweep.has_completed(number)
 

@@ -1,60 +1,210 @@
-"""The command that a sweep's folder records, as data: which code it names, before anything of it is carried out.
+"""What a sweep's folder asks for, before anything of it is carried out: its command as Hydra would compose it.
 
-Who resumes a sweep of their own has given that command already; a folder that came from elsewhere may say anything.
+Who resumes a sweep of their own has given that command already; a folder that came from elsewhere may say anything. Its
+command is composed, which runs nothing, once it can't have Hydra import or read what lies elsewhere, and the composed
+config is judged: that of the sweep, and that of each of its jobs.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
-from importlib import resources
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.errors import ConfigError
-from pipeline.sweeps.record import SweepRecord
+from pipeline.foreign_record import outputs_for
+from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
+from pipeline.plain_data import leaves
+from pipeline.regular_files import lies_in
+from pipeline.sweeps.record import SWEEP, SweepRecord
+from pipeline.tracking.run_ids import read_ids
+from pipeline.trust import Asked, Trust, links_out_of, named_code, named_places, trust_flags
 
-_OWN = re.compile(
-    r"-m|--multirun|hydra\.(mode=MULTIRUN|sweep\.(dir|subdir)=.*|sweeper\.max_batch_size=\d+)"
-    r"|hydra/launcher=(basic|local|submitit_local|submitit_slurm)|hydra/sweeper=(basic|optuna)"
-    r"|hydra/sweeper/sampler=(gp|tpe|random)|hydra\.sweeper\.(n_trials=\d+|n_jobs=\d+|direction=(min|max)imize)"
+_HARMLESS = re.compile(
+    r"mode|(overrides|runtime)\..*|sweep\.(dir|subdir)|job\.(override_dirname|config_name|num)"
+    r"|sweeper\.(params(\..*)?|max_batch_size|n_trials|n_jobs|direction)"
 )
-"""Arguments of Hydra that choose among what is installed here, and name no code."""
+"""Keys of Hydra whose values run and write nothing by themselves. Where jobs lie is judged as a place."""
+_SAMPLER = "sweeper.sampler."
+_OWN_TARGET = re.compile(
+    r"hydra_plugins\.offstage_(launchers|sweepers)\.\w+|hydra\._internal\.core_plugins\.basic_sweeper\.BasicSweeper"
+    r"|optuna\.samplers\.(GP|TPE|Random)Sampler"
+)
+_CONF = "pkg://conf"
 
 
-def named_code(record: SweepRecord) -> list[str]:
-    """Return the words that trust what ``record`` names as code: arguments of its command, and what its jobs name."""
-    return list(dict.fromkeys((*_arguments(record.command), *(word for job in record.jobs for word in job.code))))
+def named_by_folder(folder: Path, record: SweepRecord) -> Iterator[Asked]:
+    """Yield what the sweep in ``folder`` asks for beside its config: options, its own folder, links, a tracker."""
+    yield from _options(record.command)
+    if Path(record.cwd).is_dir() and not lies_in(record.cwd, [folder]) and Path(record.cwd).resolve() != Path.cwd():
+        yield Asked(record.cwd, "cwd", is_code=False)
+    for job in record.jobs:
+        if job.folder is not None and not lies_in(folder / job.folder, [folder]):
+            yield Asked(job.folder, "jobs.folder", is_code=False)
+    yield from (Asked(each.store, "tracker.json", is_code=False) for each in read_ids(folder))
+    yield from links_out_of(folder)
+    outputs = outputs_for(folder / SWEEP)
+    if not record.is_own and lies_in(folder, [outputs]):
+        yield from links_out_of(outputs)
 
 
-def refuse_untrusted(folder: Path, record: SweepRecord, trusted: Collection[str] | None) -> None:
-    """Raise a ``ConfigError`` that names the code which ``record`` asks for and the user hasn't said to trust.
+def _options(command: Sequence[str]) -> Iterator[Asked]:
+    """Yield the options that have Hydra look elsewhere for configs, or do something else than a sweep."""
+    parser = get_args_parser()
+    for name, value in vars(parser.parse_args(list(command))).items():
+        if name not in ("overrides", "multirun") and value != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            yield Asked(option if value is True else f"{option}={value}", "command", is_code=False)
 
-    With null the record's author is the user, who is asked nothing.
+
+def refuse_command(trust: Trust, loader: Any, config_name: str | None, overrides: Sequence[str]) -> None:
+    """Raise a ``ConfigError`` for what the sweep that ``overrides`` give asks for without the user's word.
+
+    ``loader`` is Hydra's: it composes what Hydra is about to carry out.
     """
-    untrusted = [word for word in named_code(record) if word not in trusted] if trusted is not None else []
-    if untrusted:
-        raise ConfigError(
-            f"{folder}: its command names code to run: {', '.join(map(repr, untrusted))}; where you trust that code, "
-            f"give {_flags(untrusted)}"
-        )
+    trust.refuse(_search_path(loader, config_name, overrides), about=trust.folder)
+    composed = loader.load_configuration(config_name, list(overrides), RunMode.MULTIRUN)
+    trust.refuse(named_by_sweep(composed, trust), about=trust.folder)
+
+
+def _search_path(loader: Any, config_name: str | None, overrides: Sequence[str]) -> Iterator[Asked]:
+    """Yield where configs are looked for beyond those that are installed: a package is imported for it."""
+    given = OverridesParser.create().parse_overrides(list(overrides))
+    added = [each.value() for each in given if each.get_key_element().lstrip("+~") == "hydra.searchpath"]
+    main = loader.repository.load_config(config_name) if config_name is not None else None
+    if main is not None:
+        added.append(OmegaConf.select(main.config, "hydra.searchpath"))
+    for places in added:
+        for place in places if isinstance(places, Sequence) and not isinstance(places, str) else [places]:
+            if place is not None:
+                yield Asked(str(place), "hydra.searchpath", is_code=False)
+
+
+def _other_folder(composed: DictConfig, trust: Trust) -> Iterator[Asked]:
+    """Yield where a sweep, or a job of it, would lie elsewhere than in the folder that is resumed."""
+    given = str(composed.hydra.sweep.dir)
+    if not lies_in(given, [trust.folder]):
+        yield Asked(given, "hydra.sweep.dir", is_code=False)
+
+
+def named_by_job(composed: DictConfig, trust: Trust | None) -> Iterator[Asked]:
+    """Yield what a job's config, as Hydra ``composed`` it, asks for; with ``trust`` its places too."""
+    if trust is not None:
+        yield from named_by_sweep(composed, trust)
+        yield from _job_folder(composed, trust.folder)
+    else:
+        yield from _named_to_hydra(composed)
+        yield from named_code(_resolved(composed, strictly=False))
+
+
+def named_by_sweep(composed: DictConfig, trust: Trust) -> Iterator[Asked]:
+    """Yield what the config that Hydra ``composed`` asks for, of a job or below all jobs of a sweep."""
+    yield from _named_to_hydra(composed)
+    yield from _other_folder(composed, trust)
+    config = _resolved(composed, strictly=not trust.own)
+    yield from named_code(config)
+    outputs = outputs_for(trust.folder / SWEEP)
+    yield from named_places(config, lambda path: trust.encloses(path, outputs))
+
+
+def _job_folder(composed: DictConfig, folder: Path) -> Iterator[Asked]:
+    written = OmegaConf.to_container(composed.hydra.sweep, resolve=False)
+    try:
+        subdir = str(composed.hydra.sweep.subdir)
+    except COMPOSING_ERRORS:
+        subdir = ".."  # only the job itself will know
+    if not lies_in(folder / subdir, [folder]):
+        assert isinstance(written, dict)
+        yield Asked(str(written["subdir"]), "hydra.sweep.subdir", is_code=False)
+
+
+def _resolved(composed: DictConfig, *, strictly: bool) -> Mapping[str, Any]:
+    """Return the job's own config with interpolations resolved as in the job.
+
+    What can't be resolved before the job runs is a ``ConfigError``, unless it needn't be ``strictly``.
+    """
+    own = deepcopy(composed)
+    with open_dict(own):
+        del own["hydra"]
+    before = HydraConfig.instance().cfg
+    try:
+        HydraConfig.instance().set_config(composed)
+        plain = OmegaConf.to_container(own, resolve=True)
+    except (*COMPOSING_ERRORS, ValueError) as error:
+        if strictly:
+            said = one_line(error)
+            raise ConfigError(f"{said}; what it names can't be seen before it runs: give it a value") from error
+        plain = OmegaConf.to_container(own, resolve=False)
+    finally:
+        HydraConfig.instance().cfg = before
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _named_to_hydra(composed: DictConfig) -> Iterator[Asked]:
+    """Yield what differs in Hydra's own keys from what is installed: callbacks, loggers, launchers, variables, places.
+
+    Of what is made of a target its arguments go with the target.
+    """
+    choices = {str(group): name for group, name in composed.hydra.runtime.choices.items()}
+    for group, name in choices.items():
+        names = name if isinstance(name, Sequence) and not isinstance(name, str) else [name]
+        if any(".." in Path(str(each)).parts or str(each).startswith("/") for each in names):
+            yield Asked(f"{group}={name}", "defaults", is_code=False)
+    chosen = tuple((group, str(name)) for group, name in choices.items() if re.fullmatch(r"hydra(/\w+)+", group))
+    known, given = _installed(chosen), _plain(composed)
+    changed = {key: value for key, value in given.items() if key not in known or known[key] != value}
+    targets = {key: str(value) for key, value in given.items() if key.endswith("._target_")}
+    foreign = {key: name for key, name in targets.items() if key in changed or not _OWN_TARGET.fullmatch(name)}
+    yield from (Asked(name, f"hydra.{key}") for key, name in foreign.items())
+    with_target = tuple(key.removesuffix("_target_") for key in foreign)
+    for key, value in changed.items():
+        if not _is_harmless(key, value) and not key.startswith(with_target):
+            said = value if isinstance(value, str) else json.dumps(value, default=str)
+            yield Asked(f"hydra.{key}={said}", f"hydra.{key}", is_code=False)
+    for key in known.keys() - given.keys():
+        if not _HARMLESS.fullmatch(key) and not any(other.startswith(f"{key}.") for other in given):
+            yield Asked(f"~hydra.{key}", f"hydra.{key}", is_code=False)
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    is_number = key.startswith(_SAMPLER) and (value is None or isinstance(value, bool | int | float))
+    return is_number or _HARMLESS.fullmatch(key) is not None
+
+
+def _plain(composed: DictConfig) -> dict[str, Any]:
+    """Return Hydra's own keys as they are written, dotted."""
+    plain = OmegaConf.to_container(composed.hydra, resolve=False, enum_to_str=True)
+    assert isinstance(plain, dict)
+    return dict(leaves({str(key): value for key, value in plain.items()}))
+
+
+@lru_cache
+def _installed(chosen: tuple[tuple[str, str], ...]) -> Mapping[str, Any]:
+    """Return Hydra's own keys where nothing is given but ``chosen`` groups, as far as these are installed here."""
+    loader = ConfigLoaderImpl(create_automatic_config_search_path(None, None, _CONF))
+    names = [f"{group}={name}" for group, name in chosen if re.fullmatch(r"[\w-]+", name) and name != "None"]
+    for overrides in (names, []):
+        try:
+            return _plain(loader.load_configuration("config", overrides, RunMode.MULTIRUN))
+        except COMPOSING_ERRORS:
+            continue
+    return {}
 
 
 def resume_command(folder: Path, record: SweepRecord) -> str:
     """Return the command that does what isn't done of the sweep in ``folder``."""
-    return " ".join(["offstage-sweep resume", shlex.quote(str(folder)), _flags(named_code(record))]).rstrip()
-
-
-def _flags(words: Sequence[str]) -> str:
-    return " ".join(shlex.quote(f"--trust={word}") for word in words)
-
-
-def _arguments(command: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments that have Hydra load or call what they name: its options, files from elsewhere."""
-    groups = {each.name for each in resources.files("conf").iterdir() if each.is_dir()}
-    for argument in command:
-        key, _, value = argument.lstrip("+~").partition("=")
-        group = re.split(r"[@/]", key)[0]
-        is_foreign_file = group in groups and ("/" in value or ".." in value)
-        if is_foreign_file or (re.match(r"hydra[./@=]|-", key) and not _OWN.fullmatch(argument)):
-            yield argument
+    code = [word for job in record.jobs for word in job.code]
+    return " ".join(["offstage-sweep resume", shlex.quote(str(folder)), trust_flags(code)]).rstrip()

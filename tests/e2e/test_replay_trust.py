@@ -81,7 +81,7 @@ def test_code_that_a_record_names_does_not_run(
     if trusted and word == "remote-code":
         return  # there is no such code in the embedded checkpoint
     assert (code, err.count("\n")) == (2, 1), err
-    assert trusted or f"--trust {word}" in err
+    assert trusted or f"--trust={word}" in err
 
 
 def test_nothing_is_written_where_a_record_says(finished: Path, replay: Replay, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-from pipeline.foreign_record import load_foreign, refuse_untrusted
+from pipeline.foreign_record import load_foreign
 from pipeline.job import perform
 from pipeline.record import RunRecord, never_left_running
 from pipeline.replay import compare
-from pipeline.replay_command import _config_here, _report
+from pipeline.replay_command import _config_here, _report, refuse_untrusted
 from pipeline.report.comparison import compare as compare_runs
 from pipeline.report.exports import as_csv, as_json, comparison_json
 from pipeline.report.page import comparison_page, report_page
@@ -45,7 +45,7 @@ def _attempt_reading(folder: Path, pristine: Path) -> str:
     """Read a record as a replay does before it runs anything, and hold it against the one that it was."""
     for name in ("one", "two"):
         found = load_foreign(folder / "runs" / name)
-        refuse_untrusted(found, ())
+        refuse_untrusted(found, _config_here(found, folder / "outputs"), folder / "outputs/runs/day/time", ())
         whole = RunRecord.load(pristine / "runs" / name)
         for first, second in ((found, whole), (whole, found)):
             text = "\n".join(_report(compare(first.data, second.data)))
@@ -80,9 +80,9 @@ def _attempt_replay(folder: Path, pristine: Path) -> str:
     """Run a record again as the process of a replay does, in this one, and compare."""
     os.chdir(folder)
     then = load_foreign(folder / "runs" / "one")
-    refuse_untrusted(then, ())
-    place = folder / "outputs" / "runs" / "day" / "time"
-    now = RunRecord.start(place, overrides=[], config=_config_here(then, folder / "outputs"), environment={})
+    place, config = folder / "outputs" / "runs" / "day" / "time", _config_here(then, folder / "outputs")
+    refuse_untrusted(then, config, place, ())
+    now = RunRecord.start(place, overrides=[], config=config, environment={})
     try:
         with never_left_running(now):
             perform(now, started=0.0, expected=then, cache=folder / "outputs" / "cache")

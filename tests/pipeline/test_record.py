@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import CheckpointError, StorageError
-from pipeline.record import RunRecord, StageRecord, never_left_running
+from pipeline.record import RECORD, RunRecord, StageRecord, never_left_running
+from pipeline.signatures import sign
 from pipeline.stage import Report
 
 STAGE = StageRecord(
@@ -71,6 +72,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "finished": None,
         "overrides": ["seed=1"],
         "config": {"seed": 1},
+        "signature": sign(RECORD, []),
         "environment": {"python": "3"},
         "model": {},
         "stages": [],

@@ -1,16 +1,22 @@
-"""A folder from elsewhere may record any command: what names code runs only where the user says so."""
+"""A folder from elsewhere may record any command: what it names is carried out only where the user says so."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_automatic_config_search_path
 
+from pipeline.config import register
 from pipeline.errors import ConfigError
 from pipeline.sweeps.command import main
-from pipeline.sweeps.record import SweepRecord
-from pipeline.sweeps.trust import named_code, refuse_untrusted, resume_command
+from pipeline.sweeps.launchers import register_launchers
+from pipeline.sweeps.record import SWEEP, SweepRecord
+from pipeline.sweeps.trust import named_by_folder, refuse_command, resume_command
+from pipeline.trust import Trust
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 
@@ -18,56 +24,100 @@ def began_with(*command: str) -> SweepRecord:
     return replace(sweep_of(1), command=command)
 
 
+def judge(folder: Path, *arguments: str, trusted: tuple[str, ...] = (), own: bool = False) -> None:
+    """Judge the command with these ``arguments`` as a resumed sweep's in ``folder``."""
+    register_launchers()
+    register()
+    loader = ConfigLoaderImpl(create_automatic_config_search_path(None, None, "pkg://conf"))
+    refuse_command(Trust(folder, trusted, own), loader, "config", [*arguments, f"hydra.sweep.dir={folder}"])
+
+
 @pytest.mark.parametrize(
-    "argument",
+    ("argument", "word"),
     [
-        "--config-dir=/tmp/x",
-        "-cp",
-        "hydra.callbacks.x._target_=os.system",
-        "+hydra.callbacks.x=1",
-        "++hydra/job_logging=x",
-        "hydra.searchpath=[file:///tmp]",
-        "hydra.launcher.setup=[reboot]",
-        "hydra.sweeper.params.hydra.callbacks=1",
-        "experiment=../../x",
-        "+model@x=/tmp/y",
+        ("+hydra.callbacks.x._target_=os.system", "os.system"),
+        ("+hydra={callbacks:{x:{_target_:numpy.load,file:evil.npy,allow_pickle:true}}}", "numpy.load"),
+        ("hydra.launcher.cpus_per_task=64", "hydra.launcher.cpus_per_task=64"),
+        ("hydra.job.chdir=true", "hydra.job.chdir=true"),
+        ("~hydra.job_logging.root", "~hydra.job_logging.root.level"),
+        ("model.class=evil.Net", "evil.Net"),
+        ("model.trust_remote_code=true", "remote-code"),
+        ("model.path=/elsewhere", "/elsewhere"),
     ],
 )
-def test_arguments_that_load_or_call_what_they_name_need_the_user_s_word(argument: str) -> None:
-    record = began_with("-m", argument, "seed=1,2")
-    assert named_code(record) == [argument]
-    with pytest.raises(ConfigError, match="its command names code to run"):
-        refuse_untrusted(Path("s"), record, [])
-    refuse_untrusted(Path("s"), record, [argument])
+def test_what_a_command_composes_to_needs_the_user_s_word(argument: str, word: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it names code to run, places outside its folder or settings") as refused:
+        judge(tmp_path, argument)
+    assert f"({word!r})" in str(refused.value)
+    if not argument.startswith("~"):
+        judge(tmp_path, argument, trusted=(word,))
 
 
-def test_other_arguments_name_no_code() -> None:
-    own = (
-        "hydra.sweep.dir=/x",
-        "hydra.sweeper.max_batch_size=2",
-        "hydra/launcher=submitit_slurm",
-        "experiment=precision",
-    )
-    paths = ("model.path=../x", "device_map=/maps/map.json", "outputs=/a/b", "stages=[plan,generate]")
-    assert named_code(began_with("-m", *own, *paths)) == []
+@pytest.mark.parametrize(
+    ("argument", "is_asked"),
+    [
+        ("model.path=/elsewhere", False),
+        ("outputs=/a", False),
+        ("hydra.job.chdir=true", False),
+        ("model.class=a.B", True),
+    ],
+)
+def test_who_gave_the_command_is_asked_for_code_alone(argument: str, is_asked: bool, tmp_path: Path) -> None:
+    if is_asked:
+        with pytest.raises(ConfigError, match=r"model.class \('a.B'\)"):
+            judge(tmp_path, argument, own=True)
+    else:
+        judge(tmp_path, argument, own=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("hydra.sweeper.max_batch_size=2", "hydra/launcher=submitit_slurm", "stages=score"),
+        ("experiment=least_budget", "hydra/sweeper/sampler=tpe", "hydra.sweeper.sampler.seed=3"),
+        ("experiment=repeated_sweep", "hydra/job_logging=stdout", "model.path=inside", "hydra/launcher=basic"),
+        ("generate.prompts=['/etc/passwd is a file']", "device_map=cpu", "hydra.sweep.subdir=job-${hydra.job.num}"),
+    ],
+)  # fmt: skip
+def test_what_is_installed_is_not_asked_for(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    judge(tmp_path, *arguments)
+
+
+def test_a_record_is_its_user_s_until_it_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    began_with("-m", "seed=1").signed().create(tmp_path)
+    assert SweepRecord.load(tmp_path).is_own
+    path = tmp_path / SWEEP
+    path.write_text(path.read_text().replace("seed=1", "seed=2"))
+    assert not SweepRecord.load(tmp_path).is_own
+    path.write_text(path.read_text().replace("seed=2", "seed=1"))
+    key = tmp_path / "data/offstage/signing_key"
+    key.chmod(0o644)
+    assert not SweepRecord.load(tmp_path).is_own, "others may know the key"
+    key.chmod(0o600)
+    assert SweepRecord.load(tmp_path).is_own
+    key.write_bytes(b"another" * 5)
+    assert not SweepRecord.load(tmp_path).is_own
+
+
+def test_a_search_s_longer_record_is_no_more_its_user_s_than_it_was(tmp_path: Path) -> None:
+    began_with("-m").create(tmp_path)
+    record = SweepRecord.load(tmp_path)
+    record.extended(tmp_path, record.jobs[0])
+    assert json.loads((tmp_path / SWEEP).read_text())["signature"] is None
+
+
+def test_options_that_have_hydra_look_elsewhere_are_asked_for_however_they_are_written(tmp_path: Path) -> None:
+    for command in (["-cd", "/x"], ["--config-d=/x"], ["--config-dir", "/x"]):
+        assert [each.word for each in named_by_folder(tmp_path, began_with("-m", *command))] == ["--config-dir=/x"]
 
 
 def test_the_command_that_resumes_says_what_is_trusted() -> None:
-    record = replace(sweep_of(1, code=("a.Net",)), command=("-m", "--config-dir=my files"))
-    assert resume_command(Path("a b"), record) == (
-        "offstage-sweep resume 'a b' '--trust=--config-dir=my files' --trust=a.Net"
-    )
-
-
-def test_nothing_of_a_command_runs_that_is_not_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    began_with("-m", "hydra.callbacks.x._target_=os.system").create(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        main(["resume", str(tmp_path)])
-    assert left.value.code == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "give --trust=hydra.callbacks.x._target_=os.system" in shown.err
-    assert len(shown.err.splitlines()) == 1
+    record = sweep_of(2, code=("a.Net",))
+    assert resume_command(Path("a b"), record) == "offstage-sweep resume 'a b' --trust=a.Net"
 
 
 def test_a_folder_without_a_sweep_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,108 @@
+"""What a record names that its author has no say in here, unless the user gives the word: code, places, settings.
+
+A sweep that is resumed, a run that is replayed and one that is reported are judged alike, by their composed configs and
+not by how an argument looks. Nothing is carried out here, and nothing that is named is imported. The user's own records
+(``pipeline.signatures``) may name any place and setting: who wrote them chose these. Code is always asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from pipeline.config import named_paths
+from pipeline.errors import ConfigError, OffstageError
+from pipeline.installed_stages import installed_stages, is_own_stage
+from pipeline.plain_data import walk
+from pipeline.regular_files import lies_in
+from pipeline.stage import Config
+
+REMOTE_CODE = "remote-code"
+"""The word that trusts the Python files of a checkpoint folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Something that a record names under ``key``, and the ``word`` that trusts it.
+
+    What is no code is a choice of the record's author: a path outside its folder, an address, a setting of Hydra.
+    """
+
+    word: str
+    key: str
+    is_code: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What the user lets a record in ``folder`` do: what the ``words`` name; if it is their ``own``, all but code."""
+
+    folder: Path
+    words: Sequence[str]
+    own: bool
+
+    def refuse(self, asked: Iterable[Asked], *, about: Path, error: type[OffstageError] = ConfigError) -> None:
+        """Raise an ``error`` that tells what is ``asked`` for without the user's word, and how to give it."""
+        untrusted = {
+            each.word: each.key for each in asked if each.word not in self.words and (each.is_code or not self.own)
+        }
+        if untrusted:
+            named = ", ".join(f"{key} ({word!r})" for word, key in untrusted.items())
+            flags = trust_flags([*self.words, *untrusted])
+            raise error(
+                f"{about}: it names code to run, places outside its folder or settings that only its author chose: "
+                f"{named}; where you trust them, give {flags}"
+            )
+
+    def encloses(self, path: str | Path, *others: Path) -> bool:
+        """Return whether ``path`` lies in the record's folder or in one of ``others``."""
+        return lies_in(path, [self.folder, *others])
+
+
+def trust_flags(words: Iterable[str]) -> str:
+    """Return the options of a command that give all of ``words``."""
+    return " ".join(shlex.quote(f"--trust={word}") for word in dict.fromkeys(words))
+
+
+def links_out_of(folder: Path) -> Iterator[Asked]:
+    """Yield each link below ``folder`` that leads out of it: what is written there would be written elsewhere."""
+    for above, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            link = Path(above, name)
+            if link.is_symlink() and not lies_in(link, [folder]):
+                yield Asked(str(link.relative_to(folder)), "a link")
+
+
+def named_code(config: Config) -> Iterator[Asked]:
+    """Yield what ``config`` names as code."""
+    chosen = config.get("stages")
+    for stage in chosen if isinstance(chosen, list | tuple) else ():
+        if stage in installed_stages() and not is_own_stage(stage):
+            yield Asked(stage, "stages")
+    node = config.get("model")
+    model = node if isinstance(node, Mapping) else {}
+    if model.get("kind") == "module" and "_target_" not in model:
+        yield Asked("None", "model._target_")
+    if "." in str(model.get("class") or ""):
+        yield Asked(str(model["class"]), "model.class")
+    for place, node in walk(config):  # Hydra calls those too that stand among the arguments of another
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield Asked(str(node["_target_"]), f"{place}._target_")
+        if isinstance(node, Mapping) and node.get("trust_remote_code"):
+            yield Asked(REMOTE_CODE, f"{place}.trust_remote_code")
+
+
+def named_places(config: Config, encloses: Callable[[str], bool]) -> Iterator[Asked]:
+    """Yield the paths of ``config`` that nothing ``encloses``, and what it would have fetched or sent."""
+    own = [Path(str(resources.files("conf")))]
+    for key, path in named_paths(config):
+        is_path = Path(path).is_absolute()
+        if (is_path and not encloses(path) and not lies_in(path, own)) or (not is_path and key.startswith("model.")):
+            yield Asked(path, key, is_code=False)
+    tracker = config.get("tracker")
+    if isinstance(tracker, Mapping) and tracker.get("kind") is not None:
+        yield Asked(str(tracker.get("uri") or tracker.get("folder")), "tracker", is_code=False)
