@@ -99,7 +99,7 @@ def refuse_untrusted(then: RunRecord, config: Mapping[str, Any], folder: Path, w
     """Raise a ``ReplayError`` that names what a replay by ``config`` in ``folder`` needs the user's ``words`` for."""
     trust, outputs = _trust(then, words), Path(config["outputs"])
     asked = [*named_code(config), *named_places(config, lambda path: trust.encloses(path, outputs))]
-    if not lies_in(folder, [outputs]):
+    if then.path.absolute().is_relative_to(outputs) and not lies_in(folder, [outputs]):  # sent with a link in it
         asked.append(Asked(str(folder.parent), "outputs", is_code=False))
     trust.refuse(asked, about=then.path, error=ReplayError)
 

@@ -68,13 +68,14 @@ def trust_flags(words: Iterable[str]) -> str:
     return " ".join(shlex.quote(f"--trust={word}") for word in dict.fromkeys(words))
 
 
-def links_out_of(folder: Path) -> Iterator[Asked]:
-    """Yield each link below ``folder`` that leads out of it: what is written there would be written elsewhere."""
-    for above, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            link = Path(above, name)
-            if link.is_symlink() and not lies_in(link, [folder]):
-                yield Asked(str(link.relative_to(folder)), "a link")
+def ways_out_of(folder: Path) -> Iterator[Asked]:
+    """Yield what below ``folder`` leads out of it: links, by which others would be written, pipes and devices."""
+    found = (Path(above, name) for above, folders, files in os.walk(folder) for name in (*folders, *files))
+    for path in found:
+        if path.is_symlink() and not lies_in(path, [folder]):
+            yield Asked(str(path.relative_to(folder)), "a link")
+        elif not path.is_symlink() and not path.is_dir() and not path.is_file():
+            yield Asked(str(path.relative_to(folder)), "no regular file")
 
 
 def named_code(config: Config) -> Iterator[Asked]:

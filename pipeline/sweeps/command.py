@@ -52,7 +52,7 @@ def resume(given: argparse.Namespace) -> NoReturn:
     trust = Trust(folder, given.trust, record.is_own)
     trust.refuse(named_by_folder(folder, record), about=given.sweep)
     if Path(record.cwd).is_dir():  # else it was moved, to where it is resumed
-        os.chdir(record.cwd)
+        os.chdir(Path(record.cwd))
     words = [word for word in record.command if not word.startswith(_FOLDER)]
     app.main(["--multirun", *words, f"{_FOLDER}{_quoted(folder)}"], trust=trust)
 

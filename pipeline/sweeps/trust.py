@@ -30,7 +30,7 @@ from pipeline.plain_data import leaves
 from pipeline.regular_files import lies_in
 from pipeline.sweeps.record import SWEEP, SweepRecord
 from pipeline.tracking.run_ids import read_ids
-from pipeline.trust import Asked, Trust, links_out_of, named_code, named_places, trust_flags
+from pipeline.trust import Asked, Trust, named_code, named_places, trust_flags, ways_out_of
 
 _HARMLESS = re.compile(
     r"mode|(overrides|runtime)\..*|sweep\.(dir|subdir)|job\.(override_dirname|config_name|num)"
@@ -54,10 +54,10 @@ def named_by_folder(folder: Path, record: SweepRecord) -> Iterator[Asked]:
         if job.folder is not None and not lies_in(folder / job.folder, [folder]):
             yield Asked(job.folder, "jobs.folder", is_code=False)
     yield from (Asked(each.store, "tracker.json", is_code=False) for each in read_ids(folder))
-    yield from links_out_of(folder)
+    yield from ways_out_of(folder)
     outputs = outputs_for(folder / SWEEP)
     if not record.is_own and lies_in(folder, [outputs]):
-        yield from links_out_of(outputs)
+        yield from ways_out_of(outputs)
 
 
 def _options(command: Sequence[str]) -> Iterator[Asked]:

@@ -127,6 +127,12 @@ def linked(name: str, word: str = "") -> Make:
     return make
 
 
+def pipe(of: Stranger) -> str:
+    of.sweep()
+    os.mkfifo(of.sent / "multirun.yaml")
+    return "multirun.yaml"
+
+
 def noted_tracker(of: Stranger) -> str:
     of.sweep()
     run = {"store": of.address, "experiment": "offstage", "run_id": "1"}
@@ -209,6 +215,7 @@ SWEEPS: dict[str, Make] = {
     "a job that is a link": linked("0"),
     "a record that is a link": linked("1/run.json"),
     "submitit's folder that is a link": linked(".submitit"),
+    "a pipe in the place of a file": pipe,
     "a job's folder that is noted": says("../outside", jobs=(SweepJob(0, (), "../outside", "", ()),)),
     "a package to look in": says("pkg://evil", "hydra.searchpath=[pkg://evil]"),
     "a package of a folder's config": config_folder,
