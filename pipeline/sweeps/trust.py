@@ -53,11 +53,21 @@ def named_by_folder(folder: Path, record: SweepRecord) -> Iterator[Asked]:
     for job in record.jobs:
         if job.folder is not None and not lies_in(folder / job.folder, [folder]):
             yield Asked(job.folder, "jobs.folder", is_code=False)
-    yield from (Asked(each.store, "tracker.json", is_code=False) for each in read_ids(folder))
-    yield from ways_out_of(folder)
     outputs = outputs_for(folder / SWEEP)
+    stores = [each.store for each in read_ids(folder)]
+    yield from (Asked(each, "tracker.json") for each in stores if not _is_chosen(each, record, outputs))
+    yield from ways_out_of(folder)
     if not record.is_own and lies_in(folder, [outputs]):
         yield from ways_out_of(outputs)
+
+
+def _is_chosen(store: str, record: SweepRecord, outputs: Path) -> bool:
+    """Return whether the user's own command says that runs go to ``store``: the file that notes it has no signature."""
+    words = {word.rstrip("/") for given in record.command for word in re.split(r"[=,'\"\s{}\[\]]", given)}
+    node = record.base.get("tracker")
+    words |= {str(node.get("uri")).rstrip("/")} if isinstance(node, Mapping) else set()
+    is_near = "://" not in store and lies_in(store, [outputs, Path(record.cwd)])
+    return record.is_own and (store in words or is_near)
 
 
 def _options(command: Sequence[str]) -> Iterator[Asked]:

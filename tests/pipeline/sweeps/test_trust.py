@@ -16,6 +16,7 @@ from pipeline.sweeps.command import main
 from pipeline.sweeps.launchers import register_launchers
 from pipeline.sweeps.record import SWEEP, SweepRecord
 from pipeline.sweeps.trust import named_by_folder, refuse_command, resume_command
+from pipeline.tracking.run_ids import RunId, note_id
 from pipeline.trust import Trust
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
@@ -101,6 +102,20 @@ def test_a_record_is_its_user_s_until_it_is_changed(tmp_path: Path, monkeypatch:
     assert SweepRecord.load(tmp_path).is_own
     key.write_bytes(b"another" * 5)
     assert not SweepRecord.load(tmp_path).is_own
+
+
+@pytest.mark.parametrize(
+    ("store", "is_asked"),
+    [("http://mlflow.org", False), ("http://mlflow.or", True), ("http://x", True), ("/x", True), ("outputs/m", False)],
+)
+def test_a_tracker_that_the_user_s_command_does_not_name_is_asked_for(
+    store: str, is_asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = began_with("-m", "tracker.uri=http://mlflow.org/").signed()
+    note_id(tmp_path, RunId(store if store[0] in "/h" else str(tmp_path / store), "offstage", "1"))
+    assert [each.word for each in named_by_folder(tmp_path, record)] == [store] * is_asked
+    assert [each.word for each in named_by_folder(tmp_path, replace(record, signature=None))] != []
 
 
 def test_a_search_s_longer_record_is_no_more_its_user_s_than_it_was(tmp_path: Path) -> None:
