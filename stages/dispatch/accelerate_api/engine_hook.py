@@ -51,11 +51,12 @@ class EngineHook(AlignDevicesHook):
         if streamer is not None:
             streamer.remove()
         for table, attribute in self._away:
-            if isinstance(table[attribute], WaitingTensor):
+            if isinstance(table.get(attribute), WaitingTensor):
                 table[attribute] = bring_home(table[attribute])
-            if isinstance(table[attribute], WaitingTensor):
+            if isinstance(table.get(attribute), WaitingTensor):
                 table[attribute].source.told = self.execution_device  # what is added to it now is to have data
         for table, attribute, device in self._returning:
-            table[attribute] = rebuild(table[attribute], table[attribute].detach().to(device))
+            if attribute in table:  # else it was taken out of its module
+                table[attribute] = rebuild(table[attribute], table[attribute].detach().to(device))
         self._away, self._returning = [], []
         return super().detach_hook(module)

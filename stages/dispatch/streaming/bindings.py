@@ -39,7 +39,13 @@ class Binding:
         """Put ``tensor`` in the place of what waits, as a parameter like it where that is one.
 
         One that would learn is none in a call with gradients: a graph would keep it, and its gradient would be lost.
+        Where what waits was taken out of its module, what was made of it is in memory: a ``RuntimeError``.
         """
+        if self.attribute not in self.table:
+            raise RuntimeError(
+                f"{self.name!r} is streamed, and was taken out of its module, as torch.nn.utils.prune and weight_norm "
+                "do: do that before the model is dispatched, or load what the plain model saves after it"
+            )
         if self.table[self.attribute] is self.waiting:
             tensor = tensor.data  # its own count of writes: the staging memory around it is written all the time
             learns = self.waiting.requires_grad and torch.is_grad_enabled()
@@ -48,7 +54,7 @@ class Binding:
 
     def unbind(self) -> None:
         """Put what waits back."""
-        if self.bound is not None and self.table[self.attribute] is self.bound:
+        if self.bound is not None and self.table.get(self.attribute) is self.bound:
             self.table[self.attribute] = self.waiting
         self.bound = None
 
@@ -58,8 +64,8 @@ class Binding:
 
     def restore(self) -> None:
         """Put back what was there before anything was streamed, as far as it was kept; else what waits stays."""
-        waiting = self.waiting
-        if self.table[self.attribute] is waiting and isinstance(waiting, WaitingTensor) and waiting.kept is not None:
+        waiting, found = self.waiting, self.table.get(self.attribute)
+        if found is waiting and isinstance(waiting, WaitingTensor) and waiting.kept is not None:
             self.wait_as(bring_home(waiting))
 
 

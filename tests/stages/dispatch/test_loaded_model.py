@@ -11,6 +11,7 @@ import offstage
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.errors import BudgetError, CheckpointError, ConfigError
@@ -109,6 +110,14 @@ def test_closing_gives_files_and_threads_back_and_the_model_says_that_it_is_clos
         loaded.close()
     assert open_files() == files
     assert threading.active_count() <= threads + 4, "the readers are the process's, and it has four"
+    with pytest.raises(RuntimeError, match="this model was closed"):
+        loaded.model(TOKENS)
+
+
+def test_a_model_of_which_a_streamed_weight_was_pruned_is_closed(checkpoint: Path, cache: Path) -> None:
+    loaded = load(checkpoint, cache, device_map=ON_DISK)
+    prune.l1_unstructured(loaded.model.lm_head, "weight", 0.5)
+    loaded.close()
     with pytest.raises(RuntimeError, match="this model was closed"):
         loaded.model(TOKENS)
 

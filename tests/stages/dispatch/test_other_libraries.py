@@ -8,6 +8,7 @@ import offstage
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor
@@ -136,3 +137,22 @@ def test_adapters_made_on_a_dispatched_model_are_refused_at_the_first_call(way: 
     model = peft.get_peft_model(way(checkpoint, tmp_path), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(RuntimeError, match=r"lora_A.default.weight' is on the meta device and has no data"):
         model(TOKENS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_streamed_weight_that_was_pruned_is_refused_at_each_call(way: Way, checkpoint, tmp_path) -> None:
+    model = way(checkpoint, tmp_path)
+    prune.l1_unstructured(model.lm_head, "weight", 0.5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'lm_head.weight' is streamed, and was taken out of its module"):
+            model(TOKENS)
+
+
+@pytest.mark.parametrize("way", FIELDS)
+def test_hooks_go_off_a_model_of_which_a_streamed_weight_was_pruned(way: Way, checkpoint, tmp_path) -> None:
+    model = way(checkpoint, tmp_path)
+    prune.l1_unstructured(model.lm_head, "weight", 0.5)
+    offstage.remove_hook_from_submodules(model)
+    expected = plain(checkpoint)
+    prune.l1_unstructured(expected.lm_head, "weight", 0.5)
+    assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
