@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
 from pipeline.cache.user_cache import user_cache
 from pipeline.errors import ConfigError, Fault, closest, raise_faults
@@ -94,6 +94,12 @@ class LoadedModel:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.tokenizer))
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
+        raise TypeError(
+            "a LoadedModel can't be pickled or copied: it holds threads and open files; load the checkpoint again, or "
+            "save it with loaded.model.save_pretrained(folder)"
+        )
 
     def close(self) -> None:
         """Give back what streaming holds: hooks, threads, open files, staging and pinned memory.

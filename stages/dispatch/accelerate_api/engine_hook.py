@@ -29,6 +29,10 @@ class EngineHook(AlignDevicesHook):
         self._away: list[tuple[Table, str]] = []
         self._returning: list[tuple[Table, str, torch.device]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: all but the engine, which is one model's; what waits in the copy reads itself."""
+        return {**vars(self), "streamer": None}
+
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Return ``module``: its weights are placed already."""
         return module

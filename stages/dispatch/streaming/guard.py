@@ -7,8 +7,9 @@ that nothing on the instance is overwritten; the class comes back when the hooks
 
 from __future__ import annotations
 
+import copy
 import logging
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ def guard(model: nn.Module, main_device: torch.device, *, streamed: tuple[str, .
     if isinstance(getattr(kind, "device", None), property):
         body["device"] = property(lambda self: main_device)
     body |= {name: method for name, method in _METHODS.items() if hasattr(kind, name)}
+    body |= {"__reduce_ex__": _reduce_ex, **_copies(kind)}
     body["__qualname__"] = kind.__qualname__
     model.__class__ = type(kind.__name__, (kind,), body)
 
@@ -48,7 +50,8 @@ def shut(model: nn.Module, refusal: str) -> None:
     unguard(model)
     kind = type(model)
     body: dict[str, Any] = {_MARK: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    body |= {name: refuse for name in ("_apply", "state_dict", *_METHODS) if hasattr(kind, name)}
+    body |= {name: refuse for name in ("_apply", "state_dict", "__reduce_ex__", *_METHODS) if hasattr(kind, name)}
+    body |= _copies(kind)
     body["__qualname__"] = kind.__qualname__
     model.__class__ = type(kind.__name__, (kind,), body)
     for module in model.modules():
@@ -83,6 +86,31 @@ def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     kind: Any = vars(type(self))[_MARK]
     moved: nn.Module = kind._apply(self, fn, recurse)
     return moved
+
+
+def _reduce_ex(self: nn.Module, protocol: SupportsIndex, /) -> NoReturn:
+    """Stand in for what ``pickle`` and ``torch.save`` call: no pickle holds the files and threads that serve it."""
+    raise TypeError(
+        "this model can't be pickled while it is dispatched: save it with its save_pretrained(folder), or save what "
+        "get_state_dict_offloaded_model(model) returns"
+    )
+
+
+def _copies(kind: type[nn.Module]) -> dict[str, Any]:
+    """Return the methods by which the models of a guarded subclass of ``kind`` are copied, though not pickled."""
+    return {name: _copy for name in ("__copy__", "__deepcopy__") if not hasattr(kind, name)}
+
+
+def _copy(self: nn.Module, memo: dict[int, Any] | None = None) -> Any:
+    """Copy the model as its own class has it; deep, with a ``memo``."""
+    kind: Any = vars(type(self))[_MARK]
+    make, arguments, state, *_ = kind.__reduce_ex__(self, 4)
+    twin: Any = make(*arguments)
+    if memo is not None:
+        memo[id(self)] = twin
+        state = copy.deepcopy(state, memo)
+    twin.__setstate__(state)
+    return twin
 
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, state_dict: Any = None, **options: Any) -> Any:

@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import torch
 from torch import nn
@@ -118,6 +118,14 @@ class WaitingTensor(torch.Tensor):
             memo[id(self)] = twin
         found: WaitingTensor = memo[id(self)]
         return found
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> Any:
+        if self.source.told is None and isinstance(self.source.weights, dict):  # else files may be mapped there
+            return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        raise TypeError(
+            f"{self.source.name!r} is offloaded, and a pickle of it would have no data: save the model with its "
+            "save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WaitingTensor(name={self.source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -1,8 +1,10 @@
 """``offstage.load``: a checkpoint in, a model that can be called out, by the same way as a run's."""
 
+import copy
 import gc
 import json
 import shutil
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,17 @@ def test_closing_gives_files_and_threads_back_and_the_model_says_that_it_is_clos
     assert threading.active_count() <= threads + 4, "the readers are the process's, and it has four"
     with pytest.raises(RuntimeError, match="this model was closed"):
         loaded.model(TOKENS)
+
+
+def test_what_was_loaded_is_neither_pickled_nor_copied(checkpoint: Path, plain: nn.Module, cache: Path) -> None:
+    with load(checkpoint, cache, device_map=ON_DISK, storage={"io": "direct"}) as loaded:
+        for action in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match="a LoadedModel can't be pickled or copied: it holds threads and open"):
+                action(loaded)
+        gc.collect()
+        assert torch.equal(loaded.model(TOKENS).logits, plain(TOKENS).logits)
+    with pytest.raises(RuntimeError, match="this model was closed"):
+        pickle.dumps(loaded.model)
 
 
 def test_a_model_of_which_a_streamed_weight_was_pruned_is_closed(checkpoint: Path, cache: Path) -> None:

@@ -1,5 +1,8 @@
 """What other libraries do to a model that streams: it works, or is refused before anything is computed with noise."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,6 +140,18 @@ def test_adapters_made_on_a_dispatched_model_are_refused_at_the_first_call(way: 
     model = peft.get_peft_model(way(checkpoint, tmp_path), peft.LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(RuntimeError, match=r"lora_A.default.weight' is on the meta device and has no data"):
         model(TOKENS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_is_copied_and_not_pickled(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model, expected = way(checkpoint, tmp_path), plain(checkpoint)(TOKENS).logits
+    for save in (pickle.dumps, lambda what: torch.save(what, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"this model can't be pickled while it is dispatched: save it with its"):
+            save(model)
+    with pytest.raises(TypeError, match=r"'model.layers.0.self_attn.q_proj.weight' is offloaded, and a pickle of it"):
+        torch.save(model.state_dict(), io.BytesIO())
+    for twin in (copy.deepcopy(model), copy.copy(model), model):
+        assert torch.equal(twin(TOKENS).logits, expected)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
+from stages.shard_load.disk_weights import DiskWeights
 from tests.stages.dispatch.models_to_offload import Transformer, seeded
 
 CPU = torch.device("cpu")
@@ -111,3 +112,10 @@ def test_it_survives_pickle_with_what_it_waits_in() -> None:
     assert isinstance(twin, nn.Parameter)
     assert twin.is_meta
     assert torch.equal(twin * 1, weight)
+
+
+def test_it_is_not_pickled_without_what_it_waits_in() -> None:
+    weight, files = nn.Parameter(torch.randn(2, 2)), DiskWeights({})
+    for source in (WaitingSource(files, "w", CPU), WaitingSource({"w": weight}, "w", CPU, told=CPU)):
+        with pytest.raises(TypeError, match="'w' is offloaded, and a pickle of it would have no data: save the model"):
+            pickle.dumps(WaitingTensor(weight, source))
