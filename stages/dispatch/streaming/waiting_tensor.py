@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 _KEPT = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _TWIN = "_waiting_twin"
+_AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
 
 
 @dataclass(slots=True)
@@ -82,9 +83,18 @@ class WaitingTensor(torch.Tensor):
         dtype = self.dtype if value.is_floating_point() else value.dtype
         return value.detach().to(device=device or value.device, dtype=dtype)
 
+    def _out_of_torch(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what ``func`` makes of the data; an array is read-only, since a change to it would be lost."""
+        values = func(self.now(self.source.device).requires_grad_(self.requires_grad), *args, **kwargs)
+        if func in _AS_ARRAY:
+            values.setflags(write=False)
+        return values
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Autocast decides by the device of its arguments, before operators are dispatched: it must see the data.
+        if func in _AS_ARRAY or func is torch.Tensor.tolist:
+            return args[0]._out_of_torch(func, *args[1:], **(kwargs or {}))
         properties = func.__name__ in ("__get__", "__set__", "detach", "requires_grad_")
         with torch._C.DisableTorchFunctionSubclass():
             if not properties and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()):

@@ -2,6 +2,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,6 +68,23 @@ def test_a_state_dict_and_a_copy_read_nothing() -> None:
     assert layer.weight.to("meta").is_meta
     with pytest.raises(OSError, match="read"):
         layer(torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("values", [torch.Tensor.numpy, np.asarray, torch.Tensor.tolist])
+def test_its_values_are_taken_out_of_torch_as_those_of_any_tensor(values: Any) -> None:
+    weight = nn.Parameter(torch.randn(2, 2), requires_grad=False)
+    assert np.array_equal(values(wait(weight)), values(weight))
+    assert np.array_equal(values(wait(weight)[0]), values(weight[0]))
+
+
+def test_a_parameter_that_learns_has_to_be_detached_to_be_an_array_which_is_read_only() -> None:
+    weight = wait(nn.Parameter(torch.randn(2, 2)))
+    with pytest.raises(RuntimeError, match=r"Use tensor.detach\(\).numpy\(\)"):
+        weight.numpy()
+    array = weight.detach().numpy()
+    assert np.array_equal(array, weight.numpy(force=True))
+    with pytest.raises(ValueError, match="read-only"):
+        array[:] = 0
 
 
 def test_a_change_that_would_be_lost_is_refused() -> None:
