@@ -2,13 +2,16 @@
 
 ``model.to`` would tear what was placed apart, and ``model.device`` of a transformers model is the device of the first
 parameter, which may be waiting on meta. Both are answered by a subclass of the model's own class, of the same name, so
-that nothing on the instance is overwritten; the class comes back when the hooks go.
+that nothing on the instance is overwritten; the class comes back when the hooks go. Parts of the model that have
+weights of it which wait refuse to be moved too. They keep their classes, by which libraries choose layers.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import weakref
+from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -16,11 +19,13 @@ from torch import nn
 
 from stages.dispatch.streaming.state_on_host import state_on_host
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from stages.empty_init.skeleton import parent, upward
 
 _log = logging.getLogger(__name__)
 _MARK = "_class_before_dispatch"
 _STREAMED = "_streamed_weights"
 _MAP = "hf_device_map"
+_APPLY = "_apply"
 
 
 def guard(model: nn.Module, main_device: torch.device, *, streamed: tuple[str, ...]) -> None:
@@ -39,6 +44,10 @@ def guard(model: nn.Module, main_device: torch.device, *, streamed: tuple[str, .
     body |= {"__reduce_ex__": _reduce_ex, **_copies(kind)}
     body["__qualname__"] = kind.__qualname__
     model.__class__ = type(kind.__name__, (kind,), body)
+    owners = {parent(name) for name in streamed}
+    for name in {around for owner in owners for around in upward(owner) if around}:
+        part = model.get_submodule(name)
+        vars(part)[_APPLY] = _ApplyOfPart(part, model)
 
 
 def shut(model: nn.Module, refusal: str) -> None:
@@ -70,22 +79,51 @@ def unguard(model: nn.Module) -> None:
     if is_guarded(model):
         model.__class__ = vars(type(model))[_MARK]
         vars(model).pop(_MAP, None)
+        for module in model.modules():
+            if isinstance(vars(module).get(_APPLY), _ApplyOfPart):
+                del vars(module)[_APPLY]
 
 
 def _apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
     """Stand in for ``nn.Module._apply``, through which ``to``, ``cuda``, ``half`` and the like all go."""
     on_meta = (name for name, tensor in self.named_parameters() if tensor.is_meta)
-    waiting = next(iter(vars(type(self))[_STREAMED]), None) or next(on_meta, None)
+    _refuse_to_move(next(iter(vars(type(self))[_STREAMED]), None) or next(on_meta, None))
+    _log.warning("a dispatched model is being moved or cast: its hooks will send inputs to where the weights were")
+    kind: Any = vars(type(self))[_MARK]
+    moved: nn.Module = kind._apply(self, fn, recurse)
+    return moved
+
+
+def _refuse_to_move(waiting: str | None) -> None:
+    """Refuse to move or cast a model, or a part of one, of which the weight ``waiting`` does, if there is one."""
     if waiting is not None:
         raise RuntimeError(
             f"this model can't be moved or cast: some of its weights wait on the host or on disk, {waiting!r} first. "
             "After dispatch_model and its kin, remove_hook_from_submodules(model) brings them back; a model of the "
             "pipeline is placed by its plan: change max_memory, device_map or dtype and run again"
         )
-    _log.warning("a dispatched model is being moved or cast: its hooks will send inputs to where the weights were")
-    kind: Any = vars(type(self))[_MARK]
-    moved: nn.Module = kind._apply(self, fn, recurse)
-    return moved
+
+
+class _ApplyOfPart:
+    """Stands in for ``_apply`` of a ``part`` of ``model`` while that is guarded, as far as weights of the part wait.
+
+    That of a copy, of no model, does what the part's own does: cast, it has its weights in memory.
+    """
+
+    def __init__(self, part: nn.Module, model: nn.Module | None) -> None:
+        self._part = weakref.ref(part)
+        self._model = None if model is None else weakref.ref(model)
+
+    def __call__(self, fn: Any, recurse: bool = True) -> Any:
+        part: Any = self._part()
+        model = None if self._model is None else self._model()
+        if model is not None and is_guarded(model):
+            tensors = chain(part.parameters(recurse), part.buffers(recurse))
+            _refuse_to_move(next((each.source.name for each in tensors if isinstance(each, WaitingTensor)), None))
+        return type(part)._apply(part, fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ApplyOfPart:
+        return _ApplyOfPart(memo[id(self._part())], None)
 
 
 def _reduce_ex(self: nn.Module, protocol: SupportsIndex, /) -> NoReturn:

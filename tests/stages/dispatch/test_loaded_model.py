@@ -114,6 +114,7 @@ def test_closing_gives_files_and_threads_back_and_the_model_says_that_it_is_clos
     assert threading.active_count() <= threads + 4, "the readers are the process's, and it has four"
     with pytest.raises(RuntimeError, match="this model was closed"):
         loaded.model(TOKENS)
+    assert loaded.model.lm_head.half().weight.is_meta, "a part of it is a plain one again"
 
 
 def test_what_was_loaded_is_neither_pickled_nor_copied(checkpoint: Path, plain: nn.Module, cache: Path) -> None:

@@ -143,6 +143,31 @@ def test_adapters_made_on_a_dispatched_model_are_refused_at_the_first_call(way: 
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_parts_with_weights_that_wait_are_neither_moved_nor_cast(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model, expected = way(checkpoint, tmp_path), plain(checkpoint)
+    layer = model.model.layers[0]
+    for part, first in ((model.model, r"layers.0.\S+"), (layer, r"layers.0.\S+"), (model.lm_head, "lm_head.weight")):
+        for move in (nn.Module.half, lambda module: module.to(torch.float64), lambda module: module.to("cpu")):
+            with pytest.raises(RuntimeError, match=rf"can't be moved or cast: some of its .*{first}' first"):
+                move(part)
+    assert copy.deepcopy(layer.mlp).double().up_proj.weight.dtype == torch.float64
+    model.model.norm.float()
+    assert type(layer.mlp.up_proj) is nn.Linear
+    assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+    assert isinstance(layer.mlp.up_proj.weight, WaitingTensor)
+
+
+@pytest.mark.parametrize("way", FIELDS)
+def test_parts_of_a_model_without_its_hooks_are_cast(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model = way(checkpoint, tmp_path)
+    cut = model.model.layers.pop(1)
+    offstage.remove_hook_from_submodules(model)
+    assert "_apply" not in vars(model.model.layers[0])
+    for part in (model.model.layers[0], cut):
+        assert part.half().mlp.up_proj.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_model_is_copied_and_not_pickled(way: Way, checkpoint: Path, tmp_path: Path) -> None:
     model, expected = way(checkpoint, tmp_path), plain(checkpoint)(TOKENS).logits
     for save in (pickle.dumps, lambda what: torch.save(what, io.BytesIO())):
