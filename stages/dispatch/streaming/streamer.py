@@ -50,6 +50,10 @@ _FORKED = (
     "this model was loaded before the process was forked, and what brings its weights to an accelerator, or its "
     "experts, isn't in the child: load it there"
 )
+_EXPORTED = (
+    "this model can't be exported: its weights are brought in as it runs, and the program would lack them; export the "
+    "plain model, as from_pretrained loads it"
+)
 
 
 def _start_anew() -> None:
@@ -263,6 +267,8 @@ class Streamer:
         """Return whether the hooks still serve, which may go while a call waits for its turn."""
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
+        if (self._parts or self.routed.pools) and torch.compiler.is_exporting():
+            raise RuntimeError(_EXPORTED)
         return self.is_attached
 
     def _use(self, part: StreamedPart) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _COMPILER = "torch._dynamo"
+_REASON = "hooks bring in the weights of a dispatched model, and no graph holds them: export the plain one"
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,9 +28,10 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
                 return function(*args)
             from torch._dynamo.eval_frame import skip_code
 
-            told.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+            told.append(torch.compiler.disable(function, reason=_REASON))  # type: ignore[no-untyped-call]
             skip_code(call.__code__)  # or this function would be compiled anew for each module
         return told[0](*args)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return call

@@ -142,6 +142,26 @@ def test_adapters_made_on_a_dispatched_model_are_refused_at_the_first_call(way: 
         model(TOKENS)
 
 
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(tokens, use_cache=False).logits
+        return logits
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_is_not_exported(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model = way(checkpoint, tmp_path)
+    with pytest.raises(RuntimeError, match="this model can't be exported: its weights are brought in as it runs"):
+        torch.export.export(Logits(model), (TOKENS,), strict=False)
+    with pytest.raises(RuntimeError, match="hooks bring in the weights of a dispatched model, and no graph holds them"):
+        torch.export.export(Logits(model), (TOKENS,), strict=True)
+    assert torch.equal(model(TOKENS).logits, plain(checkpoint)(TOKENS).logits)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_parts_with_weights_that_wait_are_neither_moved_nor_cast(way: Way, checkpoint: Path, tmp_path: Path) -> None:
     model, expected = way(checkpoint, tmp_path), plain(checkpoint)
