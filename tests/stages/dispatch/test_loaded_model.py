@@ -3,8 +3,8 @@
 import copy
 import gc
 import json
-import shutil
 import pickle
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
