@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.cache.store import Store
 from pipeline.errors import ConfigError, raise_faults
 from pipeline.stage import Context
+from stages.checkpoints.generation_defaults import GENERATION_CONFIG
 from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from stages.empty_init.stage import EmptyInitStage
 from stages.generate import options
@@ -127,7 +128,7 @@ def _make_generation(folder: Path) -> None:
     }
     limits = {"max_length": 20, "repetition_penalty": 1.1, "bad_words_ids": [[5, 6]], "suppress_tokens": [7]}
     content = {"bos_token_id": 0, "pad_token_id": 2, **sampling, **limits, "transformers_version": "5.0.0"}
-    folder.joinpath(options.FILE_NAME).write_text(json.dumps(content, indent=1))
+    folder.joinpath(GENERATION_CONFIG).write_text(json.dumps(content, indent=1))
 
 
 def _attempt_generation(folder: Path, _pristine: Path) -> str:
@@ -178,7 +179,7 @@ def _attempt_prompts(folder: Path, _pristine: Path) -> str:
 FORMATS = (
     Format("config", _make_configs, ("*/config.json",), JSON, _attempt_config),
     Format("tokenizer", _make_tokenizers, ("*/*token*.json", "*/*.jinja"), JSON, _attempt_tokenizer),
-    Format("generation config", _make_generation, (options.FILE_NAME,), JSON, _attempt_generation),
+    Format("generation config", _make_generation, (GENERATION_CONFIG,), JSON, _attempt_generation),
     Format("device map", _make_maps, ("*.json",), JSON, _attempt_map),
     Format("prompts", _make_prompts, ("prompts.txt", "prompts.jsonl"), LINES, _attempt_prompts),
 )
