@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -25,8 +24,8 @@ NULL_IN_A_FILE = (
 
 _MISTYPED = (ValidationError, ConfigTypeError)
 _COMPOSERS = ("hydra.", "omegaconf.", "antlr4.", "yaml.")
-_LOOKED_AT = 30
-"""Of the frames at the end of the stack: what recurses is among them, whichever function was the last."""
+_MANY_FRAMES = 100
+"""Calls of what reads a config that were under way where it recursed, at the least; around a stage there are a dozen."""
 _MANY_BRACKETS = 20
 
 
@@ -76,9 +75,9 @@ def _comes_from_an_override(error: Exception) -> bool:
 
 def _recursed_in_composing(error: RecursionError) -> bool:
     """Return whether it was what reads a config that came to the end of Python's stack, and not a stage's code."""
-    *_, last = traceback.walk_tb(error.__traceback__)
-    deepest = islice(_frames_up(last[0]), _LOOKED_AT)
-    return any(str(frame.f_globals.get("__name__", "")).startswith(_COMPOSERS) for frame in deepest)
+    raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__", "")) for frame in (*raised, *_frames_up(raised[-1]))]
+    return sum(module.startswith(_COMPOSERS) for module in modules) > _MANY_FRAMES
 
 
 def _frames_up(frame: FrameType | None) -> Iterator[FrameType]:

@@ -74,7 +74,7 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
 ) -> None:
     ConfigStore.instance().store("joblib", {"_target_": "a.plugin.JoblibLauncher"}, group="hydra/launcher")
     done = offstage_here(*arguments)
-    assert (done.code, done.out) == (2, "")
+    assert (done.code, done.out) == (2, ""), done.err
     assert words in done.err
     assert "unforeseen" not in done.err
     ran = [json.loads(path.read_text())["stages"] for path in tmp_path.glob("outputs/runs/*/*/run.json")]
@@ -100,7 +100,7 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
 def test_a_config_file_that_is_none_is_one_line(text: str, words: str, offstage_here: Run, tmp_path: Path) -> None:
     tmp_path.joinpath("mine.yaml").write_text(text, encoding="latin-1")
     done = offstage_here("--config-dir", str(tmp_path), "--config-name", "mine", "hydra.run.dir=.")
-    assert (done.code, done.out) == (2, "")
+    assert (done.code, done.out) == (2, ""), done.err
     assert words in done.err
     assert "unforeseen" not in done.err
 
