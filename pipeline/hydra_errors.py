@@ -25,7 +25,7 @@ NULL_IN_A_FILE = (
 _MISTYPED = (ValidationError, ConfigTypeError)
 _COMPOSERS = ("hydra.", "omegaconf.", "antlr4.", "yaml.")
 _MANY_FRAMES = 100
-"""Calls of what reads a config that were under way where it recursed, at the least; around a stage there are a dozen."""
+"""Calls of what reads a config that are under way where it recurses, at the least; around a stage it is a dozen."""
 _MANY_BRACKETS = 20
 
 
