@@ -15,6 +15,7 @@ from itertools import islice
 import greenlet
 import torch
 
+from stages.dispatch.streaming.module_state import ModuleState
 from stages.dispatch.streaming.torch_overrides import modes, overridden_by
 from stages.dispatch.streaming.turns import Group, Member, Shared, check_gradients
 
@@ -31,14 +32,15 @@ class _Greenlet(Member):
 class Lockstep(Group):
     """Calls that are made in lockstep, at most ``size`` at a time."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
+    def __init__(self, size: int, state: ModuleState) -> None:
+        super().__init__(state)
         self._size = size
         self._modes = modes()
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Call all ``tasks``, whose calls of the model go together. The first error of one ends them all."""
         waiting = iter(tasks)
+        self._state.begin()
         try:
             self._admit(waiting)
             while (member := self._next()) is not None:
@@ -47,6 +49,7 @@ class Lockstep(Group):
                     self._admit(waiting)
         finally:
             self._dismiss()
+            self._state.end()
 
     def _admit(self, waiting: Iterator[Task]) -> None:
         """Have tasks join as far as there is room, and go on until they call the model."""
@@ -62,16 +65,16 @@ class Lockstep(Group):
         """Let ``member`` go on until it waits again or is done. Raises what its task raises."""
         assert isinstance(member, _Greenlet)
         random, inference = torch.get_rng_state(), torch.is_inference_mode_enabled()
-        torch.set_rng_state(member.random)
+        self._take_up(member)
         self._current = member
         try:
             (go or member.thread.switch)()
         finally:
             self._current = None
-            member.random = torch.get_rng_state()
-            torch.set_rng_state(random)
             if member.thread.dead:
                 self._members.remove(member)
+            self._put_down(member)
+            torch.set_rng_state(random)
         check_gradients(changed=torch.is_inference_mode_enabled() is not inference)
 
     def _dismiss(self) -> None:

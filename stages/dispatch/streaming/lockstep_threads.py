@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from stages.dispatch.streaming.module_state import ModuleState
 from stages.dispatch.streaming.turns import Group, Member, Shared, check_gradients
 
 
@@ -25,8 +26,8 @@ class _Thread(Member):
 class ThreadLockstep(Group):
     """The threads that have joined. The first error of one ends them all."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, state: ModuleState) -> None:
+        super().__init__(state)
         self.threads: set[int] = set()
         """The threads whose calls go together now, by their numbers."""
         self._lock = threading.Lock()
@@ -44,6 +45,8 @@ class ThreadLockstep(Group):
         with self._lock:
             if any(isinstance(other, _Thread) and other.number == member.number for other in self._members):
                 raise RuntimeError("this thread's calls of this model go in lockstep already")
+            if not self.started:
+                self._state.begin()
             self.started += 1
             self._members.append(member)
             self.threads.add(member.number)
@@ -56,7 +59,7 @@ class ThreadLockstep(Group):
         """Wait until it is the turn of ``member``, the calling thread. Raises where an error has ended all."""
         assert isinstance(member, _Thread)
         member.turn.acquire()
-        torch.set_rng_state(member.random)
+        self._take_up(member)
         if self._error is not None:
             raise RuntimeError(
                 f"another thread's call in lockstep with this one failed: {type(self._error).__name__}: {self._error}"
@@ -74,14 +77,17 @@ class ThreadLockstep(Group):
             if member in self._going:
                 self._going.remove(member)
             if self._current is member:
+                self._put_down(member)
                 self._hand_on()
             if not self._members:
+                self._state.end()
                 torch.set_rng_state(self._random)
             return not self._members
 
     def _park(self, member: Member, wants: Shared | None) -> None:
         check_gradients()
-        member.wants, member.random = wants, torch.get_rng_state()
+        member.wants = wants
+        self._put_down(member)
         with self._lock:
             self._hand_on()
         self.wait(member)

@@ -20,6 +20,7 @@ from torch import nn
 
 from stages.dispatch.streaming.lockstep import Lockstep, Task
 from stages.dispatch.streaming.lockstep_threads import ThreadLockstep
+from stages.dispatch.streaming.module_state import ModuleState
 from stages.dispatch.streaming.pass_lock import PassLock, calls_on
 from stages.dispatch.streaming.turns import ALONE, Member, Turns
 from stages.dispatch.streaming.uncompiled import uncompiled
@@ -65,7 +66,7 @@ class ModelPasses:
         self._refuse_second()
         with self.lock.held():
             with self._changing:
-                group = self.turns = Lockstep(size)
+                group = self.turns = Lockstep(size, ModuleState(self._model))
             try:
                 with torch.no_grad():
                     group.run(tasks)
@@ -102,7 +103,7 @@ class ModelPasses:
                 return self.turns, self.turns.join()
             self._refuse_second()
             self._is_forming = True
-        group = ThreadLockstep()
+        group = ThreadLockstep(ModuleState(self._model))
         try:
             self.lock.lend(group.threads)
             with self._changing:

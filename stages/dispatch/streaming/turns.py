@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import greenlet
 import torch
+
+from stages.dispatch.streaming.module_state import ModuleState, Written
 
 Place = tuple[int, ...]
 """The number of a module in the order of a pass; then, of what comes inside its call, numbers in the order of that."""
@@ -51,21 +53,27 @@ ALONE = Turns()
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One call under way: the state of its random numbers, and what it waits for (null: the next pass)."""
+    """One call under way: the state of its random numbers, and what it waits for (null: the next pass).
+
+    ``written`` is what it has written into the modules of the model, while others have their turn.
+    """
 
     random: torch.Tensor
     wants: Shared | None = None
     in_pass: bool = False
     depth: int = 0
+    written: Written = field(default_factory=dict)
 
 
 class Group(Turns, ABC):
     """Members that go together; ``passes`` counts the passes that they shared, ``started`` how many members there were.
 
-    How a member stops and goes on is for those who derive from it to say, in ``_park``.
+    How a member stops and goes on is for those who derive from it to say, in ``_park``. ``state`` is what they keep in
+    the modules of the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: ModuleState) -> None:
+        self._state = state
         self._members: list[Member] = []
         self._current: Member | None = None
         self._going: deque[Member] = deque()
@@ -103,6 +111,16 @@ class Group(Turns, ABC):
     @abstractmethod
     def _is_mine(self, member: Member) -> bool:
         """Return whether the caller is ``member``."""
+
+    def _take_up(self, member: Member) -> None:
+        """Put in place what is ``member``'s own, whose turn it is."""
+        self._state.enter(member.written)
+        torch.set_rng_state(member.random)
+
+    def _put_down(self, member: Member) -> None:
+        """Keep what is ``member``'s own, whose turn ends."""
+        member.random = torch.get_rng_state()
+        self._state.leave(member.written)
 
     def _mine(self) -> Member:
         if self._current is None or not self._is_mine(self._current):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from transformers import (
     PretrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    RecurrentGemmaConfig,
     T5Config,
 )
 
@@ -45,7 +47,15 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
     "mistral, which slides": MistralConfig(**GROUPED, sliding_window=5),
     "gpt2": GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=128, vocab_size=WORDS),
     "qwen3": Qwen3Config(**GROUPED, head_dim=8),
+    "recurrent_gemma": RecurrentGemmaConfig(
+        **{**SIZES, "intermediate_size": 96}, lru_width=32, attention_window_size=8
+    ),
+    "llama, dynamic rope": LlamaConfig(
+        **GROUPED, max_position_embeddings=8, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    ),
 }  # fmt: skip
+RECURRENT = ("mamba", "recurrent_gemma")
+"""Their scans are slow on the cpu, and beams take back what they have read."""
 MIXTURES = ("mixtral", "qwen3_moe")
 ON_DISK = {"device_map": "disk", "storage": {"io": "direct"}}
 PLACES = ("disk", "least", "half", "simulated")
@@ -82,12 +92,12 @@ def drawn(name: str, number: int, *, largest: int) -> Setting:
     """Return the setting ``number`` of the model ``name``; at most ``largest`` prompts go together."""
     draw = random.Random(f"{name} {number}")
     size = draw.randint(2, largest)
-    count, longest = size + draw.randint(1, size), 6 if name == "mamba" else 30  # its scan is slow on the cpu
+    count, longest = size + draw.randint(1, size), 6 if name in RECURRENT else 30
     return Setting(
         name,
         draw.choice([torch.float32, torch.bfloat16]),
         draw.choice(PLACES),
-        draw.choice(["greedy", "sampled"] if name == "mamba" else [*MODES]),
+        draw.choice(["greedy", "sampled"] if name in RECURRENT else [*MODES]),
         size,
         tuple((draw.randint(1, longest), draw.randint(1, 8)) for _ in range(count)),
     )
@@ -134,10 +144,11 @@ def options_of(setting: Setting, folder: Path, whole: int) -> dict[str, Any]:
 
 
 def alone(model: Any, setting: Setting) -> list[torch.Tensor]:
-    """Return the answers of the plain ``model``, one prompt after another, each from the same random numbers."""
+    """Return the answers of the plain ``model``, each from the same random numbers, by a model that is as it is now."""
     torch.manual_seed(3)
     state, wanted = torch.get_rng_state(), []
-    for call in calls(model, setting.asked(), **MODES[setting.mode]):
+    for asked in setting.asked():
+        (call,) = calls(copy.deepcopy(model), [asked], **MODES[setting.mode])
         torch.set_rng_state(state)
         wanted.append(call())
     return wanted

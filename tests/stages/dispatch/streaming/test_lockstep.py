@@ -22,6 +22,7 @@ ACCELERATORS = {
     "max_memory": {0: "1MB", 1: "1MB", "cpu": "1GB"}, "storage": {"io": "direct"},
     "hardware": {"devices": [{"name": "a", "memory": "1MB"}, {"name": "b", "memory": "1MB"}]},
 }  # fmt: skip
+IN_CI = ("llama", "qwen3_moe", "t5", "mistral, which slides", "recurrent_gemma", "llama, dynamic rope")
 SETTINGS = int(os.environ.get("OFFSTAGE_GRID", "0"))
 
 
@@ -31,7 +32,7 @@ def prompts(count: int) -> Asked:
     return [(torch.randint(3, WORDS, (1, length)), 1 + 5 * place % 9) for place, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("name", in_ci("llama", "qwen3_moe", "t5", "mistral, which slides", of=CONFIGS))
+@pytest.mark.parametrize("name", in_ci(*IN_CI, of=CONFIGS))
 def test_each_has_the_tokens_that_it_has_alone_and_a_pass_brings_a_weight_once(name: str, tmp_path: Path) -> None:
     """``OFFSTAGE_GRID=40`` draws so many settings for each model, of up to 32 prompts together: minutes."""
     for number in range(SETTINGS or 1):

@@ -1,0 +1,139 @@
+"""What calls keep in the modules of a model is each call's own in lockstep, and gone after it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import offstage
+import pytest
+import torch
+from torch import nn
+
+from pipeline.errors import ConfigError
+from stages.dispatch.streaming.module_state import ModuleState
+from tests.stages.dispatch.streaming.lockstep_grid import WORDS, opened, saved
+
+LENGTHS = (20, 60, 12, 5, 30)
+"""Of prompts; beyond 8 tokens the rope of the model is scaled."""
+
+
+class Total(nn.Module):
+    """Adds all that it has seen so far to what it is given, and keeps that by ``keep``."""
+
+    def __init__(self, keep: Callable[[Any, torch.Tensor], None], size: int = 4) -> None:
+        super().__init__()
+        self.keep = keep
+        self.register_buffer("seen", torch.zeros(size))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.keep(self, given.sum(dim=0))
+        return given + self.seen[: len(given[0])]
+
+
+def set_anew(module: Any, more: torch.Tensor) -> None:
+    module.seen = module.seen + more
+
+
+def register(module: Any, more: torch.Tensor) -> None:
+    module.register_buffer("seen", module.seen + more)
+
+
+def add_in_place(module: Any, more: torch.Tensor) -> None:
+    module.seen[: len(more)].add_(more)
+
+
+def set_attribute(module: Any, more: torch.Tensor) -> None:
+    module.more = getattr(module, "more", 0) + more
+    register(module, module.more)
+
+
+def sums(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    """Return what three forwards over ``given`` come to."""
+    return torch.stack([model(given) for _ in range(3)])
+
+
+def totalling(keep: Callable[[Any, torch.Tensor], None], size: int = 4) -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(4, 4), Total(keep, size), nn.Linear(4, 4)).requires_grad_(False)
+
+
+def by_threads(model: nn.Module, tasks: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    def answer(task: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with offstage.in_lockstep(model):
+            return task()
+
+    with ThreadPoolExecutor(len(tasks)) as pool, offstage.in_lockstep(model):
+        found = [pool.submit(answer, task) for task in tasks]
+    return [each.result() for each in found]
+
+
+@pytest.mark.parametrize("together", [partial(offstage.lockstep, size=3), by_threads])
+@pytest.mark.parametrize("keep", [set_anew, register, add_in_place, set_attribute])
+def test_what_a_call_writes_no_other_sees_however_it_is_written(keep: Any, together: Any, tmp_path: Path) -> None:
+    model = totalling(keep)
+    asked = [torch.randn(rows, 4) for rows in (2, 1, 3, 5)]
+    with torch.no_grad():
+        sums(model, asked[0])  # all begin with what was there
+        wanted = [sums(copy.deepcopy(model), given) for given in asked]
+    kept = copy.deepcopy(model[1])
+    offstage.disk_offload(model, tmp_path / "offload", execution_device="cpu")
+    for _ in range(2):
+        answers = together(model, [partial(sums, model, given) for given in asked])
+        assert all(map(torch.equal, answers, wanted))
+        assert vars(model[1]).keys() == vars(kept).keys()
+        assert torch.equal(model[1].seen, kept.seen), "later calls see nothing of them"
+    assert nn.Module.__setattr__.__module__ == "torch.nn.modules.module"
+
+
+def test_logits_under_a_rope_that_grows_are_those_alone_and_so_are_later_ones(tmp_path: Path) -> None:
+    plain = saved(tmp_path / "checkpoint", "llama, dynamic rope", torch.float32)
+    torch.manual_seed(11)
+    asked = [torch.randint(3, WORDS, (1, length)) for length in LENGTHS]
+
+    def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+        scores = model.generate(ids, max_new_tokens=3, output_logits=True, return_dict_in_generate=True).logits
+        return torch.stack(scores)
+
+    wanted = [logits(copy.deepcopy(plain), ids) for ids in asked]
+    with opened(tmp_path) as loaded:
+        answers = offstage.lockstep(loaded.model, [partial(logits, loaded.model, ids) for ids in asked], size=3)
+        assert all(map(torch.equal, answers, wanted))
+        assert torch.equal(logits(loaded.model, asked[2]), wanted[2])
+
+
+def test_a_large_buffer_that_is_changed_in_place_is_refused_by_name_where_another_call_would_see_it(
+    tmp_path: Path,
+) -> None:
+    model = offstage.disk_offload(totalling(add_in_place, 1 << 20), tmp_path / "offload", execution_device="cpu")
+    tasks = [partial(sums, model, torch.ones(1, 4))] * 2
+    with pytest.raises(ConfigError, match=r"lockstep: .* changes '1.seen' in place, 4194304 bytes .*lockstep=1"):
+        offstage.lockstep(model, tasks)
+    assert len(offstage.lockstep(model, tasks[:1])) == 1
+
+
+def test_hooks_that_outputs_are_recorded_by_come_once(tmp_path: Path) -> None:
+    plain = saved(tmp_path / "checkpoint", "llama")
+    ids = torch.tensor([[5, 6, 7]])
+
+    def layers(model: Any) -> int:
+        return len(model(ids, output_hidden_states=True).hidden_states)
+
+    with opened(tmp_path) as loaded:
+        for _ in range(2):
+            assert offstage.lockstep(loaded.model, [partial(layers, loaded.model)] * 2) == [layers(plain)] * 2
+
+
+def test_a_model_that_keeps_nothing_has_nothing_to_exchange(tmp_path: Path) -> None:
+    model = saved(tmp_path / "checkpoint", "llama")
+    state, written = ModuleState(model), dict[Any, Any]()
+    state.begin()
+    state.enter(written)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+    state.leave(written)
+    state.end()
+    assert not written
