@@ -1,7 +1,7 @@
 """Lockstep: several calls of one model, in one thread of the system, go through it together.
 
 A member is a greenlet: a second thread would bring a second team of OpenMP's. Each has random numbers of its own, which
-go on from where they were as it began; none records gradients.
+go on from where they were as it began, and a state of the thread, such as autocast; none records gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import greenlet
 import torch
 
 from stages.dispatch.streaming.module_state import ModuleState
-from stages.dispatch.streaming.torch_overrides import modes, overridden_by
+from stages.dispatch.streaming.thread_state import ThreadState
 from stages.dispatch.streaming.turns import Group, Member, Shared, check_gradients
 
 Task = Callable[[], object]
@@ -35,7 +35,7 @@ class Lockstep(Group):
     def __init__(self, size: int, state: ModuleState) -> None:
         super().__init__(state)
         self._size = size
-        self._modes = modes()
+        self._outside = ThreadState.current()
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Call all ``tasks``, whose calls of the model go together. The first error of one ends them all."""
@@ -64,7 +64,7 @@ class Lockstep(Group):
     def _resume(self, member: Member, go: Callable[[], object] | None = None) -> None:
         """Let ``member`` go on until it waits again or is done. Raises what its task raises."""
         assert isinstance(member, _Greenlet)
-        random, inference = torch.get_rng_state(), torch.is_inference_mode_enabled()
+        random = torch.get_rng_state()
         self._take_up(member)
         self._current = member
         try:
@@ -73,9 +73,9 @@ class Lockstep(Group):
             self._current = None
             if member.thread.dead:
                 self._members.remove(member)
+                self._outside.restore()
             self._put_down(member)
             torch.set_rng_state(random)
-        check_gradients(changed=torch.is_inference_mode_enabled() is not inference)
 
     def _dismiss(self) -> None:
         """End what is still under way, as after an error; each task's own clearing up is done.
@@ -89,8 +89,9 @@ class Lockstep(Group):
 
     def _park(self, member: Member, wants: Shared | None) -> None:
         assert isinstance(member, _Greenlet)
+        check_gradients()
         member.wants = wants
-        with overridden_by(self._modes):
+        with self._outside.in_place():
             member.thread.parent.switch()
 
     def _is_mine(self, member: Member) -> bool:

@@ -146,12 +146,12 @@ class Group(Turns, ABC):
             self._going.extend(self._members)
 
 
-def check_gradients(*, changed: bool = False) -> None:
-    """Refuse a call that records gradients, or ``changed`` what holds for the others too."""
-    if torch.is_grad_enabled() or changed:
+def check_gradients() -> None:
+    """Refuse a call that records gradients: what it keeps for them would be let go as others have their turn."""
+    if torch.is_grad_enabled():
         raise RuntimeError(
-            "a call in lockstep turned gradients or inference_mode on, which would hold for the others: enter "
-            "torch.inference_mode() around all of them"
+            "a call in lockstep turned gradients on, which none can have there: leave that out of it, or call the "
+            "model without lockstep"
         )
 
 

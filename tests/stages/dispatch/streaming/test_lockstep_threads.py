@@ -89,7 +89,7 @@ def test_what_can_not_go_together_is_refused(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError, match="under way already"):
                 offstage.lockstep(loaded.model, [])
             torch.set_grad_enabled(True)
-            with pytest.raises(RuntimeError, match="turned gradients or inference_mode on"):
+            with pytest.raises(RuntimeError, match="turned gradients on"):
                 loaded.model(torch.tensor([[1, 2]]))
             torch.set_grad_enabled(False)
         assert loaded.model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 96)
