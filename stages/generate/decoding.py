@@ -102,7 +102,8 @@ class Decoding:
 
             together = [number for number, batch in left.items() if members > 1 and not self._goes_alone(batch[0])]
             for number in sorted(left.keys() - together):
-                self.cost.add(*answer(number))
+                with self._dispatched.streamer.alone():
+                    self.cost.add(*answer(number))
             self._answer_together([partial(answer, number) for number in together], members)
 
     def _goes_alone(self, asked: Asked) -> bool:

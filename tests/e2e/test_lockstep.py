@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.conftest import Finished
 from tests.long_form import in_ci
+from tests.stages.dispatch.streaming.lockstep_grid import saved
 
 Run = Callable[..., Finished]
 WORDS = ["The weights wait", "Once upon a time in a far machine there was", "What", "A budget is a contract, so"]
@@ -39,6 +41,16 @@ def test_answers_are_those_of_each_prompt_alone(sampled: str, offstage_here: Run
     assert mine["predicted_streamed_bytes_per_token"] == pytest.approx(
         theirs["predicted_streamed_bytes_per_token"] / 4, rel=0.01
     )
+
+
+def test_what_a_model_keeps_of_one_prompt_no_other_sees(offstage_here: Run, fresh_folder: Path) -> None:
+    plain = saved(fresh_folder / "checkpoint", "recurrent_gemma")
+    prompts = [[5], [*range(3, 20)], [5]]  # one token alone is added to what is there
+    asked = ["model.path=checkpoint", f"generate.prompts={prompts}", "generate.max_new_tokens=2", "generate.exact=true"]
+    alone, together = (offstage_here(*asked, f"generate.lockstep={size}").tokens for size in (1, 3))
+    assert together == alone
+    fresh = plain.generate(torch.tensor([[5]]), max_new_tokens=2, do_sample=False)
+    assert alone[0] == alone[2] == fresh[0, 1:].tolist()
 
 
 def test_auto_says_how_many_and_a_bad_number_is_refused(offstage_here: Run, lines: Path) -> None:

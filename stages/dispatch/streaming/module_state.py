@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -153,6 +154,18 @@ class ModuleState:
                 slot.restore()
         self._slots.clear()
         self._watched.clear()
+
+    @contextmanager
+    def of_one_call(self) -> Iterator[None]:
+        """Have what is written inside be gone after it."""
+        written: Written = {}
+        self.begin()
+        self.enter(written)
+        try:
+            yield
+        finally:
+            self.leave(written)
+            self.end()
 
     def enter(self, written: Written) -> None:
         """Put in place what a call has ``written``, whose turn it is, unless another has changed what can't be."""

@@ -29,6 +29,7 @@ from stages.dispatch.streaming.guard import guard, shut, unguard
 from stages.dispatch.streaming.inputs import move_inputs
 from stages.dispatch.streaming.lockstep import Lockstep, Task
 from stages.dispatch.streaming.lookahead import Lookahead
+from stages.dispatch.streaming.module_state import ModuleState
 from stages.dispatch.streaming.passes import ModelPasses
 from stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from stages.dispatch.streaming.saved_weights import SavedWeights
@@ -130,6 +131,10 @@ class Streamer:
     def joined(self) -> AbstractContextManager[None]:
         """Return the context of a thread whose calls of the model go with those of others; see ``in_lockstep``."""
         return self._passes.joined()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context of calls that keep in the modules of the model nothing that later ones see."""
+        return ModuleState(self._model).of_one_call()
 
     def wait_for(self, shared: Shared) -> None:
         """Return when it is the turn of the caller, one of several calls in lockstep, to use ``shared``."""
