@@ -23,6 +23,7 @@ from pipeline.errors import ConfigError
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 _ABSENT = object()
+_DATA = (torch.Tensor, int, float, list, tuple, dict)
 _COPIED = 1 << 20
 """Bytes of the largest tensor that is copied, in case that calls change it in place."""
 
@@ -195,16 +196,17 @@ class ModuleState:
     def note(self, module: nn.Module, name: str, value: Any) -> None:
         """Note that ``value`` is about to be set as ``name`` in ``module``, if a call does so and it is state of it.
 
-        A flag that wasn't there before says what was done to the module once, such as hooks that it has from then on.
+        What wasn't there before and isn't data (a flag, a function that was compiled) was done to the module once, for
+        all calls.
         """
         if not self._in_call or id(module) not in self._modules:
             return
-        own = vars(module)
         if name in module._parameters or name in module._modules or isinstance(value, nn.Parameter | nn.Module):
             return
-        if own.get(name, _ABSENT) is value or (isinstance(value, bool) and name not in own):
+        before = next((table[name] for table in _tables(module) if name in table), _ABSENT)
+        if value is before or (before is _ABSENT and (isinstance(value, bool) or not isinstance(value, _DATA))):
             return
-        for table in (own, module._buffers):
+        for table in _tables(module):
             key = (id(table), name)
             if key in self._streamed:
                 raise ConfigError(

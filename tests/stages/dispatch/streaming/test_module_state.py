@@ -52,6 +52,12 @@ def set_attribute(module: Any, more: torch.Tensor) -> None:
     register(module, module.more)
 
 
+def delete(module: Any, more: torch.Tensor) -> None:
+    seen = module.seen
+    del module.seen
+    module.register_buffer("seen", more + seen)
+
+
 def sums(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
     """Return what three forwards over ``given`` come to."""
     return torch.stack([model(given) for _ in range(3)])
@@ -73,7 +79,7 @@ def by_threads(model: nn.Module, tasks: list[Callable[[], torch.Tensor]]) -> lis
 
 
 @pytest.mark.parametrize("together", [partial(offstage.lockstep, size=3), by_threads])
-@pytest.mark.parametrize("keep", [set_anew, register, add_in_place, set_attribute])
+@pytest.mark.parametrize("keep", [set_anew, register, add_in_place, set_attribute, delete])
 def test_what_a_call_writes_no_other_sees_however_it_is_written(keep: Any, together: Any, tmp_path: Path) -> None:
     model = totalling(keep)
     asked = [torch.randn(rows, 4) for rows in (2, 1, 3, 5)]
@@ -126,6 +132,20 @@ def test_hooks_that_outputs_are_recorded_by_come_once(tmp_path: Path) -> None:
     with opened(tmp_path) as loaded:
         for _ in range(2):
             assert offstage.lockstep(loaded.model, [partial(layers, loaded.model)] * 2) == [layers(plain)] * 2
+
+
+def test_what_is_done_to_a_module_once_is_done_for_all_calls(tmp_path: Path) -> None:
+    compiled = list[Callable[[], None]]()
+
+    def compile_once(module: Any, more: torch.Tensor) -> None:
+        if not hasattr(module, "compiled"):
+            module.compiled = lambda: None
+            compiled.append(module.compiled)
+
+    model = offstage.disk_offload(totalling(compile_once), tmp_path / "offload", execution_device="cpu")
+    for _ in range(2):
+        offstage.lockstep(model, [partial(sums, model, torch.ones(1, 4))] * 3)
+    assert compiled == [model[1].compiled]
 
 
 def test_a_model_that_keeps_nothing_has_nothing_to_exchange(tmp_path: Path) -> None:
