@@ -370,9 +370,9 @@ def test_a_ratio_left_open_is_the_least_that_fits(deep: tuple[str, ...], offstag
 
 @pytest.mark.of_the_process("what it holds is measured, and a fork shares memory with its server")
 @pytest.mark.skipif(not can_cap(), reason="may not make memory cgroups")
-def test_a_training_lives_under_what_was_predicted_of_it(deep: tuple[str, ...], offstage_here: Run) -> None:
+def test_a_training_lives_under_what_was_predicted_of_it(deep: tuple[str, ...], offstage: Run) -> None:
     offload = ("max_memory.cpu=20MB", "finetune.activation_offload={ratio: 0.8, target: disk}")
-    done = offstage_here(*deep, "enforce_memory=true", *offload)
+    done = offstage(*deep, "enforce_memory=true", *offload)
     assert done.code == 0, done.err
     memory = done.record["memory"]
     assert done.record["enforcement"]["enforced"]

@@ -15,18 +15,19 @@ from tests.e2e.conftest import Finished
 
 Run = Callable[..., Finished]
 NET = """
+import itertools
 import torch
 
 class {name}(torch.nn.Module):
+    calls = itertools.count()  # nobody can give it back what it was, as what is kept in a module is
+
     def __init__(self):
         super().__init__()
         self.embed = torch.nn.Embedding(48, 16)
         self.head = torch.nn.Linear(16, 48)
-        self.calls = 0
 
     def forward(self, tokens):
-        self.calls += {forgets}
-        return self.head(self.embed(tokens)).roll(self.calls // 4, -1)
+        return self.head(self.embed(tokens)).roll({forgets} * next(self.calls) // 4, -1)
 """
 
 
