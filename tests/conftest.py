@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,14 @@ LONG_FORM = "OFFSTAGE_LONG"
 # What the short form draws follows from a test's own code: it answers the same on any machine, under any load.
 settings.register_profile("offstage", derandomize=not os.environ.get(LONG_FORM), deadline=None)
 settings.load_profile("offstage")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have records be signed by a key of these tests, and not by the user's, whose home may not even be writable."""
+    if "XDG_DATA_HOME" not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="offstage-tests-")
+        os.environ["XDG_DATA_HOME"] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_sessionstart() -> None:
