@@ -136,6 +136,8 @@ class ModelPasses:
 
     def leave_call(self) -> None:
         """Say that a call of a part of the model has ended; after one outside of all passes it is others' turn."""
+        if not self.lock.is_mine():  # it never began
+            return
         self._calls = max(0, self._calls - 1)
         if not self._calls and not self._depth:
             self.lock.leave()

@@ -298,7 +298,7 @@ class Streamer:
 
     def _release(self, part: StreamedPart) -> None:
         """Let ``part`` go when its last user leaves; a call whose acquire failed has nothing to release."""
-        if part.users == 0:
+        if part.users == 0 or not self._passes.lock.is_mine():
             return
         part.users -= 1
         try:

@@ -188,6 +188,35 @@ def test_what_one_thread_raises_is_its_own_and_leaves_the_model_free(
         assert all(map(torch.equal, answers, wanted))
 
 
+@pytest.mark.filterwarnings("error:module forward hook")  # torch's word for one that raised as it took back
+def test_a_call_that_fails_before_its_turn_takes_nothing_from_the_one_under_way(tmp_path: Path) -> None:
+    plain = saved(tmp_path / "checkpoint", "llama", torch.float32)
+    states, wanted = torch.randn(1, 3, 32), plain(torch.tensor([[5, 6, 7]])).logits
+    with opened(tmp_path) as loaded:
+        model: Any = loaded.model
+        under_way, go_on = threading.Event(), threading.Event()
+        part = model.model.layers[1].mlp.gate_proj
+
+        def stop(_module: Any, _args: Any) -> None:
+            under_way.set()
+            go_on.wait()
+
+        def throw(_module: Any, _args: Any) -> None:
+            if threading.current_thread().name.startswith("failing"):
+                raise ArithmeticError("before all other hooks")
+
+        part.register_forward_pre_hook(stop)
+        part.register_forward_pre_hook(throw, prepend=True)
+        with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1, "failing") as failing:
+            busy = pool.submit(model, torch.tensor([[5, 6, 7]]))
+            under_way.wait()
+            failed = failing.submit(part, states).exception()
+            go_on.set()
+            assert isinstance(failed, ArithmeticError)
+            assert torch.equal(busy.result().logits, wanted)
+        assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, wanted)
+
+
 def test_closing_waits_for_the_pass_of_another_thread_and_every_use_after_it_says_so(tmp_path: Path) -> None:
     saved(tmp_path / "checkpoint", "llama", torch.float32)
     with opened(tmp_path) as loaded:
