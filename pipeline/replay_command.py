@@ -31,7 +31,7 @@ from pipeline.replay import Comparison, Difference, compare, first_difference, k
 from pipeline.runner import load_stages
 from pipeline.stage import MEASURED, Artifact
 from pipeline.terminal import shorten
-from pipeline.trust import REMOTE_CODE, Trust, Wish, named_code, named_places
+from pipeline.trust import REMOTE_CODE, Trust, TrustRequest, named_code, named_places
 
 NAME = "offstage-replay"
 DIFFERENT = 1
@@ -100,7 +100,7 @@ def refuse_untrusted(then: RunRecord, config: Mapping[str, Any], folder: Path, w
     trust, outputs = _trust(then, words), Path(config["outputs"])
     asked = [*named_code(config), *named_places(config, lambda path: trust.encloses(path, outputs))]
     if then.path.absolute().is_relative_to(outputs) and not lies_in(folder, [outputs]):  # sent with a link in it
-        asked.append(Wish(str(folder.parent), "outputs", is_code=False))
+        asked.append(TrustRequest(str(folder.parent), "outputs", is_code=False))
     trust.refuse(asked, about=then.path, error=ReplayError)
 
 
@@ -153,7 +153,9 @@ def _compare_stored(then: RunRecord, trust: Trust) -> int:
     """Hold what the cache keeps of the run against its record; nothing is run."""
     outputs = outputs_for(then.path)
     kept = [_kept(entry, outputs / "cache") for entry in then.data["stages"]]
-    asked = [Wish(str(path), "stages.artifact", is_code=False) for path in kept if not trust.encloses(path, outputs)]
+    asked = [
+        TrustRequest(str(path), "stages.artifact", is_code=False) for path in kept if not trust.encloses(path, outputs)
+    ]
     trust.refuse(asked, about=then.path, error=ReplayError)
     stages, cache = {stage.name: stage for stage in load_stages(then.config)}, outputs / "cache"
     difference: Difference | None = None

@@ -26,7 +26,7 @@ REMOTE_CODE = "remote-code"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class TrustRequest:
     """Something that a record names under ``key``, and the ``word`` that trusts it.
 
     What is no code is a choice of the record's author: a path outside its folder, an address, a setting of Hydra.
@@ -45,7 +45,7 @@ class Trust:
     words: Sequence[str]
     own: bool
 
-    def refuse(self, asked: Iterable[Wish], *, about: Path, error: type[OffstageError] = ConfigError) -> None:
+    def refuse(self, asked: Iterable[TrustRequest], *, about: Path, error: type[OffstageError] = ConfigError) -> None:
         """Raise an ``error`` that tells what is ``asked`` for without the user's word, and how to give it."""
         untrusted = {
             each.word: each.key for each in asked if each.word not in self.words and (each.is_code or not self.own)
@@ -68,42 +68,42 @@ def trust_flags(words: Iterable[str]) -> str:
     return " ".join(shlex.quote(f"--trust={word}") for word in dict.fromkeys(words))
 
 
-def ways_out_of(folder: Path) -> Iterator[Wish]:
+def ways_out_of(folder: Path) -> Iterator[TrustRequest]:
     """Yield what below ``folder`` leads out of it: links, by which others would be written, pipes and devices."""
     found = (Path(above, name) for above, folders, files in os.walk(folder) for name in (*folders, *files))
     for path in found:
         if path.is_symlink() and not lies_in(path, [folder]):
-            yield Wish(str(path.relative_to(folder)), "a link")
+            yield TrustRequest(str(path.relative_to(folder)), "a link")
         elif not path.is_symlink() and not path.is_dir() and not path.is_file():
-            yield Wish(str(path.relative_to(folder)), "no regular file")
+            yield TrustRequest(str(path.relative_to(folder)), "no regular file")
 
 
-def named_code(config: Config) -> Iterator[Wish]:
+def named_code(config: Config) -> Iterator[TrustRequest]:
     """Yield what ``config`` names as code."""
     chosen = config.get("stages")
     for stage in chosen if isinstance(chosen, list | tuple) else ():
         if stage in installed_stages() and not is_own_stage(stage):
-            yield Wish(stage, "stages")
+            yield TrustRequest(stage, "stages")
     node = config.get("model")
     model = node if isinstance(node, Mapping) else {}
     if model.get("kind") == "module" and "_target_" not in model:
-        yield Wish("None", "model._target_")
+        yield TrustRequest("None", "model._target_")
     if "." in str(model.get("class") or ""):
-        yield Wish(str(model["class"]), "model.class")
+        yield TrustRequest(str(model["class"]), "model.class")
     for place, node in walk(config):  # Hydra calls those too that stand among the arguments of another
         if isinstance(node, Mapping) and "_target_" in node:
-            yield Wish(str(node["_target_"]), f"{place}._target_")
+            yield TrustRequest(str(node["_target_"]), f"{place}._target_")
         if isinstance(node, Mapping) and node.get("trust_remote_code"):
-            yield Wish(REMOTE_CODE, f"{place}.trust_remote_code")
+            yield TrustRequest(REMOTE_CODE, f"{place}.trust_remote_code")
 
 
-def named_places(config: Config, encloses: Callable[[str], bool]) -> Iterator[Wish]:
+def named_places(config: Config, encloses: Callable[[str], bool]) -> Iterator[TrustRequest]:
     """Yield the paths of ``config`` that nothing ``encloses``, and what it would have fetched or sent."""
     own = [Path(str(resources.files("conf")))]
     for key, path in named_paths(config):
         is_path = Path(path).is_absolute()
         if (is_path and not encloses(path) and not lies_in(path, own)) or (not is_path and key.startswith("model.")):
-            yield Wish(path, key, is_code=False)
+            yield TrustRequest(path, key, is_code=False)
     tracker = config.get("tracker")
     if isinstance(tracker, Mapping) and tracker.get("kind") is not None:
-        yield Wish(str(tracker.get("uri") or tracker.get("folder")), "tracker", is_code=False)
+        yield TrustRequest(str(tracker.get("uri") or tracker.get("folder")), "tracker", is_code=False)

@@ -19,7 +19,7 @@ from pipeline.hydra_arguments import refuse_empty_sweeps
 from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
 from pipeline.sweeps.record import SweepJob, SweepRecord
 from pipeline.sweeps.trust import named_by_job
-from pipeline.trust import Trust, Wish
+from pipeline.trust import Trust, TrustRequest
 
 
 def describe_sweep(
@@ -58,14 +58,14 @@ def describe_job(
     return job
 
 
-def _refuse(asked: Iterable[Wish], trust: Trust | None) -> None:
+def _refuse(asked: Iterable[TrustRequest], trust: Trust | None) -> None:
     if trust is not None:
         trust.refuse(asked, about=trust.folder)
 
 
 def _describe(
     loader: Any, config: DictConfig, number: int, overrides: Sequence[str], *, trust: Trust | None
-) -> tuple[SweepJob, tuple[Wish, ...]]:
+) -> tuple[SweepJob, tuple[TrustRequest, ...]]:
     """Return the job with ``overrides`` and what it asks the user's word for."""
     composed = loader.load_sweep_config(config, list(overrides))
     refuse_sharing(composed)
@@ -83,7 +83,7 @@ def _describe(
 
 def _every_job(loader: Any, config: DictConfig, trust: Trust | None) -> tuple[SweepJob, ...]:
     found: list[SweepJob] = []
-    asked: list[Wish] = []
+    asked: list[TrustRequest] = []
     faults: dict[str, None] = {}
     for number, overrides in enumerate(_overrides(loader, config)):
         try:

@@ -30,7 +30,7 @@ from pipeline.plain_data import leaves
 from pipeline.regular_files import lies_in
 from pipeline.sweeps.record import SWEEP, SweepRecord
 from pipeline.tracking.run_ids import read_ids
-from pipeline.trust import Trust, Wish, named_code, named_places, trust_flags, ways_out_of
+from pipeline.trust import Trust, TrustRequest, named_code, named_places, trust_flags, ways_out_of
 
 _HARMLESS = re.compile(
     r"mode|(overrides|runtime)\..*|sweep\.(dir|subdir)|job\.(override_dirname|config_name|num)"
@@ -45,17 +45,17 @@ _OWN_TARGET = re.compile(
 _CONF = "pkg://conf"
 
 
-def named_by_folder(folder: Path, record: SweepRecord) -> Iterator[Wish]:
+def named_by_folder(folder: Path, record: SweepRecord) -> Iterator[TrustRequest]:
     """Yield what the sweep in ``folder`` asks for beside its config: options, its own folder, links, a tracker."""
     yield from _options(record.command)
     if Path(record.cwd).is_dir() and not lies_in(record.cwd, [folder]) and Path(record.cwd).resolve() != Path.cwd():
-        yield Wish(record.cwd, "cwd", is_code=False)
+        yield TrustRequest(record.cwd, "cwd", is_code=False)
     for job in record.jobs:
         if job.folder is not None and not lies_in(folder / job.folder, [folder]):
-            yield Wish(job.folder, "jobs.folder", is_code=False)
+            yield TrustRequest(job.folder, "jobs.folder", is_code=False)
     outputs = outputs_for(folder / SWEEP)
     stores = [each.store for each in read_ids(folder)]
-    yield from (Wish(each, "tracker.json") for each in stores if not _is_chosen(each, record, outputs))
+    yield from (TrustRequest(each, "tracker.json") for each in stores if not _is_chosen(each, record, outputs))
     yield from ways_out_of(folder)
     if not record.is_own and lies_in(folder, [outputs]):
         yield from ways_out_of(outputs)
@@ -70,13 +70,13 @@ def _is_chosen(store: str, record: SweepRecord, outputs: Path) -> bool:
     return record.is_own and (store in words or is_near)
 
 
-def _options(command: Sequence[str]) -> Iterator[Wish]:
+def _options(command: Sequence[str]) -> Iterator[TrustRequest]:
     """Yield the options that have Hydra look elsewhere for configs, or do something else than a sweep."""
     parser = get_args_parser()
     for name, value in vars(parser.parse_args(list(command))).items():
         if name not in ("overrides", "multirun") and value != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
-            yield Wish(option if value is True else f"{option}={value}", "command", is_code=False)
+            yield TrustRequest(option if value is True else f"{option}={value}", "command", is_code=False)
 
 
 def refuse_command(trust: Trust, loader: Any, config_name: str | None, overrides: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ def refuse_command(trust: Trust, loader: Any, config_name: str | None, overrides
     trust.refuse(named_by_sweep(composed, trust), about=trust.folder)
 
 
-def _search_path(loader: Any, config_name: str | None, overrides: Sequence[str]) -> Iterator[Wish]:
+def _search_path(loader: Any, config_name: str | None, overrides: Sequence[str]) -> Iterator[TrustRequest]:
     """Yield where configs are looked for beyond those that are installed: a package is imported for it."""
     given = OverridesParser.create().parse_overrides(list(overrides))
     added = [each.value() for each in given if each.get_key_element().lstrip("+~") == "hydra.searchpath"]
@@ -99,17 +99,17 @@ def _search_path(loader: Any, config_name: str | None, overrides: Sequence[str])
     for places in added:
         for place in places if isinstance(places, Sequence) and not isinstance(places, str) else [places]:
             if place is not None:
-                yield Wish(str(place), "hydra.searchpath", is_code=False)
+                yield TrustRequest(str(place), "hydra.searchpath", is_code=False)
 
 
-def _other_folder(composed: DictConfig, trust: Trust) -> Iterator[Wish]:
+def _other_folder(composed: DictConfig, trust: Trust) -> Iterator[TrustRequest]:
     """Yield where a sweep, or a job of it, would lie elsewhere than in the folder that is resumed."""
     given = str(composed.hydra.sweep.dir)
     if not lies_in(given, [trust.folder]):
-        yield Wish(given, "hydra.sweep.dir", is_code=False)
+        yield TrustRequest(given, "hydra.sweep.dir", is_code=False)
 
 
-def named_by_job(composed: DictConfig, trust: Trust | None) -> Iterator[Wish]:
+def named_by_job(composed: DictConfig, trust: Trust | None) -> Iterator[TrustRequest]:
     """Yield what a job's config, as Hydra ``composed`` it, asks for; with ``trust`` its places too."""
     if trust is not None:
         yield from named_by_sweep(composed, trust)
@@ -119,7 +119,7 @@ def named_by_job(composed: DictConfig, trust: Trust | None) -> Iterator[Wish]:
         yield from named_code(_resolved(composed, strictly=False))
 
 
-def named_by_sweep(composed: DictConfig, trust: Trust) -> Iterator[Wish]:
+def named_by_sweep(composed: DictConfig, trust: Trust) -> Iterator[TrustRequest]:
     """Yield what the config that Hydra ``composed`` asks for, of a job or below all jobs of a sweep."""
     yield from _named_to_hydra(composed)
     yield from _other_folder(composed, trust)
@@ -129,7 +129,7 @@ def named_by_sweep(composed: DictConfig, trust: Trust) -> Iterator[Wish]:
     yield from named_places(config, lambda path: trust.encloses(path, outputs))
 
 
-def _job_folder(composed: DictConfig, folder: Path) -> Iterator[Wish]:
+def _job_folder(composed: DictConfig, folder: Path) -> Iterator[TrustRequest]:
     written = OmegaConf.to_container(composed.hydra.sweep, resolve=False)
     try:
         subdir = str(composed.hydra.sweep.subdir)
@@ -137,7 +137,7 @@ def _job_folder(composed: DictConfig, folder: Path) -> Iterator[Wish]:
         subdir = ".."  # only the job itself will know
     if not lies_in(folder / subdir, [folder]):
         assert isinstance(written, dict)
-        yield Wish(str(written["subdir"]), "hydra.sweep.subdir", is_code=False)
+        yield TrustRequest(str(written["subdir"]), "hydra.sweep.subdir", is_code=False)
 
 
 def _resolved(composed: DictConfig, *, strictly: bool) -> Mapping[str, Any]:
@@ -163,7 +163,7 @@ def _resolved(composed: DictConfig, *, strictly: bool) -> Mapping[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _named_to_hydra(composed: DictConfig) -> Iterator[Wish]:
+def _named_to_hydra(composed: DictConfig) -> Iterator[TrustRequest]:
     """Yield what differs in Hydra's own keys from what is installed: callbacks, loggers, launchers, variables, places.
 
     Of what is made of a target its arguments go with the target.
@@ -172,21 +172,21 @@ def _named_to_hydra(composed: DictConfig) -> Iterator[Wish]:
     for group, name in choices.items():
         names = name if isinstance(name, Sequence) and not isinstance(name, str) else [name]
         if any(".." in Path(str(each)).parts or str(each).startswith("/") for each in names):
-            yield Wish(f"{group}={name}", "defaults", is_code=False)
+            yield TrustRequest(f"{group}={name}", "defaults", is_code=False)
     chosen = tuple((group, str(name)) for group, name in choices.items() if re.fullmatch(r"hydra(/\w+)+", group))
     known, given = _installed(chosen), _plain(composed)
     changed = {key: value for key, value in given.items() if key not in known or known[key] != value}
     targets = {key: str(value) for key, value in given.items() if key.endswith("._target_")}
     foreign = {key: name for key, name in targets.items() if key in changed or not _OWN_TARGET.fullmatch(name)}
-    yield from (Wish(name, f"hydra.{key}") for key, name in foreign.items())
+    yield from (TrustRequest(name, f"hydra.{key}") for key, name in foreign.items())
     with_target = tuple(key.removesuffix("_target_") for key in foreign)
     for key, value in changed.items():
         if not _is_harmless(key, value) and not key.startswith(with_target):
             said = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield Wish(f"hydra.{key}={said}", f"hydra.{key}", is_code=False)
+            yield TrustRequest(f"hydra.{key}={said}", f"hydra.{key}", is_code=False)
     for key in known.keys() - given.keys():
         if not _HARMLESS.fullmatch(key) and not any(other.startswith(f"{key}.") for other in given):
-            yield Wish(f"~hydra.{key}", f"hydra.{key}", is_code=False)
+            yield TrustRequest(f"~hydra.{key}", f"hydra.{key}", is_code=False)
 
 
 def _is_harmless(key: str, value: Any) -> bool:

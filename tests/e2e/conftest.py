@@ -169,6 +169,13 @@ def enter(folder: Path, *arguments: str) -> int:
     return int(exit_info.value.code or 0)
 
 
+def record_of(folder: Path, *arguments: str) -> Path:
+    """Run the command in ``folder``, an empty one, as ``enter`` does, and return where its record lies."""
+    assert enter(folder, *arguments) == 0
+    (path,) = records_in(folder)
+    return path
+
+
 @pytest.fixture(scope="session")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a cache that knows the embedded model and this machine: most of a small run is to find out both."""

@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from pipeline.report.command import run as report
 from pipeline.sweeps.command import main as sweep
 from pipeline.sweeps.record import SweepJob, SweepRecord
-from tests.e2e.conftest import Replay, enter, records_in
+from tests.e2e.conftest import Replay, enter, record_of
 
 HARMLESS = ("seed=1", "stop_after=plan")
 
@@ -283,10 +283,7 @@ REPLAYS: dict[str, Change] = {
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The record of one completed run, that of a plan."""
-    folder = tmp_path_factory.mktemp("finished")
-    assert enter(folder, "stop_after=plan") == 0
-    (path,) = records_in(folder)
-    return path
+    return record_of(tmp_path_factory.mktemp("finished"), "stop_after=plan")
 
 
 @pytest.mark.parametrize("case", REPLAYS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Replay, enter, records_in
+from tests.e2e.conftest import Replay, record_of, records_in
 from tests.long_form import in_ci
 
 Record = dict[str, Any]
@@ -20,10 +20,7 @@ Record = dict[str, Any]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The record of one completed run."""
-    folder = tmp_path_factory.mktemp("finished")
-    assert enter(folder, "generate.max_new_tokens=2") == 0
-    (path,) = records_in(folder)
-    return path
+    return record_of(tmp_path_factory.mktemp("finished"), "generate.max_new_tokens=2")
 
 
 def sent(finished: Path, folder: Path, change: Callable[[Record], object]) -> Path:

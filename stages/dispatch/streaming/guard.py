@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NoReturn, SupportsIndex
 
@@ -36,14 +37,11 @@ def guard(model: nn.Module, main_device: torch.device, *, streamed: tuple[str, .
     """
     unguard(model)
     kind = type(model)
-    body: dict[str, Any] = {"_apply": _apply, _MARK: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    body[_STREAMED] = streamed
+    body: dict[str, Any] = {"_apply": _apply, _STREAMED: streamed}
     if isinstance(getattr(kind, "device", None), property):
         body["device"] = property(lambda self: main_device)
     body |= {name: method for name, method in _METHODS.items() if hasattr(kind, name)}
-    body |= {"__reduce_ex__": _reduce_ex, **_copies(kind)}
-    body["__qualname__"] = kind.__qualname__
-    model.__class__ = type(kind.__name__, (kind,), body)
+    _have_subclass(model, {**body, "__reduce_ex__": _reduce_ex})
     owners = {parent(name) for name in streamed}
     for name in {around for owner in owners for around in upward(owner) if around}:
         part = model.get_submodule(name)
@@ -57,16 +55,19 @@ def shut(model: nn.Module, refusal: str) -> None:
         raise RuntimeError(refusal)
 
     unguard(model)
-    kind = type(model)
-    body: dict[str, Any] = {_MARK: kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    body |= {name: refuse for name in ("_apply", "state_dict", "__reduce_ex__", *_METHODS) if hasattr(kind, name)}
-    body |= _copies(kind)
-    body["__qualname__"] = kind.__qualname__
-    model.__class__ = type(kind.__name__, (kind,), body)
+    refused = ("_apply", "state_dict", "__reduce_ex__", *_METHODS)
+    _have_subclass(model, {name: refuse for name in refused if hasattr(type(model), name)})
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if module is model or any(tensor.is_meta for tensor in own):
             module.register_forward_pre_hook(refuse, prepend=True)
+
+
+def _have_subclass(model: nn.Module, body: Mapping[str, Any]) -> None:
+    """Have ``model`` be of a subclass of its class that passes for that, with ``body`` and what copies it."""
+    kind = type(model)
+    named = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__}
+    model.__class__ = type(kind.__name__, (kind,), {**body, **_copies(kind), **named, _MARK: kind})
 
 
 def is_guarded(model: nn.Module) -> bool:
