@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,7 @@ from pipeline.errors import CheckpointError
 from pipeline.regular_files import read_regular
 from stages.checkpoints.extents import Extent
 from stages.checkpoints.gguf_header import read_gguf_header
+from stages.checkpoints.looks import Look, look_at
 from stages.checkpoints.safetensors_header import read_header
 from stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
 from stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read_weight_map
@@ -81,23 +82,50 @@ def open_checkpoint(path: Path, *, allow_links: bool = False, depth: Depth = "he
 
 
 def fingerprint_of(path: Path, *, allow_links: bool = False) -> Mapping[str, object]:
-    """Return what identifies the checkpoint at ``path`` without hashing its weights.
+    """Return what identifies the checkpoint at ``path`` by its content, without hashing all of its weights.
 
-    That is the SHA-256 of the config's and the index's bytes, and each shard's name, size, mtime and header
-    hash (which is empty if only the index was looked at).
+    That is the SHA-256 of the config's and the index's bytes, and each shard's name, size, header hash and digest of
+    samples: see ``identity``.
     """
     return identity(open_checkpoint(path, allow_links=allow_links))
 
 
 def identity(checkpoint: Checkpoint) -> Mapping[str, object]:
-    """Return what identifies ``checkpoint``, which is open already; see ``fingerprint_of``."""
+    """Return what identifies ``checkpoint``, which is open already, by its content: times and places have no part.
+
+    Where only the index was looked at nothing is known of what the files hold, and each is told by its time instead.
+    """
+    looks = looks_at(checkpoint)
+    return {
+        **small_files(checkpoint),
+        "files": [
+            [file.name, file.size, look.header, look.sampled] if look else [file.name, file.size, file.mtime_ns, ""]
+            for file, look in zip(checkpoint.files, looks, strict=True)
+        ],
+    }
+
+
+def small_files(checkpoint: Checkpoint) -> dict[str, str | None]:
+    """Return the format of ``checkpoint``, and the SHA-256 of its config and its index where it has them."""
     folder = checkpoint.folder
     return {
         "format": checkpoint.format,
         "config": _hash_of(folder / "config.json"),
         "index": _hash_of(folder / checkpoint.index_name) if checkpoint.index_name else None,
-        "files": [[file.name, file.size, file.mtime_ns, file.digest] for file in checkpoint.files],
     }
+
+
+def looks_at(checkpoint: Checkpoint) -> list[Look | None]:
+    """Return what is known of the content of each file of ``checkpoint``; null where only the index was looked at."""
+    return [look_at(file, held) if file.digest else None for file, held in entries_by_file(checkpoint)]
+
+
+def entries_by_file(checkpoint: Checkpoint) -> Iterator[tuple[ShardFile, dict[str, Extent]]]:
+    """Yield each file of ``checkpoint`` and the tensors that it holds; none of a ``.bin``, which doesn't tell them."""
+    by_file: dict[str, dict[str, Extent]] = {file.name: {} for file in checkpoint.files}
+    for name, entry in checkpoint.entries.items():
+        by_file[entry.file.name][name] = entry
+    return ((file, by_file[file.name]) for file in checkpoint.files)
 
 
 def _open_named(folder: Path, name: str, kind: Format | None, *, allow_links: bool, depth: Depth) -> Checkpoint:

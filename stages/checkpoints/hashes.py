@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.byte_bar import byte_bar
-from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.shard_files import ShardFile, check_regular, check_unchanged, opened_shard, read_into
+from stages.checkpoints.checkpoint import Checkpoint, entries_by_file, looks_at
+from stages.checkpoints.looks import remember_whole
+from stages.checkpoints.shard_files import (
+    ShardFile,
+    check_regular,
+    check_unchanged,
+    hub_digest,
+    opened_shard,
+    read_into,
+)
 
 _BLOCK_BYTES = 4 * 2**20
 _AT_ONCE = 8
@@ -28,11 +35,47 @@ def hold(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, files=tuple(held.values()), entries=entries)
 
 
+def whole_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the SHA-256 in hex of each file of ``checkpoint``, by name: remembered of those that nobody changed since.
+
+    A file in the Hub's cache must have the bytes that the Hub names it by; a ``CheckpointError`` names one that hasn't.
+    """
+    known = {
+        file.name: look.sha256
+        for file, look in zip(checkpoint.files, looks_at(checkpoint), strict=True)
+        if look and look.sha256
+    }
+    made = _hash_all([file for file in checkpoint.files if file.name not in known])
+    for file, held in entries_by_file(checkpoint):
+        if file.name in made:
+            _check_hub(file, made[file.name])
+            remember_whole(file, held, made[file.name])
+    return {file.name: known.get(file.name) or made[file.name] for file in checkpoint.files}
+
+
+def _check_hub(file: ShardFile, digest: str) -> None:
+    named = hub_digest(file.path)
+    if named is not None and named != digest:
+        raise CheckpointError(
+            f"{file.path}: its bytes are not those that the Hub names the file by (SHA-256 {digest[:16]}… instead of "
+            f"{named[:16]}…); get the file again"
+        )
+
+
 def hash_files(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the SHA-256 in hex of each file of ``checkpoint``, by name."""
-    names, total = [file.name for file in checkpoint.files], sum(file.size for file in checkpoint.files)
-    with byte_bar("hashing", total) as bar, ThreadPoolExecutor(_AT_ONCE) as pool:
-        return dict(zip(names, pool.map(partial(_hash, bar.update), checkpoint.files), strict=True))
+    """Return the SHA-256 in hex of each file of ``checkpoint``, by name; each is read to its end."""
+    return _hash_all(checkpoint.files)
+
+
+def _hash_all(files: Iterable[ShardFile]) -> dict[str, str]:
+    from concurrent.futures import ThreadPoolExecutor
+
+    files = list(files)
+    if not files:
+        return {}
+    with byte_bar("hashing", sum(file.size for file in files)) as bar, ThreadPoolExecutor(_AT_ONCE) as pool:
+        digests = pool.map(partial(_hash, bar.update), files)
+        return {file.name: digest for file, digest in zip(files, digests, strict=True)}
 
 
 def check_hashes(checkpoint: Checkpoint, known: Mapping[str, str]) -> None:

@@ -19,6 +19,7 @@ from pipeline.regular_files import NotRegularError, open_regular
 
 TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "tokenizer*", "vocab*")
 """The files beside the weights that a model and its tokenizer are made from, as glob patterns."""
+_SHA256_LETTERS, _HEX = 64, frozenset("0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,26 @@ def read_into(descriptor: int, target: memoryview, *, offset: int, path: Path) -
             where = f"it ends at byte {offset + done}, inside what was read"
             raise CheckpointError(f"{path}: the file changed while it was being served ({where}); get the file again")
         done += count
+
+
+def hub_digest(path: Path) -> str | None:
+    """Return the SHA-256 that the Hub names the large file ``path`` by, where it is a link in the Hub's own cache.
+
+    That is ``models--ORG--NAME/snapshots/COMMIT/FILE``, a link to ``models--ORG--NAME/blobs/SHA256``; null for all
+    else, small files too, which the Hub names by another hash. It is what the Hub says, and no byte is read for it.
+    """
+    real = path.resolve()
+    is_named = len(real.name) == _SHA256_LETTERS and all(letter in _HEX for letter in real.name)
+    return real.name if is_named and path.is_symlink() and _is_hub_blob(real, path.parent.resolve()) else None
+
+
+def hub_place(path: Path) -> tuple[str, str] | None:
+    """Return the Hub's id and the commit of the file ``path``, where it lies in a snapshot of the Hub's own cache."""
+    snapshot = path.parent
+    kind, *parts = snapshot.parent.parent.name.split("--")
+    if snapshot.parent.name != "snapshots" or kind != "models" or not parts:
+        return None
+    return "/".join(parts), snapshot.name
 
 
 def _is_hub_blob(real: Path, home: Path) -> bool:

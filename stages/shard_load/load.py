@@ -154,9 +154,8 @@ class Load:
 
     @property
     def store_key(self) -> str:
-        """What an offload store of these tensors is known by: which checkpoint it is, where, in which dtype."""
-        parts = {"checkpoint": identity(self.checkpoint), "place": self.checkpoint.place, "dtype": self.main_dtype}
-        return fingerprint(parts)
+        """What an offload store of these tensors is known by: which checkpoint it is, in which dtype."""
+        return fingerprint({"checkpoint": identity(self.checkpoint), "dtype": self.main_dtype})
 
     @property
     def computed_buffers(self) -> tuple[TensorSpec, ...]:

@@ -15,6 +15,7 @@ from pipeline.stage import Artifact, Config, Context, Report, Stage, model_name
 from pipeline.typed_config import read
 from stages.checkpoints.adapters import weights_identity
 from stages.checkpoints.checkpoint import Checkpoint, identity
+from stages.checkpoints.hashes import check_hashes, hold, whole_digests
 from stages.empty_init import skeleton as skeletons
 from stages.plan import plan as plans
 from stages.plan.serving import routed
@@ -39,14 +40,16 @@ class ShardLoadInputs:
     ``skeleton`` is the key of that artifact, so of all that made the model, its code too; ``device_map`` is the hash of
     that file, ``ledgers`` are the plan's. ``spills`` says whether weights bound for the host wait on disk; ``model`` is
     the config's node of that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint``
-    identifies. It lies at ``place``: files that were unpacked with times of their own may look alike in two places.
-    ``opened_adapter`` is the adapter, which ``adapter`` identifies by its bytes, if there is one. ``routed`` has the
-    tensors of which single experts are read from disk, ``packed`` those that wait on the host as they rest on disk, and
-    ``packs`` those that rest packed in the offload store.
+    identifies by its content, and ``digests`` by the SHA-256 of every file where that is asked for. Where only the
+    index is looked at, ``place`` is where it lies: files that were unpacked with times of their own may look alike in
+    two places. ``opened_adapter`` is the adapter, which ``adapter`` identifies by its bytes, if there is one.
+    ``routed`` has the tensors of which single experts are read from disk, ``packed`` those that wait on the host as
+    they rest on disk, and ``packs`` those that rest packed in the offload store.
     """
 
     checkpoint: Mapping[str, object]
-    place: str
+    place: str | None
+    digests: Mapping[str, str] | None
     adapter: Mapping[str, str] | None
     skeleton: str
     device_map: str
@@ -72,7 +75,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
     """
 
     name = "shard_load"
-    version = 4
+    version = 5
     needs: tuple[str, ...] = ("empty_init",)
     config_class = ShardLoadConfig
 
@@ -86,9 +89,12 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         skeleton, plan = context.artifact("empty_init"), context.artifact("plan")
         found = plans.from_json(plan.json(plans.FILE_NAME))
         opened, adapter = open_weights(model, depth=given.depth), open_adapter_of(model)
+        if given.verify == "full":
+            opened, adapter = hold(opened), hold(adapter) if adapter is not None else None
         return ShardLoadInputs(
             checkpoint=identity(opened),
-            place=opened.place,
+            place=opened.place if given.depth == "index" else None,
+            digests=whole_digests(opened) if given.verify == "full" else None,
             adapter=None if adapter is None else weights_identity(adapter),
             skeleton=skeleton.key,
             device_map=plan.digest(plans.MAP_NAME),
@@ -109,15 +115,13 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
     def build(self, inputs: ShardLoadInputs, context: Context, folder: Path) -> Any:
         """Fill the offload store; write ``offload_index.json`` and ``load_report.json``."""
-        from stages.checkpoints.hashes import hash_files
         from stages.shard_load.load import check_twins
         from stages.shard_load.placed_weights import refuse_infinite_served
 
         loads = _prepare(inputs, context)
         index: dict[str, object] = {}
-        hashes: dict[str, str] = {}
+        hashes = {} if inputs.digests is None else {**inputs.digests, **(inputs.adapter or {})}
         for load in loads:
-            hashes |= hash_files(load.checkpoint) if inputs.verify == "full" else {}
             check_twins(load)
             if inputs.check_finite:
                 refuse_infinite_served(load)
@@ -133,7 +137,6 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
         With ``verify=full`` the files must still have the bytes that they had when the artifact was made.
         """
-        from stages.checkpoints.hashes import check_hashes
         from stages.machine.devices import Devices
         from stages.shard_load.placed_weights import joined
 
@@ -177,19 +180,13 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[Load]:
 
     skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
     model, homes = context.live("empty_init"), inputs.plan.homes
-    checkpoint = _held(inputs, _opened(inputs))
+    checkpoint = _opened(inputs)
     if inputs.opened_adapter is None:
         loads = [prepare(model, skeleton, homes=homes, checkpoint=checkpoint, strict=inputs.strict)]
     else:
-        adapter, strict = _held(inputs, inputs.opened_adapter), inputs.strict
+        adapter, strict = inputs.opened_adapter, inputs.strict
         loads = prepare_adapted(model, skeleton, homes=homes, checkpoint=checkpoint, adapter=adapter, strict=strict)
     return [replace(load, routed=inputs.routed, packed=inputs.packed, packs=inputs.packs) for load in loads]
-
-
-def _held(inputs: ShardLoadInputs, checkpoint: Checkpoint) -> Checkpoint:
-    from stages.checkpoints.hashes import hold
-
-    return hold(checkpoint) if inputs.verify == "full" else checkpoint
 
 
 def _place(
