@@ -26,10 +26,19 @@ _SHAPE: Mapping[str, Any] = {
     "metrics": Mapping[str, Any],
     "outputs": Sequence[Mapping[str, Any]],
     "device_map": Mapping[str, Any] | None,
+    "inputs": Mapping[str, Any] | None,
+}
+_WEIGHTS_SHAPE: Mapping[str, Any] = {"files": Sequence[Mapping[str, Any]]}
+_FILE_SHAPE: Mapping[str, Any] = {
+    "name": str,
+    "size": int,
+    "header": str | None,
+    "sampled": str | None,
+    "sha256": str | None,
 }
 _STAGE_SHAPE: Mapping[str, Any] = {"name": str, "key": str, "artifact": str, "inputs": Mapping[str, Any] | None}
 _OUTPUT_SHAPE: Mapping[str, Any] = {"token_ids": Sequence[int] | None}
-_OPTIONAL = ("device_map", "inputs", "token_ids")
+_OPTIONAL = ("device_map", "inputs", "token_ids", "header", "sampled", "sha256")
 _LARGEST = 2**64
 _SHOWN = 3
 
@@ -69,7 +78,18 @@ def _bad_shape(content: Mapping[str, Any]) -> list[str]:
     return [
         *(fault for stage in content["stages"] for fault in _misfits(_STAGE_SHAPE, stage, above="stages: ")),
         *(fault for output in content["outputs"] for fault in _misfits(_OUTPUT_SHAPE, output, above="outputs: ")),
+        *_bad_weights((content.get("inputs") or {}).get("weights")),
     ]
+
+
+def _bad_weights(weights: object) -> list[str]:
+    if weights is None:  # a record of an older release, or of stages without any
+        return []
+    if not isinstance(weights, Mapping):
+        return ["inputs.weights is of another type"]
+    above = "inputs.weights.files: "
+    faults = list(_misfits(_WEIGHTS_SHAPE, weights, above="inputs.weights."))
+    return faults or [fault for file in weights["files"] for fault in _misfits(_FILE_SHAPE, file, above=above)]
 
 
 def _misfits(shape: Mapping[str, Any], content: Mapping[str, Any], *, above: str = "") -> Iterator[str]:

@@ -14,25 +14,24 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pipeline.atomic_files import mendable
 from pipeline.command_exit import run_command
-from pipeline.errors import BudgetError, CheckpointError
+from pipeline.errors import BudgetError
 from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
 from pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
 from pipeline.memory_monitor import MemoryMonitor
 from pipeline.process_setup import die_with_parent
 from pipeline.record import RunRecord, never_left_running
+from pipeline.replay_inputs import Earlier, hold
 from pipeline.run_screen import RunScreen
 from pipeline.runner import Observer, Runner, check_config
-from pipeline.stage import Report
+from pipeline.stage import Report, Sources
 from pipeline.terminal import announce, shorten
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_FROM_FILES = {"checkpoint": "path", "adapter": "adapter"}
-"""The parts of a stage's key that are read from files, each with the key of ``model`` that says where these lie."""
 
 _log = logging.getLogger("offstage")
 
@@ -118,24 +117,13 @@ class _Watch(Observer):
     ) -> None:
         self._record, self._screen, self._group = record, screen, group
         self.sees_text = screen.is_live
-        stages = expected.data["stages"] if expected else ()
-        self._expected = {stage["name"]: stage.get("inputs") or {} for stage in stages}
+        self._expected = Earlier.of(expected.data, expected.path.parent) if expected else None
 
-    def keyed(self, stage: str, inputs: object) -> None:
+    def keyed(self, stage: str, sources: Sources) -> None:
         """Say that the stage is looked at; refuse a checkpoint, or an adapter, that isn't the recorded one."""
         announce(stage)
-        from pipeline.cache.outline import changes
-
-        for part, key in _FROM_FILES.items():
-            then = self._expected.get(stage, {}).get(part)
-            now = cast("dict[str, object]", inputs).get(part)
-            moved = list(changes(then, now, part)) if then is not None else []
-            if not moved:
-                continue
-            parts = "; ".join(f"{change.place} was {change.then} and is {change.now}" for change in moved[:3])
-            more = f"; and {len(moved) - 3} more" if len(moved) > 3 else ""
-            path = self._record.config["model"].get(key)
-            raise CheckpointError(f"{path}: changed since that run ({parts}{more}); restore the files to replay it")
+        if self._expected is not None:
+            self._record.note_compared(hold(stage, sources, self._expected, self._record.config))
 
     def begins(self, stage: str) -> None:
         """Show the stage on a terminal; set the cap before the first stage that comes after the plan."""

@@ -96,6 +96,7 @@ def remarks(record: Mapping[str, Any]) -> Iterator[str]:
             f"{layers} layers computed on the host, where they lie (execution=fastest): the last bits of what is "
             "computed, and so tokens, may differ from those of other placements."
         )
+    yield from record.get("compared", ())
     if enforcement.get("enforced") is False:
         yield f"No memory cap was tested: {enforcement['how']}."
 

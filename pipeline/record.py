@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.atomic_files import create_file, mendable, replace_file
+from pipeline.cache.sealed_files import write_sealed
 from pipeline.errors import StorageError
 from pipeline.plain_data import walk
 from pipeline.regular_files import parse_json, read_regular
 from pipeline.signatures import is_signed, sign
-from pipeline.stage import Config, Report
+from pipeline.stage import TENSORS, Config, Report, Sources
 
 RECORD = "run.json"
 SCHEMA_VERSION = 1
@@ -132,6 +133,7 @@ class RunRecord:
             "signature": sign(RECORD, _places(config)),
             "environment": environment,
             "model": {},
+            "inputs": {},
             "stages": [],
             "memory": {"budget": {}, "predicted": {}, "measured": {}},
             "metrics": dict.fromkeys(METRICS),
@@ -200,6 +202,23 @@ class RunRecord:
         place = names.index(stage.name) if stage.name in names else len(stages)
         stages[place : place + 1] = [asdict(stage)]
         self._write()
+
+    def note_sources(self, sources: Sources) -> None:
+        """Keep which files a stage works on: sections that several stages have are put together.
+
+        The record is written with what is noted next; what is known of each tensor goes into a file beside it.
+        """
+        for section, told in sources.inputs.items():
+            self._content.setdefault("inputs", {}).setdefault(section, {}).update(told)
+        if sources.tensors:
+            with mendable(self._path.parent):
+                write_sealed(self._path.with_name(TENSORS), sources.tensors)
+
+    def note_compared(self, lines: Sequence[str]) -> None:
+        """Keep what a replay has to say of the files that it found."""
+        if lines:
+            self._content["compared"] = [*self._content.get("compared", ()), *lines]
+            self._write()
 
     def merge(self, report: Report) -> None:
         """Add what a stage reports, over what it reported before.

@@ -18,7 +18,7 @@ from pipeline.installed_stages import installed_stages, stage_class
 from pipeline.measure import refuse_unmeasured
 from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord, StageRecord
-from pipeline.stage import Config, Report, Stage
+from pipeline.stage import Config, Report, Sources, Stage
 from pipeline.stage_chain import StageChain
 from pipeline.stage_usage import Meter
 
@@ -34,8 +34,8 @@ class Observer:
     sees_text = False
     """Whether stages are to show text while they make it."""
 
-    def keyed(self, stage: str, inputs: object) -> None:
-        """The key of ``stage`` is known; ``inputs`` outlines what it stands for."""
+    def keyed(self, stage: str, sources: Sources) -> None:
+        """The key of ``stage`` is known, and which files it works on."""
 
     def begins(self, stage: str) -> None:
         """The stage begins its work; what the stages before it report is in the record."""
@@ -161,7 +161,9 @@ class Runner:
         """Gather what ``name`` depends on, if that isn't done, and tell the observer."""
         if name not in self.chain.outlines:
             self.chain.key(name)
-            self._observer.keyed(name, self.chain.outlines[name])
+            sources = self.chain.sources(name)
+            self._record.note_sources(sources)
+            self._observer.keyed(name, sources)
 
     def _write_record(self) -> None:
         """Bring the record up to date: what an earlier stage used may have grown since it was last written."""

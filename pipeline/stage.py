@@ -10,7 +10,7 @@ transformers): what needs them it imports where it works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -31,6 +31,8 @@ def model_name(config: Config) -> str:
 Inputs = TypeVar("Inputs")
 """What a stage depends on: a frozen dataclass of its own."""
 
+TENSORS = "weights.json"
+"""The file beside a run's record that has what was seen of each tensor of its weights."""
 MEASURED = "hardware"
 """The folder of the cache where stages keep what they measured of the machine; a replay goes by the same figures."""
 
@@ -88,6 +90,21 @@ class Report:
     model: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The files that a stage works on, by their content: for the record, and for a replay to be held against.
+
+    ``inputs`` goes under that name of ``run.json``: a section each for ``weights``, ``config``, ``tokenizer``,
+    ``adapter``, ``data``, ``code`` and the like, of a file's name, or the key that names it, → its SHA-256. ``weights``
+    has ``files``, a list of ``name``, ``size``, and the digests ``header``, ``sampled`` and ``sha256``, null where they
+    aren't known; ``config``, that of the model's config; and ``verify``, how deep was looked. ``tensors`` has of each
+    file's tensors dtype, shape and digest; it is too long for a record, and lies beside it.
+    """
+
+    inputs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+
+
 class Context(Protocol):
     """What the runner lends to a stage."""
 
@@ -132,6 +149,8 @@ class Stage(Protocol[Inputs]):
 
     One with a method ``prepare_machine(config, cache)`` has it called before the first job of a sweep on this machine,
     to measure then, while nothing runs, what the jobs will go by and to keep it in the cache.
+
+    One with a method ``sources(inputs, context)`` returns the ``Sources`` that ``inputs`` were gathered from.
 
     What a stage depends on is gathered once a run, as a value. The key is made from that value and the work is done
     from it, so that what lies under a key is what the key says, whatever the machine would answer by then.

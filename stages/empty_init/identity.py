@@ -6,6 +6,7 @@ nothing here imports torch, transformers or the user's module.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from typing import Any
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.plain_data import walk
 from pipeline.regular_files import read_object, read_regular
+from pipeline.stage import Sources
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from stages.checkpoints.config_files import parse_config
@@ -81,6 +83,20 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
         "code": remote_code(folder, "config.json") if model.get("trust_remote_code") else {},
         "adapter": _adapter(model),
     }
+
+
+def model_sources(identified: Mapping[str, Any]) -> Sources:
+    """Return the files that what ``identity`` returned, ``identified``, was read from: config, code, adapter's config.
+
+    Code of an installed package stands as its version, as in a key.
+    """
+    config, adapter = identified.get("config"), identified.get("adapter")
+    sections = {
+        "config": {"config.json": hashlib.sha256(config).hexdigest()} if config is not None else {},
+        "code": {**identified.get("class_code", {}), **identified["code"]},
+        "adapter": {ADAPTER_CONFIG: adapter["config"]} if adapter else {},
+    }
+    return Sources({name: section for name, section in sections.items() if section})
 
 
 def _adapter(model: Mapping[str, Any]) -> dict[str, str] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import CheckpointError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, Stage
+from pipeline.stage import Artifact, Config, Context, Report, Sources, Stage
 from pipeline.typed_config import PATHS, absolute, fits, unknown_keys
 from stages.calls.options import ForwardOptions, asked_of, identity as asked_identity
 from stages.checkpoints.adapters import adapter_folder, read_settings
@@ -23,6 +23,7 @@ from stages.empty_init.identity import (
     MODEL_KEYS,
     WHERE_CODE_IS_FOUND,
     identity,
+    model_sources,
     open_packed,
     pipeline_fault,
     quantization_fault,
@@ -124,6 +125,10 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             given=given,
             opened=opened,
         )
+
+    def sources(self, inputs: EmptyInitInputs, context: Context) -> Sources:
+        """Return which config and which code make the model, and what an adapter says of itself."""
+        return model_sources(inputs.model)
 
     def build(self, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
         """Write ``skeleton.json`` and return the model on meta."""

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Fault
-from pipeline.stage import Artifact, Config, Context, Report, Stage
+from pipeline.stage import Artifact, Config, Context, Report, Sources, Stage
 from pipeline.typed_config import PATHS, absolute, read
 from stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
-from stages.inference.inputs import gather_model
+from stages.inference.inputs import gather_model, inference_sources
 from stages.inference.progress import read_rows
 from stages.plan.plan import FILE_NAME as PLAN
 from stages.plan.request.geometry import read_geometry
@@ -73,6 +73,10 @@ class FinetuneStage(Stage[FinetuneInputs]):
             options=options,
             **gather_model(context),
         )
+
+    def sources(self, inputs: FinetuneInputs, context: Context) -> Sources:
+        """Return the files of the text and of the tokenizer."""
+        return inference_sources(inputs, context)
 
     def build(self, inputs: FinetuneInputs, context: Context, folder: Path) -> Any:
         """Train, and write the tuned weights, ``finetune.json`` and ``steps.jsonl``, which grows by a line a step."""

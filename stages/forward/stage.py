@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.stage import Artifact, Config, Context, Report, Sources
 from pipeline.typed_config import read
 from stages.calls.options import ForwardConfig, check_options, identity, is_given
 from stages.forward.inputs import OUTPUTS, ForwardInputs
-from stages.inference.inputs import gather_model
+from stages.inference.inputs import gather_model, inference_sources
 from stages.inference.measured_stage import MeasuredStage
 from stages.inputs.libraries import media_libraries
 
@@ -59,6 +59,10 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
         return ForwardInputs(
             asked=identity(given, values=True), media=media_libraries(), given=given, **gather_model(context)
         )
+
+    def sources(self, inputs: ForwardInputs, context: Context) -> Sources:
+        """Return the files of inputs and of the tokenizer."""
+        return inference_sources(inputs, context)
 
     def build(self, inputs: ForwardInputs, context: Context, folder: Path) -> Any:
         """Call the model, and write what it returned."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.stage import Artifact, Config, Context, Report, Sources
 from pipeline.typed_config import PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
 from stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.transcript import transcript
-from stages.inference.inputs import chosen_number, gather_model
+from stages.inference.inputs import chosen_number, gather_model, inference_sources
 from stages.inference.measured_stage import MeasuredStage
 from stages.inputs.libraries import media_libraries
 from stages.plan.request.assistant import KEY as ASSISTANT
@@ -104,6 +104,16 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
             decoders=media_libraries() if any(prompt.media for prompt in prompts.values()) else {},
             **gather_model(context),
         )
+
+    def sources(self, inputs: GenerateInputs, context: Context) -> Sources:
+        """Return the files of prompts, of their images and recordings, of the tokenizer, and which assistant it is."""
+        media = {
+            f"{name}.media[{index}]": file.sha256
+            for name, prompt in zip(inputs.names, inputs.prompts, strict=True)
+            for index, file in enumerate(prompt.media)
+        }
+        found = inference_sources(inputs, context, media)
+        return found if inputs.assistant is None else Sources({**found.inputs, "assistant": inputs.assistant})
 
     def build(self, inputs: GenerateInputs, context: Context, folder: Path) -> Any:
         """Generate, and write ``generation.json`` and ``generations.jsonl``, which grows by a line a sequence."""

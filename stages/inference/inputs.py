@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from pipeline.stage import Context
+from pipeline.plain_data import walk
+from pipeline.stage import Config, Context, Sources
+from stages.calls.options import hash_of
 from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from stages.empty_init.identity import text_identity
 from stages.machine.kernels import choosers
 from stages.plan.plan import FILE_NAME as PLAN
 from stages.plan.request.batch_size import AUTO
+
+DATA_KEYS = (
+    "generate.prompts_file", "score.texts_file", "score.text_file", "finetune.text_file", "forward.inputs",
+    "forward.texts_file", "forward.images", "forward.audio",
+)  # fmt: skip
+"""The keys that name files of data, as paths or lists of paths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +57,27 @@ def gather_model(context: Context) -> dict[str, Any]:
         "kernels": choosers(),
         "model": config["model"],
     }
+
+
+def inference_sources(inputs: InferenceInputs, context: Context, media: Mapping[str, str] | None = None) -> Sources:
+    """Return the files that ``inputs`` were gathered from: those that text is read by, and the data.
+
+    Data are the files that the stages' keys name, and ``media``, each with its hash by where it was asked for.
+    """
+    data = {**_named_files(context.config), **(media or {})}
+    return Sources({"tokenizer": inputs.text, **({"data": data} if data else {})})
+
+
+def _named_files(config: Config) -> dict[str, str]:
+    """Return the hash of each file that a key of the run's own stages names, by that key."""
+    found: dict[str, str] = {}
+    for node in (node for node in DATA_KEYS if node.partition(".")[0] in config["stages"]):
+        stage, key = node.split(".")
+        value = (config.get(stage) or {}).get(key)
+        for place, path in walk(value, node):
+            if isinstance(path, str) and Path(path).is_file():
+                found[place] = hash_of(Path(path))
+    return found
 
 
 def chosen_number(key: str, node: Mapping[str, Any], context: Context) -> int | None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import Fault
-from pipeline.stage import Artifact, Config, Context, Report
+from pipeline.stage import Artifact, Config, Context, Report, Sources
 from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
-from stages.inference.inputs import chosen_number, gather_model
+from stages.inference.inputs import chosen_number, gather_model, inference_sources
 from stages.inference.measured_stage import MeasuredStage
 from stages.plan.request.geometry import read_geometry
 from stages.plan.request.texts import ScoreOptions, check_texts, read_scored_texts
@@ -81,6 +81,10 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
             batch_size=1 if options.exact else chosen_number("batch_size", node, context) or 1,
             **gather_model(context),
         )
+
+    def sources(self, inputs: ScoreInputs, context: Context) -> Sources:
+        """Return the files of texts and of the tokenizer."""
+        return inference_sources(inputs, context)
 
     def build(self, inputs: ScoreInputs, context: Context, folder: Path) -> Any:
         """Score, and write ``score.json`` and ``scores.jsonl``, which grows by a line a window."""

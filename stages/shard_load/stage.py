@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.atomic_files import write_text
 from pipeline.errors import CheckpointError, Fault
 from pipeline.memory_monitor import held_bytes
-from pipeline.stage import Artifact, Config, Context, Report, Stage, model_name
+from pipeline.stage import Artifact, Config, Context, Report, Sources, Stage, model_name
 from pipeline.typed_config import read
 from stages.checkpoints.adapters import weights_identity
 from stages.checkpoints.checkpoint import Checkpoint, identity
@@ -21,6 +21,7 @@ from stages.plan import plan as plans
 from stages.plan.serving import routed
 from stages.shard_load.config import ShardLoadConfig, faults, open_adapter_of, open_weights
 from stages.shard_load.offload_store import open_store
+from stages.shard_load.sources import weight_sources
 from stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
@@ -112,6 +113,10 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             opened_adapter=adapter,
             plan=found,
         )
+
+    def sources(self, inputs: ShardLoadInputs, context: Context) -> Sources:
+        """Return which weights these are, by file and by tensor, and which adapter's."""
+        return weight_sources(inputs.opened, inputs.digests or {}, inputs.adapter, verify=inputs.verify)
 
     def build(self, inputs: ShardLoadInputs, context: Context, folder: Path) -> Any:
         """Fill the offload store; write ``offload_index.json`` and ``load_report.json``."""

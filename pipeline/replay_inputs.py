@@ -1,0 +1,174 @@
+"""The files that a replay works on, held against those of the run that it repeats: by what is in them.
+
+Times and places have no part in it. What differs ends the replay with an error that names the file, and of weights the
+tensor. What is other and no matter is returned as a line to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.cache.manifest import DamagedError
+from pipeline.cache.sealed_files import read_sealed
+from pipeline.errors import CheckpointError
+from pipeline.stage import TENSORS, Sources
+
+_SHOWN = 3
+_LACKS_DIGESTS = "That run recorded no digests of its weights: they were compared by names, sizes and headers."
+_BY_INDEX = "The weights were compared by names and sizes alone (verify=index)."
+_SHARDED_ANEW = (
+    "The weights lie in other files than in that run, and all tensors are the same by name, dtype, shape and samples."
+)
+
+Entries = Mapping[str, Mapping[str, Sequence[Any]]]
+"""File → tensor → dtype, shape and digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What the record of an earlier run says of its files.
+
+    ``inputs`` is its section of that name, empty in records of older releases; ``keys`` is what each stage's key stood
+    for, by stage; ``tensors`` what was seen of each tensor, empty where that isn't to be had.
+    """
+
+    inputs: Mapping[str, Any]
+    keys: Mapping[str, Mapping[str, Any]]
+    tensors: Entries
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], folder: Path) -> Earlier:
+        """Return what ``record`` says, the record of a run, and the file beside it in ``folder``."""
+        keys = {stage["name"]: stage.get("inputs") or {} for stage in record["stages"]}
+        return cls(record.get("inputs") or {}, keys, _read_tensors(folder / TENSORS))
+
+
+def _read_tensors(path: Path) -> Entries:
+    """Return what ``path`` holds of each tensor; nothing where it isn't there, or not as a run writes it."""
+    with suppress(DamagedError, OSError):
+        content = read_sealed(path)
+        if isinstance(content, dict) and all(map(_is_of_tensors, content.values())):
+            return content
+    return {}
+
+
+def _is_of_tensors(held: object) -> bool:
+    entries = held.values() if isinstance(held, dict) else [None]
+    return all(isinstance(entry, list) and len(entry) == 3 for entry in entries)
+
+
+def hold(stage: str, now: Sources, then: Earlier, config: Mapping[str, Any]) -> list[str]:
+    """Hold the files ``now`` of ``stage`` against those of ``then``; return what to say of them.
+
+    A ``CheckpointError`` names what isn't the same; ``config`` says where the files are.
+    """
+    said: list[str] = []
+    model = config.get("model") or {}
+    if "adapter" in now.inputs and (known := _adapter(stage, then)):
+        _refuse(model.get("adapter"), _changed_files(known, now.inputs["adapter"]))
+    if "weights" in now.inputs:
+        path, weights = model.get("path"), now.inputs["weights"]
+        recorded = then.inputs.get("weights")
+        if recorded:
+            said += _hold_weights(path, recorded, weights, then.tensors, now.tensors)
+        elif known := then.keys.get(stage, {}).get("checkpoint"):
+            said += _hold_headers(path, known, weights)
+    return said
+
+
+def _adapter(stage: str, then: Earlier) -> Mapping[str, Any] | None:
+    recorded = then.inputs.get("adapter") or then.keys.get(stage, {}).get("adapter")
+    return recorded if isinstance(recorded, Mapping) else None
+
+
+def _changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield which of the files ``now``, each with its hash, isn't as it was."""
+    for name, digest in now.items():
+        if name in then and then[name] != digest:
+            yield f"{name} has other bytes than in that run"
+
+
+def _hold_headers(path: object, known: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Hold the weights ``now`` against what the key of an older release ``known`` says of them."""
+    _refuse(path, _other_config(known, now))
+    files = known.get("files")
+    then = [[*file[:2], file[-1]] for file in files if isinstance(file, list)] if isinstance(files, list) else []
+    here = [[file["name"], file["size"], file["header"] or ""] for file in now["files"]]
+    if then != here:
+        others = [f"{file[0]} has another size or header than in that run" for file in here if file not in then]
+        gone = [f"{file[0]} is missing" for file in then if file[:1] not in [one[:1] for one in here]]
+        _refuse(path, [*others, *gone] or ["its files are not those of that run"])
+    return [_LACKS_DIGESTS]
+
+
+def _hold_weights(
+    path: object, then: Mapping[str, Any], now: Mapping[str, Any], tensors_then: Entries, tensors_now: Entries
+) -> list[str]:
+    _refuse(path, _other_config(then, now))
+    before, files = {file["name"]: file for file in then["files"]}, {file["name"]: file for file in now["files"]}
+    if any(file["sampled"] is None for file in (*before.values(), *files.values())):
+        _refuse(path, _other_files(before, files, ("size",)))
+        return [_BY_INDEX]
+    same = [name for name in files if name in before and _is_same(before[name], files[name], ("size", "header"))]
+    whole = [name for name in same if not _is_same(before[name], files[name], ("sampled", "sha256"))]
+    others = list(_other_files(before, files, ("size", "header", "sampled", "sha256")))
+    if not others:
+        return []
+    named = list(_other_tensors(tensors_then, tensors_now)) if tensors_then and tensors_now else None
+    if named:
+        _refuse(path, named)
+    if then.get("verify") == "full" or whole or named is None:
+        why = "; all its samples are the same" if named == [] else ""
+        _refuse(path, [f"{other}{why}" for other in others])
+    return [_SHARDED_ANEW]
+
+
+def _other_config(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return ["config.json has other bytes than in that run"] if then.get("config") != now["config"] else []
+
+
+def _other_files(then: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[str]) -> Iterator[str]:
+    """Yield which files differ in one of ``parts``, are missing, or are new."""
+    for name, file in now.items():
+        if name not in then:
+            yield f"{name} is no file of that run"
+        elif not _is_same(then[name], file, parts):
+            yield f"{name} has other bytes than in that run"
+    yield from (f"{name} is missing" for name in then if name not in now)
+
+
+def _is_same(then: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[str]) -> bool:
+    """Whether two files are the same in ``parts``; what one of the two doesn't know isn't held against the other."""
+    known = [(then.get(part), now.get(part)) for part in parts]
+    return all(was == now_is for was, now_is in known if was is not None and now_is is not None)
+
+
+def _other_tensors(then: Entries, now: Entries) -> Iterator[str]:
+    """Yield how each tensor differs that does, wherever it lies, with the file that it lies in."""
+    before = {name: (file, *entry) for file, held in then.items() for name, entry in held.items()}
+    here = {name: (file, *entry) for file, held in now.items() for name, entry in held.items()}
+    for name, (file, dtype, shape, digest) in here.items():
+        if name not in before:
+            yield f"{file}: {name} wasn't there in that run"
+            continue
+        _, old_dtype, old_shape, old_digest = before[name]
+        if old_dtype != dtype:
+            yield f"{file}: {name} is {dtype}, and was {old_dtype} in that run"
+        elif old_shape != shape:
+            yield f"{file}: {name} is of shape {shape}, and was of {old_shape} in that run"
+        elif old_digest != digest:
+            yield f"{file}: {name} has other bytes than in that run"
+    yield from (f"{name} is missing, which lay in {before[name][0]}" for name in before.keys() - here.keys())
+
+
+def _refuse(path: object, found: Sequence[str] | Iterator[str]) -> None:
+    """Raise a ``CheckpointError`` where anything was ``found`` to differ in what ``path`` is."""
+    listed = list(found)
+    if listed:
+        more = f"; and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+        told = "; ".join(listed[:_SHOWN])
+        raise CheckpointError(f"{path}: {told}{more}; restore the files to replay it, or run anew with these")
