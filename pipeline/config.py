@@ -211,6 +211,36 @@ def named_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((dotted, _meant(absolute, path)) for path in _paths_in(list(node), locate))
 
 
+def path_keys() -> dict[str, Callable[[str], str]]:
+    """Return the dotted key of each path of a config, and what makes a text that is given for it mean one place."""
+    return {f"{name}.{key}" if key else name: locate for name, key, holds, locate in _paths() if holds is str}
+
+
+def with_paths(config: Mapping[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
+    """Return a copy of ``config`` in which each path that it names is what ``change`` makes of its key and of it."""
+    found = deepcopy(dict(config))
+    for name, key, holds, locate in _paths():
+        node, last = (found.get(name), key) if key else (found, name)
+        if not isinstance(node, dict) or not isinstance(node.get(last), holds) or not node[last]:
+            continue
+        dotted, value = f"{name}.{key}" if key else name, node[last]
+        if holds is list:
+            changed = {path: change(dotted, path) for path in _paths_in(list(value), locate)}
+            node[last] = _mapped(value, changed)
+        elif "/" in value:  # else the name of something, a policy's
+            node[last] = change(dotted, value)
+    return found
+
+
+def _mapped(value: Any, changed: Mapping[str, str]) -> Any:
+    """Return ``value`` with each text in it that is a key of ``changed`` as that has it."""
+    if isinstance(value, Mapping):
+        return {name: _mapped(item, changed) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(item, changed) for item in value]
+    return changed.get(value, value) if isinstance(value, str) else value
+
+
 def _meant(locate: Callable[[str], str], path: str) -> str:
     try:
         return locate(path)

@@ -27,6 +27,8 @@ _SHAPE: Mapping[str, Any] = {
     "outputs": Sequence[Mapping[str, Any]],
     "device_map": Mapping[str, Any] | None,
     "inputs": Mapping[str, Any] | None,
+    "places": Mapping[str, str] | None,
+    "packages": Mapping[str, str] | None,
 }
 _WEIGHTS_SHAPE: Mapping[str, Any] = {"files": Sequence[Mapping[str, Any]]}
 _FILE_SHAPE: Mapping[str, Any] = {
@@ -38,7 +40,7 @@ _FILE_SHAPE: Mapping[str, Any] = {
 }
 _STAGE_SHAPE: Mapping[str, Any] = {"name": str, "key": str, "artifact": str, "inputs": Mapping[str, Any] | None}
 _OUTPUT_SHAPE: Mapping[str, Any] = {"token_ids": Sequence[int] | None}
-_OPTIONAL = ("device_map", "inputs", "token_ids", "header", "sampled", "sha256")
+_OPTIONAL = ("device_map", "inputs", "places", "packages", "token_ids", "header", "sampled", "sha256")
 _LARGEST = 2**64
 _SHOWN = 3
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from pipeline.atomic_files import mendable
 from pipeline.command_exit import run_command
+from pipeline.environment import imported_packages
 from pipeline.errors import BudgetError
 from pipeline.kernel_caches import bound_kernel_caches
 from pipeline.malloc import return_freed_memory
@@ -84,6 +85,8 @@ class Ending:
             host, resident = self._monitor.peak_host_bytes, self._monitor.peak_host_rss_bytes
             self._record.merge(Report(metrics={"peak_host_bytes": host, "peak_host_rss_bytes": resident}))
             self._record.note_series("cpu", self._monitor.series)
+        if "torch" in sys.modules:  # what is served from the cache imports none of what it was made with
+            self._record.note_packages(imported_packages())
         if error is None:
             _log.info("completed")
             self._record.finish("completed")

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,6 +133,12 @@ class RunRecord:
             "config": config,
             "signature": sign(RECORD, _places(config)),
             "environment": environment,
+            "packages": {},
+            "places": {
+                "run": str(folder.absolute()),
+                "folder": str(Path.cwd()),
+                "conf": str(resources.files("conf")),
+            },
             "model": {},
             "inputs": {},
             "stages": [],
@@ -249,6 +256,11 @@ class RunRecord:
     def note_device_map(self, device_map: Mapping[str, Any]) -> None:
         """Keep where each module went: the cache that holds the plan may be gone when somebody asks."""
         self._content["device_map"] = device_map
+        self._write()
+
+    def note_packages(self, versions: Mapping[str, str]) -> None:
+        """Keep the ``versions`` of all that was imported, by distribution."""
+        self._content["packages"] = dict(versions)
         self._write()
 
     def note_enforcement(self, *, bytes_allowed: int | None, how: str) -> None:

@@ -69,9 +69,17 @@ def compare(then: Record, now: Record) -> Comparison:
         difference=first_difference(then["outputs"], now["outputs"]),
         moved=tuple(_moved(then.get("device_map") or {}, now.get("device_map") or {})),
         why=tuple(_changed_inputs(then, now)),
-        environment=tuple(changes(then["environment"], now["environment"])),
+        environment=tuple(_other_environment(then, now)),
         speed=tuple(Change(name, then["metrics"].get(name), now["metrics"].get(name)) for name in _SPEEDS),
     )
+
+
+def _other_environment(then: Record, now: Record) -> Iterator[Change]:
+    """Yield what differs in machine and versions: of other packages those alone that both runs imported."""
+    yield from changes(then["environment"], now["environment"])
+    before, after = then.get("packages") or {}, now.get("packages") or {}
+    both = sorted((before.keys() & after.keys()) - then["environment"].keys())
+    yield from changes({name: before[name] for name in both}, {name: after[name] for name in both})
 
 
 def kind_of(outputs: Sequence[Record]) -> str:

@@ -28,6 +28,7 @@ from pipeline.job_process import supervise
 from pipeline.record import RunRecord, never_left_running
 from pipeline.regular_files import lies_in
 from pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
+from pipeline.replay_config import config_here, given_places
 from pipeline.runner import load_stages
 from pipeline.stage import MEASURED, Artifact
 from pipeline.terminal import shorten
@@ -64,6 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help=f"trust what the record names so: a class, a stage, a path outside its folder, or {REMOTE_CODE}; give it "
         "once for each",
     )
+    parser.add_argument(
+        "--model-path", metavar="FOLDER", help="where the checkpoint is here: a folder, a file or a Hub id"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="settings",
+        metavar="KEY=PATH",
+        help="where another file or folder of the config is here, as model.adapter=PATH; once for each",
+    )
     given = parser.parse_args(arguments)
     run_command(NAME, lambda: replay(given))
 
@@ -73,8 +85,9 @@ def replay(given: argparse.Namespace) -> int:
     then = load_foreign(given.run)
     outputs = given.outputs.absolute() if given.outputs else outputs_for(then.path)
     folder = outputs / "runs" / f"{datetime.now():%Y-%m-%d/%H-%M-%S-%f}-{getpid()}"
-    config = _config_here(then, outputs)
-    refuse_untrusted(then, config, folder, given.trust)
+    places = given_places(given.model_path, given.settings)
+    config = config_here(then, outputs, places)
+    refuse_untrusted(then, config, folder, [*given.trust, *places.values()])
     if given.from_cache:
         return _compare_stored(then, _trust(then, given.trust))
     now = RunRecord.start(folder, overrides=then.data["overrides"], config=config, environment=environment())
@@ -115,11 +128,6 @@ def _bring_measurements(source: Path, target: Path) -> None:
             figures = read_sealed(path)
             (target / MEASURED).mkdir(parents=True, exist_ok=True)
             write_sealed(target / MEASURED / path.name, figures)
-
-
-def _config_here(then: RunRecord, outputs: Path) -> dict[str, Any]:
-    """Return the recorded config with what isn't its author's to choose: where is written, and who is told."""
-    return {**then.config, "outputs": str(outputs), "offload_folder": None, "tracker": {"kind": None}}
 
 
 def _report(found: Comparison) -> Iterable[str]:

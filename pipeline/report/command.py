@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.atomic_files import mendable, replace_file
 from pipeline.command_exit import run_command
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, StorageError
+from pipeline.record import RECORD
 from pipeline.terminal import Screen
+
+if TYPE_CHECKING:
+    from pipeline.report.summary import Summary
 
 _DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv and
 report.json into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above several,
@@ -18,6 +23,7 @@ _EXAMPLES = """examples:
   offstage-report outputs/multirun/2026-01-31/12-00-00-000000-1    one sweep
   offstage-report outputs                                          every run there is
   offstage-report --compare RUN_A RUN_B                            what changed; writes compare.html and compare.json
+  offstage-report --bundle RUN --output mine.tar.gz                a run to give away, for others to replay
 
 exit codes: 0; 2 the arguments; 5 reading or writing; 130 interrupted"""
 
@@ -30,9 +36,11 @@ def main() -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Report or compare as ``arguments`` say and return 0. Raises an ``OffstageError`` for what a user can mend."""
     options = _parser().parse_args(arguments)
-    if bool(options.paths) == bool(options.compare):
-        raise ConfigError("give either one PATH or more, or --compare A B; see offstage-report --help")
-    if options.compare:
+    if sum(map(bool, (options.paths, options.compare, options.bundle))) != 1:
+        raise ConfigError("give one PATH or more, --compare A B or --bundle RUN…; see offstage-report --help")
+    if options.bundle:
+        _bundle(options.bundle, output=options.output)
+    elif options.compare:
         _compare(*options.compare, output=options.output)
     else:
         _report(options.paths, output=options.output)
@@ -49,25 +57,51 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a run, a sweep, or a folder above them")
     parser.add_argument("--output", metavar="FOLDER", type=Path, help="where to write; made if it is missing")
     parser.add_argument("--compare", metavar=("A", "B"), nargs=2, type=Path, help="two runs: say what changed")
+    parser.add_argument(
+        "--bundle", metavar="RUN", nargs="+", type=Path,
+        help="write one archive that reproduces these runs elsewhere, their weights apart; --output names the file",
+    )  # fmt: skip
     return parser
 
 
 def _report(paths: Sequence[Path], *, output: Path | None) -> None:
     _require_libraries()
-    from pipeline.report.exports import as_csv, as_json
-    from pipeline.report.page import report_page
     from pipeline.report.run_folders import find
     from pipeline.report.summary import summarise
     from pipeline.report.terminal import show_summary
 
     folder = _folder(paths[0], output)
     summary = summarise(find(paths, page_folder=folder))
-    title = ", ".join(str(path) for path in paths)
-    written = {"html": report_page(summary, title=title), "csv": as_csv(summary), "json": as_json(summary)}
-    _write(folder, {f"report.{kind}": text for kind, text in written.items()})
+    _write(folder, _texts(summary, title=", ".join(str(path) for path in paths)))
     screen = Screen()
     show_summary(screen, summary)
     screen.print(f"\n{folder / 'report.html'}", markup=False, soft_wrap=True)
+
+
+def _texts(summary: Summary, *, title: str) -> dict[str, str]:
+    """Return the files of a report by name."""
+    from pipeline.report.exports import as_csv, as_json
+    from pipeline.report.page import report_page
+
+    texts = {"html": report_page(summary, title=title), "csv": as_csv(summary), "json": as_json(summary)}
+    return {f"report.{kind}": text for kind, text in texts.items()}
+
+
+def _bundle(paths: Sequence[Path], *, output: Path | None) -> None:
+    _require_libraries()
+    from pipeline.report.bundle import SUFFIX, bundle
+    from pipeline.report.run_folders import find
+    from pipeline.report.summary import summarise
+
+    found = find(paths)
+    if found.problems:
+        raise StorageError(f"{found.problems[0].path}: {found.problems[0].reason}; give runs that can be read")
+    target = output or Path(f"{paths[0].resolve().name}{SUFFIX}")
+    texts = _texts(summarise(found), title=", ".join(path.name for path in paths))
+    count = bundle([job.run.folder / RECORD for job in found.jobs], texts, target)
+    Screen().print(
+        f"{target}: {len(found.jobs)} run{'s' * (len(found.jobs) != 1)}, {count} files", markup=False, soft_wrap=True
+    )
 
 
 def _compare(one: Path, other: Path, *, output: Path | None) -> None:

@@ -13,7 +13,8 @@ from pipeline.foreign_record import load_foreign
 from pipeline.job import perform
 from pipeline.record import RunRecord, never_left_running
 from pipeline.replay import compare
-from pipeline.replay_command import _config_here, _report, refuse_untrusted
+from pipeline.replay_command import _report, refuse_untrusted
+from pipeline.replay_config import config_here
 from pipeline.report.comparison import compare as compare_runs
 from pipeline.report.exports import as_csv, as_json, comparison_json
 from pipeline.report.page import comparison_page, report_page
@@ -45,7 +46,7 @@ def _attempt_reading(folder: Path, pristine: Path) -> str:
     """Read a record as a replay does before it runs anything, and hold it against the one that it was."""
     for name in ("one", "two"):
         found = load_foreign(folder / "runs" / name)
-        refuse_untrusted(found, _config_here(found, folder / "outputs"), folder / "outputs/runs/day/time", ())
+        refuse_untrusted(found, config_here(found, folder / "outputs", {}), folder / "outputs/runs/day/time", ())
         whole = RunRecord.load(pristine / "runs" / name)
         for first, second in ((found, whole), (whole, found)):
             text = "\n".join(_report(compare(first.data, second.data)))
@@ -80,7 +81,7 @@ def _attempt_replay(folder: Path, pristine: Path) -> str:
     """Run a record again as the process of a replay does, in this one, and compare."""
     os.chdir(folder)
     then = load_foreign(folder / "runs" / "one")
-    place, config = folder / "outputs" / "runs" / "day" / "time", _config_here(then, folder / "outputs")
+    place, config = folder / "outputs" / "runs" / "day" / "time", config_here(then, folder / "outputs", {})
     refuse_untrusted(then, config, place, ())
     now = RunRecord.start(place, overrides=[], config=config, environment={})
     try:

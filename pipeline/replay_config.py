@@ -1,0 +1,110 @@
+"""The config of a record as it is run here: what the record says, with places as they are on this machine.
+
+A run notes where it was started and where it lies. What lay below one of these is looked for below the same folder
+here, so that a project that was moved or sent as a whole is found; a bundle has small files of data with it. All else
+the user names anew. What isn't its author's to choose (where is written, who is told) is never taken over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import named_paths, path_keys, with_paths
+from pipeline.errors import ReplayError, closest
+from pipeline.record import RunRecord
+
+INPUTS = "inputs"
+"""The folder of a bundle's run that has files of data, each in a folder by its key."""
+_WRITTEN = ("outputs", "offload_folder", "tracker.folder")
+"""The keys of places that are written to: a replay has its own."""
+_MODEL_PATH = "model.path"
+
+
+def config_here(then: RunRecord, outputs: Path, given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the config of ``then`` as it is run here, with the places that are ``given`` by key.
+
+    Raises ``ReplayError`` where a place is neither here nor given: it names the key, and the option that gives it.
+    """
+    own = {"outputs": str(outputs), "offload_folder": None, "tracker": {"kind": None}}
+    places = _Places(then)
+    config = with_paths(
+        {**then.config, **own},
+        lambda key, path: path if key in _WRITTEN else given[key] if key in given else places.here(key, path),
+    )
+    if _MODEL_PATH in given and Path(given[_MODEL_PATH]).exists():
+        config["model"]["revision"] = None  # that of the Hub's, which a folder hasn't
+    for key, place in given.items():  # a key that had no place
+        above, _, last = key.rpartition(".")
+        node = config.get(above) if above else config
+        if isinstance(node, dict):
+            node[last] = place
+    missing = list(_missing(config))
+    if missing:
+        raise ReplayError(f"{then.path}: {'; '.join(missing)}")
+    return config
+
+
+def given_places(model_path: str | None, settings: Sequence[str]) -> dict[str, str]:
+    """Return the place of each key that ``--model-path`` and ``--set KEY=VALUE`` give; paths are made absolute.
+
+    A key may be given by its last part where that is one key's alone. Raises ``ReplayError`` for others.
+    """
+    found = {_MODEL_PATH: model_path} if model_path is not None else {}
+    known = [key for key in path_keys() if key not in _WRITTEN]
+    for setting in settings:
+        name, separator, value = setting.partition("=")
+        keys = [key for key in known if name in (key, key.rpartition(".")[2])]
+        if not separator or not value or len(keys) != 1:
+            near = f"; did you mean {closest(name, known)}" if closest(name, known) else ""
+            raise ReplayError(
+                f"--set {setting!r}: a place belongs here, as KEY=PATH, and KEY is one of {', '.join(known)}{near}"
+            )
+        found[keys[0]] = value
+    locate = path_keys()
+    return {key: locate[key](value) for key, value in found.items()}
+
+
+class _Places:
+    """Where what a record names may lie on this machine."""
+
+    def __init__(self, then: RunRecord) -> None:
+        noted = then.data.get("places")
+        texts = noted if isinstance(noted, Mapping) else {}
+        paths = {name: Path(text) for name, text in texts.items() if isinstance(text, str)}
+        self._then = {name: path for name, path in paths.items() if path.is_absolute()}
+        self._run = then.path.absolute().parent
+
+    def here(self, key: str, path: str) -> str:
+        """Return where the ``path`` of ``key`` lies here; as it is where nothing better is known."""
+        if not Path(path).is_absolute():  # a Hub id
+            return path
+        return str(next((place for place in self._candidates(key, Path(path)) if place.exists()), path))
+
+    def _candidates(self, key: str, path: Path) -> Iterator[Path]:
+        yield self._run / INPUTS / key / path.name
+        run, folder, conf = (self._then.get(name) for name in ("run", "folder", "conf"))
+        if run is not None and path.is_relative_to(run):
+            yield self._run / path.relative_to(run)
+        yield path
+        if conf is not None and path.is_relative_to(conf):  # what is shipped with offstage
+            yield Path(str(resources.files("conf"))) / path.relative_to(conf)
+        if folder is None or not path.is_relative_to(folder):
+            return
+        below = path.relative_to(folder)
+        if run is not None and run.is_relative_to(folder):
+            inside = run.relative_to(folder).parts
+            if self._run.parts[-len(inside) :] == inside:  # the project was moved, or sent, as a whole
+                yield Path(*self._run.parts[: -len(inside)]) / below
+        yield Path.cwd() / below
+
+
+def _missing(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what to say of each place of ``config`` that isn't here."""
+    for key, path in named_paths(config):
+        if key in _WRITTEN or not Path(path).is_absolute() or Path(path).exists():
+            continue
+        option = "--model-path FOLDER" if key == _MODEL_PATH else f"--set {key}=PATH"
+        yield f"{key}: {path!r} isn't here; say where it is by {option}"
