@@ -196,3 +196,16 @@ def test_what_guesses_bring_is_told_beside_plain_decoding() -> None:
         ["exact", "0.200", "2.00", "2.50", "81%", *peaks, "the", "same"],
         ["batched", "0.200", "2.00", "2.50", "81%", *peaks, "OTHERS"],
     ]
+
+
+def test_what_a_checkpoints_identity_sees_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    identity = importlib.import_module("tests.benchmarks.identity")
+    folder = identity.make_small(tmp_path / "checkpoint", layers=0)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    default, full = identity.count_seen(folder, count=60, whole=2)
+    assert default.count == 60
+    assert default.seen < 30, "two tensors of 12 MB, of each of which 64 kB are looked at"
+    assert (full.seen, full.count) == (2, 2)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "each change is undone"
+    identity.main(["--folder", str(tmp_path), "seconds", str(folder), "--looks-alone"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0.02", "first", "first", "look"]

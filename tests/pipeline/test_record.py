@@ -75,6 +75,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "signature": sign(RECORD, []),
         "environment": {"python": "3"},
         "model": {},
+        "inputs": {},
         "stages": [],
         "memory": {"budget": {}, "predicted": {}, "measured": {}},
         "metrics": dict.fromkeys(metrics),
