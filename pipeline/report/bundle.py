@@ -146,9 +146,9 @@ def _readme(runs: Sequence[_BundledRun]) -> str:
         "```",
         "",
         "The first makes the environment of then; OFFSTAGE is a checkout of offstage, or its wheel, of the commit",
-        "below. The second, once for each run, runs it again and says whether it came out the same; FOLDER is where",
-        "you have the weights, and PATH where you have a file that isn't in here. The third shows the tables and writes",
-        "the page anew; `report` has it as it was.",
+        "below. The second, once for each run, runs it again and says whether it came out the same; FOLDER is",
+        "where you have the weights, and PATH where you have a file that isn't in here. The third shows the tables",
+        "and writes the page anew; `report` has it as it was.",
         "",
     ]
     for run in runs:
