@@ -13,7 +13,7 @@ from pipeline.stage import Artifact, Config, Context, Report, Sources, Stage
 from pipeline.typed_config import PATHS, absolute, read
 from stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
 from stages.inference.inputs import gather_model, inference_sources
-from stages.inference.progress import read_rows
+from stages.inference.progress import earlier_told, read_rows
 from stages.plan.plan import FILE_NAME as PLAN
 from stages.plan.request.geometry import read_geometry
 from stages.plan.request.texts import read_text
@@ -90,7 +90,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
         rate = data["metrics"]["trained_tokens_per_second"]
         told = f"loss {rows[0]['loss']:.4f} → {rows[-1]['loss']:.4f} in {len(rows)} step{'s' * (len(rows) > 1)}"
         return Report(
-            summary=told + (f", {rate:.1f} tokens a second" if rate else ""),
+            summary=told + (f", {rate:.1f} tokens a second" if rate else "") + earlier_told(data["metrics"], "steps"),
             memory={"measured": data["measured"]},
             metrics=data["metrics"],
             experts=data["experts"],

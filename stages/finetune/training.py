@@ -28,7 +28,7 @@ from stages.finetune.training_state import TrainingState
 from stages.finetune.tuned import save_adapter, save_model
 from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
 from stages.inference.measured import held_now, measured_peaks
-from stages.inference.progress import Progress, Row
+from stages.inference.progress import Progress, Row, say_earlier
 from stages.inference.tokens import check_words
 from stages.plan import plan as plans
 from stages.plan.request.learning import Parameters
@@ -76,6 +76,7 @@ def perform(inputs: FinetuneInputs, context: Context, folder: Path) -> Tuning:
         "trained_parameters": sum(parameter.numel() for parameter in parameters.values()),
         "sequences": len(sequences),
         "taken_steps": cost.forwards,
+        **say_earlier(inputs.options.steps - cost.forwards, inputs.options.steps, "steps"),
         "train_seconds": cost.seconds,
         "trained_tokens_per_second": cost.results_per_second,
         **cost.metrics(),

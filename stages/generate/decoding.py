@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from pipeline.errors import ConfigError, foreign
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import tokenizing
 from stages.dispatch.stage import Dispatched
+from stages.dispatch.streaming.module_state import LockstepError
 from stages.dispatch.transfer.carrier import Traffic
 from stages.generate import decode, options, prompts
 from stages.generate.assistant import Assistant
@@ -36,6 +38,8 @@ from stages.plan.request.lockstep import KEY as LOCKSTEP
 from stages.plan.request.prompt_inputs import prompt_inputs
 from stages.plan.request.prompts import MOST
 from stages.plan.request.speculation import LOOKUP, guesses_ahead, is_exact
+
+_log = logging.getLogger("offstage")
 
 ShowText = Callable[[str], object]
 _PAD = "pad_token_id"
@@ -78,8 +82,8 @@ class Decoding:
         given, members = self._inputs.options, self._inputs.options.get(LOCKSTEP, 1)
         batches = make_batches(
             [self._asked(index, ids) for index, ids in enumerate(encoded)],
-            size=given.get("batch_size"),
-            alone=bool(given.get("exact") or self._assistant or (members > 1 and not given.get("batch_size"))),
+            size=given.get("batch_size") or 1,
+            alone=bool(given.get("exact") or self._assistant),
             padded=self._uses_transformers,
         )
         left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
@@ -102,9 +106,15 @@ class Decoding:
 
             together = [number for number, batch in left.items() if members > 1 and not self._goes_alone(batch[0])]
             for number in sorted(left.keys() - together):
-                with self._dispatched.streamer.alone():
-                    self.cost.add(*answer(number))
-            self._answer_together([partial(answer, number) for number in together], members)
+                self._answer_alone(partial(answer, number))
+            try:
+                self._answer_together([partial(answer, number) for number in together], members)
+            except LockstepError as error:
+                if not self._inputs.lockstep_is_chosen:
+                    raise
+                _log.warning("prompts go one after another from here on: %s", error.reason)
+                for number in (number for number in together if number not in progress.done):
+                    self._answer_alone(partial(answer, number))
 
     def _goes_alone(self, asked: Asked) -> bool:
         """Return whether a batch like ``asked`` goes through the model without others in lockstep."""
@@ -116,6 +126,11 @@ class Decoding:
 
     def _default(self, option: str) -> Any:
         return getattr(getattr(self._dispatched.model, "generation_config", None), option, None)
+
+    def _answer_alone(self, answer: Callable[[], list[TimedBatch]]) -> None:
+        """Have ``answer`` made by itself, and count what it costs."""
+        with self._dispatched.streamer.alone():
+            self.cost.add(*answer())
 
     def _answer_together(self, answers: Sequence[Callable[[], list[TimedBatch]]], size: int) -> None:
         """Have ``answers`` made in lockstep, so many at a time, and count what they cost together."""

@@ -20,7 +20,7 @@ from stages.generate.decoding import Decoding, ShowText
 from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.inference.cost import Metrics, expert_uses, run_metrics
 from stages.inference.pass_meter import PassMeter, storage_rate
-from stages.inference.progress import Progress
+from stages.inference.progress import Progress, say_earlier
 from stages.inference.repeats import Outputs, Pass
 from stages.inference.timed_samples import TimedSample
 from stages.inference.tokens import check_words
@@ -85,6 +85,11 @@ class GenerationSession:
         check_words(self.dispatched.model, self._encoded, key="generate.prompts")
         self.passes = 0
 
+    @property
+    def count(self) -> int:
+        """How many prompts there are."""
+        return len(self._inputs.prompts)
+
     @contextmanager
     def decoding(self) -> Iterator[Callable[[], Decoding]]:
         """Yield what makes the decoding of each pass; inside, the assistant is there, if one is asked for."""
@@ -131,6 +136,7 @@ def perform(session: GenerationSession, context: Context, folder: Path) -> Gener
     Each batch is kept in ``folder`` as it finishes; those that are there already, of a run that was killed, are taken.
     """
     progress = Progress(folder / GENERATIONS)
+    earlier = say_earlier(progress.earlier, session.count, "prompts")
     with session.decoding() as make:
         decoding = make()
         sample = session.run(decoding, progress, show=context.show_text)
@@ -140,7 +146,7 @@ def perform(session: GenerationSession, context: Context, folder: Path) -> Gener
     return Generation(
         outputs_of(progress),
         session.is_chat,
-        run_metrics(session.dispatched, decoding.cost.metrics(session.plan)),
+        run_metrics(session.dispatched, {**decoding.cost.metrics(session.plan), **earlier}),
         dict(sample.peaks),
         expert_uses(session.dispatched),
         sample,

@@ -15,9 +15,10 @@ from stages.generate.inputs import GENERATIONS, GenerateInputs
 from stages.generate.transcript import transcript
 from stages.inference.inputs import chosen_number, gather_model, inference_sources
 from stages.inference.measured_stage import MeasuredStage
+from stages.inference.progress import earlier_told
 from stages.inputs.libraries import media_libraries
 from stages.plan.request.assistant import KEY as ASSISTANT
-from stages.plan.request.lockstep import KEY as LOCKSTEP
+from stages.plan.request.lockstep import KEY as LOCKSTEP, batches_in_lockstep, lockstep_is_chosen
 from stages.plan.request.prompt_media import located_prompts
 from stages.plan.request.prompts import check_prompts, check_seed, read_prompts
 
@@ -54,7 +55,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     """
 
     name = "generate"
-    version = 8
+    version = 9
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = (GENERATIONS,)
@@ -91,6 +92,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
         given = read(GenerateConfig, context.config)
         prompts = read_prompts(given.generate)
         options = {**given.generate, "batch_size": chosen_number("batch_size", given.generate, context)}
+        options[LOCKSTEP] = batches_in_lockstep(given.generate)
         options[LOCKSTEP] = chosen_number(LOCKSTEP, options, context) or 1
         if options[LOCKSTEP] == 1:
             del options[LOCKSTEP]
@@ -100,6 +102,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
             options={key: value for key, value in options.items() if key not in _APART},
             assistant=assistant_identity(given.generate),
             assistant_path=given.generate.get(ASSISTANT),
+            lockstep_is_chosen=lockstep_is_chosen(given.generate),
             seed=given.seed,
             decoders=media_libraries() if any(prompt.media for prompt in prompts.values()) else {},
             **gather_model(context),
@@ -145,7 +148,8 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
         """Return the line of the screen: how many tokens there are, and how fast they came."""
         rate = metrics.get("decode_tokens_per_second")
         tokens = sum(len(output["token_ids"]) for output in outputs)
-        return f"{tokens} tokens" + (f", {rate:.1f} a second" if rate else "")
+        told = f"{tokens} tokens" + (f", {rate:.1f} a second" if rate else "")
+        return told + earlier_told(metrics, "prompts")
 
 
 def _screen(data: Mapping[str, Any], file: Path) -> Iterator[str]:

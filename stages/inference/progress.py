@@ -6,6 +6,7 @@ worked out again. A batch is written in one piece, and counts only where all of 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -17,6 +18,8 @@ from pipeline.cache.manifest import DamagedError
 from pipeline.cache.sealed_files import read_sealed_line, sealed_line
 from pipeline.errors import named
 from pipeline.regular_files import read_regular
+
+_log = logging.getLogger("offstage")
 
 Row = Mapping[str, Any]
 """A result: the ``index`` of what it is of, the number of its ``batch``, how many ``rows`` that has, and the rest."""
@@ -36,6 +39,8 @@ class Progress:
         for row in _read_all(lines):
             found[row["batch"]].append(row)
         self.done = {number: rows for number, rows in found.items() if len(rows) == rows[0]["rows"]}
+        self.earlier = len({row["index"] for rows in self.done.values() for row in rows})
+        """How many results there were at the beginning, of a run that didn't come to its end."""
         if sum(map(len, self.done.values())) < len(lines):
             self._write([row for rows in self.done.values() for row in rows])
 
@@ -66,6 +71,20 @@ class Progress:
     def _write(self, rows: Sequence[Row]) -> None:
         if self._file is not None:
             write_whole(self._file, b"".join(map(sealed_line, rows)))
+
+
+def say_earlier(earlier: int, of: int, what: str) -> dict[str, int]:
+    """Say in the log that a run goes on after so many ``of`` all its results; return that as a metric, if it does."""
+    if not earlier:
+        return {}
+    _log.info("goes on after %d of %d %s, which a run before this one had come to", earlier, of, what)
+    return {f"earlier_{what}": earlier}
+
+
+def earlier_told(metrics: Mapping[str, Any], what: str) -> str:
+    """Return what a stage's line on the screen says of ``say_earlier``; nothing where a run did all of it."""
+    earlier = metrics.get(f"earlier_{what}")
+    return f"; went on after {earlier} {what}, which the times aren't of" if earlier else ""
 
 
 def read_rows(file: Path) -> list[Row]:

@@ -29,9 +29,8 @@ from stages.plan.expert_slots import Routing
 from stages.plan.lossless import LosslessPacking
 from stages.plan.outline import Outline
 from stages.plan.predict import Work, compute_dtype, most, work
-from stages.plan.request.batch_size import AUTO
 from stages.plan.request.geometry import Request, read_geometry
-from stages.plan.request.lockstep import KEY as LOCKSTEP
+from stages.plan.request.lockstep import lockstep_is_chosen, why_not_in_lockstep
 from stages.plan.request.media_demand import MediaDemand
 from stages.plan.request.requests import (
     asking,
@@ -88,7 +87,8 @@ class PlanInputs:
     waits elsewhere. ``simulated`` has the accelerators that the config lists; those that are here stand in ``machine``,
     since their free memory is in the budgets already. ``process_bytes`` are what the process holds on the host of all
     that is neither weights nor the request's. ``packing`` is how floats are packed, null if they stay. Whether weights
-    may be brought by blocks of rows hangs on ``kernels``: ``works`` are those of ``demands``, by the blocks.
+    may be brought by blocks of rows hangs on ``kernels``: ``works`` are those of ``demands``, by the blocks. ``notes``
+    is what there is to say of the plan beside what it says itself.
     """
 
     skeleton: str
@@ -110,6 +110,7 @@ class PlanInputs:
     works: Mapping[int | None, ByBlocks] = field(compare=False)
     packing: LosslessPacking | None = None
     kernels: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def trains(self) -> bool:
@@ -146,6 +147,10 @@ def gather_inputs(
     """
     given = read(options.PlanConfig, config)
     requests, apart = read_requests(config), [media_request(config, media)] if media else []
+    leaves_open = None not in requests and lockstep_is_chosen(config.get(asking(config)) or {})
+    one_by_one = why_not_in_lockstep(outline.skeleton) if leaves_open else ""
+    if one_by_one:
+        requests = {None: replace(next(iter(requests.values())), members=1)}
     chosen, largest = None not in requests, next(iter(requests.values()))
     works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
     demands = {
@@ -165,7 +170,8 @@ def gather_inputs(
         overrides=options.read_overrides(given.device_map_overrides),
         execution=given.execution,
         demands=demands,
-        lockstep=chosen and (config.get(asking(config)) or {}).get(LOCKSTEP) == AUTO,
+        lockstep=leaves_open and not one_by_one,
+        notes=(one_by_one,) if one_by_one else (),
         count=read_request(config).sequences // largest.copies if chosen else 0,
         copies=largest.copies * largest.positions if chosen else 0,
         rooms={

@@ -188,7 +188,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
         counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.token_bytes}
         plan = soonest_in_lockstep(plans_found) if inputs.lockstep else soonest(plans_found, **counts)
     require_room(plan, inputs.machine)
-    return plan
+    return replace(plan, notes=(*plan.notes, *inputs.notes))
 
 
 def _least_plan(inputs: PlanInputs, size: int | None, placements: _Placements) -> plans.Plan:
@@ -296,7 +296,7 @@ def _summary(plan: plans.Plan) -> str:
     reserve = [f"reserve {kept}"] if kept else []
     experts = [*table.experts_told(plan), *table.packed_told(plan), *table.host_layers_told(plan)]
     batch = [f"batches of {plan.batch_size}"] if plan.batch_size else []
-    batch += [f"{plan.lockstep} in lockstep"] if plan.lockstep else []
+    batch += [f"{plan.lockstep} in lockstep"] if (plan.lockstep or 1) > 1 else []
     blocks = [f"{len(plan.block_rows)} weights by blocks of rows"] if plan.block_rows else []
     ratio = [f"{plan.offload_ratio:.1%} of activations offloaded"] if plan.offload_ratio else []
     return "; ".join([", ".join(held), *reserve, *experts, *blocks, *batch, *ratio, *plan.notes])

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_TOLD = ("name", "tokens", "log_likelihood", "perplexity", "bits_per_byte", "is_greedy", "batches", "sha256")
+_TOLD = (
+    "name", "tokens", "log_likelihood", "perplexity", "bits_per_byte", "is_greedy", "batches", "text_sha256",
+    "scores_sha256",
+)  # fmt: skip
 """What the record has of each text, beside the text itself if it is short."""
 _SHORT = 200
 

@@ -21,7 +21,7 @@ from stages.dispatch.stage import Dispatched
 from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
 from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
 from stages.inference.pass_meter import PassMeter, storage_rate
-from stages.inference.progress import Progress, Row
+from stages.inference.progress import Progress, Row, say_earlier
 from stages.inference.repeats import Outputs, Pass
 from stages.inference.timed_samples import TimedSample
 from stages.inference.tokens import check_words
@@ -95,6 +95,11 @@ class ScoringSession:
         }
         return meter.sample(metrics, storage_rate=self._storage_rate, is_whole=is_whole)
 
+    @property
+    def count(self) -> int:
+        """How many windows there are."""
+        return len(self._windows)
+
     @contextmanager
     def repeating(self) -> Iterator[Pass]:
         """Yield what scores all of them again."""
@@ -128,10 +133,11 @@ def perform(session: ScoringSession, folder: Path) -> Scores:
     are taken.
     """
     progress, dispatched = Progress(folder / SCORES), session.dispatched
+    earlier = say_earlier(progress.earlier, session.count, "windows")
     sample = session.run(progress)
     texts = _texts(session.inputs, progress.settle())
     together = TextScore.together([TextScore.of(text["log_likelihoods"], text["bytes"]) for text in texts]).metrics()
-    own = {"scored_tokens": together.pop("tokens"), **together, **sample.metrics}
+    own = {"scored_tokens": together.pop("tokens"), **together, **sample.metrics, **earlier}
     return Scores(
         texts,
         run_metrics(dispatched, own),
@@ -188,6 +194,7 @@ def _text(name: str, text: ScoredText, rows: Sequence[Row]) -> dict[str, Any]:
         "bytes": size,
         "windows": [[row["begin"], row["end"]] for row in rows],
         "batches": [row["batch"] for row in rows],
-        "sha256": digest.hexdigest(),
+        "text_sha256": sha256(text.content.encode()).hexdigest() if isinstance(text.content, str) else None,
+        "scores_sha256": digest.hexdigest(),
         **joined,
     }

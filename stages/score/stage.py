@@ -12,6 +12,7 @@ from pipeline.stage import Artifact, Config, Context, Report, Sources
 from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from stages.inference.inputs import chosen_number, gather_model, inference_sources
 from stages.inference.measured_stage import MeasuredStage
+from stages.inference.progress import earlier_told
 from stages.plan.request.geometry import read_geometry
 from stages.plan.request.texts import ScoreOptions, check_texts, read_scored_texts
 from stages.score.inputs import SCORES, ScoreInputs
@@ -46,7 +47,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
     """
 
     name = "score"
-    version = 2
+    version = 3
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ScoreConfig
     resumes = (SCORES,)
@@ -117,7 +118,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
         """Return the line of the screen: the perplexity, and how fast the tokens were scored."""
         rate = metrics["scored_tokens_per_second"]
         told = f"perplexity {_number(metrics['perplexity'])} over {metrics['scored_tokens']} tokens"
-        return told + (f", {rate:.1f} a second" if rate else "")
+        return told + (f", {rate:.1f} a second" if rate else "") + earlier_told(metrics, "windows")
 
 
 def _screen(texts: Sequence[Mapping[str, Any]], file: Path) -> Iterator[str]:

@@ -21,11 +21,19 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from pipeline.errors import ConfigError
 from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from stages.plan.request.lockstep import COPIED_BYTES
+
+
+class LockstepError(ConfigError, RuntimeError):
+    """The model's own code keeps something that calls in lockstep can't each have, for the ``reason`` that is given."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"lockstep: {reason}; make them one after another (generate.lockstep=1)")
+        self.reason = reason
+
 
 _ABSENT = object()
 _DATA = (torch.Tensor, int, float, list, tuple, dict)
-_COPIED = 1 << 20
-"""Bytes of the largest tensor that is copied, in case that calls change it in place."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +148,7 @@ class ModuleState:
             if isinstance(tensor, WaitingTensor) or tensor.is_meta:
                 self._streamed.add((id(table), name))
                 continue
-            copy = tensor.detach().clone() if tensor.nbytes <= _COPIED else None
+            copy = tensor.detach().clone() if tensor.nbytes <= COPIED_BYTES else None
             if not tensor.is_inference():
                 self._watched.append(_Watched(table, name, tensor, tensor._version, copy))
             elif copy is not None:  # torch doesn't count
@@ -172,7 +180,7 @@ class ModuleState:
         """Put in place what a call has ``written``, whose turn it is, unless another has changed what can't be."""
         if self._refusal is not None and self._refusal[0] is not written:
             (_, message), self._refusal = self._refusal, None
-            raise ConfigError(message)
+            raise LockstepError(message)
         for slot in self._slots.values():
             if slot.original is not None and slot not in written:
                 written[slot] = slot.first.clone()
@@ -209,9 +217,9 @@ class ModuleState:
         for table in _tables(module):
             key = (id(table), name)
             if key in self._streamed:
-                raise ConfigError(
-                    f"lockstep: {self._named(table, name)!r} is streamed, and the model's own code sets it, which "
-                    "would hold for the other calls too; make them one after another (generate.lockstep=1)"
+                raise LockstepError(
+                    f"{self._named(table, name)!r} is streamed, and the model's own code sets it, which would hold for "
+                    "the other calls too"
                 )
             if key not in self._slots:
                 self._slots[key] = _Slot(table, name, table.get(name, _ABSENT))
@@ -225,8 +233,8 @@ class ModuleState:
         if watched.copy is None:
             name = self._named(watched.table, watched.name)
             message = (
-                f"lockstep: the model's own code changes {name!r} in place, {watched.tensor.nbytes} bytes that each "
-                "call would need a copy of; make them one after another (generate.lockstep=1)"
+                f"the model's own code changes {name!r} in place, {watched.tensor.nbytes} bytes that each call would "
+                "need a copy of"
             )
             self._refusal = (written, message)
             return

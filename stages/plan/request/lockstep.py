@@ -10,15 +10,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pipeline.errors import Fault
+from stages.empty_init.skeleton import Skeleton
 from stages.plan.plan import Plan
 from stages.plan.request.assistant import KEY as ASSISTANT
 from stages.plan.request.batch_size import ALIKE, AUTO, sizes_to_try
-from stages.plan.request.speculation import LOOKUP, is_exact
+from stages.plan.request.speculation import LOOKUP, guesses_ahead, is_exact
 
 KEY = "lockstep"
 
 LARGEST = 64
 """No more batches go together: beyond, computing takes longer than any storage."""
+
+COPIED_BYTES = 1 << 20
+"""The largest tensor of a module that each call in lockstep has a copy of, where calls change it in place."""
 
 _STATIC = ("static", "offloaded_static")
 
@@ -28,9 +32,35 @@ def lockstep_sizes(count: int) -> list[int]:
     return sizes_to_try(min(count, LARGEST))
 
 
+def batches_in_lockstep(generate: Mapping[str, Any]) -> object:
+    """Return how many batches the config node ``generate`` has go together: a number, or ``auto``.
+
+    Where it says neither that nor how large a batch is, prompts are batches of their own, as many together as pay:
+    each answer is the one that its prompt has alone, whatever else is asked.
+    """
+    given = generate.get(KEY)
+    if given is not None:
+        return given
+    alone = generate.get("batch_size") is not None or guesses_ahead(generate) or any(_strangers(generate))
+    return 1 if alone else AUTO
+
+
 def is_in_lockstep(generate: Mapping[str, Any]) -> bool:
-    """Return whether the config node ``generate`` asks for more than one batch at a time."""
-    return generate.get(KEY) not in (None, 1)
+    """Return whether the config node ``generate`` may have more than one batch go at a time."""
+    return batches_in_lockstep(generate) != 1
+
+
+def lockstep_is_chosen(generate: Mapping[str, Any]) -> bool:
+    """Return whether how many go together is ours to choose: a model that can't have them so is no fault then."""
+    return batches_in_lockstep(generate) == AUTO
+
+
+def why_not_in_lockstep(skeleton: Skeleton) -> str:
+    """Return why calls of the model that ``skeleton`` describes can't go together, by its rehearsal; else nothing."""
+    large = next((name for name in skeleton.written if skeleton.by_name[name].bytes > COPIED_BYTES), None)
+    if large is None:
+        return ""
+    return f"one after another, not in lockstep: the model's own code changes {large!r} in place"
 
 
 def check_lockstep(generate: Mapping[str, Any]) -> Iterable[Fault]:
@@ -39,7 +69,7 @@ def check_lockstep(generate: Mapping[str, Any]) -> Iterable[Fault]:
     if size not in (None, AUTO) and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         rule = "give a whole number from 1, or auto for as many as fit and pay"
         yield Fault(f"generate.{KEY}", f"{size!r} is no number of batches; {rule}")
-    elif is_in_lockstep(generate):
+    elif size not in (None, 1):
         yield from _strangers(generate)
 
 

@@ -26,7 +26,7 @@ from stages.checkpoints.tokenizers import tokenizing
 from stages.plan.request.assistant import assistant_bytes
 from stages.plan.request.batch_size import AUTO, batch_sizes
 from stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, round_up
-from stages.plan.request.lockstep import KEY as LOCKSTEP, LARGEST, is_in_lockstep, lockstep_sizes
+from stages.plan.request.lockstep import KEY as LOCKSTEP, LARGEST, is_in_lockstep, lockstep_is_chosen, lockstep_sizes
 from stages.plan.request.media_demand import MediaDemand
 from stages.plan.request.prompts import Prompt, read_prompts
 from stages.plan.request.speculation import GUESSED, LOOKUP, guesses_ahead, is_exact, most_guesses
@@ -69,7 +69,7 @@ def read_requests(config: Config) -> dict[int | None, Request]:
     ``auto``, or the number of batches in lockstep.
     """
     request, node = read_request(config), config.get(asking(config)) or {}
-    if node.get(LOCKSTEP) == AUTO:
+    if request.members > 1 and lockstep_is_chosen(node):
         return {size: replace(request, members=size) for size in lockstep_sizes(request.members)}
     if node.get("batch_size") != AUTO:
         return {None: request}
@@ -99,7 +99,7 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     generate = with_checkpoint_defaults(generate, model)
     prompts = [prompt for prompt in _prompts(generate) if not prompt.media] or [Prompt("")]
     alone = 1 if generate.get("exact") or guesses_ahead(generate) else len(prompts)
-    together = min(alone, _number(generate, "batch_size", 1 if is_in_lockstep(generate) else len(prompts)))
+    together = min(alone, _number(generate, "batch_size", len(prompts) if generate.get("batch_size") == AUTO else 1))
     request = _answers(generate, prompts, together=together, tokens=max(_tokens(prompt, model) for prompt in prompts))
     return replace(request, members=_members(generate, -(-len(prompts) // together)), rows=round_up(len(prompts)))
 
@@ -118,7 +118,7 @@ def _members(generate: Mapping[str, Any], batches: int) -> int:
     """Return how many of so many ``batches`` go together at most."""
     if not is_in_lockstep(generate):
         return 1
-    return min(batches, LARGEST if generate.get(LOCKSTEP) == AUTO else _number(generate, LOCKSTEP, 1))
+    return min(batches, LARGEST if lockstep_is_chosen(generate) else _number(generate, LOCKSTEP, 1))
 
 
 def media_request(config: Config, demand: MediaDemand) -> Request:
