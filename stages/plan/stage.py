@@ -53,7 +53,7 @@ from stages.plan.policies.optimal import optimal
 from stages.plan.policies.placed_seconds import placed_seconds
 from stages.plan.predict import predict
 from stages.plan.request.batch_size import soonest
-from stages.plan.request.lockstep import soonest_in_lockstep
+from stages.plan.request.lockstep import brings_more, soonest_in_lockstep
 from stages.plan.request.media_demand import media_demand
 from stages.plan.request.requests import asking, what_learns
 from stages.plan.request.training import FinetuneOptions
@@ -177,18 +177,34 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     _require_devices(inputs.choice, inputs.overrides, inputs.machine)
     placements: _Placements = {}
     *larger, least = inputs.demands
-    found: dict[int, plans.Plan] = {}
-    for size in larger:
-        with suppress(BudgetError):
-            plan = _plan_for(inputs, size, inputs.demands[size], placements)
-            found |= {size: plan} if size and has_room(plan, inputs.rooms) else {}
     plan = _least_plan(inputs, least, placements)
-    if least is not None:
-        plans_found = {**found, least: plan}
+    if least is not None and inputs.lockstep:
+        plan = _soonest_in_lockstep(inputs, plan, placements)
+    elif least is not None:
+        found = {size: other for size in larger if size and (other := _larger_plan(inputs, size, placements))}
         counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.token_bytes}
-        plan = soonest_in_lockstep(plans_found) if inputs.lockstep else soonest(plans_found, **counts)
+        plan = soonest({**found, least: plan}, **counts)
     require_room(plan, inputs.machine)
     return replace(plan, notes=(*plan.notes, *inputs.notes))
+
+
+def _soonest_in_lockstep(inputs: PlanInputs, least: plans.Plan, placements: _Placements) -> plans.Plan:
+    """Return the plan under which tokens come soonest, of more and more that go together, until more bring nothing."""
+    found = {1: least}
+    for size in sorted(size for size in inputs.demands if size and size > 1):
+        plan = _larger_plan(inputs, size, placements)
+        if plan is None or not brings_more(plan, found):
+            break
+        found[size] = plan
+    return soonest_in_lockstep(found)
+
+
+def _larger_plan(inputs: PlanInputs, size: int, placements: _Placements) -> plans.Plan | None:
+    """Return the plan for batches of ``size``, or so many in lockstep; null where there is no room for it."""
+    with suppress(BudgetError):
+        plan = _plan_for(inputs, size, inputs.demands[size], placements)
+        return plan if has_room(plan, inputs.rooms) else None
+    return None
 
 
 def _least_plan(inputs: PlanInputs, size: int | None, placements: _Placements) -> plans.Plan:

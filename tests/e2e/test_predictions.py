@@ -62,7 +62,7 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     prompts = [[7] * 1800, [9] * 1500, [5] * 10]
     done = offstage(
         f"model.path={folder}", "max_memory.cpu=500MB", "storage.io=direct", f"generate.prompts={prompts}",
-        "generate.max_new_tokens=2", "generate.min_new_tokens=2",
+        "generate.max_new_tokens=2", "generate.min_new_tokens=2", "generate.batch_size=3",
     )  # fmt: skip
     request, predicted = bytes_as_predicted(done)
     assert request > 0.2 * predicted, "the prompts take too little for the test to prove anything"

@@ -16,7 +16,7 @@ LOOKUP = "generate.prompt_lookup_num_tokens=4"
 
 
 def test_tokens_are_those_of_plain_decoding_in_fewer_passes(offstage_here: Run) -> None:
-    plain, guessed = offstage_here(*ASKED, "generate.exact=true"), offstage_here(*ASKED, LOOKUP)
+    plain, guessed = offstage_here(*ASKED, "generate.lockstep=1"), offstage_here(*ASKED, LOOKUP)
     assert guessed.code == 0, guessed.err
     assert guessed.tokens == plain.tokens
     scores = [[output["logprobs"] for output in run.record["outputs"]] for run in (plain, guessed)]

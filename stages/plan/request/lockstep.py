@@ -13,7 +13,7 @@ from pipeline.errors import Fault
 from stages.empty_init.skeleton import Skeleton
 from stages.plan.plan import Plan
 from stages.plan.request.assistant import KEY as ASSISTANT
-from stages.plan.request.batch_size import ALIKE, AUTO, sizes_to_try
+from stages.plan.request.batch_size import ALIKE, AUTO
 from stages.plan.request.speculation import LOOKUP, guesses_ahead, is_exact
 
 KEY = "lockstep"
@@ -28,8 +28,9 @@ _STATIC = ("static", "offloaded_static")
 
 
 def lockstep_sizes(count: int) -> list[int]:
-    """Return the numbers that are tried for ``count`` batches, the largest first."""
-    return sizes_to_try(min(count, LARGEST))
+    """Return the numbers that are tried for ``count`` batches, the largest first: each doubling, and all of them."""
+    most = max(1, min(count, LARGEST))
+    return sorted({most, *(2**power for power in range(most.bit_length()))}, reverse=True)
 
 
 def batches_in_lockstep(generate: Mapping[str, Any]) -> object:
@@ -85,6 +86,12 @@ def _strangers(generate: Mapping[str, Any]) -> Iterable[Fault]:
             f"a model has one {generate['cache_implementation']} cache, and each batch needs one of its own; leave "
             "generate.cache_implementation out",
         )
+
+
+def brings_more(plan: Plan, smaller: Mapping[int, Plan]) -> bool:
+    """Return whether tokens come sooner under ``plan`` than with all ``smaller`` numbers, by more than is alike."""
+    seconds = (float(other.forecast["seconds_per_token"]) for other in smaller.values())
+    return float(plan.forecast["seconds_per_token"]) * ALIKE < min(seconds)
 
 
 def soonest_in_lockstep(plans: Mapping[int, Plan]) -> Plan:

@@ -17,7 +17,7 @@ from tests.stages.plan.skeletons import outline
 @pytest.mark.parametrize("stages", [None, [], ["empty_init", "plan"], ["plan", "generate"], ["generate", "of_another"]])
 def test_the_last_stage_that_runs_the_model_decides_what_is_asked(stages: list[str] | None) -> None:
     config = {"generate": {"prompts": ["one", "two"]}} | ({} if stages is None else {"stages": stages})
-    assert read_request(config) == Request(sequences=2)
+    assert read_request(config) == Request(members=2)
 
 
 def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
@@ -26,7 +26,8 @@ def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
         == generate_request({"prompts": ["two"]}, {})
         == Request()
     )
-    assert generate_request({"prompts": ["one", "two"]}, {}) == Request(sequences=2)
+    assert generate_request({"prompts": ["one", "two"]}, {}) == Request(members=2)
+    assert generate_request({"prompts": ["one", "two"], "batch_size": 2}, {}) == Request(sequences=2)
     long = generate_request({"prompts": [[1] * 1000], "max_new_tokens": 1000, "num_beams": 3}, {})
     assert long.sequences == 3
     assert 1000 <= long.prompt <= 1000 * 9 / 8
