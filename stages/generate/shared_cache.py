@@ -80,7 +80,7 @@ class LayerView(CacheLayerMixin):  # type: ignore[misc]
                 f"the keys and values of position {self.cumulative_length} have come before those of the one before "
                 "it: the model leaves layers out for some tokens; set generate.speculation=batched"
             )
-        # Some releases of transformers give all that a window keeps until it is taken back, and not what the mask is for.
+        # Some releases of transformers give all that a window keeps until then, and not what the mask is for.
         length, _ = self.get_mask_sizes(key_states.shape[-2])
         keys, values = self._layer.update(key_states, value_states, *args, **kwargs)
         return keys[..., -length:, :].contiguous(), values[..., -length:, :].contiguous()
