@@ -19,6 +19,8 @@ _MASK = "attention_mask"
 ASKED = ("hidden_states", "attentions")
 """What transformers' models return of every layer, where they are told to; asked for by either name."""
 _NEVER = ("past_key_values",)
+_CACHES = (*_NEVER, "cache", "cache_params")
+"""What transformers calls the cache, each of its releases and models by one of these names."""
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,6 +47,14 @@ def _parts(output: Any) -> dict[str, Any]:
     if hasattr(output, "_asdict"):
         return dict(output._asdict())
     return dict(vars(output)) if is_dataclass(output) else {}
+
+
+def kept_cache(named: Any) -> dict[str, Any]:
+    """Return what ``named``, an output or the arguments of a call, keeps for a next token: the cache, by its name.
+
+    The call of that token takes it by this name too. Empty where nothing is kept.
+    """
+    return {name: kept for name, kept in _parts(named).items() if name in _CACHES and kept is not None}
 
 
 def call_options(model: nn.Module, given: ForwardOptions) -> dict[str, bool]:

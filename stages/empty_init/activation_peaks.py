@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from pipeline.errors import OffstageError
+from stages.calls.results import kept_cache
 from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, rehearsing, swapped
 from stages.empty_init.live_storages import LiveStorages
 from stages.empty_init.rehearsal import call_with_tokens
@@ -219,11 +220,17 @@ def _tally(model: nn.Module, call: Callable[[nn.Module], object], *, decides: bo
         mode.tally = tally
         with swapped(model, fakes):
             output = call(model)
-        cache = getattr(output, "past_key_values", None)
+        cache = [kept for kept in kept_cache(output).values() if _has_keys(kept)]
         del output
-        left = tally.live if cache is not None else 0
+        left = tally.live if cache else 0
         mode.tally = None
         return [instant._replace(live=instant.live - left) for instant in tally.moments]
+
+
+def _has_keys(cache: Any) -> bool:
+    """Return whether a plan counts ``cache``: keys and values, where some models keep a state of one size alone."""
+    layers = getattr(cache, "layers", None)
+    return not layers or any(hasattr(layer, "keys") for layer in layers)
 
 
 @contextmanager

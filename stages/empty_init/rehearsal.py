@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stages.calls.results import kept_cache
 from stages.empty_init.experts import watch_routing
 from stages.empty_init.fake_weights import Faking, fake_weights, quiet, swapped
 
@@ -92,7 +93,7 @@ def _call_for_two_tokens(model: nn.Module) -> object:
     return model(
         encoder_outputs=(kept.encoder_last_hidden_state,),
         decoder_input_ids=torch.ones((1, 1), dtype=torch.long),
-        past_key_values=kept.past_key_values,
+        **kept_cache(kept),
     )
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
@@ -31,8 +31,10 @@ from stages.dispatch.streaming.turns import Place, Shared
 WaitFor = Callable[[Shared], None]
 """Returns when it is the caller's turn to use what it waits for."""
 
-_SHARED = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+_SHARED = (DynamicLayer, DynamicSlidingWindowLayer)
 """The layers of which the last positions can be taken back: others keep a state that each token changes."""
+_EMPTY: Any = getattr(cache_utils, "DummyLayer", ())
+"""The layers that keep nothing, where transformers knows of such."""
 
 
 class LayerView(CacheLayerMixin):  # type: ignore[misc]
@@ -78,8 +80,10 @@ class LayerView(CacheLayerMixin):  # type: ignore[misc]
                 f"the keys and values of position {self.cumulative_length} have come before those of the one before "
                 "it: the model leaves layers out for some tokens; set generate.speculation=batched"
             )
+        # Some releases of transformers give all that a window keeps until then, and not what the mask is for.
+        length, _ = self.get_mask_sizes(key_states.shape[-2])
         keys, values = self._layer.update(key_states, value_states, *args, **kwargs)
-        return keys.contiguous(), values.contiguous()
+        return keys[..., -length:, :].contiguous(), values[..., -length:, :].contiguous()
 
     def get_seq_length(self) -> int:
         """Return how many positions lie before."""
@@ -104,7 +108,7 @@ def view_of(cache: Any, number: int, wait_for: WaitFor) -> Any:
         return EncoderDecoderCache(view_of(cache.self_attention_cache, number, wait_for), cache.cross_attention_cache)
     view = copy.copy(cache)
     view.layers = [
-        layer if isinstance(layer, DummyLayer) else LayerView(layer, layer.get_seq_length() + number, wait_for)
+        layer if isinstance(layer, _EMPTY) else LayerView(layer, layer.get_seq_length() + number, wait_for)
         for layer in cache.layers
     ]
     return view
@@ -121,7 +125,8 @@ def strange_layer(cache: Any) -> str | None:
     decoder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if not isinstance(decoder, Cache):
         return type(decoder).__name__
-    return next((type(layer).__name__ for layer in decoder.layers if type(layer) not in _SHARED), None)
+    kinds = (type(layer) for layer in decoder.layers if not isinstance(layer, _EMPTY))
+    return next((kind.__name__ for kind in kinds if kind not in _SHARED), None)
 
 
 def why_not_shared(architecture: str, folder: Path) -> str | None:

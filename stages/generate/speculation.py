@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
+from stages.calls.results import kept_cache
 from stages.dispatch.shared_passes import lockstep
 from stages.dispatch.streaming.streamer import Streamer
 from stages.generate.drafts import DraftLength, Drafts
@@ -23,8 +24,6 @@ from stages.generate.logprobs import ChosenLogprobs
 from stages.generate.shared_cache import strange_layer, take_back, view_of
 from stages.plan.request.assistant import GUESSES
 from stages.plan.request.speculation import GUESSED, LOOKUP
-
-_CACHE = "past_key_values"
 
 
 class ExactSpeculation:
@@ -121,17 +120,22 @@ class _Forwards:
         self._model, self._streamer, self._kwargs = model, streamer, kwargs
         self._guessed = 0
 
+    @property
+    def _cache(self) -> Any:
+        """What the forwards write to and read; null where the model keeps none that transformers hands on."""
+        return next(iter(kept_cache(self._kwargs).values()), None)
+
     def of_prompt(self, input_ids: torch.Tensor, config: Any) -> torch.Tensor:
         """Return the logits (1, words) after the prompt ``input_ids``, in float32 as all of them."""
         outputs = self._model._prefill(input_ids, config, self._kwargs, is_first_iteration=True)
         self._kwargs = self._grown(self._kwargs, outputs)
-        strange = strange_layer(self._kwargs.get(_CACHE))
+        strange = strange_layer(self._cache)
         if strange is not None:
             raise ValueError(
                 f"{type(self._model).__name__} keeps what it has read as {strange}, of which tokens can't be taken "
                 "back; set generate.speculation=batched, or guess none"
             )
-        self._kwargs[_CACHE].activate_past_recording()
+        self._cache.activate_past_recording()
         return _last(outputs, input_ids)
 
     def after(self, tokens: torch.Tensor, guesses: Sequence[int]) -> list[torch.Tensor]:
@@ -142,14 +146,17 @@ class _Forwards:
             return [self._one(whole, self._kwargs)]
         calls, kwargs = [], self._kwargs
         for number in range(len(guesses) + 1):
-            cache = view_of(self._kwargs[_CACHE], number, self._streamer.wait_for)
-            calls.append(partial(self._one, whole[:, : tokens.shape[1] + number], {**kwargs, _CACHE: cache}))
+            views = {
+                name: view_of(cache, number, self._streamer.wait_for)
+                for name, cache in kept_cache(self._kwargs).items()
+            }
+            calls.append(partial(self._one, whole[:, : tokens.shape[1] + number], {**kwargs, **views}))
             kwargs = self._grown(kwargs, ModelOutput())
         return lockstep(self._model, calls, size=len(calls))
 
     def keep(self, new: int) -> None:
         """Keep what the forwards before so many new tokens have left: of the guesses after them nothing."""
-        take_back(self._kwargs[_CACHE], self._guessed + 1 - new)
+        take_back(self._cache, self._guessed + 1 - new)
         for _ in range(new):
             self._kwargs = self._grown(self._kwargs, ModelOutput())
 

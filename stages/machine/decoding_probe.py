@@ -74,8 +74,8 @@ def _measure(model: Any, token: Any, rounds: int) -> dict[str, int]:
         spans.watch(module, multiplies=module.weight.ndim > 1)
     begun = time.perf_counter()
     for _ in range(rounds):
-        cache = model(token, use_cache=True).past_key_values
-        model(token, past_key_values=cache, use_cache=True)
+        _, cache = model(token, use_cache=True).to_tuple()
+        model(token, None, None, cache, use_cache=True)  # whose name isn't the same in each release of transformers
         if time.perf_counter() - begun > _MOST_SECONDS:
             break
     read = sum(module.weight.nbytes for module in holders)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from stages.calls.results import kept_cache
 from stages.machine.devices import Devices
 from stages.units import CPU, DeviceId
 from tests.cuda.test_streaming import decode, no_synchronising
@@ -149,7 +150,7 @@ def test_a_llama_on_two_accelerators_in_turn_decodes_with_its_keys_on_both(tmp_p
     live = dispatched(tmp_path / "checkpoint", tmp_path, device_map=homes, max_memory=budgets)
     assert torch.equal(decode(live.model, 10), decode(plain, 10)), "both are of one kind"
     ids = torch.arange(5, 13, device="cuda:0")[None]
-    cache = live.model(input_ids=ids, use_cache=True).past_key_values
+    (cache,) = kept_cache(live.model(input_ids=ids, use_cache=True)).values()
     assert [layer.keys.device.index for layer in cache.layers] == [0, 1] * 3
     live.streamer.remove()
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pipeline.errors import BudgetError
+from stages.calls.results import kept_cache
 from stages.dispatch.transfer.cuda_link import CudaLink, CudaMemory
 from stages.dispatch.transfer.link import pin
 from stages.dispatch.transfer.link_carrier import LinkCarrier
@@ -312,11 +313,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def decode(model: Any, steps: int) -> torch.Tensor:
     """Return the logits of ``steps`` greedy steps after a prompt; nothing in here makes the host wait."""
-    tokens, cache, found = torch.arange(5, 13, device="cuda:0")[None], None, []
+    tokens, found = torch.arange(5, 13, device="cuda:0")[None], []
+    cache: dict[str, Any] = {}
     with torch.no_grad():
         for _ in range(steps):
-            out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-            tokens, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            out = model(input_ids=tokens, **cache, use_cache=True)
+            tokens, cache = out.logits[:, -1:].argmax(-1), kept_cache(out)
             found.append(out.logits[:, -1])
     return torch.stack(found)
 

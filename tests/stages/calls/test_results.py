@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
 from pipeline.errors import ConfigError
 from stages.calls.options import ForwardOptions
-from stages.calls.results import named_tensors, pool, select
+from stages.calls.results import kept_cache, named_tensors, pool, select
+from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS
 
 A, B = torch.zeros(2, 3, 4), torch.ones(2)
 
@@ -62,3 +64,16 @@ def test_what_is_kept_is_asked_for_by_name() -> None:
         select(model, output, {}, ForwardOptions(outputs=["deep"]))
     with pytest.raises(ConfigError, match="returned str, with no tensor in it"):
         select(model, "words", {}, ForwardOptions())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral, which slides"])
+def test_what_a_call_keeps_is_taken_by_the_next_one(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    tokens = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False)
+        first = model(tokens[:, :-1], use_cache=True)
+        second = model(tokens[:, -1:], **kept_cache(first), use_cache=True)
+    torch.testing.assert_close(second.logits[:, -1], whole.logits[:, -1])
+    assert kept_cache(second) == kept_cache(first)
+    assert kept_cache(whole) == kept_cache(A) == {}

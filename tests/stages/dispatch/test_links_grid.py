@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from pipeline.errors import BudgetError
+from stages.calls.results import kept_cache
 from stages.dispatch.loaded_model import LoadedModel, load
 from stages.dispatch.streaming.streamer import streamer_of
 from stages.empty_init.skeleton import parent
@@ -33,18 +34,19 @@ def tokens(shape: tuple[int, int], seed: int = 5) -> torch.Tensor:
     return torch.randint(3, WORDS, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def asked(name: str, past: Any = None) -> dict[str, torch.Tensor]:
+def asked(name: str, past: Mapping[str, Any] | None = None) -> dict[str, torch.Tensor]:
     """Return the arguments of a forward: of a prompt, or of one token more."""
-    ids = tokens((2, 6)) if past is None else tokens((2, 1))
+    ids = tokens((2, 6)) if not past else tokens((2, 1))
     return {"input_ids": ids, "decoder_input_ids": tokens((2, 3), seed=6)} if name == "t5" else {"input_ids": ids}
 
 
 def answers(model: Any, name: str) -> list[torch.Tensor]:
     """Return the logits of a prompt without a cache and with one, of two tokens that follow, and generated tokens."""
-    found, past = [model(**asked(name), use_cache=False).logits], None
+    found = [model(**asked(name), use_cache=False).logits]
+    past: dict[str, Any] = {}
     for _ in range(1 if name == "t5" else 3):
-        out = model(**asked(name, past), past_key_values=past, use_cache=True)
-        past = out.past_key_values
+        out = model(**asked(name, past), **past, use_cache=True)
+        past = kept_cache(out)
         found.append(out.logits)
     return [*found, model.generate(tokens((2, 5)), max_new_tokens=4, do_sample=False)]
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
+from stages.calls.results import kept_cache
 from stages.empty_init.activation_peaks import kernel_of, weigh
 from stages.empty_init.describe import describe
 from tests.long_form import in_ci
@@ -54,9 +55,9 @@ def held_by_a_real_forward(model: nn.Module, sequences: int, length: int) -> int
         counting.meet(tensor.untyped_storage(), counts=False)
     with torch.no_grad(), counting:
         output = model(input_ids=tokens, attention_mask=mask, logits_to_keep=1)
-    cache = getattr(output, "past_key_values", None)
+    cache = [kept for kept in kept_cache(output).values() if hasattr(kept.layers[0], "keys")]
     del output
-    return counting.peak - (counting.live if cache is not None else 0)
+    return counting.peak - (counting.live if cache else 0)
 
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -10,6 +10,8 @@ from stages.generate.sampling import SeededRows, seeded_rows
 from stages.inference.padding import make_batch
 
 PROMPTS = [[5, 6, 7, 8], [9, 4, 3, 1], [2, 2, 6, 7]]
+SAMPLED = {"do_sample": True, "min_new_tokens": 8, "max_new_tokens": 8}
+"""None ends before the others, which would have it padded beside them alone."""
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +24,7 @@ def llama() -> LlamaForCausalLM:
 def sampled(llama: LlamaForCausalLM, prompts: list[list[int]], seeds: list[int], **options: object) -> list[list[int]]:
     batch = make_batch(prompts, pad=0, side="left")
     with SeededRows(), seeded_rows(seeds):
-        return llama.generate(
-            batch.input_ids, attention_mask=batch.attention_mask, do_sample=True, max_new_tokens=8, **options
-        ).tolist()
+        return llama.generate(batch.input_ids, attention_mask=batch.attention_mask, **SAMPLED, **options).tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2}], ids=str)
@@ -41,5 +41,5 @@ def test_a_prompt_draws_the_same_alone_and_beside_others(llama: LlamaForCausalLM
 def test_alone_it_draws_what_transformers_draws(llama: LlamaForCausalLM) -> None:
     torch.manual_seed(11)
     tokens = torch.tensor([PROMPTS[0]])
-    theirs = llama.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=True, max_new_tokens=8).tolist()
+    theirs = llama.generate(tokens, attention_mask=torch.ones_like(tokens), **SAMPLED).tolist()
     assert sampled(llama, PROMPTS[:1], [11]) == theirs

@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from pipeline.cache.sealed_files import write_sealed
+from stages.calls.results import kept_cache
 from stages.empty_init.skeleton import Moment, TensorSpec
 from stages.machine.host_memory import PROCESS_BYTES
 from stages.machine.kernels import Kernels, identity
@@ -62,7 +63,7 @@ def test_latent_attention_is_planned_with_the_cache_that_it_keeps(kind: str) -> 
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        cache = model(torch.arange(5)[None]).past_key_values
+        (cache,) = kept_cache(model(torch.arange(5)[None])).values()
     kept = sum(part.numel() for layer in cache.layers for part in (layer.keys, layer.values))
     assert geometry_of(config.to_dict()).cached == kept // (2 * 5)
 

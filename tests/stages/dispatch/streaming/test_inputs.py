@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_outputs import BaseModelOutput
 
+from stages.calls.results import kept_cache
 from stages.dispatch.dispatch_plan import make_dispatch_plan
 from stages.dispatch.streaming.inputs import move_inputs
 from stages.empty_init.describe import describe
@@ -66,17 +67,18 @@ def kept_on(cache: Any) -> list[torch.device]:
 def test_layers_on_devices_in_turn_get_their_inputs_there_and_keep_their_keys_there(name: str) -> None:
     with fake_accelerators():
         model, execution = dealt(name)
-        cache = None
+        cache: dict[str, Any] = {}
         for ids, seen in ((IDS, 5), (IDS[:, :1], 6), (IDS[:, :1], 7)):
             mask = torch.ones(2, seen, dtype=torch.long)
-            out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(input_ids=ids, attention_mask=mask, **cache, use_cache=True)
+            cache = kept_cache(out)
             assert out.logits.device == ids.device, "the output is where the input was"
         blocks = dict.fromkeys(_block(module) for module in execution if _block(module) != module)
         devices = {_block(module): torch_device(device) for module, device in execution.items()}
-        assert kept_on(cache) == [devices[block] for block in blocks]
-        assert len(set(kept_on(cache))) == len(DEVICES)
-        assert {layer.keys.shape[2] for layer in cache.layers} == {7}, "all that was seen"
+        (kept,) = cache.values()
+        assert kept_on(kept) == [devices[block] for block in blocks]
+        assert len(set(kept_on(kept))) == len(DEVICES)
+        assert {layer.keys.shape[2] for layer in kept.layers} == {7}, "all that was seen"
 
 
 def test_an_encoder_and_a_decoder_on_devices_in_turn() -> None:
@@ -86,10 +88,10 @@ def test_an_encoder_and_a_decoder_on_devices_in_turn() -> None:
         again = model(
             encoder_outputs=BaseModelOutput(out.encoder_last_hidden_state),
             decoder_input_ids=IDS[:, :1],
-            past_key_values=out.past_key_values,
+            **kept_cache(out),
             use_cache=True,
         )
-        cache = again.past_key_values
+        (cache,) = kept_cache(again).values()
         assert kept_on(cache.self_attention_cache) == kept_on(cache.cross_attention_cache)
         assert len(set(kept_on(cache.self_attention_cache))) == 2
 
