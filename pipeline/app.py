@@ -56,13 +56,14 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
 
     from pipeline.config import choose_stages, register
     from pipeline.errors import named
-    from pipeline.hydra_arguments import refuse_arguments
+    from pipeline.hydra_arguments import gather_overrides, refuse_arguments
     from pipeline.hydra_composing import composed_once
     from pipeline.hydra_errors import guarded_composing
     from pipeline.hydra_task import Task
     from pipeline.sweeps.launchers import register_launchers
 
     heed_signals()
+    sys.argv[1:] = gather_overrides(sys.argv[1:])
     task = Task(started, show_all, tuple(sys.argv[1:]), trust)
     register_launchers()
 

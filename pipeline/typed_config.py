@@ -33,6 +33,9 @@ NO_DEVICE = (
 )
 """What is wrong with a value of ``max_memory`` that is no mapping, a size alone above all."""
 
+DEVICES = "devices are cpu, disk and the numbers of accelerators, from 0 to 15"
+"""What the keys of ``max_memory`` may be, in words."""
+
 KEYS = "keys"
 """What a field's metadata has under this name is the Enum that the keys of its mapping are members of."""
 

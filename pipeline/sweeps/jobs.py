@@ -16,7 +16,7 @@ from pipeline.cache.fingerprint import fingerprint
 from pipeline.config import refuse_sharing
 from pipeline.errors import ConfigError
 from pipeline.hydra_arguments import refuse_empty_sweeps
-from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
+from pipeline.hydra_messages import COMPOSING_ERRORS, one_line
 from pipeline.sweeps.record import SweepJob, SweepRecord
 from pipeline.sweeps.trust import named_by_job
 from pipeline.trust import Trust, TrustRequest

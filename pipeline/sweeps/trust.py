@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.errors import ConfigError
 from pipeline.foreign_record import outputs_for
-from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
+from pipeline.hydra_messages import COMPOSING_ERRORS, one_line
 from pipeline.plain_data import leaves
 from pipeline.regular_files import lies_in
 from pipeline.sweeps.record import SWEEP, SweepRecord
