@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hydra.conf import HydraConf
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import (
     ConfigCycleDetectedException,
@@ -77,7 +79,7 @@ def _said_of(error: BaseException) -> str | None:
     if isinstance(error, OverrideParseException):
         return _said_of_override(str(error.override))
     if isinstance(error, GrammarParseError) and error.full_key:
-        return f"{error.full_key}: {error.value!r} is no interpolation; give ${{KEY}} or ${{oc.env:VARIABLE}}, closed"
+        return f"{error.full_key}: {error.value!r} is no interpolation; give ${{KEY}} or ${{oc.env:NAME}}, brace closed"
     if isinstance(error, InterpolationResolutionError | ConfigCycleDetectedException) and error.full_key:
         key = f"outputs, or {error.full_key}" if error.full_key in _MADE_OF_OUTPUTS else error.full_key
         return f"{key}: {_said_of_interpolation(error)}"
@@ -134,11 +136,11 @@ def _said_of_type(error: OmegaConfBaseException) -> str:
 
 
 def _said_of_key(found: re.Match[str]) -> str:
-    return f"{found[1]}: unknown key{closest_key(found[1])}; {SHOWS_KEYS}"
-
-
-def _said_of_hydra_s_key(found: re.Match[str]) -> str:
-    return f"{found[2]}: unknown key of Hydra's; offstage --cfg hydra shows them"
+    key = found[1]
+    if key.startswith("hydra."):
+        beside = [entry.name for entry in fields(HydraConf)]
+        return f"{key}: unknown key of Hydra's{closest(key.split('.')[1], beside)}; offstage --cfg hydra shows them"
+    return f"{key}: unknown key{closest_key(key)}; {SHOWS_KEYS}"
 
 
 def _said_of_device(found: re.Match[str]) -> str:
@@ -218,7 +220,7 @@ _SAID: Sequence[tuple[str, Callable[[re.Match[str]], str]]] = (
     (r"In '(.*)': Could not override '.*/(\w+)@.*'", _said_of_slash),
     (r"Could not override '(.*?)'", _said_of_key),
     (r"Key '(.*)' not in 'Schema'", _said_of_key),
-    (r"Key '(.*)' not in '\w+'(?:.|\n)*full_key: (hydra\.\S+)", _said_of_hydra_s_key),
+    (r"Key '.*' not in '\w+'(?:.|\n)*full_key: (hydra\.\S+)", _said_of_key),
     (r"Key '(.*)' is incompatible with the enum type 'Device'", _said_of_device),
     (r"In '(.*)': Could not (?:find|load) '(.*?)'", _said_of_choice),
     (r"Additional config directory '(.*)' not found", _said_of_place),
