@@ -6,7 +6,7 @@ landed below another one for want of a header, is only to be seen in the files.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,18 @@ def _own_files(
 
 
 def _faults(path: Path, package: str, header: Mapping[str, str | None], content: Any) -> Iterator[Fault]:
-    known = default_config()
-    group = package.split(".")[0]
     if not isinstance(content, Mapping):
         yield Fault(package or path.stem, f"{path} holds a list; a config file holds keys, each as KEY: VALUE")
-    elif not package:
-        yield from _root_faults(path, content, known)
-    elif group not in (*known, *_HYDRA) and content:
+    elif package:
+        yield from _package_faults(path, package, header, content)
+    else:
+        yield from (fault for key, value in content.items() for fault in _root_faults(path, str(key), value))
+
+
+def _package_faults(
+    path: Path, package: str, header: Mapping[str, str | None], content: Mapping[Any, Any]
+) -> Iterator[Fault]:
+    if package.split(".")[0] not in (*default_config(), *_HYDRA) and content:
         named = ", ".join(map(str, content))
         yield Fault(
             package,
@@ -91,14 +96,16 @@ def _faults(path: Path, package: str, header: Mapping[str, str | None], content:
         )
 
 
-def _root_faults(path: Path, content: Mapping[Any, Any], known: Mapping[str, Any]) -> Iterator[Fault]:
-    for key, value in content.items():
-        if key not in known and key not in _HYDRA:
-            yield Fault(str(key), f"unknown key{closest(str(key), known)} in {path}; {_next_step(str(key), known)}")
-        elif key == "max_memory":
-            yield from _budget_faults(path, value)
-        elif isinstance(known.get(str(key)), Mapping) and not _may_be_keys(value):
-            yield Fault(str(key), f"{value!r} in {path} is no mapping; write its keys below it, each as KEY: VALUE")
+def _root_faults(path: Path, key: str, value: Any) -> Iterator[Fault]:
+    known = default_config()
+    if key not in known and key not in _HYDRA:
+        near = closest(key, known)
+        own = "" if near else "; variables of your own go below vars"
+        yield Fault(key, f"unknown key{near} in {path}; {SHOWS_KEYS}{own}")
+    elif key == "max_memory":
+        yield from _budget_faults(path, value)
+    elif isinstance(known.get(key), Mapping) and not _may_be_keys(value):
+        yield Fault(key, f"{value!r} in {path} is no mapping; write its keys below it, each as KEY: VALUE")
 
 
 def _budget_faults(path: Path, value: Any) -> Iterator[Fault]:
@@ -113,7 +120,3 @@ def _budget_faults(path: Path, value: Any) -> Iterator[Fault]:
 
 def _may_be_keys(value: Any) -> bool:
     return value is None or isinstance(value, Mapping) or (isinstance(value, str) and "${" in value)
-
-
-def _next_step(key: str, known: Collection[str]) -> str:
-    return SHOWS_KEYS if closest(key, known) else f"{SHOWS_KEYS}; variables of your own go below vars"
