@@ -112,7 +112,7 @@ def _budget_faults(path: Path, value: Any) -> Iterator[Fault]:
     if not _may_be_keys(value):
         yield Fault("max_memory", f"{value!r} in {path} {NO_DEVICE}")
     for device, size in value.items() if isinstance(value, Mapping) else ():
-        if str(device) not in Device.__members__:
+        if str(device) not in {each.name for each in Device}:
             yield Fault(f"max_memory.{device}", f"{device!r} in {path} is no device; {DEVICES}")
         elif size is None:
             yield Fault(f"max_memory.{device}", f"null in {path} is no size; give one, or leave the key out")

@@ -6,11 +6,14 @@ the run is next, it gets what was composed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.hydra import Hydra
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -57,6 +60,28 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
         raise
     finally:
         hydra_class.get_mode = ask
+
+
+@contextmanager
+def noted_files(files: dict[str, str]) -> Iterator[None]:
+    """Note in ``files`` each config file of a folder that Hydra reads while this is entered: its SHA-256, by its name.
+
+    A name is that in its folder of configs: experiment/mine. What is installed isn't among them.
+    """
+    source: Any = SourcesRegistry.instance().resolve("file")
+    load = source.load_config
+
+    def load_config(self: Any, config_path: str) -> Any:
+        found = load(self, config_path)
+        name = self._normalize_file_name(config_path)
+        files[name.removesuffix(".yaml")] = hashlib.sha256(Path(self.path, name).read_bytes()).hexdigest()
+        return found
+
+    source.load_config = load_config
+    try:
+        yield
+    finally:
+        source.load_config = load
 
 
 def _refuse_files(asked: Iterable[tuple[Any, str | None, Sequence[str]]], error: Exception | None = None) -> None:

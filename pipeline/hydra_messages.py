@@ -138,8 +138,9 @@ def _said_of_type(error: OmegaConfBaseException) -> str:
 def _said_of_key(found: re.Match[str]) -> str:
     key = found[1]
     if key.startswith("hydra."):
-        beside = [entry.name for entry in fields(HydraConf)]
-        return f"{key}: unknown key of Hydra's{closest(key.split('.')[1], beside)}; offstage --cfg hydra shows them"
+        beside, part = [entry.name for entry in fields(HydraConf)], key.split(".")[1]
+        near = closest(part, beside) if part not in beside else ""
+        return f"{key}: unknown key of Hydra's{near}; offstage --cfg hydra shows them"
     return f"{key}: unknown key{closest_key(key)}; {SHOWS_KEYS}"
 
 
