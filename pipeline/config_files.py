@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pipeline.config import default_config
 from pipeline.errors import ConfigError, Fault, closest
 from pipeline.hydra_messages import COMPOSING_ERRORS, SHOWS_KEYS, one_line
-from pipeline.typed_config import DEVICES, NO_DEVICE, Device
+from pipeline.typed_config import DEVICE_NAMES, DEVICES, NO_DEVICE
 
 HEADER = "# @package _global_"
 _HYDRA = ("hydra", "defaults")
@@ -112,7 +112,7 @@ def _budget_faults(path: Path, value: Any) -> Iterator[Fault]:
     if not _may_be_keys(value):
         yield Fault("max_memory", f"{value!r} in {path} {NO_DEVICE}")
     for device, size in value.items() if isinstance(value, Mapping) else ():
-        if str(device) not in {each.name for each in Device}:
+        if str(device) not in DEVICE_NAMES:
             yield Fault(f"max_memory.{device}", f"{device!r} in {path} is no device; {DEVICES}")
         elif size is None:
             yield Fault(f"max_memory.{device}", f"null in {path} is no size; give one, or leave the key out")

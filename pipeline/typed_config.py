@@ -24,7 +24,9 @@ class _Named(Enum):
         return str(self.name)
 
 
-Device = _Named("Device", {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk": "disk"})  # type: ignore[call-arg]
+_MEMBERS: Mapping[str, int | str] = {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk": "disk"}
+DEVICE_NAMES = tuple(_MEMBERS)
+Device = _Named("Device", _MEMBERS)  # type: ignore[call-arg]
 """The keys of ``max_memory``. OmegaConf finds a member by name from a string and by value from an int, so that YAML's
 ``0`` and the command line's ``max_memory.0`` meet in one key. What a stage reads has their names."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
@@ -241,95 +240,6 @@ def test_a_stranger_s_sweep_does_nothing_that_was_not_said(case: str, stranger: 
     with pytest.raises(BlockingIOError):
         stranger.listener.accept()
     assert not list(stranger.sent.rglob("run.json")) or case == "a record that is a link"
-
-
-HEADER = "# @package _global_\n"
-BASIC = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-CHANGED: dict[str, tuple[str, str, str]] = {
-    "a variable": (
-        "experiment/mine", "hydra: {job: {env_set: {LD_PRELOAD: evil.so}}}", "hydra.job.env_set.LD_PRELOAD=evil.so"
-    ),
-    "a log": (
-        "experiment/mine", "hydra: {job_logging: {handlers: {file: {filename: <canary>}}}}",
-        "hydra.job_logging.handlers.file.filename=<canary>",
-    ),
-    "outputs of one job": ("experiment/other", "outputs: <canary>", "<canary>"),
-    "a callback": ("experiment/mine", "hydra: {callbacks: {x: {_target_: evil.Net}}}", "evil.Net"),
-    "a launcher's setting": (
-        "experiment/other", "hydra: {launcher: {cpus_per_task: 64}}", "hydra.launcher.cpus_per_task=64"
-    ),
-    "a file that another takes the place of": ("experiment/third", "outputs: <canary>", "<canary>"),
-}  # fmt: skip
-"""What a stranger writes into a config file beside a sweep that is the user's own, and the word that is asked for."""
-
-
-def own_sweep(of: Stranger) -> Path:
-    """Fill the folder with a sweep that the user began there, over config files that lie in it, and return its own."""
-    text = f"{HEADER}stop_after: plan\n"
-    paths = [of.file(f"conf/experiment/{name}.yaml", text) for name in ("mine", "other")]
-    files = {f"experiment/{path.stem}": hashlib.sha256(text.encode()).hexdigest() for path in paths}
-    folder = of.sent / "run"
-    folder.mkdir()
-    words = ("-m", "--config-dir", "conf", "experiment=mine,other")
-    SweepRecord(words, str(of.sent), BASIC, foreseen=True, base={}, jobs=(), files=files).signed().create(folder)
-    assert SweepRecord.load(folder).is_own
-    return folder
-
-
-def resumed(folder: Path) -> int:
-    GlobalHydra.instance().clear()
-    with pytest.raises(SystemExit) as left:
-        sweep(["resume", str(folder)])
-    return int(left.value.code or 0)
-
-
-@pytest.mark.parametrize("case", CHANGED)
-def test_what_a_stranger_changed_of_an_own_sweep_s_configs_is_asked_for(
-    case: str, stranger: Stranger, capfd: Any
-) -> None:
-    folder = own_sweep(stranger)
-    name, text, word = (each.replace("<canary>", str(stranger.canary)) for each in CHANGED[case])
-    if case.startswith("a file"):
-        stranger.file("conf/experiment/mine.yaml", f"{HEADER}defaults: [third]\nstop_after: plan\n")
-    stranger.file(f"conf/{name}.yaml", f"{HEADER}stop_after: plan\n{text}\n")
-    before = stranger.found()
-    capfd.readouterr()
-    code = resumed(folder)
-    out, err = capfd.readouterr()
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert shlex.quote(f"--trust={word}") in err
-    assert stranger.found() == before
-    assert not folder.joinpath("0").exists()
-
-
-def test_who_changes_the_digests_in_an_own_sweep_s_record_makes_it_a_stranger_s(stranger: Stranger, capfd: Any) -> None:
-    folder = own_sweep(stranger)
-    changed = f"{HEADER}stop_after: plan\nhydra: {{job: {{env_set: {{LD_PRELOAD: evil.so}}}}}}\n"
-    stranger.file("conf/experiment/mine.yaml", changed)
-    record = json.loads(folder.joinpath("sweep.json").read_text())
-    record["files"]["experiment/mine"] = hashlib.sha256(changed.encode()).hexdigest()
-    folder.joinpath("sweep.json").write_text(json.dumps(record))
-    assert not SweepRecord.load(folder).is_own
-    capfd.readouterr()
-    assert resumed(folder) == 2
-    assert "--trust=--config-dir=conf" in capfd.readouterr().err
-
-
-def test_a_sweep_of_one_s_own_config_files_is_resumed_without_a_question(
-    stranger: Stranger, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    folder = own_sweep(stranger)
-    made = SweepRecord.load(folder)
-    shutil.rmtree(folder)
-    assert enter(stranger.sent, *made.command, "hydra.sweep.dir=run") == 0
-    found = SweepRecord.load(folder)
-    assert (found.files, found.is_own) == (made.files, True)
-    folder.joinpath("0/run.json").unlink()
-    stranger.file("conf/experiment/another.yaml", f"{HEADER}seed: 7\n")  # for the next sweep
-    capfd.readouterr()
-    monkeypatch.chdir(stranger.outside)
-    assert resumed(folder) == 0, capfd.readouterr().err
-    assert folder.joinpath("0/run.json").is_file()
 
 
 Change = Callable[[dict[str, Any], Stranger], str]

@@ -116,6 +116,11 @@ WRONG_CONFIGS = (
          "precision, repeated_sweep; own files are looked for as experiment/mine.yaml in FOLDER/conf, where "
          "mine.yaml lies: move it"),),
         {"conf/mine.yaml": "# @package _global_\nseed: 1\n"}),
+    WrongConfig("a file with another ending", "--config-dir conf experiment=mine",
+        (("experiment: 'mine' is no file of that group; there are least_budget, memory_sweep, policy_comparison, "
+         "precision, repeated_sweep; own files are looked for as experiment/mine.yaml in FOLDER/conf, where "
+         "experiment/mine.yml lies: move it"),),
+        {"conf/experiment/mine.yml": "# @package _global_\nseed: 1\n"}),
     WrongConfig("a config of one's own that isn't made over the command's", "--config-dir conf --config-name mine",
         (("stages: the config has no such key, nor most others that a run goes by; one of your own begins with "
          "defaults: [config, _self_]"),),
@@ -123,6 +128,9 @@ WRONG_CONFIGS = (
     experiment("a group chosen without its slash", "defaults:\n  - override model: pretrained\n",
         ("experiment/mine: 'override model' in its defaults means a group below its own; one of the root begins "
          "with a slash: - override /model: NAME")),
+    experiment("a group chosen with neither slash nor override", "defaults:\n  - model: pretrained\n",
+        ("experiment/mine: its defaults choose 'pretrained' of 'experiment/model', which there isn't; a group of the "
+         "root begins with a slash: - override /model: pretrained")),
     experiment("a group chosen twice", "defaults:\n  - /model: pretrained\n",
         "model: its file is chosen twice; a choice that replaces another is - override /model: pretrained"),
     experiment("a path in the place of a group", "model: /ckpt/llama\n",
