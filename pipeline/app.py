@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -56,13 +56,14 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
 
     from pipeline.config import choose_stages, register
     from pipeline.errors import named
-    from pipeline.hydra_arguments import refuse_arguments
-    from pipeline.hydra_composing import composed_once
+    from pipeline.hydra_arguments import gather_overrides, refuse_arguments
+    from pipeline.hydra_composing import composed_once, noted_files
     from pipeline.hydra_errors import guarded_composing
     from pipeline.hydra_task import Task
     from pipeline.sweeps.launchers import register_launchers
 
     heed_signals()
+    sys.argv[1:] = gather_overrides(sys.argv[1:])
     task = Task(started, show_all, tuple(sys.argv[1:]), trust)
     register_launchers()
 
@@ -71,7 +72,8 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
         register()
         sys.argv[1:] = [choose_stages(argument) for argument in sys.argv[1:]]
         with (
-            composed_once(partial(_refuse_untrusted, trust) if trust is not None else None),
+            noted_files(task.files),
+            composed_once(partial(_refuse_untrusted, trust, task.files) if trust is not None else None),
             named(Path("the run's folder")),
         ):  # what Hydra keeps there it writes without naming it in an error
             hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(task)()
@@ -84,10 +86,12 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
     return code or task.code
 
 
-def _refuse_untrusted(trust: Trust, loader: Any, config_name: str | None, overrides: Sequence[str]) -> None:
+def _refuse_untrusted(
+    trust: Trust, files: Mapping[str, str], loader: Any, config_name: str | None, overrides: Sequence[str]
+) -> None:
     from pipeline.sweeps.trust import refuse_command
 
-    refuse_command(trust, loader, config_name, overrides)
+    refuse_command(trust, files, loader, config_name, overrides)
 
 
 def _close(task: Task) -> None:

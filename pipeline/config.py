@@ -141,8 +141,8 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         )
     if absent:
         raise ConfigError(
-            f"{absent[0]}: the config has no such key, nor {len(absent) - 1} others that a run goes by; one of your "
-            "own begins with defaults: [config, _self_]"
+            f"{absent[0]}: the config has no such key, nor most others that a run goes by; one of your own begins with "
+            "defaults: [config, _self_]"
         )
     missing = sorted(str(key) for key in OmegaConf.missing_keys(config))
     if missing:

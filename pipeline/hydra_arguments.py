@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
     from hydra.core.config_loader import ConfigLoader
     from hydra.core.override_parser.types import Override
 
@@ -22,9 +24,11 @@ def refuse_arguments(arguments: Sequence[str]) -> None:
     Running a pickle again would run whatever code it holds; what a shell asks at a completion it asks with the line in
     its environment; without the root's keys what Hydra's refer to can't be resolved.
     """
-    from hydra._internal.utils import get_args_parser
-
-    given = get_args_parser().parse_args(list(arguments))
+    given, rest = _parser().parse_known_args(list(arguments))
+    abridged = given.experimental_rerun is not None and not any("--experimental-r" in each for each in arguments)
+    unknown = [each for each in rest if each.startswith("-")] + ["--experiment"] * abridged
+    if unknown:
+        raise ConfigError("\n".join(map(_said_of_option, unknown)))
     if given.experimental_rerun is not None:
         raise ConfigError(
             f"--experimental-rerun: {given.experimental_rerun!r} is to be a pickle, which runs whatever code it holds,"
@@ -41,6 +45,48 @@ def refuse_arguments(arguments: Sequence[str]) -> None:
             f"-sc query={shell}: what a shell asks at a completion, with the line in {_LINE}; "
             f"offstage -sc install={shell} prints what has it do so"
         )
+
+
+def gather_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return ``arguments`` with all overrides before the options: Hydra's parser takes no more after the first of them.
+
+    What it can't take is left for ``refuse_arguments`` to say.
+    """
+    options = list(arguments)
+    try:
+        given, rest = _parser().parse_known_args(options)
+    except ConfigError:
+        return options
+    later = [each for each in rest if not each.startswith("-")]
+    if not later:
+        return options
+    overrides = [*given.overrides, *later]
+    for each in reversed(overrides):
+        options.reverse()
+        options.remove(each)
+        options.reverse()
+    return [*overrides, *options]
+
+
+def _parser() -> ArgumentParser:
+    """Return Hydra's parser of arguments, which says what it can't take as a ``ConfigError``."""
+    from hydra._internal.utils import get_args_parser
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; offstage --hydra-help shows the options")
+
+    parser: Any = get_args_parser()
+    parser.error = refuse
+    found: ArgumentParser = parser
+    return found
+
+
+def _said_of_option(given: str) -> str:
+    name, _, value = given.lstrip("-").partition("=")
+    return (
+        f"{given}: no such option; a key of the config has no dashes: {name}={value or 'VALUE'}; offstage --hydra-help "
+        "shows the options"
+    )
 
 
 def refuse_empty_sweeps(overrides: Iterable[Override], loader: ConfigLoader) -> None:

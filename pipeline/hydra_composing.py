@@ -6,15 +6,18 @@ the run is next, it gets what was composed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.hydra import Hydra
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from pipeline.hydra_errors import COMPOSING_ERRORS
+from pipeline.hydra_messages import COMPOSING_ERRORS
 
 _IS_RUN = f"hydra.mode={RunMode.RUN.name}"
 """What Hydra adds to the overrides of a run whose config says nothing of a mode."""
@@ -25,18 +28,23 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
     """Have Hydra compose the config of a single run once while this is entered.
 
     ``refuse`` raises what it has against a command, of which it gets Hydra's loader, the config's name and the
-    overrides: before Hydra carries out any of it.
+    overrides: before Hydra carries out any of it. Raises a ``ConfigError`` where the user's own files are why nothing
+    can be composed, or not what they mean.
     """
     ask: Callable[..., Any] = Hydra.get_mode
+    asked: list[tuple[Any, str | None, Sequence[str]]] = []
 
     def get_mode(hydra: Any, config_name: str | None, overrides: list[str]) -> Any:
         loader, given = hydra.config_loader, tuple(overrides)
+        asked.append((loader, config_name, given))
         if refuse is not None:
             refuse(loader, config_name, given)
         composed: Any
         try:
             composed = loader.load_configuration(config_name, list(given), RunMode.RUN)
             mode = composed.hydra.mode
+            if _has_nested_group(composed):
+                _refuse_files(asked)
         except COMPOSING_ERRORS as error:  # a sweep's overrides are none of a run's; or the run will say it
             composed, mode = error, ask(hydra, config_name=config_name, overrides=overrides)
         if mode in (None, RunMode.RUN):
@@ -47,8 +55,45 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
     hydra_class.get_mode = get_mode
     try:
         yield
+    except COMPOSING_ERRORS as error:
+        _refuse_files(asked, error)
+        raise
     finally:
         hydra_class.get_mode = ask
+
+
+@contextmanager
+def noted_files(files: dict[str, str]) -> Iterator[None]:
+    """Note in ``files`` each config file of a folder that Hydra reads while this is entered: its SHA-256, by its name.
+
+    A name is that in its folder of configs: experiment/mine. What is installed isn't among them.
+    """
+    source: Any = SourcesRegistry.instance().resolve("file")
+    load = source.load_config
+
+    def load_config(self: Any, config_path: str) -> Any:
+        found = load(self, config_path)
+        name = self._normalize_file_name(config_path)
+        files[name.removesuffix(".yaml")] = hashlib.sha256(Path(self.path, name).read_bytes()).hexdigest()
+        return found
+
+    source.load_config = load_config
+    try:
+        yield
+    finally:
+        source.load_config = load
+
+
+def _refuse_files(asked: Iterable[tuple[Any, str | None, Sequence[str]]], error: Exception | None = None) -> None:
+    from pipeline.config_files import refuse_files
+
+    for each in asked:
+        refuse_files(*each, error=error)
+
+
+def _has_nested_group(composed: DictConfig) -> bool:
+    """Return whether a group's keys have one of the group's own name: those of a file landed one too deep."""
+    return any(isinstance(node, DictConfig) and name in node for name, node in composed.items_ex(resolve=False))
 
 
 def _serve_once(loader: Any, given: Sequence[str], composed: DictConfig | BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors, in one line: which key, what is wrong, the closest key that exists."""
+"""Hydra's and OmegaConf's errors, and what it is of a user's that they come of: an argument, or a config file."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf.errors import ConfigTypeError, OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
 from pipeline.command_exit import guarded
-from pipeline.errors import ConfigError, closest, words_of
-from pipeline.typed_config import NO_DEVICE
-
-COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
+from pipeline.errors import ConfigError, words_of
+from pipeline.hydra_messages import COMPOSING_ERRORS, one_line, said_of_yaml
 
 NULL_IN_A_FILE = (
     "max_memory: a config file says null, and an override can't add to that; write {} in the file, which means the same"
 )
 
-_MISTYPED = (ValidationError, ConfigTypeError)
 _COMPOSERS = ("hydra.", "omegaconf.", "antlr4.", "yaml.")
 _MANY_FRAMES = 100
 """Calls of what reads a config that are under way where it recurses, at the least; around a stage it is a dozen."""
@@ -54,8 +48,7 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
                 raise
             raise ConfigError(f"{_most_nested(sys.argv[1:])}: nested too deep to be read; nest it less") from error
         except YAMLError as error:
-            place = getattr(error, "problem_mark", None)
-            raise ConfigError(f"{place.name if place else 'a config file'}: {one_line(error)}") from error
+            raise ConfigError(said_of_yaml(error)) from error
         except (ValueError, RuntimeError) as error:
             _refuse_file(error)
             module = _module_that_raised(error)
@@ -110,53 +103,3 @@ def _module_that_raised(error: Exception) -> str:
     """Return the name of the module whose code raised ``error``: what Hydra or logging says no to, it was given."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__", ""))
-
-
-def one_line(error: Exception) -> str:
-    """Return Hydra's message and its cause's in one line, with the closest key where one was misspelt.
-
-    What a resolver of this command refuses is told in its own words.
-    """
-    refused: BaseException | None = error
-    while refused is not None and not isinstance(refused, ConfigError):
-        refused = refused.__context__
-    if refused is not None:
-        return str(refused)
-    texts = [str(error)] + ([str(error.__cause__)] if error.__cause__ else [])
-    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
-    unknown = lines[0].partition("Could not override '")[2].partition("'")[0]
-    if unknown:
-        return f"{unknown}: unknown key{closest_key(unknown)}; --cfg job shows every key"
-    mistyped = next((each for each in _causes(error) if isinstance(each, _MISTYPED) and each.full_key), None)
-    if mistyped is not None:
-        return f"{mistyped.full_key}: {_said_of_type(mistyped)}"
-    noise = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
-    kept = [line for line in lines if not line.startswith(noise)]
-    return "; ".join(dict.fromkeys(kept))
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _said_of_type(error: OmegaConfBaseException) -> str:
-    """Return what is wrong with the value of a key whose type is known, and how it is written."""
-    if error.full_key == "max_memory":
-        return f"{'a list' if error.value is None else repr(error.value)} {NO_DEVICE}"
-    if str(error.full_key).startswith("max_memory.") and error.value is None:
-        return "null is no size; give one, or leave the key out"
-    return str(error).splitlines()[0]
-
-
-def closest_key(dotted: str) -> str:
-    """Return `` (did you mean 'x'?)`` for the first part of a key that is unknown, among those beside it."""
-    from pipeline.config import default_config
-
-    beside: Any = default_config()
-    for part in dotted.split("."):
-        if not isinstance(beside, dict) or part not in beside:
-            break
-        beside = beside[part]
-    return closest(part, beside if isinstance(beside, dict) else ())

@@ -47,6 +47,7 @@ class Task:
 
     ``command`` are the arguments that it was given; ``trust`` is what these may do, null where their author gave them:
     anything; ``sweep`` is null for a single run, and for a job's copy, which only runs that;
+    ``files`` are the config files that it is made of, by their digests;
     ``outcomes`` are those of the jobs so far; ``conclusion`` what a search came to, in words.
     """
 
@@ -55,6 +56,7 @@ class Task:
     command: Sequence[str] = ()
     trust: Trust | None = None
     sweep: Sweep | None = None
+    files: dict[str, str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
     conclusion: str = ""
     _number: float | None = None

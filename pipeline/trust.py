@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
@@ -39,11 +39,19 @@ class TrustRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """What the user lets a record in ``folder`` do: what the ``words`` name; if it is their ``own``, all but code."""
+    """What the user lets a record in ``folder`` do: what the ``words`` name; if it is their ``own``, all but code.
+
+    ``files`` are the digests of the config files that their own command was composed of, by name.
+    """
 
     folder: Path
     words: Sequence[str]
     own: bool
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def made_of(self, files: Mapping[str, str]) -> Trust:
+        """Return the trust in what is composed of ``files``: it is a stranger's, where one isn't as the user had it."""
+        return replace(self, own=self.own and all(self.files.get(name) == digest for name, digest in files.items()))
 
     def refuse(self, asked: Iterable[TrustRequest], *, about: Path, error: type[OffstageError] = ConfigError) -> None:
         """Raise an ``error`` that tells what is ``asked`` for without the user's word, and how to give it."""

@@ -24,7 +24,9 @@ class _Named(Enum):
         return str(self.name)
 
 
-Device = _Named("Device", {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk": "disk"})  # type: ignore[call-arg]
+_MEMBERS: Mapping[str, int | str] = {**{str(i): i for i in range(16)}, "cpu": "cpu", "disk": "disk"}
+DEVICE_NAMES = tuple(_MEMBERS)
+Device = _Named("Device", _MEMBERS)  # type: ignore[call-arg]
 """The keys of ``max_memory``. OmegaConf finds a member by name from a string and by value from an int, so that YAML's
 ``0`` and the command line's ``max_memory.0`` meet in one key. What a stage reads has their names."""
 
@@ -32,6 +34,9 @@ NO_DEVICE = (
     "names no device; give each its own size, as {cpu: 1GB} or {0: 12GB, cpu: 20GB}, or {} to have it worked out"
 )
 """What is wrong with a value of ``max_memory`` that is no mapping, a size alone above all."""
+
+DEVICES = "devices are cpu, disk and the numbers of accelerators, from 0 to 15"
+"""What the keys of ``max_memory`` may be, in words."""
 
 KEYS = "keys"
 """What a field's metadata has under this name is the Enum that the keys of its mapping are members of."""

@@ -49,7 +49,7 @@ def resume(given: argparse.Namespace) -> NoReturn:
     """
     folder = given.sweep.absolute()
     record = SweepRecord.load(folder)
-    trust = Trust(folder, given.trust, record.is_own)
+    trust = Trust(folder, given.trust, record.is_own, record.files)
     trust.refuse(named_by_folder(folder, record), about=given.sweep)
     if Path(record.cwd).is_dir():  # else it was moved, to where it is resumed
         os.chdir(Path(record.cwd))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,45 +17,61 @@ from pipeline.cache.fingerprint import fingerprint
 from pipeline.config import refuse_sharing
 from pipeline.errors import ConfigError
 from pipeline.hydra_arguments import refuse_empty_sweeps
-from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
+from pipeline.hydra_messages import COMPOSING_ERRORS, one_line
 from pipeline.sweeps.record import SweepJob, SweepRecord
 from pipeline.sweeps.trust import named_by_job
 from pipeline.trust import Trust, TrustRequest
 
 
-def describe_sweep(
-    loader: Any, config: DictConfig, command: Sequence[str], *, trust: Trust | None = None
-) -> SweepRecord:
-    """Return what the sweep of ``config`` is; ``loader`` is Hydra's, ``command`` the arguments that began it.
+@dataclass(frozen=True, slots=True)
+class SweepComposition:
+    """What the jobs of a sweep are composed by: Hydra's ``loader``, and the sweep's ``config``, to which each adds.
 
-    Another sweeper than Hydra's own decides on a job by what the jobs before it came to: there are none yet. One that
-    is resumed goes by ``trust``; with null the user has just given the command.
+    ``files`` has the digests of the config files that are read for them, as far as they were. A sweep that is resumed
+    goes by ``trust``; with null the user has just given the command.
+    """
+
+    loader: Any
+    config: DictConfig
+    files: Mapping[str, str]
+    trust: Trust | None
+
+    @property
+    def judge(self) -> Trust | None:
+        """The trust in what has been composed so far."""
+        return self.trust.made_of(self.files) if self.trust is not None else None
+
+
+def describe_sweep(by: SweepComposition, command: Sequence[str]) -> SweepRecord:
+    """Return what the sweep is that the arguments ``command`` began.
+
+    Another sweeper than Hydra's own decides on a job by what the jobs before it came to: there are none yet.
 
     Raises:
         ConfigError: all that is wrong with the jobs, or isn't trusted, before the first begins.
     """
-    sweeper = str(config.hydra.sweeper._target_)
+    sweeper = str(by.config.hydra.sweeper._target_)
     foreseen = sweeper == f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
+    jobs = _every_job(by) if foreseen else ()
     found = SweepRecord(
         command=tuple(command),
         cwd=str(Path.cwd()),
         sweeper=sweeper,
         foreseen=foreseen,
-        base=_without_hydra(config),
-        jobs=_every_job(loader, config, trust) if foreseen else (),
+        base=_without_hydra(by.config),
+        jobs=jobs,
+        files=dict(by.files),
     )
-    return found if trust is not None else found.signed()
+    return found if by.trust is not None else found.signed()
 
 
-def describe_job(
-    loader: Any, config: DictConfig, number: int, overrides: Sequence[str], *, trust: Trust | None = None
-) -> SweepJob:
-    """Return the job with ``overrides``, which Hydra adds to those of the sweep's ``config``.
+def describe_job(by: SweepComposition, number: int, overrides: Sequence[str]) -> SweepJob:
+    """Return the job with ``overrides``, which Hydra adds to those of the sweep's config.
 
     Raises what is wrong with it: one of ``COMPOSING_ERRORS``, or a ``ConfigError``, which has what isn't trusted too.
     """
-    job, asked = _describe(loader, config, number, overrides, trust=trust)
-    _refuse(asked, trust)
+    job, asked = _describe(by, number, overrides)
+    _refuse(asked, by.judge)
     return job
 
 
@@ -63,11 +80,9 @@ def _refuse(asked: Iterable[TrustRequest], trust: Trust | None) -> None:
         trust.refuse(asked, about=trust.folder)
 
 
-def _describe(
-    loader: Any, config: DictConfig, number: int, overrides: Sequence[str], *, trust: Trust | None
-) -> tuple[SweepJob, tuple[TrustRequest, ...]]:
+def _describe(by: SweepComposition, number: int, overrides: Sequence[str]) -> tuple[SweepJob, tuple[TrustRequest, ...]]:
     """Return the job with ``overrides`` and what it asks the user's word for."""
-    composed = loader.load_sweep_config(config, list(overrides))
+    composed = by.loader.load_sweep_config(by.config, list(overrides))
     refuse_sharing(composed)
     with open_dict(composed):
         composed.hydra.job.num = number
@@ -76,18 +91,18 @@ def _describe(
         folder = str(OmegaConf.select(composed, "hydra.sweep.subdir", throw_on_missing=True))
     own = tuple(str(each) for each in composed.hydra.overrides.task)
     plain = _without_hydra(composed)
-    asked = tuple(named_by_job(composed, trust))
+    asked = tuple(named_by_job(composed, by.judge))
     code = tuple(dict.fromkeys(each.word for each in asked if each.is_code))
     return SweepJob(number, own, folder, fingerprint(plain), code), asked
 
 
-def _every_job(loader: Any, config: DictConfig, trust: Trust | None) -> tuple[SweepJob, ...]:
+def _every_job(by: SweepComposition) -> tuple[SweepJob, ...]:
     found: list[SweepJob] = []
     asked: list[TrustRequest] = []
     faults: dict[str, None] = {}
-    for number, overrides in enumerate(_overrides(loader, config)):
+    for number, overrides in enumerate(_overrides(by.loader, by.config)):
         try:
-            job, named = _describe(loader, config, number, overrides, trust=trust)
+            job, named = _describe(by, number, overrides)
             found.append(job)
             asked += named
         except COMPOSING_ERRORS as error:
@@ -96,7 +111,7 @@ def _every_job(loader: Any, config: DictConfig, trust: Trust | None) -> tuple[Sw
             faults[str(error)] = None
     if faults:
         raise ConfigError("\n".join(faults))
-    _refuse(asked, trust)
+    _refuse(asked, by.judge)
     return tuple(found)
 
 

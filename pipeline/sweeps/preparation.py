@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from pipeline.config import check, refuse_sharing, resolve
 from pipeline.errors import OffstageError
-from pipeline.hydra_errors import COMPOSING_ERRORS
+from pipeline.hydra_messages import COMPOSING_ERRORS
 from pipeline.installed_stages import installed_stages
 from pipeline.runner import load_stages
 from pipeline.stage import Config

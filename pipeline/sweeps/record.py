@@ -46,7 +46,8 @@ class SweepRecord:
     """A sweep: the arguments of its command and the folder that ran in, the config below all jobs, the jobs.
 
     ``sweeper`` names the class that decides on the jobs; only Hydra's own has all of them before the first
-    (``foreseen``). By its ``signature`` the user's own command is known.
+    (``foreseen``). ``files`` are the digests of the user's config files that it is composed of, by their names. By its
+    ``signature`` the user's own command is known, and what it meant.
     """
 
     command: tuple[str, ...]
@@ -55,6 +56,7 @@ class SweepRecord:
     foreseen: bool
     base: Mapping[str, Any]
     jobs: tuple[SweepJob, ...]
+    files: Mapping[str, str] = field(default_factory=dict, compare=False)
     signature: str | None = field(default=None, compare=False)
 
     def signed(self) -> SweepRecord:
@@ -68,7 +70,7 @@ class SweepRecord:
 
     @property
     def _given(self) -> list[Any]:
-        return [self.command, self.cwd]
+        return [self.command, self.cwd, self.base, self.files]
 
     @classmethod
     def load(cls, folder: Path) -> SweepRecord:
@@ -87,7 +89,7 @@ class SweepRecord:
             content = parse_json(text)
             if not isinstance(content, dict) or content.pop("schema_version", None) != _VERSION:
                 raise ValueError(f"not of schema version {_VERSION}")
-            found = _built(cls, {"signature": None, **content})
+            found = _built(cls, {"signature": None, "files": {}, **content})
             return replace(found, jobs=tuple(_built(SweepJob, job) for job in content["jobs"]))
         except ValueError as error:
             raise StorageError(f"{path}: no record of a sweep ({error}); give the folder of another sweep") from error

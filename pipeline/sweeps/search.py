@@ -93,15 +93,15 @@ class OptunaSearch(Sweeper):
     def _refuse_untrusted(self, proposals: Sequence[Proposal], begun: int) -> None:
         """Raise what isn't trusted of a search that is resumed, before anything looks at what its jobs name."""
         from pipeline.hydra_task import Task
-        from pipeline.sweeps.jobs import describe_job
+        from pipeline.sweeps.jobs import SweepComposition, describe_job
 
         assert self.hydra_context is not None
         assert self.config is not None
-        if isinstance(self.task_function, Task) and self.task_function.trust is not None:
+        task, loader = self.task_function, self.hydra_context.config_loader
+        if isinstance(task, Task) and task.trust is not None:
+            by = SweepComposition(loader, self.config, task.files, task.trust)
             for number, proposal in enumerate(proposals, begun):
-                describe_job(
-                    self.hydra_context.config_loader, self.config, number, proposal, trust=self.task_function.trust
-                )
+                describe_job(by, number, proposal)
 
     def _check_job(self, proposal: Proposal) -> None:
         """Raise all that can be seen to be wrong with the first job, before it begins: the others are like it."""

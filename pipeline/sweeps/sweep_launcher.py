@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -32,24 +33,25 @@ class SweepLauncher(ABC):
     _preparation: MachinePreparation | None = None
     _tracking: SweepTracking | None = None
     _trust: Trust | None = None
+    _files: Mapping[str, str] = MappingProxyType({})
 
     def __getstate__(self) -> dict[str, Any]:
         # a job's copy runs that alone
-        return {**vars(self), "_sweep": None, "_progress": None, "_preparation": None, "_tracking": None}
+        return {**vars(self), "_sweep": None, "_progress": None, "_preparation": None, "_tracking": None, "_files": {}}
 
     def _begin_sweep(self, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Open the sweep's folder for the task. Raises what is wrong with the jobs, or why they may not run there."""
         from pipeline.hydra_task import Task
-        from pipeline.sweeps.jobs import describe_sweep
+        from pipeline.sweeps.jobs import SweepComposition, describe_sweep
         from pipeline.sweeps.preparation import MachinePreparation
         from pipeline.sweeps.progress import SweepProgress
         from pipeline.sweeps.sweep import Sweep
         from pipeline.tracking.trackers import SweepTracking
 
         if isinstance(task_function, Task):
-            self._trust = task_function.trust
+            self._trust, self._files = task_function.trust, task_function.files
         command = task_function.command if isinstance(task_function, Task) else ()
-        found = describe_sweep(hydra_context.config_loader, config, command, trust=self._trust)
+        found = describe_sweep(SweepComposition(hydra_context.config_loader, config, self._files, self._trust), command)
         self._preparation = MachinePreparation()
         if not isinstance(task_function, Task):
             return
@@ -82,12 +84,13 @@ class SweepLauncher(ABC):
         self._preparation.prepare(self.hydra_context.config_loader, self.config, [*numbered.values()])
 
     def _is_done(self, number: int, overrides: Sequence[str]) -> bool:
-        from pipeline.sweeps.jobs import describe_job
+        from pipeline.sweeps.jobs import SweepComposition, describe_job
 
         if self._sweep is None or self.hydra_context is None or self.config is None:
             return False
         if not self._sweep.record.foreseen:
-            job = describe_job(self.hydra_context.config_loader, self.config, number, overrides, trust=self._trust)
+            by = SweepComposition(self.hydra_context.config_loader, self.config, self._files, self._trust)
+            job = describe_job(by, number, overrides)
             self._sweep.expect(job)
         return self._sweep.has_completed(number)
 

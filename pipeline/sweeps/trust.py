@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.errors import ConfigError
 from pipeline.foreign_record import outputs_for
-from pipeline.hydra_errors import COMPOSING_ERRORS, one_line
+from pipeline.hydra_messages import COMPOSING_ERRORS, one_line
 from pipeline.plain_data import leaves
 from pipeline.regular_files import lies_in
 from pipeline.sweeps.record import SWEEP, SweepRecord
@@ -79,14 +79,18 @@ def _options(command: Sequence[str]) -> Iterator[TrustRequest]:
             yield TrustRequest(option if value is True else f"{option}={value}", "command", is_code=False)
 
 
-def refuse_command(trust: Trust, loader: Any, config_name: str | None, overrides: Sequence[str]) -> None:
+def refuse_command(
+    trust: Trust, files: Mapping[str, str], loader: Any, config_name: str | None, overrides: Sequence[str]
+) -> None:
     """Raise a ``ConfigError`` for what the sweep that ``overrides`` give asks for without the user's word.
 
-    ``loader`` is Hydra's: it composes what Hydra is about to carry out.
+    ``loader`` is Hydra's: it composes what Hydra is about to carry out, of ``files``, which are noted as it reads them.
     """
-    trust.refuse(_search_path(loader, config_name, overrides), about=trust.folder)
+    asked = list(_search_path(loader, config_name, overrides))
+    trust.made_of(files).refuse(asked, about=trust.folder)
     composed = loader.load_configuration(config_name, list(overrides), RunMode.MULTIRUN)
-    trust.refuse(named_by_sweep(composed, trust), about=trust.folder)
+    judged = trust.made_of(files)
+    judged.refuse(named_by_sweep(composed, judged), about=trust.folder)
 
 
 def _search_path(loader: Any, config_name: str | None, overrides: Sequence[str]) -> Iterator[TrustRequest]:

@@ -102,7 +102,7 @@ def _require_server(tracker: TrackerConfig) -> None:
 
 def _tracker_of(loader: Any, config: DictConfig, overrides: Sequence[str]) -> TrackerConfig | None:
     """Return the tracker of a job with these ``overrides``; of a faulty one none, which it says itself."""
-    from pipeline.hydra_errors import COMPOSING_ERRORS
+    from pipeline.hydra_messages import COMPOSING_ERRORS
 
     try:
         composed = loader.load_sweep_config(config, list(overrides))

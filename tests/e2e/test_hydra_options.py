@@ -84,13 +84,16 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("seed: [1", "mine.yaml: while parsing a flow sequence"),
+        (
+            "seed: [1",
+            "mine.yaml, line 1, column 9: expected ',' or ']', but got '<stream end>'; while",
+        ),
         ("seed: 1", "the config has no such key, nor "),
         ("# \u00fc\nseed: 1", "mine.yaml' can't be read as a config file in UTF-8: UnicodeDecodeError"),
         ('defaults: ["a\\0b"]', r"'a\x00b' can't be read as a config file in UTF-8: ValueError: embedded null byte"),
         ("defaults: [{'': config}]", "mine' can't be read as a config file in UTF-8: AssertionError"),
-        ("defaults: [config, _self_]\nmax_memory: 2MB", "offstage: max_memory: '2MB' names no device; give each"),
-        ("defaults: [config, _self_]\nmax_memory: {cpu: null}", "offstage: max_memory.cpu: null is no size"),
+        ("defaults: [config, _self_]\nmax_memory: 2MB", "mine.yaml names no device; give each its own size"),
+        ("defaults: [config, _self_]\nmax_memory: {cpu: null}", "mine.yaml is no size; give one, or leave the key out"),
         (
             f"defaults: [config, _self_]\ngenerate: {{stop_strings: {DEEP}}}",
             "a config file: nested too deep to be read",

@@ -135,7 +135,7 @@ def test_the_folders_of_a_sweep_are_those_of_the_design(experiment: tuple[Path, 
 def test_a_job_that_cannot_be_composed_ends_the_sweep_before_it_begins(offstage: Run, tmp_path: Path) -> None:
     done = offstage("-m", "generate=greedy,sampled")
     assert done.code == 2
-    assert "generate/sampled" in done.err
+    assert "generate: 'sampled' is no file of that group (did you mean 'sample'?)" in done.err
     assert done.records == []
 
 

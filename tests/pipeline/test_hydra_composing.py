@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline.config import register
 from pipeline.hydra_composing import composed_once
-from pipeline.hydra_errors import COMPOSING_ERRORS
+from pipeline.hydra_messages import COMPOSING_ERRORS
 from pipeline.sweeps.launchers import register_launchers
 
 
@@ -63,7 +63,7 @@ def test_a_runs_config_is_composed_once_and_is_what_hydra_composes(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["+generate.top_k=x,y"], ["seed=[1"], ["sed=1"], ["generate=gredy"]], ids=" ".join
+    "arguments", [["+generate.top_k=x,y"], ["seed=[1"], ["~sed"], ["generate=gredy"]], ids=" ".join
 )
 def test_what_cannot_be_composed_is_said_in_hydras_words(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     told = []

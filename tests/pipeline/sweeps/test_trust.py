@@ -30,7 +30,7 @@ def judge(folder: Path, *arguments: str, trusted: tuple[str, ...] = (), own: boo
     register_launchers()
     register()
     loader = ConfigLoaderImpl(create_automatic_config_search_path(None, None, "pkg://conf"))
-    refuse_command(Trust(folder, trusted, own), loader, "config", [*arguments, f"hydra.sweep.dir={folder}"])
+    refuse_command(Trust(folder, trusted, own), {}, loader, "config", [*arguments, f"hydra.sweep.dir={folder}"])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,246 @@
+"""What Hydra and OmegaConf say, in a line of this command's: which key, what was received, the rule, the next step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import (
+    ConfigCycleDetectedException,
+    ConfigTypeError,
+    GrammarParseError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+    ValidationError,
+)
+from yaml import MarkedYAMLError, YAMLError
+
+from pipeline.errors import ConfigError, closest
+from pipeline.typed_config import DEVICES, NO_DEVICE
+
+COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
+SHOWS_KEYS = "offstage --cfg job shows every key"
+
+_MISTYPED = (ValidationError, ConfigTypeError)
+_NOISE = ("full_key:", "object_type=", "reference_type=", "Config search path", "provider=")
+_MADE_OF_OUTPUTS = ("hydra.run.dir", "hydra.sweep.dir")
+_YAML_RULES = {
+    "'\\t'": "YAML is indented by spaces; write them in the place of the tab",
+    "found duplicate key": "a key is given once; leave one of them out",
+    "mapping values are not allowed": "one 'KEY: VALUE' a line, those of a group indented below it; quote a value that "
+    "has ': ' in it",
+    "<block end>": "the keys of one group begin in the same column; indent this line as those above it",
+    "could not find expected ':'": "a line is 'KEY: VALUE', with a space behind the colon",
+}
+"""What to do about what a message of YAML's has in it."""
+
+
+def one_line(error: Exception) -> str:
+    """Return what Hydra's message and its cause's come to in one line, with the closest key where one was misspelt.
+
+    What a resolver of this command refuses is told in its own words.
+    """
+    refused: BaseException | None = error
+    while refused is not None and not isinstance(refused, ConfigError):
+        refused = refused.__context__
+    if refused is not None:
+        return str(refused)
+    causes = list(_causes(error))
+    texts = list(dict.fromkeys(str(each) for each in (error, error.__cause__) if each is not None))
+    lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+    said = "\n".join(lines)
+    found = (say(match) for pattern, say in _SAID if (match := re.search(pattern, said)))
+    told = next(found, None) or next(filter(None, map(_said_of, causes)), None)
+    return told or "; ".join(dict.fromkeys(line.rstrip(":") for line in lines if not line.startswith(_NOISE)))
+
+
+def said_of_yaml(error: YAMLError) -> str:
+    """Return where a config file is no YAML, why, and what YAML wants there, in one line."""
+    if not isinstance(error, MarkedYAMLError) or error.problem_mark is None:
+        return f"a config file: {one_line(error)}"
+    mark, problem = error.problem_mark, str(error.problem)
+    rule = next((rule for words, rule in _YAML_RULES.items() if words in problem), error.context)
+    return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: {problem}; {rule or 'it is no YAML there'}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _said_of(error: BaseException) -> str | None:
+    """Return what one of the errors behind another says by its kind, null where it says no more than its words."""
+    if isinstance(error, OverrideParseException):
+        return _said_of_override(str(error.override))
+    if isinstance(error, GrammarParseError) and error.full_key:
+        return f"{error.full_key}: {error.value!r} is no interpolation; give ${{KEY}} or ${{oc.env:NAME}}, brace closed"
+    if isinstance(error, InterpolationResolutionError | ConfigCycleDetectedException) and error.full_key:
+        key = f"outputs, or {error.full_key}" if error.full_key in _MADE_OF_OUTPUTS else error.full_key
+        return f"{key}: {_said_of_interpolation(error)}"
+    if isinstance(error, _MISTYPED) and error.full_key:
+        return f"{error.full_key}: {_said_of_type(error)}"
+    return None
+
+
+def _said_of_override(given: str) -> str:
+    """Return what is wrong with an argument that Hydra's grammar doesn't take."""
+    key, sign, value = given.partition("=")
+    if not sign:
+        return f"{given!r} is no KEY=VALUE; a key is set by {given}=VALUE, and options begin with --"
+    if key != key.strip() or " " in key.strip():
+        return f"{given!r}: no spaces belong around '='; write {key.strip()}={value.strip()}"
+    if any(not part.strip() for part in value.split(",")) and not set(value) & set("[{('\""):
+        return f"{key}: {value!r} has an empty value between its commas; leave it out, or write null or '' for one"
+    return (
+        f"{key}: {value!r} can't be read; brackets and quotes are closed, a mapping is {{KEY: VALUE}}, a list [A,B], "
+        "and text with other signs stands in quotes, which a shell needs quoted again"
+    )
+
+
+def _said_of_interpolation(error: OmegaConfBaseException) -> str:
+    said = str(error).splitlines()[0]
+    variable = re.search(r"Environment variable '(.*)' not found", said)
+    if variable is not None:
+        given = f"${{oc.env:{variable[1]},VALUE}}"
+        return f"the environment has no variable {variable[1]!r}; set it, or give a value for where it isn't: {given}"
+    key = re.search(r"Interpolation key '(.*)' not found", said)
+    if key is not None:
+        return f"${{{key[1]}}} refers to a key that there isn't{closest_key(key[1])}; {SHOWS_KEYS}"
+    kind = re.search(r"Unsupported interpolation type (\S+)", said)
+    if kind is not None:
+        near = closest(kind[1], ("oc.env", "oc.select", "oc.decode", "oc.create", "hydra", "now", "offstage.embedded"))
+        return f"${{{kind[1]}:…}} is no kind of interpolation{near}; a key is ${{KEY}}, a variable ${{oc.env:VARIABLE}}"
+    if "ecursive interpolation" in said:
+        return "it refers to itself; give it a value"
+    return said
+
+
+def _said_of_type(error: OmegaConfBaseException) -> str:
+    """Return what is wrong with the value of a key whose type is known, and how it is written."""
+    key, said = str(error.full_key), str(error).splitlines()[0]
+    if key == "max_memory":
+        return f"{'a list' if error.value is None else repr(error.value)} {NO_DEVICE}"
+    if key.startswith("max_memory."):
+        if error.value is None:
+            return "null is no size; give one, or leave the key out"
+        return f"{error.value!r} is no size; give one, as {key}=2MB, or to sweep over several -m {key}=2MB,4MB"
+    if said.startswith("Cannot assign"):
+        return f"{error.value!r} is no mapping of keys to values; write them below it, each as KEY: VALUE"
+    return said
+
+
+def _said_of_key(found: re.Match[str]) -> str:
+    key = found[1]
+    if key.startswith("hydra."):
+        beside, part = [entry.name for entry in fields(HydraConf)], key.split(".")[1]
+        near = closest(part, beside) if part not in beside else ""
+        return f"{key}: unknown key of Hydra's{near}; offstage --cfg hydra shows them"
+    return f"{key}: unknown key{closest_key(key)}; {SHOWS_KEYS}"
+
+
+def _said_of_device(found: re.Match[str]) -> str:
+    return f"max_memory.{found[1]}: {found[1]!r} is no device; {DEVICES}"
+
+
+def _said_of_choice(found: re.Match[str]) -> str:
+    """Return what is wrong with the choice of a file that there isn't, among those of its group or in no group."""
+    where, (group, _, name), said = found[1], found[2].rpartition("/"), found.string
+    own = where.rpartition("/")[0]
+    if not own.startswith("hydra") and group.startswith(f"{own}/"):
+        return (
+            f"{where}: its defaults choose {name!r} of {group!r}, which there isn't; a group of the root begins with a "
+            f"slash: - override /{group.removeprefix(f'{own}/')}: {name}"
+        )
+    listed = re.search(r"Available options in '.*':\n((?:(?!Config search path).+\n?)*)", said)
+    names = listed[1].split() if listed is not None else []
+    places: list[str] = re.findall(r"path=file://(.*)", said)
+    named = ", ".join(places) + _there(places, found[2])
+    looked = f"; own files are looked for as {found[2]}.yaml in {named}" if places else ""
+    if not names:
+        return f"{group or where}: there is no file {name!r} to choose{looked}"
+    return f"{group}: {name!r} is no file of that group{closest(name, names)}; there are {', '.join(names)}{looked}"
+
+
+def _there(places: Sequence[str], choice: str) -> str:
+    """Return what lies in ``places`` of a like name, in words, empty where nothing does."""
+    name = choice.rpartition("/")[2]
+    for place in map(Path, places):
+        for other in (f"{choice}.yml", f"{name}.yaml", f"{name}.yml"):
+            if place.joinpath(other).is_file():
+                return f", where {other} lies: move it"
+    return ""
+
+
+def _said_of_place(found: re.Match[str]) -> str:
+    kind = "a file" if Path(found[1]).is_file() else "not there"
+    return f"--config-dir: {found[1]!r} is {kind}; give the folder that has your experiment/, model/ or hardware/ in it"
+
+
+def _said_of_slash(found: re.Match[str]) -> str:
+    return (
+        f"{found[1]}: 'override {found[2]}' in its defaults means a group below its own; one of the root begins with a "
+        f"slash: - override /{found[2]}: NAME"
+    )
+
+
+def _said_of_second_choice(found: re.Match[str]) -> str:
+    group, name = found.groups()
+    return f"{group}: its file is chosen twice; a choice that replaces another is - override /{group}: {name}"
+
+
+def _said_of_several(found: re.Match[str]) -> str:
+    key, values = found.groups()
+    return (
+        f"{key}: {values!r} is several values; one job each is offstage -m {key}={values}, a list {key}=[{values}], a "
+        f"text with commas \"{key}='{values}'\""
+    )
+
+
+def _said_of_added_key(found: re.Match[str]) -> str:
+    return f"+{found[1]}: the config has that key; {found[1]}=VALUE, without '+', changes it"
+
+
+def _said_of_deleted_key(found: re.Match[str]) -> str:
+    return f"~{found[1]}: the config has no such key{closest_key(found[1])}; {SHOWS_KEYS}"
+
+
+def _said_of_group(found: re.Match[str]) -> str:
+    return (
+        f"a group of files, as model or stages, is given a value of type {found[1]}; give the name of a file of it, as "
+        "model=tiny"
+    )
+
+
+_SAID: Sequence[tuple[str, Callable[[re.Match[str]], str]]] = (
+    (r"In '(.*)': Could not override '.*/(\w+)@.*'", _said_of_slash),
+    (r"Could not override '(.*?)'", _said_of_key),
+    (r"Key '(.*)' not in 'Schema'", _said_of_key),
+    (r"Key '.*' not in '\w+'(?:.|\n)*full_key: (hydra\.\S+)", _said_of_key),
+    (r"Key '(.*)' is incompatible with the enum type 'Device'", _said_of_device),
+    (r"In '(.*)': Could not (?:find|load) '(.*?)'", _said_of_choice),
+    (r"Additional config directory '(.*)' not found", _said_of_place),
+    (r"Multiple values for (\S+)\. To override a value use 'override \S+: (.+)'", _said_of_second_choice),
+    (r"Ambiguous value for argument '(.*?)=(.*)'", _said_of_several),
+    (r"An item is already at '(.*)'", _said_of_added_key),
+    (r"Could not delete from config\. '(.*)' does not exist", _said_of_deleted_key),
+    (r"Config group override must be a string or a list\. Got (\w+)", _said_of_group),
+)
+"""What a message is known by, and what is said in its place."""
+
+
+def closest_key(dotted: str) -> str:
+    """Return `` (did you mean 'x'?)`` for the first part of a key that is unknown, among those beside it."""
+    from pipeline.config import default_config
+
+    beside: Any = default_config()
+    for part in dotted.split("."):
+        if not isinstance(beside, dict) or part not in beside:
+            break
+        beside = beside[part]
+    return closest(part, beside if isinstance(beside, dict) else ())
