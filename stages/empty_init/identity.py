@@ -18,7 +18,7 @@ from pipeline.regular_files import read_object, read_regular
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from stages.checkpoints.config_files import parse_config
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
+from stages.checkpoints.hub import checkpoint_folder, is_hub_id, tokenizer_folder, weights_path
 from stages.checkpoints.quantization import (
     KEYS as QUANTISED,
     SERVED,
@@ -187,13 +187,31 @@ def _scheme_fault(folder: Path, served: Mapping[str, object] | None) -> str | No
 
 
 def open_packed(model: Mapping[str, Any]) -> Checkpoint | None:
-    """Open the checkpoint of the config's ``model`` with its headers, if its tensors rest packed, by what it says."""
-    if model["kind"] != "pretrained":
-        return None
-    configs = (config for _, config in walk(read_config(checkpoint_folder(model))) if isinstance(config, Mapping))
-    if gguf_file(Path(model["path"])) is None and not any(config.get(QUANTISED[0]) for config in configs):
+    """Open the checkpoint of the config's ``model`` with its headers, if its tensors rest packed, by what it says.
+
+    Null too where of such a checkpoint nothing is here but what it says: see ``declared_packed``.
+    """
+    if not _rests_packed(model) or declared_packed(model) is not None:
         return None
     return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))
+
+
+def _rests_packed(model: Mapping[str, Any]) -> bool:
+    if model["kind"] != "pretrained":
+        return False
+    configs = (config for _, config in walk(read_config(checkpoint_folder(model))) if isinstance(config, Mapping))
+    return gguf_file(Path(model["path"])) is not None or any(config.get(QUANTISED[0]) for config in configs)
+
+
+def declared_packed(model: Mapping[str, Any]) -> Mapping[str, object] | None:
+    """Return how the config of a folder declares weights quantised of which no file is there; else null.
+
+    It is enough for a plan; whatever needs the weights says that they are missing.
+    """
+    if model["kind"] != "pretrained" or is_hub_id(model["path"]):
+        return None
+    folder = Path(model["path"])
+    return None if not folder.is_dir() or weight_files(folder) else quantization_of(folder)
 
 
 def constructor_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,15 +256,17 @@ def resolve_dtype(config: Mapping[str, Any]) -> str:
     dtype, model = str(config["dtype"]), config["model"]
     if dtype != "auto" or model["kind"] == "module":
         return dtype
-    declared = _declared_dtype(read_config(checkpoint_folder(model))) or _stored_dtype(model) or "float32"
-    return declared.removeprefix("torch.")
+    return declared_dtype(checkpoint_folder(model)) or _stored_dtype(model) or "float32"
 
 
-def _declared_dtype(config: Mapping[str, Any]) -> str | None:
+def declared_dtype(folder: Path) -> str | None:
+    """Return the dtype that the config in ``folder`` declares, if it does."""
+    config = read_config(folder)
     nested = config.get("text_config")
     places = [config, nested if isinstance(nested, Mapping) else {}]
     found = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
-    return next((value for value in found if isinstance(value, str) and value != "auto"), None)
+    declared = next((value for value in found if isinstance(value, str) and value != "auto"), None)
+    return declared and declared.removeprefix("torch.")
 
 
 def _stored_dtype(model: Mapping[str, Any]) -> str | None:

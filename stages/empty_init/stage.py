@@ -22,6 +22,8 @@ from stages.checkpoints.weight_files import gguf_file
 from stages.empty_init.identity import (
     MODEL_KEYS,
     WHERE_CODE_IS_FOUND,
+    declared_dtype,
+    declared_packed,
     identity,
     open_packed,
     pipeline_fault,
@@ -135,11 +137,11 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         with _bounds(inputs.node):
             model = build_model(inputs.node, inputs.dtype)
             described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)
-        if inputs.opened is not None:
-            from stages.empty_init.packing import with_packed
+            packed = inputs.opened or _declared(inputs, model)
+            if packed is not None:
+                from stages.empty_init.packing import with_packed
 
-            adapted = adapter_folder(inputs.node) is not None
-            described = with_packed(described, model, inputs.opened, adapted=adapted)
+                described = with_packed(described, model, packed, adapted=adapter_folder(inputs.node) is not None)
         described.save(folder)
         return model
 
@@ -159,6 +161,18 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}, {order}",
             model={"class": skeleton.model_class, "parameters": skeleton.parameters, "bytes": skeleton.bytes},
         )
+
+
+def _declared(inputs: EmptyInitInputs, model: Any) -> Checkpoint | None:
+    """Return the checkpoint that the config declares quantised of which no weights are here; null for any other."""
+    quantization = declared_packed(inputs.node)
+    if quantization is None:
+        return None
+    from stages.empty_init.declared import declared_checkpoint
+
+    folder, adapted = checkpoint_folder(inputs.node), adapter_folder(inputs.node) is not None
+    dtype = declared_dtype(folder) or inputs.dtype
+    return declared_checkpoint(model, folder, quantization, dtype=dtype, adapted=adapted)
 
 
 def _bounds(model: Mapping[str, Any]) -> AbstractContextManager[None]:
