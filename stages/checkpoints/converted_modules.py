@@ -29,11 +29,10 @@ def converted_modules(quantization: Mapping[str, object], default: Iterable[str]
     patterns = [str(pattern) for pattern in default]
     if listed is not None:
         patterns = _texts(listed, quantization[listed])
-    compiled = [_compiled(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", listed or "") for pattern in patterns]
-    ends = tuple(patterns)
+    whole, ends = _any_of(patterns, listed or "", then=r"(?:(?<=\.)|(?=\.|$))"), tuple(patterns)
 
     def converts(names: Collection[str], _class_name: str) -> bool:
-        return not any(name.endswith(ends) or any(each.match(name) for each in compiled) for name in names)
+        return not any(name.endswith(ends) or (whole and whole.match(name)) for name in names)
 
     return converts
 
@@ -50,12 +49,12 @@ def _of_groups(quantization: Mapping[str, object]) -> Converts:
 
 def _named(key: str, told: Collection[str]) -> Converts:
     """Return whether a module is one of those ``told``: names, classes, or patterns that begin with ``re:``."""
-    patterns = [_compiled(text.removeprefix("re:"), key) for text in told if text.startswith("re:")]
+    pattern = _any_of([text.removeprefix("re:") for text in told if text.startswith("re:")], key)
     exact = {text for text in told if not text.startswith("re:")}
 
     def among(names: Collection[str], class_name: str) -> bool:
         every = {class_name, *names}
-        return bool(every & exact) or any(pattern.match(name) for pattern in patterns for name in names)
+        return bool(every & exact) or any(pattern and pattern.match(name) for name in names)
 
     return among
 
@@ -66,6 +65,16 @@ def _texts(key: str, told: object) -> list[str]:
     if not isinstance(told, list) or not all(isinstance(text, str) for text in told):
         raise CheckpointError(f"config.json: {key} {str(told)[:40]!r}: a list of names of modules belongs here")
     return told
+
+
+def _any_of(patterns: Collection[str], key: str, then: str = "") -> re.Pattern[str] | None:
+    """Return what matches whatever one of ``patterns`` does, followed by ``then``; null for none.
+
+    Configs list hundreds, and a mixture has ten thousands of names: as one they are tried without Python.
+    """
+    for pattern in patterns:
+        _compiled(pattern, key)
+    return _compiled(f"(?:{'|'.join(f'(?:{pattern})' for pattern in patterns)}){then}", key) if patterns else None
 
 
 def _compiled(pattern: str, key: str) -> re.Pattern[str]:

@@ -25,7 +25,7 @@ def is_shape(values: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file's header tells of a tensor, and ``data``: its bytes, of one that is read as a checkpoint is opened."""
+    """What a file's header tells of a tensor, and ``data``: of one that is read with the headers, its bytes."""
 
     dtype: str
     shape: tuple[int, ...]

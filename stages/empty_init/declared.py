@@ -1,7 +1,7 @@
 """The entries of a quantised checkpoint of which nothing is here but its config, so that it can be planned.
 
 Names and shapes are those that transformers saves the model with, which are the published ones; what each weight rests
-as, its config declares. What isn't told there is told by whoever lays the entries out (``stages.checkpoints.quantised``).
+as, its config declares. What it doesn't say is said where entries are laid out (``stages.checkpoints.quantised``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 
 from pipeline.errors import CheckpointError, foreign
+from stages.checkpoints.bounds import bounded_in_time
 from stages.checkpoints.checkpoint import Checkpoint
 from stages.checkpoints.converted_modules import converted_modules
 from stages.checkpoints.dtypes import dtype_name
@@ -28,6 +29,10 @@ from stages.empty_init.experts import is_experts
 from stages.empty_init.names import Step, name_tensors
 
 _LINEAR = "Linear"
+_SECONDS, _NAME_SECONDS = 2.0, 0.001
+"""Of processor time for all names, and beside for each: a hundred patterns are held against one in a few microseconds.
+"""
+_SIMPLER = "as none does; make its patterns simpler"
 
 
 def declared_checkpoint(
@@ -42,7 +47,7 @@ def declared_checkpoint(
     file = ShardFile("config.json", folder / "config.json", 0, None, "")
     with foreign(CheckpointError, f"{file.path}: what a checkpoint of it holds is told by its weights alone"):
         saved = dict(_saved(plain))
-    quantised = set(_quantised(plain, _laid_out(file, saved), quantization))
+    quantised = _quantised(file.path, plain, _laid_out(file, saved), quantization)
     declare = DECLARES[method_of(quantization)]
     headers: dict[str, TensorHeader] = {}
     for name, header in saved.items():
@@ -78,17 +83,22 @@ def _laid_out(file: ShardFile, headers: Mapping[str, TensorHeader]) -> dict[str,
     return found
 
 
-def _quantised(model: Any, entries: Mapping[str, Extent], quantization: Mapping[str, object]) -> Iterator[str]:
-    """Yield the names of those ``entries`` whose weights ``quantization`` means: of linear layers, and of experts."""
+def _quantised(path: Path, model: Any, entries: Mapping[str, Extent], quantization: Mapping[str, object]) -> set[str]:
+    """Return the names of those ``entries`` whose weights ``quantization`` means: of linear layers, and of experts."""
     modules = dict(model.named_modules())
+    owners = {
+        source: owner
+        for step in name_tensors(model, entries).steps
+        if (owner := _owner(step, modules)) is not None
+        for source in step.source_names
+        if len(entries[source].shape) > 1
+    }
     converts = converted_modules(quantization, _heads(model, modules))
-    for step in name_tensors(model, entries).steps:
-        owner = _owner(step, modules)
-        if owner is None:
-            continue
-        for source in step.source_names:
-            if len(entries[source].shape) > 1 and converts({source.removesuffix(".weight"), owner}, _LINEAR):
-                yield source
+    seconds = _SECONDS + _NAME_SECONDS * len(owners)
+    with bounded_in_time(f"{path}: finding the modules that it leaves out", seconds, as_none_does=_SIMPLER):
+        return {
+            source for source, owner in owners.items() if converts({source.removesuffix(".weight"), owner}, _LINEAR)
+        }
 
 
 def _owner(step: Step, modules: Mapping[str, nn.Module]) -> str | None:

@@ -251,12 +251,14 @@ def resolve_dtype(config: Mapping[str, Any]) -> str:
     """Return the dtype that the config's ``dtype`` stands for.
 
     ``auto`` is what a checkpoint's ``config.json`` declares, else the dtype of the first floating tensor of its first
-    safetensors file, else float32. For ``model=module`` it stays ``auto``: whatever the constructor makes.
+    safetensors file, else float32; of a quantised one of which only the config is here, bfloat16, which the published
+    ones have. For ``model=module`` it stays ``auto``: whatever the constructor makes.
     """
     dtype, model = str(config["dtype"]), config["model"]
     if dtype != "auto" or model["kind"] == "module":
         return dtype
-    return declared_dtype(checkpoint_folder(model)) or _stored_dtype(model) or "float32"
+    known = declared_dtype(checkpoint_folder(model)) or _stored_dtype(model)
+    return known or ("float32" if declared_packed(model) is None else "bfloat16")
 
 
 def declared_dtype(folder: Path) -> str | None:

@@ -156,9 +156,10 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         """Say what the model is and how large, and whether its order is that of a rehearsal."""
         skeleton = from_json(artifact.json(FILE_NAME))
         order = "rehearsed" if skeleton.unrehearsed is None else "order of registration"
-        size = format_bytes(skeleton.bytes)
+        size, at_rest = format_bytes(skeleton.bytes), skeleton.rest_bytes
+        packed = f" ({format_bytes(at_rest)} at rest)" if at_rest != skeleton.bytes else ""
         return Report(
-            f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}, {order}",
+            f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}{packed}, {order}",
             model={"class": skeleton.model_class, "parameters": skeleton.parameters, "bytes": skeleton.bytes},
         )
 

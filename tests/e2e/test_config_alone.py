@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 from pipeline.errors import CheckpointError
 from pipeline.runner import check_config
 from pipeline.stage_chain import StageChain
+from stages.checkpoints.quantization import quantization_of
+from stages.empty_init.declared import declared_checkpoint
+from stages.empty_init.model import build_model
 from tests.e2e.fp8_checkpoints import CONFIGS, save_fp8
 from tests.e2e.pipelines import config_for
 from tests.stages.checkpoints.codecs import test_bitsandbytes as four_bits, test_compressed_tensors as compressed
@@ -70,6 +73,7 @@ MAKE: Mapping[str, Callable[[Path], object]] = {
     "FP8 but for some": partial(
         save_fp8, config=CONFIGS["qwen3_moe"], modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"]
     ),
+    "FP8 of experts under other names": partial(save_fp8, config=MIXTRAL),
     "MXFP4": save_packed_mixture,
     **{name: partial(save_compressed, scheme=name) for name in compressed.SCHEMES},
     "INT4 of a mixture": partial(save_compressed, scheme="INT4 by groups", config=QWEN),
@@ -105,3 +109,67 @@ def test_a_plan_from_the_config_alone_is_that_of_the_weights(kind: str, tmp_path
         assert found["device_map"] == expected["device_map"]
         assert found["plan"] == expected["plan"]
         assert found["plan"]["packed"] or machine is TWO_GPUS
+
+
+PUBLISHED = Path(__file__).parent / "configs"
+BY_HAND = {
+    # 68,451,041,280 values of linear layers, a float32 for each 128 x 128 of them, all else in two bytes
+    "llama-70b-fp8": 72_673_083_392,
+    # 19,110,297,600 values of experts at 17 bytes for 32, all else in two bytes
+    "gpt-oss-20b": 13_761_264_768,
+    # as the makers' files, 688.6 GB, without the layer that guesses tokens, which the model doesn't have
+    "deepseek-v3": 673_150_582_112,
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_published_sizes_are_those_of_arithmetic(name: str, tmp_path: Path) -> None:
+    shutil.copy(PUBLISHED / f"{name}.json", tmp_path / "config.json")
+    model = build_model({"kind": "pretrained", "path": str(tmp_path)}, "bfloat16")
+    quantization = quantization_of(tmp_path)
+    assert quantization is not None
+    checkpoint = declared_checkpoint(model, tmp_path, quantization, dtype="bfloat16", adapted=False)
+    assert sum(entry.bytes for entry in checkpoint.entries.values()) == BY_HAND[name]
+
+
+SHORT = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
+    "blocks of nothing": ({**SHORT, "weight_block_size": [0, 16]}, "two numbers above 0 belong here"),
+    "experts in FP4": ({**SHORT, "expert_dtype": "fp4"}, "how experts in fp4 lie is told by the weights alone"),
+    "a pattern without end": (
+        {**SHORT, "modules_to_not_convert": ["(.*)*x" * 9]},
+        "finding the modules that it leaves out takes more than",
+    ),
+    "a pattern that is none": ({**SHORT, "modules_to_not_convert": ["("]}, "is no pattern"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_that_does_not_say_how_weights_lie_is_refused(case: str, tmp_path: Path) -> None:
+    quantization, words = REFUSED[case]
+    LLAMA.save_pretrained(tmp_path / "alone")
+    declare(tmp_path / "alone", quantization)
+    with pytest.raises(CheckpointError, match=words):
+        planned(tmp_path / "alone", tmp_path / "outputs", **HOST)
+
+
+def test_whatever_needs_the_weights_says_that_they_are_missing(tmp_path: Path) -> None:
+    LLAMA.save_pretrained(tmp_path / "alone")
+    declare(tmp_path / "alone", SHORT)
+    with pytest.raises(CheckpointError, match="no weights here"):
+        planned(tmp_path / "alone", tmp_path / "outputs", **{**HOST, "stages": ["empty_init", "plan", "shard_load"]})
+
+
+def test_a_plan_is_made_anew_once_the_weights_are_there(tmp_path: Path) -> None:
+    save_fp8(tmp_path / "whole", CONFIGS["llama"], modules_to_not_convert=[])  # and yet the head is as it was
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(tmp_path / "whole" / "config.json", alone)
+    before = planned(alone, tmp_path / "outputs", **HOST)
+    for file in (tmp_path / "whole").iterdir():
+        shutil.copy(file, alone)
+    after = planned(alone, tmp_path / "outputs", **HOST)
+    packed = [
+        {tensor["name"] for tensor in each["skeleton"]["tensors"] if tensor["packed"]} for each in (before, after)
+    ]
+    assert packed[0] - packed[1] == {"lm_head.weight"}

@@ -68,7 +68,9 @@ def declare_compressed(name: str, weight: TensorHeader, quantization: Mapping[st
     rows, columns = weight.shape
     kinds, each = _REST[scheme.codes]
     if columns % each:
-        raise CheckpointError(f"config.json: {name!r} has {columns} columns, which aren't a multiple of {each}; {_ADVICE}")
+        raise CheckpointError(
+            f"config.json: {name!r} has {columns} columns, which aren't a multiple of {each}; {_ADVICE}"
+        )
     height, width = scheme.block_of(rows, columns)
     grid = (-(-rows // max(1, height)), -(-columns // max(1, width)))
     of_scales = _OF_FP4.get(scheme.strategy, (weight.dtype,)) if scheme.codes == "fp4" else (weight.dtype,)

@@ -48,7 +48,7 @@ def declare_fp8(name: str, weight: TensorHeader, quantization: Mapping[str, obje
     """Return what the matrices ``name`` rest as: the entries of which ``fold_fp8`` makes them again.
 
     A config says the blocks, but not the dtype of their scales: those of FP8 are taken to be float32, the widest that
-    are written, and those of MXFP8 bytes. A ``CheckpointError`` where the config declares codes that it doesn't lay out.
+    are written, and those of MXFP8 bytes. A ``CheckpointError`` of codes that it doesn't lay out.
     """
     if quantization.get("expert_dtype", "fp8") != "fp8":
         told = str(quantization["expert_dtype"])[:40]

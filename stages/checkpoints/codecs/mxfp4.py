@@ -154,7 +154,7 @@ def declare_mxfp4(name: str, weight: TensorHeader, quantization: Mapping[str, ob
     experts, columns, rows = weight.shape
     if columns % (2 * _GROUP_BYTES):
         raise CheckpointError(
-            f"config.json: {name!r} has {columns} values in a row, and mxfp4 a scale for each {2 * _GROUP_BYTES} of them"
+            f"config.json: {name!r} has {columns} values in a row, and mxfp4 a scale for each {2 * _GROUP_BYTES}"
         )
     groups = columns // (2 * _GROUP_BYTES)
     blocks = TensorHeader("uint8", (experts, rows, groups, _GROUP_BYTES))
