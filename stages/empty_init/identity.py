@@ -18,7 +18,8 @@ from pipeline.regular_files import read_object, read_regular
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from stages.checkpoints.config_files import parse_config
-from stages.checkpoints.hub import checkpoint_folder, is_hub_id, tokenizer_folder, weights_path
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.hub import checkpoint_folder, is_hub_id, lacks_weights, tokenizer_folder, weights_path
 from stages.checkpoints.quantization import (
     KEYS as QUANTISED,
     SERVED,
@@ -186,13 +187,28 @@ def _scheme_fault(folder: Path, served: Mapping[str, object] | None) -> str | No
     return None
 
 
-def open_packed(model: Mapping[str, Any]) -> Checkpoint | None:
+def is_plan(config: Mapping[str, Any]) -> bool:
+    """Return whether a run of ``config`` ends before it loads weights: what isn't here then isn't downloaded."""
+    names, last = list(config.get("stages") or ()), config.get("stop_after")
+    return "shard_load" not in (names[: names.index(last) + 1] if last in names else names)
+
+
+def open_packed(model: Mapping[str, Any], *, plans: bool = False) -> Checkpoint | None:
     """Open the checkpoint of the config's ``model`` with its headers, if its tensors rest packed, by what it says.
 
-    Null too where of such a checkpoint nothing is here but what it says: see ``declared_packed``.
+    Of one on the Hub, a run that ``plans`` alone has the headers and no more. Null too where of such a
+    checkpoint nothing is here but what it says: see ``declared_packed``.
     """
     if not _rests_packed(model) or declared_packed(model) is not None:
         return None
+    return _opened(model, plans=plans)
+
+
+def _opened(model: Mapping[str, Any], *, plans: bool) -> Checkpoint:
+    if plans and lacks_weights(model):
+        from stages.checkpoints.hub_headers import remote_checkpoint
+
+        return remote_checkpoint(model)
     return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))
 
 
@@ -257,7 +273,7 @@ def resolve_dtype(config: Mapping[str, Any]) -> str:
     dtype, model = str(config["dtype"]), config["model"]
     if dtype != "auto" or model["kind"] == "module":
         return dtype
-    known = declared_dtype(checkpoint_folder(model)) or _stored_dtype(model)
+    known = declared_dtype(checkpoint_folder(model)) or _stored_dtype(model, plans=is_plan(config))
     return known or ("float32" if declared_packed(model) is None else "bfloat16")
 
 
@@ -271,7 +287,9 @@ def declared_dtype(folder: Path) -> str | None:
     return declared and declared.removeprefix("torch.")
 
 
-def _stored_dtype(model: Mapping[str, Any]) -> str | None:
+def _stored_dtype(model: Mapping[str, Any], *, plans: bool) -> str | None:
+    if plans and lacks_weights(model):
+        return _first_dtype(_opened(model, plans=plans).entries)
     for file in weight_files(weights_path(model))[:1]:
         if file.suffix != ".safetensors":
             return None
@@ -279,5 +297,9 @@ def _stored_dtype(model: Mapping[str, Any]) -> str | None:
             _, entries = read_header(file)
         except CheckpointError:
             return None  # shard_load refuses the file by name
-        return next((entry.dtype for entry in entries.values() if entry.dtype in _DTYPES), None)
+        return _first_dtype(entries)
     return None
+
+
+def _first_dtype(entries: Mapping[str, Extent]) -> str | None:
+    return next((entry.dtype for entry in entries.values() if entry.dtype in _DTYPES), None)

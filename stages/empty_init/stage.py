@@ -25,6 +25,7 @@ from stages.empty_init.identity import (
     declared_dtype,
     declared_packed,
     identity,
+    is_plan,
     open_packed,
     pipeline_fault,
     quantization_fault,
@@ -116,7 +117,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         """Return what the model is, as far as it can be told without its code."""
         model, given = context.config["model"], asked_of(context.config)
         asked = None if given is None else {**asked_identity(given, values=False), "text": text_identity(model)}
-        named, opened = identity(model), open_packed(model)
+        named, opened = identity(model), open_packed(model, plans=is_plan(context.config))
         return EmptyInitInputs(
             named,
             resolve_dtype(context.config),
