@@ -141,7 +141,11 @@ def _fetch(repo: str, commit: str, name: str) -> tuple[int, bytes]:
 def _read_range(repo: str, commit: str, name: str, offset: int, length: int) -> tuple[bytes, int]:
     """Return the bytes at ``offset`` of the file, and its size, as the Hub tells them."""
     from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        hf_raise_for_status,
+        http_stream_backoff,
+    )
 
     wanted = f"bytes={offset}-{offset + length - 1}"
     headers = {**build_hf_headers(), "Range": wanted, "Accept-Encoding": "identity"}
