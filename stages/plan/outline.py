@@ -249,6 +249,15 @@ class Outline:
         )
 
     @cached_property
+    def drawn_by(self) -> dict[str, tuple[str, ...]]:
+        """The tensors that draw each layer to a device, by its name: its own, else those of others that it uses."""
+        leaders = {layer.name: tuple(dict.fromkeys(map(self.skeleton.leader, layer.tensors))) for layer in self.layers}
+        return {
+            layer.name: tuple(name for name in leaders[layer.name] if name in layer.owned) or leaders[layer.name]
+            for layer in self.layers
+        }
+
+    @cached_property
     def layer_of(self) -> dict[str, Layer]:
         """The layer that each tensor is a part of, by the tensor's name."""
         return {name: layer for layer in self.layers for name in layer.tensors}
