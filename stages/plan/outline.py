@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent
+from stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent, upward
 from stages.units import DeviceId
 
 
@@ -256,6 +256,12 @@ class Outline:
             layer.name: tuple(name for name in leaders[layer.name] if name in layer.owned) or leaders[layer.name]
             for layer in self.layers
         }
+
+    @cached_property
+    def around(self) -> dict[str, tuple[str, ...]]:
+        """Each module that holds tensors or borrows some, with those of these that are around it; itself the first."""
+        using = {parent(name) for name in self.sizes}.union(*self.skeleton.borrowers.values())
+        return {name: tuple(above for above in upward(name) if above in using) for name in using}
 
     @cached_property
     def layer_of(self) -> dict[str, Layer]:

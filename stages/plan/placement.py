@@ -139,8 +139,8 @@ def _reserves(outline: Outline, placement: Placement, sizes: Mapping[str, int]) 
     experts are modules in a list, it is as much as for a layer. What is there beside a layer or part counts.
     """
     layers: Counter[DeviceId] = Counter()
-    parts: dict[str, Counter[DeviceId]] = {}
     whole: dict[str, Counter[DeviceId]] = {}
+    parts: dict[str, Counter[DeviceId]] = whole if sizes is outline.sizes else {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
         streamed = _streamed(outline, layer, placement, device)
@@ -148,9 +148,13 @@ def _reserves(outline: Outline, placement: Placement, sizes: Mapping[str, int]) 
             continue
         layers[device] = max(layers[device], _at_once(outline, set(map(outline.skeleton.leader, streamed))))
         for name in streamed:
-            divided = sizes[name] < outline.sizes[name]
-            parts.setdefault(name if divided else parent(name), Counter())[device] += sizes[name]
-            whole.setdefault(parent(name), Counter())[device] += outline.sizes[name]
+            module = parent(name)
+            if module not in whole:
+                whole[module] = Counter()
+            whole[module][device] += outline.sizes[name]
+            if parts is not whole:
+                divided = sizes[name] < outline.sizes[name]
+                parts.setdefault(name if divided else module, Counter())[device] += sizes[name]
     layers = +layers
     if outline.skeleton.unrehearsed is not None:
         return layers, layers
@@ -185,7 +189,10 @@ def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter
             callers.setdefault(caller, []).append(sizes)
     found: Counter[DeviceId] = Counter()
     for caller in callers:
-        running = [sizes for above in upward(caller) for sizes in callers.get(above, ())]
+        around = outline.around[caller]
+        if len(around) == len(callers[caller]) == 1:
+            continue
+        running = [sizes for above in around for sizes in callers.get(above, ())]
         for device in set().union(*running) if len(running) > 1 else ():
             together = [sizes[device] for sizes in running]
             found[device] = max(found[device], sum(together) - max(together))
