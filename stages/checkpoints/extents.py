@@ -24,6 +24,15 @@ def is_shape(values: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a file's header tells of a tensor, and ``data``: of one that is read with the headers, its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Extent:
     """Where one tensor's bytes lie: ``file``, the offset ``begin`` in it, the dtype as torch names it, the shape.
 

@@ -67,6 +67,11 @@ def weights_path(model: Mapping[str, Any]) -> Path:
     return _weights(str(path), checkpoint_folder(model)) if is_hub_id(path) else Path(str(path or ""))
 
 
+def lacks_weights(model: Mapping[str, Any]) -> bool:
+    """Return whether ``model.path`` is a Hub id whose weights aren't all on this machine; fetches none."""
+    return is_hub_id(model.get("path")) and not _is_complete(checkpoint_folder(model))
+
+
 def local_weights(model: Mapping[str, Any]) -> list[Path]:
     """Return those files of the weights of ``model.path`` that are on this machine, to look into; fetches none."""
     path = model.get("path")
@@ -133,9 +138,14 @@ def _fetch(key: str, repo: str, revision: str, patterns: Sequence[str]) -> Path:
     try:
         snapshot = snapshot_download(repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
     except (HTTPError, OSError, ValueError) as error:
-        first = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{key}: {_refusal(repo, revision, first)}") from error
+        raise CheckpointError(f"{key}: {words_of_failure(repo, revision, error)}") from error
     return Path(snapshot)
+
+
+def words_of_failure(repo: str, revision: str, error: Exception) -> str:
+    """Return in a line why ``repo`` can't be had at ``revision``: what ``error`` says, which its client raised."""
+    first = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+    return _refusal(repo, revision, first)
 
 
 def _refusal(repo: str, revision: str, reason: str) -> str:

@@ -207,5 +207,8 @@ def _bytes_of(span: Extent) -> Bytes:
 
 def read_span(span: Extent, target: memoryview) -> None:
     """Fill ``target`` with the bytes at ``span``, through the page cache, if its file is what it was."""
+    if isinstance(span.file, MemoryFile):
+        target[:] = span.file.bytes_of(span).data
+        return
     with opened_shard(span.file) as descriptor:
         read_into(descriptor, target, offset=span.begin, path=span.file.path)

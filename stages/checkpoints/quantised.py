@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from stages.checkpoints.codecs.bitsandbytes import fold_bitsandbytes
-from stages.checkpoints.codecs.compressed_tensors import fold_compressed
-from stages.checkpoints.codecs.fp8_weights import fold_fp8
-from stages.checkpoints.codecs.mxfp4 import fold_mxfp4
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.codecs.bitsandbytes import declare_bitsandbytes, fold_bitsandbytes
+from stages.checkpoints.codecs.compressed_tensors import declare_compressed, fold_compressed
+from stages.checkpoints.codecs.fp8_weights import declare_fp8, fold_fp8
+from stages.checkpoints.codecs.mxfp4 import declare_mxfp4, fold_mxfp4
+from stages.checkpoints.extents import Extent, TensorHeader
 from stages.checkpoints.packed import AtRest
 from stages.checkpoints.quantization import BITSANDBYTES, COMPRESSED, FP8, MXFP4, MXFP8, method_of
 
@@ -22,6 +22,18 @@ FOLDS: Mapping[str, Fold] = {
     BITSANDBYTES: fold_bitsandbytes,
 }
 """What makes one tensor of a weight and what belongs to it, by the method that quantised them."""
+
+
+Declare = Callable[[str, TensorHeader, Mapping[str, object]], Mapping[str, TensorHeader]]
+
+DECLARES: Mapping[str, Declare] = {
+    FP8: declare_fp8,
+    MXFP8: declare_fp8,
+    MXFP4: declare_mxfp4,
+    COMPRESSED: declare_compressed,
+    BITSANDBYTES: declare_bitsandbytes,
+}
+"""What a weight and what belongs to it rest as, by the method that a config declares: where there are no files yet."""
 
 
 def logical_entries(entries: Mapping[str, Extent], quantization: Mapping[str, object] | None) -> Mapping[str, AtRest]:

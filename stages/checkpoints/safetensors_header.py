@@ -12,7 +12,8 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,30 @@ PADDING_BYTES = 4096
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
+ReadBytes = Callable[[int, int], bytes | bytearray]
+"""Returns the bytes at an offset of a file, as many as are asked for."""
+
+
 def read_header(path: Path) -> tuple[ShardFile, dict[str, Extent]]:
     """Return the safetensors file ``path`` and its tensors by name; a ``CheckpointError`` says what is wrong."""
     with opened(path) as descriptor:
         status = os.fstat(descriptor)
-        raw = _header_bytes(descriptor, path, status.st_size)
-    file = ShardFile(path.name, path, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
-    extents = _extents(file, _parse(path, raw), start=8 + len(raw))
+
+        def read(offset: int, length: int) -> bytearray:
+            found = bytearray(length)
+            read_into(descriptor, memoryview(found), offset=offset, path=path)
+            return found
+
+        raw = header_bytes(read, path, status.st_size)
+    return parse_header(ShardFile(path.name, path, status.st_size, status.st_mtime_ns, ""), raw)
+
+
+def parse_header(file: ShardFile, raw: bytes | bytearray) -> tuple[ShardFile, dict[str, Extent]]:
+    """Return ``file`` with the digest of its header, which is ``raw``, and its tensors by name, all of it checked."""
+    extents = _extents(file, _parse(file.path, raw), start=8 + len(raw))
     _check_layout(file, extents, start=8 + len(raw))
-    return file, extents
+    told = replace(file, digest=hashlib.sha256(raw).hexdigest())
+    return told, {name: replace(extent, file=told) for name, extent in extents.items()}
 
 
 def check_name(path: Path, name: str) -> None:
@@ -66,11 +82,11 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
-def _header_bytes(descriptor: int, path: Path, size: int) -> bytearray:
+def header_bytes(read: ReadBytes, path: Path, size: int) -> bytes | bytearray:
+    """Return the header of the file ``path`` of ``size`` bytes, which ``read`` gives: eight bytes, then the header."""
     if size < 8:
         raise CheckpointError(f"{path}: {size} bytes are too few for a safetensors file; truncated?")
-    prefix = bytearray(8)
-    read_into(descriptor, memoryview(prefix), offset=0, path=path)
+    prefix = read(0, 8)
     length = int.from_bytes(prefix, "little")
     if length > size - 8 and (prefix[:2] == b"PK" or prefix[:1] == b"\x80"):
         raise CheckpointError(f"{path}: a pickle, not a safetensors file; give it its own suffix, .bin")
@@ -78,12 +94,10 @@ def _header_bytes(descriptor: int, path: Path, size: int) -> bytearray:
         raise CheckpointError(f"{path}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are accepted")
     if length > size - 8:
         raise CheckpointError(f"{path}: a header of {length} bytes in a file of {size}; truncated, get it again")
-    raw = bytearray(length)
-    read_into(descriptor, memoryview(raw), offset=8, path=path)
-    return raw
+    return read(8, length)
 
 
-def _parse(path: Path, raw: bytearray) -> dict[str, Any]:
+def _parse(path: Path, raw: bytes | bytearray) -> dict[str, Any]:
     padding = len(raw) - len(raw.rstrip())
     if padding >= PADDING_BYTES and padding > len(raw) // 2:
         raise CheckpointError(f"{path}: the header is mostly padding ({padding} of {len(raw)} bytes)")

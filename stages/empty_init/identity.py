@@ -20,7 +20,8 @@ from pipeline.stage import Sources
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from stages.checkpoints.config_files import parse_config
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder, weights_path
+from stages.checkpoints.extents import Extent
+from stages.checkpoints.hub import checkpoint_folder, is_hub_id, lacks_weights, tokenizer_folder, weights_path
 from stages.checkpoints.quantization import (
     KEYS as QUANTISED,
     SERVED,
@@ -202,14 +203,47 @@ def _scheme_fault(folder: Path, served: Mapping[str, object] | None) -> str | No
     return None
 
 
-def open_packed(model: Mapping[str, Any]) -> Checkpoint | None:
-    """Open the checkpoint of the config's ``model`` with its headers, if its tensors rest packed, by what it says."""
-    if model["kind"] != "pretrained":
+def is_plan(config: Mapping[str, Any]) -> bool:
+    """Return whether a run of ``config`` ends before it loads weights: what isn't here then isn't downloaded."""
+    names, last = list(config.get("stages") or ()), config.get("stop_after")
+    return "shard_load" not in (names[: names.index(last) + 1] if last in names else names)
+
+
+def open_packed(model: Mapping[str, Any], *, plans: bool = False) -> Checkpoint | None:
+    """Open the checkpoint of the config's ``model`` with its headers, if its tensors rest packed, by what it says.
+
+    Of one on the Hub, a run that ``plans`` alone has the headers and no more. Null too where of such a
+    checkpoint nothing is here but what it says: see ``declared_packed``.
+    """
+    if not _rests_packed(model) or declared_packed(model) is not None:
         return None
-    configs = (config for _, config in walk(read_config(checkpoint_folder(model))) if isinstance(config, Mapping))
-    if gguf_file(Path(model["path"])) is None and not any(config.get(QUANTISED[0]) for config in configs):
-        return None
+    return _opened(model, plans=plans)
+
+
+def _opened(model: Mapping[str, Any], *, plans: bool) -> Checkpoint:
+    if plans and lacks_weights(model):
+        from stages.checkpoints.hub_headers import remote_checkpoint
+
+        return remote_checkpoint(model)
     return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))
+
+
+def _rests_packed(model: Mapping[str, Any]) -> bool:
+    if model["kind"] != "pretrained":
+        return False
+    configs = (config for _, config in walk(read_config(checkpoint_folder(model))) if isinstance(config, Mapping))
+    return gguf_file(Path(model["path"])) is not None or any(config.get(QUANTISED[0]) for config in configs)
+
+
+def declared_packed(model: Mapping[str, Any]) -> Mapping[str, object] | None:
+    """Return how the config of a folder declares weights quantised of which no file is there; else null.
+
+    It is enough for a plan; whatever needs the weights says that they are missing.
+    """
+    if model["kind"] != "pretrained" or is_hub_id(model["path"]):
+        return None
+    folder = Path(model["path"])
+    return None if not folder.is_dir() or weight_files(folder) else quantization_of(folder)
 
 
 def constructor_arguments(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,23 +283,29 @@ def resolve_dtype(config: Mapping[str, Any]) -> str:
     """Return the dtype that the config's ``dtype`` stands for.
 
     ``auto`` is what a checkpoint's ``config.json`` declares, else the dtype of the first floating tensor of its first
-    safetensors file, else float32. For ``model=module`` it stays ``auto``: whatever the constructor makes.
+    safetensors file, else float32; of a quantised one of which only the config is here, bfloat16, which the published
+    ones have. For ``model=module`` it stays ``auto``: whatever the constructor makes.
     """
     dtype, model = str(config["dtype"]), config["model"]
     if dtype != "auto" or model["kind"] == "module":
         return dtype
-    declared = _declared_dtype(read_config(checkpoint_folder(model))) or _stored_dtype(model) or "float32"
-    return declared.removeprefix("torch.")
+    known = declared_dtype(checkpoint_folder(model)) or _stored_dtype(model, plans=is_plan(config))
+    return known or ("float32" if declared_packed(model) is None else "bfloat16")
 
 
-def _declared_dtype(config: Mapping[str, Any]) -> str | None:
+def declared_dtype(folder: Path) -> str | None:
+    """Return the dtype that the config in ``folder`` declares, if it does."""
+    config = read_config(folder)
     nested = config.get("text_config")
     places = [config, nested if isinstance(nested, Mapping) else {}]
     found = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
-    return next((value for value in found if isinstance(value, str) and value != "auto"), None)
+    declared = next((value for value in found if isinstance(value, str) and value != "auto"), None)
+    return declared and declared.removeprefix("torch.")
 
 
-def _stored_dtype(model: Mapping[str, Any]) -> str | None:
+def _stored_dtype(model: Mapping[str, Any], *, plans: bool) -> str | None:
+    if plans and lacks_weights(model):
+        return _first_dtype(_opened(model, plans=plans).entries)
     for file in weight_files(weights_path(model))[:1]:
         if file.suffix != ".safetensors":
             return None
@@ -273,5 +313,9 @@ def _stored_dtype(model: Mapping[str, Any]) -> str | None:
             _, entries = read_header(file)
         except CheckpointError:
             return None  # shard_load refuses the file by name
-        return next((entry.dtype for entry in entries.values() if entry.dtype in _DTYPES), None)
+        return _first_dtype(entries)
     return None
+
+
+def _first_dtype(entries: Mapping[str, Extent]) -> str | None:
+    return next((entry.dtype for entry in entries.values() if entry.dtype in _DTYPES), None)

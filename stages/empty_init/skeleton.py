@@ -224,6 +224,11 @@ class Skeleton:
         return sum(tensor.bytes for tensor in self.unique)
 
     @property
+    def rest_bytes(self) -> int:
+        """The same as they rest: of what is packed the bytes at rest."""
+        return sum(tensor.packed.bytes if tensor.packed else tensor.bytes for tensor in self.unique)
+
+    @property
     def parameters(self) -> dict[str, int]:
         """How many parameters there are, tied ones counted once: dtype → count."""
         counts: dict[str, int] = {}

@@ -22,7 +22,10 @@ from stages.checkpoints.weight_files import gguf_file
 from stages.empty_init.identity import (
     MODEL_KEYS,
     WHERE_CODE_IS_FOUND,
+    declared_dtype,
+    declared_packed,
     identity,
+    is_plan,
     model_sources,
     open_packed,
     pipeline_fault,
@@ -115,7 +118,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         """Return what the model is, as far as it can be told without its code."""
         model, given = context.config["model"], asked_of(context.config)
         asked = None if given is None else {**asked_identity(given, values=False), "text": text_identity(model)}
-        named, opened = identity(model), open_packed(model)
+        named, opened = identity(model), open_packed(model, plans=is_plan(context.config))
         return EmptyInitInputs(
             named,
             resolve_dtype(context.config),
@@ -140,11 +143,11 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         with _bounds(inputs.node):
             model = build_model(inputs.node, inputs.dtype)
             described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)
-        if inputs.opened is not None:
-            from stages.empty_init.packing import with_packed
+            packed = inputs.opened or _declared(inputs, model)
+            if packed is not None:
+                from stages.empty_init.packing import with_packed
 
-            adapted = adapter_folder(inputs.node) is not None
-            described = with_packed(described, model, inputs.opened, adapted=adapted)
+                described = with_packed(described, model, packed, adapted=adapter_folder(inputs.node) is not None)
         described.save(folder)
         return model
 
@@ -159,11 +162,24 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         """Say what the model is and how large, and whether its order is that of a rehearsal."""
         skeleton = from_json(artifact.json(FILE_NAME))
         order = "rehearsed" if skeleton.unrehearsed is None else "order of registration"
-        size = format_bytes(skeleton.bytes)
+        size, at_rest = format_bytes(skeleton.bytes), skeleton.rest_bytes
+        packed = f" ({format_bytes(at_rest)} at rest)" if at_rest != skeleton.bytes else ""
         return Report(
-            f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}, {order}",
+            f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}{packed}, {order}",
             model={"class": skeleton.model_class, "parameters": skeleton.parameters, "bytes": skeleton.bytes},
         )
+
+
+def _declared(inputs: EmptyInitInputs, model: Any) -> Checkpoint | None:
+    """Return the checkpoint that the config declares quantised of which no weights are here; null for any other."""
+    quantization = declared_packed(inputs.node)
+    if quantization is None:
+        return None
+    from stages.empty_init.declared import declared_checkpoint
+
+    folder, adapted = checkpoint_folder(inputs.node), adapter_folder(inputs.node) is not None
+    dtype = declared_dtype(folder) or inputs.dtype
+    return declared_checkpoint(model, folder, quantization, dtype=dtype, adapted=adapted)
 
 
 def _bounds(model: Mapping[str, Any]) -> AbstractContextManager[None]:

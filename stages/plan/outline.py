@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent
+from stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent, upward
 from stages.units import DeviceId
 
 
@@ -247,6 +247,21 @@ class Outline:
             Layer(name, tuple(tensors), tuple(mine), sum(self.sizes[leader] for leader in mine))
             for (name, tensors), mine in zip(self._pieces, owned, strict=True)
         )
+
+    @cached_property
+    def drawn_by(self) -> dict[str, tuple[str, ...]]:
+        """The tensors that draw each layer to a device, by its name: its own, else those of others that it uses."""
+        leaders = {layer.name: tuple(dict.fromkeys(map(self.skeleton.leader, layer.tensors))) for layer in self.layers}
+        return {
+            layer.name: tuple(name for name in leaders[layer.name] if name in layer.owned) or leaders[layer.name]
+            for layer in self.layers
+        }
+
+    @cached_property
+    def around(self) -> dict[str, tuple[str, ...]]:
+        """Each module that holds tensors or borrows some, with those of these that are around it; itself the first."""
+        using = {parent(name) for name in self.sizes}.union(*self.skeleton.borrowers.values())
+        return {name: tuple(above for above in upward(name) if above in using) for name in using}
 
     @cached_property
     def layer_of(self) -> dict[str, Layer]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 
 from stages.empty_init.skeleton import DeviceUnpacking, parent, upward
 from stages.plan.expert_slots import LEAST, ROOMY, pools, read_bytes
@@ -87,10 +85,10 @@ def execution_device(outline: Outline, layer: Layer, placement: Placement) -> De
     """
     if layer.name in placement.computes:
         return placement.computes[layer.name]
-    leaders = dict.fromkeys(map(outline.skeleton.leader, layer.tensors))
-    held: Counter[DeviceId] = Counter()
-    for leader in [name for name in leaders if name in layer.owned] or leaders:
-        held[placement.homes[leader]] += max(1, outline.sizes[leader])
+    held: dict[DeviceId, int] = {}
+    for leader in outline.drawn_by[layer.name]:
+        home = placement.homes[leader]
+        held[home] = held.get(home, 0) + max(1, outline.sizes[leader])
     accelerators = [device for device in in_tier_order(held) if isinstance(device, int)]
     return max(accelerators, key=lambda device: held[device], default=placement.main)
 
@@ -141,26 +139,43 @@ def _reserves(outline: Outline, placement: Placement, sizes: Mapping[str, int]) 
     experts are modules in a list, it is as much as for a layer. What is there beside a layer or part counts.
     """
     layers: Counter[DeviceId] = Counter()
-    parts: dict[str, Counter[DeviceId]] = {}
     whole: dict[str, Counter[DeviceId]] = {}
+    parts: dict[str, Counter[DeviceId]] = whole if sizes is outline.sizes else {}
     for layer in outline.layers:
         device = execution_device(outline, layer, placement)
         streamed = _streamed(outline, layer, placement, device)
-        layers |= Counter({device: _at_once(outline, set(map(outline.skeleton.leader, streamed)))})
+        if not streamed:
+            continue
+        layers[device] = max(layers[device], _at_once(outline, set(map(outline.skeleton.leader, streamed))))
         for name in streamed:
-            divided = sizes[name] < outline.sizes[name]
-            parts.setdefault(name if divided else parent(name), Counter())[device] += sizes[name]
-            whole.setdefault(parent(name), Counter())[device] += outline.sizes[name]
+            module = parent(name)
+            if module not in whole:
+                whole[module] = Counter()
+            whole[module][device] += outline.sizes[name]
+            if parts is not whole:
+                divided = sizes[name] < outline.sizes[name]
+                parts.setdefault(name if divided else module, Counter())[device] += sizes[name]
+    layers = +layers
     if outline.skeleton.unrehearsed is not None:
         return layers, layers
-    layers = reduce(or_, whole.values(), layers)  # a module that isn't kept whole is a layer for each of its tensors
+    layers = _largest([layers, *whole.values()])  # a module that isn't kept whole is a layer for each of its tensors
     beside = _beside(outline, whole)
     kept = (layers + beside) | _least_staging(outline, whole) if beside else layers
     if outline.listed or beside:
         return kept, kept
-    return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else reduce(
-        or_, parts.values(), Counter()
-    )
+    return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else _largest(parts.values())
+
+
+def _largest(counts: Iterable[Mapping[DeviceId, int]]) -> Counter[DeviceId]:
+    """Return the most that one of ``counts`` has on each device. (Placements are tried by thousands, of ten thousand
+    parts: as many new counters take most of a plan's time.)
+    """
+    found: Counter[DeviceId] = Counter()
+    for sizes in counts:
+        for device, size in sizes.items():
+            if size > found[device]:
+                found[device] = size
+    return +found
 
 
 def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
@@ -174,7 +189,10 @@ def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter
             callers.setdefault(caller, []).append(sizes)
     found: Counter[DeviceId] = Counter()
     for caller in callers:
-        running = [sizes for above in upward(caller) for sizes in callers.get(above, ())]
+        around = outline.around[caller]
+        if len(around) == len(callers[caller]) == 1:
+            continue
+        running = [sizes for above in around for sizes in callers.get(above, ())]
         for device in set().union(*running) if len(running) > 1 else ():
             together = [sizes[device] for sizes in running]
             found[device] = max(found[device], sum(together) - max(together))

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.empty_init.skeleton import upward
 from stages.plan.plan import Plan
 from stages.units import DISK, DeviceId, format_bytes
 
+_MOST_LISTED = 24
+"""The letters that the numbers of a row's modules may take."""
+_WIDTH = 100
+"""The letters of a line: names give way."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Modules of one kind on one device: ``name`` may be a range, ``layers.0-9``; ``bytes`` is their sum."""
+    """Modules of one kind on one device: ``name`` may be a range, ``layers.0-9``; ``bytes`` is their sum.
+
+    Of numbers that are many ranges it has the first and the last, and how many they are of all that the model has:
+    ``layers.2-78.mlp (39 of 80)``. Which ones is in the device map.
+    """
 
     name: str
     device: DeviceId
@@ -32,17 +40,32 @@ def rows(plan: Plan, sizes: Mapping[str, int]) -> list[Row]:
     for tensor in sizes:
         inside[next(name for name in upward(tensor) if name in inside)].append(tensor)
     folded: dict[tuple[str, DeviceId, DeviceId], tuple[list[int], set[str]]] = {}
+    known: dict[str, set[int]] = {}
     for name, tensors in inside.items():
         number = _NUMBER.search(name)
         stem = name if number is None else f"{name[: number.start()]}#{name[number.end() :]}"
         key = (stem, plan.device_map[name], plan.execution[tensors[0].rpartition(".")[0]])
         numbers, held = folded.setdefault(key, ([], set()))
-        numbers += [int(number[0])] if number else []
+        if number is not None:
+            numbers.append(int(number[0]))
+            known.setdefault(name[: number.start()], set()).add(numbers[-1])
         held |= {plan.tied.get(tensor, tensor) for tensor in tensors}
     return [
-        Row(stem.replace("#", ranges(numbers)) or "the model", device, execution, sum(map(sizes.__getitem__, held)))
+        Row(_name(stem, numbers, known) or "the model", device, execution, sum(map(sizes.__getitem__, held)))
         for (stem, device, execution), (numbers, held) in folded.items()
     ]
+
+
+def _name(stem: str, numbers: Sequence[int], known: Mapping[str, Collection[int]]) -> str:
+    """Return ``stem`` with ``numbers`` in their place, or with what they span where to list them takes too long.
+
+    ``known`` are all numbers of the model, by what stands before them.
+    """
+    listed, before = ranges(numbers), stem.partition("#")[0]
+    if len(listed) <= _MOST_LISTED:
+        return stem.replace("#", listed)
+    spanned = stem.replace("#", f"{min(numbers)}-{max(numbers)}")
+    return f"{spanned} ({len(numbers)} of {len(known[before])})"
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -70,7 +93,7 @@ def render(plan: Plan, sizes: Mapping[str, int]) -> str:
         kept = [format_bytes(plan.slots.get(device, 0)) for _ in slots]
         devices.append([str(device), format_bytes(held), format_bytes(reserve), *kept, room])
     told = [*links_told(plan), *experts_told(plan), *packed_told(plan), *host_layers_told(plan)]
-    return "\n\n".join([_align(lines), _align(devices), *told])
+    return "\n\n".join([_align(_bounded(lines)), _align(devices), *told])
 
 
 def slots_told(plan: Plan, device: DeviceId) -> str:
@@ -117,6 +140,19 @@ def host_layers_told(plan: Plan) -> list[str]:
         f"{count} of {len(plan.reasons)} layers compute on the host, where they lie: {format_bytes(read)} a token are "
         "read there; the last bits may differ from those of other placements"
     ]
+
+
+def _bounded(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return ``lines`` of cells with their first ones cut in the middle where a line would be wider than ``_WIDTH``."""
+    others = sum(2 + max(map(len, column)) for column in list(zip(*lines, strict=True))[1:])
+    return [[_shortened(first, _WIDTH - others), *rest] for first, *rest in lines]
+
+
+def _shortened(name: str, most: int) -> str:
+    if len(name) <= most:
+        return name
+    end = (most - 1) * 2 // 3  # the end of a name says more than its beginning
+    return f"{name[: most - 1 - end]}…{name[-end:]}"
 
 
 def _align(lines: Sequence[Iterable[str]]) -> str:

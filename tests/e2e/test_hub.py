@@ -1,5 +1,6 @@
 """Checkpoints by their Hub id: without a network from this machine's cache, else fetched, no more than is needed."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -8,8 +9,11 @@ from pathlib import Path
 import pytest
 
 import tests.e2e.conftest as harness
+from pipeline.cache.user_cache import user_cache
+from stages.checkpoints.hub_headers import FOLDER
 from tests.e2e.conftest import Finished, another_server, environment
-from tests.e2e.fake_hub import COMMIT, FakeHub, serving, tag
+from tests.e2e.fake_hub import COMMIT, FakeHub, serving, tag, without_ranges
+from tests.e2e.fp8_checkpoints import CONFIGS, save_fp8
 
 Run = Callable[..., Finished]
 TINY = Path(str(resources.files("conf") / "checkpoints" / "tiny"))
@@ -23,10 +27,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def at_home(home: Path) -> dict[str, str]:
+def user(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's cache for all of these tests, with what is known of the machine; headers that are kept are theirs."""
+    folder = tmp_path_factory.mktemp("user") / user_cache().name
+    for known in ("hardware", "code"):
+        if (user_cache() / known).is_dir():
+            shutil.copytree(user_cache() / known, folder / known)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def at_home(home: Path, user: Path) -> dict[str, str]:
     """A command's environment whose Hub's cache is at ``home``."""
     clean = {name: value for name, value in environment().items() if name not in ("HF_HUB_CACHE", "HF_TOKEN")}
-    return {**clean, "HF_HOME": str(home)}
+    return {**clean, "HF_HOME": str(home), "XDG_CACHE_HOME": str(user.parent)}
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +57,10 @@ def _online(at_home: dict[str, str]) -> Iterator[tuple[FakeHub, dict[str, str]]]
 
 
 @pytest.fixture
-def empty_home(home: Path) -> Path:
+def empty_home(home: Path, user: Path) -> Path:
     """An empty cache of a Hub; the folder that a repository has in it."""
     shutil.rmtree(home)
+    shutil.rmtree(user / FOLDER, ignore_errors=True)
     home.mkdir()
     return home / "hub" / "models--org--name"
 
@@ -61,18 +76,20 @@ def hub_home(_offline: None, empty_home: Path, at_home: dict[str, str], monkeypa
 def online(_online: tuple[FakeHub, dict[str, str]], empty_home: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     """A Hub on this machine that serves the embedded model."""
     hub, variables = _online
+    hub.offer(TINY)
     hub.asked.clear()
+    hub.sent.clear()
     monkeypatch.setattr(harness, "environment", lambda: variables)
     return hub
 
 
-def lay_out(repository: Path) -> None:
-    """Put the embedded model into a Hub's cache as huggingface_hub does: blobs, and a snapshot of links to them."""
+def lay_out(repository: Path, *, of: Path = TINY) -> None:
+    """Put a checkpoint into a Hub's cache as huggingface_hub does: blobs, and a snapshot of links to them."""
     snapshot, blobs, refs = repository / "snapshots" / COMMIT, repository / "blobs", repository / "refs"
     for folder in (snapshot, blobs, refs):
         folder.mkdir(parents=True)
     (refs / "main").write_text(COMMIT)
-    for file in (file for file in TINY.iterdir() if file.is_file()):
+    for file in (file for file in of.iterdir() if file.is_file()):
         (blobs / tag(file)).write_bytes(file.read_bytes())
         (snapshot / file.name).symlink_to(f"../../blobs/{tag(file)}")
 
@@ -131,6 +148,90 @@ def test_a_plan_fetches_no_weights_and_a_run_fetches_them_once(offstage: Run, on
     second = offstage(*RUN, "seed=1")
     assert second.code == 0, second.err
     assert online.asked == []
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in FP8, in two shards, that could lie on the Hub."""
+    return save_fp8(tmp_path_factory.mktemp("quantised"), CONFIGS["llama"])
+
+
+PLAN = ("model.path=org/name", "stages=plan_only", "max_memory.cpu=150kB", "generate.prompts=[[5,6,7]]")
+
+
+def size_of_header(file: Path) -> int:
+    return 8 + int.from_bytes(file.read_bytes()[:8], "little")
+
+
+@pytest.mark.from_nothing
+@pytest.mark.parametrize("redirects", [False, True])
+def test_a_quantised_checkpoint_is_planned_by_its_headers_alone(
+    offstage: Run, offstage_here: Run, online: FakeHub, quantised: Path, redirects: bool
+) -> None:
+    online.offer(quantised)
+    online.redirects = redirects
+    planned = offstage(*PLAN)
+    assert planned.code == 0, planned.err
+    shards = {file.name: file for file in quantised.glob("*.safetensors")}
+    assert {name: online.sent[name] for name in shards} == {name: size_of_header(file) for name, file in shards.items()}
+    by_folder = offstage_here(f"model.path={quantised}", *PLAN[1:])
+    assert by_folder.cached["empty_init"], "headers are the same wherever they come from"
+    online.asked.clear()
+    assert offstage(*PLAN, "max_memory.cpu=160kB").code == 0
+    assert online.asked == [], "the network is asked once"
+
+
+@pytest.mark.from_nothing
+def test_a_run_after_the_plan_downloads_the_weights_and_keeps_the_skeleton(
+    offstage: Run, online: FakeHub, quantised: Path
+) -> None:
+    online.offer(quantised)
+    assert offstage(*PLAN).code == 0
+    done = offstage("model.path=org/name", *PLAN[2:], "generate.max_new_tokens=2")
+    assert done.code == 0, done.err
+    assert done.cached["empty_init"]
+    for file in quantised.glob("*.safetensors"):
+        assert online.sent[file.name] == size_of_header(file) + file.stat().st_size
+
+
+@pytest.mark.from_nothing
+def test_what_a_config_does_not_say_of_the_dtype_its_headers_do(offstage: Run, online: FakeHub, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "silent")
+    config = json.loads((tmp_path / "silent" / "config.json").read_text())
+    config.pop("dtype", None)
+    config.pop("torch_dtype", None)
+    (tmp_path / "silent" / "config.json").write_text(json.dumps(config))
+    online.offer(tmp_path / "silent")
+    planned = offstage(*RUN, "stop_after=plan")
+    assert planned.code == 0, planned.err
+    assert list(planned.record["model"]["parameters"]) == ["bfloat16"]
+    for file in TINY.glob("*.safetensors"):
+        assert online.sent[file.name] == size_of_header(file)
+
+
+@pytest.mark.from_nothing
+def test_a_hub_without_ranges_is_one_line(offstage: Run, online: FakeHub, quantised: Path) -> None:
+    online.offer(quantised)
+    online.lie = without_ranges
+    refused = offstage(*PLAN)
+    lines = [line for line in refused.err.splitlines() if line.startswith("offstage: ")]
+    assert refused.code == 3, refused.err
+    assert len(lines) == 1, refused.err
+    assert "of 'org/name' can't be had by ranges (status 200); download it first" in lines[0]
+    assert "Traceback" not in refused.err
+
+
+@pytest.mark.from_nothing
+def test_headers_that_nobody_fetched_are_one_line_without_a_network(
+    offstage: Run, hub_home: Path, quantised: Path
+) -> None:
+    lay_out(hub_home, of=quantised)
+    for file in (hub_home / "snapshots" / COMMIT).glob("*.safetensors"):
+        file.unlink()
+    refused = offstage(*PLAN)
+    assert refused.code == 3, refused.err
+    assert "model.path: 'org/name' is no folder here" in refused.err
+    assert "Traceback" not in refused.err
 
 
 def test_an_id_that_the_hub_does_not_know_is_one_line(offstage: Run, online: FakeHub) -> None:

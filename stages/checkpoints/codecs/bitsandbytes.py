@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.errors import CheckpointError
 from stages.checkpoints.codecs.fp8 import DTYPES
 from stages.checkpoints.codecs.table_scaled import RUNS, PackedScales, TableScaled
-from stages.checkpoints.extents import Extent, is_shape
+from stages.checkpoints.extents import Extent, TensorHeader, is_shape
 from stages.checkpoints.packed import AtRest, PackedTensor
 from stages.checkpoints.packed_reads import read_span
 
@@ -27,6 +27,8 @@ _MAP, _SCALES = ".quant_map", ".absmax"
 _NESTED_MAP, _NESTED_SCALES = ".nested_quant_map", ".nested_absmax"
 _MOST_TEXT = 2**14
 """What such a JSON text takes at most; the library's are of 200 bytes."""
+_RUN, _NESTED_RUN = 64, 256
+"""How many values share a scale, and how many scales one of their own, as the library writes them by default."""
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -48,6 +50,32 @@ def fold_bitsandbytes(entries: Mapping[str, Extent], quantization: Mapping[str, 
     for name in states.keys() - entries.keys():
         raise _refused(entries[states[name]], f"{states[name]!r} is of {name!r}, which isn't there")
     return folded
+
+
+def declare_bitsandbytes(
+    name: str, weight: TensorHeader, quantization: Mapping[str, object]
+) -> dict[str, TensorHeader]:
+    """Return what the matrix ``name`` rests as: the entries of which ``fold_bitsandbytes`` makes it again.
+
+    A config doesn't say how many values share a scale: these are as many as the library takes if nobody says otherwise.
+    The values of the tables don't matter to a plan.
+    """
+    if len(weight.shape) != 2:
+        return {name: weight}
+    count = math.prod(weight.shape)
+    told: dict[str, object] = {"blocksize": _RUN, "dtype": weight.dtype, "shape": list(weight.shape)}
+    runs, nested = count // _RUN, bool(quantization.get("bnb_4bit_use_double_quant"))
+    stored = {
+        name: TensorHeader("uint8", (-(-count // 2), 1)),
+        f"{name}{_MAP}": TensorHeader("float32", (16,), bytes(4 * 16)),
+        f"{name}{_SCALES}": TensorHeader("uint8" if nested else "float32", (runs,)),
+    }
+    if nested:
+        told |= {"nested_blocksize": _NESTED_RUN, "nested_dtype": "float32", "nested_offset": 0.0}
+        stored[f"{name}{_NESTED_SCALES}"] = TensorHeader("float32", (-(-runs // _NESTED_RUN),))
+        stored[f"{name}{_NESTED_MAP}"] = TensorHeader("float32", (256,), bytes(4 * 256))
+    text = json.dumps(told).encode()
+    return {**stored, f"{name}{_STATES[0]}": TensorHeader("uint8", (len(text),), text)}
 
 
 def _check_alone(name: str, entry: Extent) -> None:

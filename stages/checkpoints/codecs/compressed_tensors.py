@@ -15,7 +15,7 @@ from dataclasses import replace
 from pipeline.errors import CheckpointError
 from stages.checkpoints.codecs.compressed_scheme import WeightScheme, weight_scheme
 from stages.checkpoints.codecs.fp8 import DTYPES, BlockScaled, Codes
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.extents import Extent, TensorHeader
 from stages.checkpoints.packed import AtRest, PackedTensor
 from stages.checkpoints.shard_files import opened_shard, read_into
 
@@ -55,6 +55,31 @@ def fold_compressed(entries: Mapping[str, Extent], quantization: Mapping[str, ob
         elif kind not in _BESIDE or not _is_beside(module, kind, entries):
             folded[name] = entry
     return folded
+
+
+def declare_compressed(name: str, weight: TensorHeader, quantization: Mapping[str, object]) -> dict[str, TensorHeader]:
+    """Return what the weight ``name`` rests as: the entries of which ``fold_compressed`` makes it again.
+
+    Scales that aren't of a format's own kind are of the weight's dtype, as the library writes them.
+    """
+    if len(weight.shape) != 2 or not name.endswith(".weight"):
+        return {name: weight}
+    scheme, module = weight_scheme(quantization), name.removesuffix(".weight")
+    rows, columns = weight.shape
+    kinds, each = _REST[scheme.codes]
+    if columns % each:
+        raise CheckpointError(
+            f"config.json: {name!r} has {columns} columns, which aren't a multiple of {each}; {_ADVICE}"
+        )
+    height, width = scheme.block_of(rows, columns)
+    grid = (-(-rows // max(1, height)), -(-columns // max(1, width)))
+    of_scales = _OF_FP4.get(scheme.strategy, (weight.dtype,)) if scheme.codes == "fp4" else (weight.dtype,)
+    codes = TensorHeader(kinds[0], (rows, columns // each))
+    stored = {f"{module}.{_PACKED if each > 1 else 'weight'}": codes}
+    stored[f"{module}.{_SCALE}"] = TensorHeader(of_scales[0], (1,) if scheme.strategy == "tensor" else grid)
+    if scheme.strategy == "tensor_group":
+        stored[f"{module}.{_GLOBAL}"] = TensorHeader("float32", (1,))
+    return stored
 
 
 _ADVICE = "give a checkpoint with symmetric weights and no order of activations, or one in its original dtype"

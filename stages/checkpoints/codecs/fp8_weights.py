@@ -8,7 +8,7 @@ from typing import Literal
 
 from pipeline.errors import CheckpointError
 from stages.checkpoints.codecs.fp8 import SCALE_DTYPES, BlockScaled
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.extents import Extent, TensorHeader
 from stages.checkpoints.packed import AtRest, PackedTensor
 
 _FORMATS: Mapping[str, Literal["fp8", "fp4"]] = {"float8_e4m3fn": "fp8", "int8": "fp4"}
@@ -42,6 +42,27 @@ def fold_fp8(entries: Mapping[str, Extent], quantization: Mapping[str, object]) 
             _check_alone(name, entry)
             found[name] = entry
     return found
+
+
+def declare_fp8(name: str, weight: TensorHeader, quantization: Mapping[str, object]) -> dict[str, TensorHeader]:
+    """Return what the matrices ``name`` rest as: the entries of which ``fold_fp8`` makes them again.
+
+    A config says the blocks, but not the dtype of their scales: those of FP8 are taken to be float32, the widest that
+    are written, and those of MXFP8 bytes. A ``CheckpointError`` of codes that it doesn't lay out.
+    """
+    if quantization.get("expert_dtype", "fp8") != "fp8":
+        told = str(quantization["expert_dtype"])[:40]
+        raise CheckpointError(f"config.json: how experts in {told} lie is told by the weights alone; {_GIVE_THEM}")
+    micro = quantization.get("quant_method") == "mxfp8"
+    sizes = weight.shape[-2], weight.shape[-1]
+    block = _declared_block(quantization) or (_MX_BLOCK if micro else sizes)
+    grid = tuple(-(-size // max(1, step)) for size, step in zip(sizes, block, strict=True))
+    scales = TensorHeader("uint8" if micro else "float32", (*weight.shape[:-2], *grid))
+    return {name: TensorHeader("float8_e4m3fn", weight.shape), f"{name}{_SCALE}": scales}
+
+
+_GIVE_THEM = "give the folder that holds them"
+_MX_BLOCK = (1, 32)
 
 
 def _scale_name(name: str, entries: Mapping[str, Extent]) -> str | None:

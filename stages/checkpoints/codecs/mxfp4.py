@@ -23,7 +23,7 @@ import torch
 from pipeline.errors import CheckpointError
 from stages.checkpoints.codecs.loops import Loop, loops
 from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
+from stages.checkpoints.extents import Extent, TensorHeader
 from stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor
 from stages.checkpoints.shard_files import ShardFile
 from stages.machine.aligned_memory import Bytes
@@ -142,6 +142,23 @@ def fold_mxfp4(entries: Mapping[str, Extent], quantization: Mapping[str, object]
             raise _refused(entries[name], f"{name!r} has no {stack + '_blocks'!r} beside it")
         folded[stack] = _folded(entries, stack)
     return folded
+
+
+def declare_mxfp4(name: str, weight: TensorHeader, quantization: Mapping[str, object]) -> dict[str, TensorHeader]:
+    """Return what the stack ``name`` rests as: the entries of which ``fold_mxfp4`` makes it again.
+
+    What isn't such a stack stays as it is, whatever ``quantization`` says beside the method.
+    """
+    if name.rpartition(".")[2] not in STACKS or len(weight.shape) != 3:
+        return {name: weight}
+    experts, columns, rows = weight.shape
+    if columns % (2 * _GROUP_BYTES):
+        raise CheckpointError(
+            f"config.json: {name!r} has {columns} values in a row, and mxfp4 a scale for each {2 * _GROUP_BYTES}"
+        )
+    groups = columns // (2 * _GROUP_BYTES)
+    blocks = TensorHeader("uint8", (experts, rows, groups, _GROUP_BYTES))
+    return {f"{name}_blocks": blocks, f"{name}_scales": TensorHeader("uint8", (experts, rows, groups))}
 
 
 def sample() -> tuple[PackedTensor, PackedBlock, list[Bytes]]:

@@ -62,3 +62,31 @@ def test_a_tied_tensor_counts_once_in_a_row() -> None:
     config = {"max_memory": {"cpu": "9"}, "device_map": "auto", "device_map_overrides": {}, "hardware": {}}
     plan = make_plan(model, {**config, "generate": {}})
     assert [(row.name, row.bytes) for row in rows(plan, model.sizes)] == [("the model", 9)]
+
+
+def spread(name: str, count: int) -> tuple[Outline, Plan]:
+    """A plan that has every other one of ``count`` layers on the accelerator, and the others on the host."""
+    model = outline({f"{name}.{i}.weight": 10 for i in range(count)})
+    homes = {f"{name}.{i}": i % 2 and "cpu" for i in range(count)}
+    config = {"max_memory": {"0": "500", "cpu": "500"}, "device_map": homes, "device_map_overrides": {}}
+    return model, make_plan(model, {**config, "hardware": {"devices": [{"memory": "1GB"}]}, "generate": {}})
+
+
+def test_many_ranges_are_told_by_what_they_span_and_how_many_they_are() -> None:
+    model, plan = spread("model.layers", 40)
+    names = {(row.name, row.device): row.bytes for row in rows(plan, model.sizes)}
+    assert names == {
+        ("model.layers.0-38 (20 of 40)", 0): 200,
+        ("model.layers.1-39 (20 of 40)", "cpu"): 200,
+    }
+    assert plan.device_map["model.layers.38"] == 0, "each of them is in the map"
+    few, plan = spread("model.layers", 8)
+    assert {row.name for row in rows(plan, few.sizes)} == {"model.layers.0,2,4,6", "model.layers.1,3,5,7"}
+
+
+def test_no_line_of_the_table_is_wider_than_a_hundred_letters() -> None:
+    model, plan = spread("a_module_of_a_long_name." * 8 + "layers", 40)
+    first, *table = render(plan, model.sizes).partition("\n\n")[0].splitlines()
+    assert first.startswith("module")
+    assert all(len(line) == 100 for line in table)
+    assert all("…" in line and ".layers.0-38 (20 of 40)" in line.replace("1-39", "0-38") for line in table)

@@ -1,0 +1,119 @@
+"""The entries of a quantised checkpoint of which nothing is here but its config, so that it can be planned.
+
+Names and shapes are those that transformers saves the model with, which are the published ones; what each weight rests
+as, its config declares. What it doesn't say is said where entries are laid out (``stages.checkpoints.quantised``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from pipeline.errors import CheckpointError, foreign
+from stages.checkpoints.bounds import bounded_in_time
+from stages.checkpoints.checkpoint import Checkpoint
+from stages.checkpoints.converted_modules import converted_modules
+from stages.checkpoints.dtypes import dtype_name
+from stages.checkpoints.extents import Extent, TensorHeader
+from stages.checkpoints.memory_file import memory_file
+from stages.checkpoints.quantised import DECLARES
+from stages.checkpoints.quantization import method_of
+from stages.checkpoints.shard_files import ShardFile
+from stages.empty_init.adapted_model import without_adapter
+from stages.empty_init.experts import is_experts
+from stages.empty_init.names import Step, name_tensors
+
+_LINEAR = "Linear"
+_SECONDS, _NAME_SECONDS = 2.0, 0.001
+"""Of processor time for all names, and beside for each: a hundred patterns are held against one in a few microseconds.
+"""
+_SIMPLER = "as none does; make its patterns simpler"
+
+
+def declared_checkpoint(
+    model: nn.Module, folder: Path, quantization: Mapping[str, object], *, dtype: str, adapted: bool
+) -> Checkpoint:
+    """Return the checkpoint that the config in ``folder`` declares of ``model``, quantised from ``dtype``.
+
+    It has entries and no file: it is to be planned by, and never read. A model that is ``adapted`` is taken without its
+    adapter. A ``CheckpointError`` where the config, or the class of the model, doesn't say what the entries are.
+    """
+    plain = without_adapter(model).model if adapted else model
+    file = ShardFile("config.json", folder / "config.json", 0, None, "")
+    with foreign(CheckpointError, f"{file.path}: what a checkpoint of it holds is told by its weights alone"):
+        saved = dict(_saved(plain))
+    quantised = _quantised(file.path, plain, _laid_out(file, saved), quantization)
+    declare = DECLARES[method_of(quantization)]
+    headers: dict[str, TensorHeader] = {}
+    for name, header in saved.items():
+        at_rest = declare(name, replace(header, dtype=dtype), quantization) if name in quantised else {name: header}
+        headers |= at_rest
+    return Checkpoint(folder, "safetensors", (file,), _laid_out(file, headers))
+
+
+def _saved(model: Any) -> Iterator[tuple[str, TensorHeader]]:
+    """Yield the names, shapes and dtypes that ``model`` is saved with; of tied tensors one."""
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tensors, seen = {}, set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            tensors[name] = tensor.detach()
+        seen.add(id(tensor))
+    if isinstance(model, PreTrainedModel):
+        tensors = revert_weight_conversion(model, tensors)
+    for name, tensor in tensors.items():
+        yield name, TensorHeader(dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def _laid_out(file: ShardFile, headers: Mapping[str, TensorHeader]) -> dict[str, Extent]:
+    """Return ``headers`` as extents of ``file``, one after the other; those that have data have it in memory."""
+    found, begin = {}, 0
+    for name, header in headers.items():
+        extent = Extent(file, begin, header.dtype, header.shape)
+        begin = extent.end
+        held = memory_file(extent, np.frombuffer(header.data, np.uint8)) if header.data else file
+        found[name] = replace(extent, file=held)
+    return found
+
+
+def _quantised(path: Path, model: Any, entries: Mapping[str, Extent], quantization: Mapping[str, object]) -> set[str]:
+    """Return the names of those ``entries`` whose weights ``quantization`` means: of linear layers, and of experts."""
+    modules = dict(model.named_modules())
+    owners = {
+        source: owner
+        for step in name_tensors(model, entries).steps
+        if (owner := _owner(step, modules)) is not None
+        for source in step.source_names
+        if len(entries[source].shape) > 1
+    }
+    converts = converted_modules(quantization, _heads(model, modules))
+    seconds = _SECONDS + _NAME_SECONDS * len(owners)
+    with bounded_in_time(f"{path}: finding the modules that it leaves out", seconds, as_none_does=_SIMPLER):
+        return {
+            source for source, owner in owners.items() if converts({source.removesuffix(".weight"), owner}, _LINEAR)
+        }
+
+
+def _owner(step: Step, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the linear layer or the experts that ``step`` makes weights of; null for whatever else it makes."""
+    for target in step.targets:
+        name, _, attribute = target.rpartition(".")
+        module = modules.get(name)
+        if isinstance(module, nn.Linear) and attribute == "weight":
+            return name
+        if module is not None and is_experts(module) and "bias" not in attribute:
+            return name
+    return None
+
+
+def _heads(model: Any, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of what makes the answer of the last state, which stays as it is if nothing else is said."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return [name for name, module in modules.items() if head is not None and module is head]
