@@ -23,8 +23,13 @@ _STEPS = 2
 """Factors are kept in halves: what is measured twice is nearly the same, and a plan's key exactly."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-Probe = tuple[str, int, int, Callable[[], torch.Tensor]]
-"""A kernel's name, the operand whose bytes it is measured by (0 left, 1 right, 2 result), these bytes, and a call."""
+Call = Callable[[], torch.Tensor]
+Probe = tuple[str, int, int, Call, Call | None]
+"""A kernel's name, the operand whose bytes it is measured by (0 left, 1 right, 2 result), these bytes, and a call.
+
+Where there is another call, these bytes are what the first has more than it: what both take alike (blocks of a fixed
+size for each thread, as AMX's kernels have) is no matter of the operand's.
+"""
 
 
 def measure_kernels(process: Path = Path("/proc/self")) -> dict[str, list[float]] | None:
@@ -36,9 +41,10 @@ def measure_kernels(process: Path = Path("/proc/self")) -> dict[str, list[float]
     found: dict[str, list[float]] = {}
     try:
         with PeakMeter(process) as meter, torch.no_grad():
-            for kernel, operand, count, call in chain.from_iterable(starmap(_probes, _DTYPES.items())):
+            for kernel, operand, count, call, smaller in chain.from_iterable(starmap(_probes, _DTYPES.items())):
                 factors = found.setdefault(kernel, [0.0, 0.0, 0.0])
-                factors[operand] = round(max(0, meter.beside(call)) / count * _STEPS) / _STEPS
+                beside = meter.beside(call) - (meter.beside(smaller) if smaller is not None else 0)
+                factors[operand] = round(max(0, beside) / count * _STEPS) / _STEPS
     except OSError:
         return None
     return {kernel: factors for kernel, factors in found.items() if any(factors)}
@@ -56,26 +62,28 @@ def _probes(name: str, dtype: torch.dtype) -> Iterator[Probe]:
         yield from _products(name, dtype)
     signal, taps = torch.zeros(1, 1024, 1024, dtype=dtype), torch.zeros(1024, 1, 4, dtype=dtype)
     convolve = partial(torch.conv1d, signal, taps, groups=1024, padding=3)
-    yield f"convolution {name}", 2, signal.nbytes, convolve
+    yield f"convolution {name}", 2, signal.nbytes, convolve, None
 
 
 def _products(name: str, dtype: torch.dtype) -> Iterator[Probe]:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    for operand, (rows, inner, columns) in enumerate(((2048, 1024, 16), (16, 1024, 2048), (512, 512, 2048))):
+    for operand, (rows, inner, columns) in enumerate(((2048, 1024, 16), (16, 1024, 2048))):
         left, right = zeros(rows, inner), zeros(columns, inner)
-        count = (left.nbytes, right.nbytes, rows * columns * dtype.itemsize)[operand]
-        yield f"mm {name}", operand, count, partial(torch.mm, left, right.t())
+        yield f"mm {name}", operand, (left, right)[operand].nbytes, partial(torch.mm, left, right.t()), None
+    left, right = zeros(1536, 512), zeros(2048, 512).t()
+    more = 1024 * 2048 * dtype.itemsize
+    yield f"mm {name}", 2, more, partial(torch.mm, left, right), partial(torch.mm, left[:512], right)
     left, right = zeros(8, 512, 64), zeros(8, 64, 512)
-    yield f"bmm {name}", 2, 512 * 512 * dtype.itemsize, partial(torch.bmm, left, right)
+    yield f"bmm {name}", 2, 512 * 512 * dtype.itemsize, partial(torch.bmm, left, right), None
     row, turned, column = zeros(4, 1, 1024), zeros(512, 1024).t().expand(4, 1024, 512), zeros(4, 512, 1)
-    yield f"strided bmm {name}", 1, turned.nbytes, partial(torch.bmm, row, turned)
-    yield f"strided bmm {name}", 0, turned.nbytes, partial(torch.bmm, turned, column)
+    yield f"strided bmm {name}", 1, turned.nbytes, partial(torch.bmm, row, turned), None
+    yield f"strided bmm {name}", 0, turned.nbytes, partial(torch.bmm, turned, column), None
     rows_of, experts = zeros(1024, 256), zeros(2, 1024, 256).mT
     ends = torch.tensor([512, 1024], dtype=torch.int32)
     grouped = 1024 * 1024 * dtype.itemsize
-    yield f"grouped_mm {name}", 2, grouped, partial(torch._grouped_mm, rows_of, experts, ends)
+    yield f"grouped_mm {name}", 2, grouped, partial(torch._grouped_mm, rows_of, experts, ends), None
 
 
 class PeakMeter:

@@ -20,7 +20,7 @@ from pathlib import Path
 from pipeline.environment import allowed_cores
 from stages.machine.kept_figures import kept_for_user
 
-FILE_NAME = "kernels.json"
+FILE_NAME = "kernel_factors.json"
 _MOST = 64
 """Bytes beside for each byte: more than any kernel takes."""
 

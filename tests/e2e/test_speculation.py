@@ -11,7 +11,9 @@ ASKED = (
     "generate.prompts=['0, 0, 0, 0, 0, 0, 0,',{prompt: Once upon a time, seed: 3}]",
     "hardware.rates={storage: 10MB, host: 10GB, link: 10GB, device: 10GB}",
     "max_memory.cpu=1500kB", "storage.io=direct", "generate.max_new_tokens=12", "generate.output_logprobs=true",
+    "generate.repetition_penalty=0.6",
 )  # fmt: skip
+"""Words that came before are likelier, so that some guesses are right whatever a processor's kernels round to."""
 LOOKUP = "generate.prompt_lookup_num_tokens=4"
 
 

@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 _KEPT = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 _TWIN = "_waiting_twin"
 _AS_ARRAY: tuple[Any, ...] = (torch.Tensor.numpy, torch.Tensor.__array__)
+_SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
 @dataclass(slots=True)
@@ -90,11 +91,31 @@ class WaitingTensor(torch.Tensor):
             values.setflags(write=False)
         return values
 
+    def _refuse_data(self) -> NoReturn:
+        """Refuse to be given other data: what comes back, or is read again, would not be that."""
+        attribute = self.source.name.rpartition(".")[2]
+        raise RuntimeError(
+            f"{self.source.name!r} is offloaded, and data set in its place would be lost; give its module another "
+            f"parameter: module.{attribute} = torch.nn.Parameter(values)"
+        )
+
+    def _refuse_address(self) -> None:
+        """Refuse to tell an address to code that takes the device for one with memory: it would save or read noise."""
+        if self.device.type != "meta":
+            raise RuntimeError(
+                f"{self.source.name!r} is offloaded, and has no address in memory: save the model with its "
+                "save_pretrained(folder), or save what get_state_dict_offloaded_model(model) returns"
+            )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Autocast decides by the device of its arguments, before operators are dispatched: it must see the data.
         if func in _AS_ARRAY or func is torch.Tensor.tolist:
             return args[0]._out_of_torch(func, *args[1:], **(kwargs or {}))
+        if func == _SET_DATA:
+            args[0]._refuse_data()
+        if func is torch.Tensor.data_ptr:
+            args[0]._refuse_address()
         properties = func.__name__ in ("__get__", "__set__", "detach", "requires_grad_")
         with torch._C.DisableTorchFunctionSubclass():
             if not properties and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled()):

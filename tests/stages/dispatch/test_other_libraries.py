@@ -10,6 +10,7 @@ from typing import Any
 import offstage
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import prune
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
@@ -197,6 +198,34 @@ def test_a_model_is_copied_and_not_pickled(way: Way, checkpoint: Path, tmp_path:
         torch.save(model.state_dict(), io.BytesIO())
     for twin in (copy.deepcopy(model), copy.copy(model), model):
         assert torch.equal(twin(TOKENS).logits, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_dict_that_waits_is_saved_or_refused(way: Way, checkpoint: Path, tmp_path: Path) -> None:
+    model, file = way(checkpoint, tmp_path / "cache"), tmp_path / "saved.safetensors"
+    if model.lm_head.weight.device.type == "meta":  # then it is fetched from there
+        save_file(model.state_dict(), file)
+    else:
+        with pytest.raises(RuntimeError, match=r"'\S+' is offloaded, and has no address in memory: save"):
+            save_file(model.state_dict(), file)
+        assert not file.exists()
+        save_file(offstage.get_state_dict_offloaded_model(model), file)
+    saved = load_file(file)
+    assert saved.keys() == plain(checkpoint).state_dict().keys()
+    assert all(torch.equal(value, saved[name]) for name, value in plain(checkpoint).state_dict().items())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_that_waits_takes_no_data_and_its_module_another_weight(way: Way, checkpoint, tmp_path) -> None:
+    model, expected = way(checkpoint, tmp_path), plain(checkpoint)
+    values = torch.ones(64, 32)
+    refusal = r"'lm_head.weight' is offloaded, and data set .*: module.weight = torch.nn.Parameter\(values\)"
+    with pytest.raises(RuntimeError, match=refusal):
+        model.lm_head.weight.data = values
+    assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+    model.lm_head.weight = nn.Parameter(values)
+    expected.lm_head.weight.data = values
+    assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
 
 
 @pytest.mark.parametrize("way", WAYS)
