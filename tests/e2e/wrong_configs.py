@@ -57,8 +57,8 @@ WRONG_CONFIGS = (
         ("max_memroy: unknown key (did you mean 'max_memory'?) in FOLDER/conf/experiment/mine.yaml; offstage "
          "--cfg job shows every key")),
     experiment("variables of one's own at the root", "lab: {disk: 1GB}\noffload_folder: ${lab.disk}\n",
-        ("lab: unknown key in FOLDER/conf/experiment/mine.yaml; offstage --cfg job shows every key; variables "
-         "of your own go below vars")),
+        ("lab: unknown key in FOLDER/conf/experiment/mine.yaml; offstage --cfg job shows every key, and variables of "
+         "your own stand below vars: {vars: {lab: …}}, used as ${vars.lab}")),
     typed("an option of another stage", "stages=score score.max_new_tokens=3",
         "score.max_new_tokens: unknown key; offstage --cfg job shows every key"),
     typed("a key of Hydra's misspelt", "hydra.mod=MULTIRUN",
