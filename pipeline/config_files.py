@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config import default_config
 from pipeline.errors import ConfigError, Fault, closest
-from pipeline.hydra_messages import COMPOSING_ERRORS, SHOWS_KEYS, one_line
+from pipeline.hydra_messages import COMPOSING_ERRORS, SHOWS_KEYS, one_line, said_of_variables
 from pipeline.typed_config import DEVICE_NAMES, DEVICES, NO_DEVICE
 
 HEADER = "# @package _global_"
@@ -100,7 +100,7 @@ def _root_faults(path: Path, key: str, value: Any) -> Iterator[Fault]:
     known = default_config()
     if key not in known and key not in _HYDRA:
         near = closest(key, known)
-        own = "" if near else "; variables of your own go below vars"
+        own = "" if near else said_of_variables(key)
         yield Fault(key, f"unknown key{near} in {path}; {SHOWS_KEYS}{own}")
     elif key == "max_memory":
         yield from _budget_faults(path, value)

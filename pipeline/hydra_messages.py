@@ -21,7 +21,7 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError, YAMLError
 
 from pipeline.errors import ConfigError, closest
-from pipeline.typed_config import DEVICES, NO_DEVICE
+from pipeline.typed_config import DEVICES, NO_DEVICE, VARIABLES
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
 SHOWS_KEYS = "offstage --cfg job shows every key"
@@ -130,6 +130,11 @@ def _said_of_type(error: OmegaConfBaseException) -> str:
         if error.value is None:
             return "null is no size; give one, or leave the key out"
         return f"{error.value!r} is no size; give one, as {key}=2MB, or to sweep over several -m {key}=2MB,4MB"
+    if key == VARIABLES:
+        given = "null" if "is not Optional" in said else "a list" if error.value is None else repr(error.value)
+        return (
+            f"{given} is no mapping; give variables of your own with their names, as {{lab: …}}, or leave the key out"
+        )
     if said.startswith("Cannot assign"):
         return f"{error.value!r} is no mapping of keys to values; write them below it, each as KEY: VALUE"
     return said
@@ -142,6 +147,18 @@ def _said_of_key(found: re.Match[str]) -> str:
         near = closest(part, beside) if part not in beside else ""
         return f"{key}: unknown key of Hydra's{near}; offstage --cfg hydra shows them"
     return f"{key}: unknown key{closest_key(key)}; {SHOWS_KEYS}"
+
+
+def said_of_variables(key: str) -> str:
+    """Return how a variable of the user's own is written, who has written ``key`` where keys of the config stand."""
+    return (
+        f", and variables of your own stand below {VARIABLES}: {{{VARIABLES}: {{{key}: …}}}}, used as "
+        f"${{{VARIABLES}.{key}}}"
+    )
+
+
+def _said_of_root_key(found: re.Match[str]) -> str:
+    return f"{_said_of_key(found)}{said_of_variables(found[1])}"
 
 
 def _said_of_device(found: re.Match[str]) -> str:
@@ -220,7 +237,7 @@ def _said_of_group(found: re.Match[str]) -> str:
 _SAID: Sequence[tuple[str, Callable[[re.Match[str]], str]]] = (
     (r"In '(.*)': Could not override '.*/(\w+)@.*'", _said_of_slash),
     (r"Could not override '(.*?)'", _said_of_key),
-    (r"Key '(.*)' not in 'Schema'", _said_of_key),
+    (r"Key '(.*)' not in 'Schema'", _said_of_root_key),
     (r"Key '.*' not in '\w+'(?:.|\n)*full_key: (hydra\.\S+)", _said_of_key),
     (r"Key '(.*)' is incompatible with the enum type 'Device'", _said_of_device),
     (r"In '(.*)': Could not (?:find|load) '(.*?)'", _said_of_choice),

@@ -30,13 +30,16 @@ Device = _Named("Device", _MEMBERS)  # type: ignore[call-arg]
 """The keys of ``max_memory``. OmegaConf finds a member by name from a string and by value from an int, so that YAML's
 ``0`` and the command line's ``max_memory.0`` meet in one key. What a stage reads has their names."""
 
+DEVICES = "devices are cpu, disk and the numbers of accelerators, from 0 to 15"
+"""What the keys of ``max_memory`` may be, in words."""
+
 NO_DEVICE = (
     "names no device; give each its own size, as {cpu: 1GB} or {0: 12GB, cpu: 20GB}, or {} to have it worked out"
 )
 """What is wrong with a value of ``max_memory`` that is no mapping, a size alone above all."""
 
-DEVICES = "devices are cpu, disk and the numbers of accelerators, from 0 to 15"
-"""What the keys of ``max_memory`` may be, in words."""
+VARIABLES = "vars"
+"""The key below which users keep variables of their own, for interpolations: data that nothing reads."""
 
 KEYS = "keys"
 """What a field's metadata has under this name is the Enum that the keys of its mapping are members of."""

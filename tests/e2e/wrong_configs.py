@@ -57,8 +57,8 @@ WRONG_CONFIGS = (
         ("max_memroy: unknown key (did you mean 'max_memory'?) in FOLDER/conf/experiment/mine.yaml; offstage "
          "--cfg job shows every key")),
     experiment("variables of one's own at the root", "lab: {disk: 1GB}\noffload_folder: ${lab.disk}\n",
-        ("lab: unknown key in FOLDER/conf/experiment/mine.yaml; offstage --cfg job shows every key; variables "
-         "of your own go below vars")),
+        ("lab: unknown key in FOLDER/conf/experiment/mine.yaml; offstage --cfg job shows every key, and variables of "
+         "your own stand below vars: {vars: {lab: …}}, used as ${vars.lab}")),
     typed("an option of another stage", "stages=score score.max_new_tokens=3",
         "score.max_new_tokens: unknown key; offstage --cfg job shows every key"),
     typed("a key of Hydra's misspelt", "hydra.mod=MULTIRUN",
@@ -100,8 +100,8 @@ WRONG_CONFIGS = (
          "pretrained, tiny")),
     typed("a group that there isn't", "experiments=mine",
         "experiments: unknown key; offstage --cfg job shows every key"),
-    typed("a size in the place of a machine", "hardware=80GB",
-        "hardware: '80GB' is no file of that group; there are 2x24gb, 4x24gb, 4x80gb, 8x80gb, local"),
+    typed("a tracker that there isn't", "tracker=wandb",
+        "tracker: 'wandb' is no file of that group; there are mlflow, none, trackio"),
     WrongConfig("a file without its header", "--config-dir conf experiment=mine",
         (("experiment: FOLDER/conf/experiment/mine.yaml has no header, so that its keys (max_memory, seed) "
          "landed below 'experiment', where none is known; write '# @package _global_' as its first line"),),
@@ -198,9 +198,8 @@ WRONG_CONFIGS = (
         "finetune.text_file: 'FOLDER/data.txt' is no file; give one of text in UTF-8"),
     typed("devices of a machine as a mapping", '"hardware.devices={memory: 24GB}"',
         "hardware.devices: {'memory': '24GB'} is no list; give null, or one {memory: SIZE} for each accelerator"),
-    typed("a rate that there isn't", "hardware.rates.disk=1GB",
-        ("hardware.rates.disk: unknown rate (did you mean 'link'?); there are calls, device, host, link, root, "
-         "storage, unpacking")),
+    typed("a choice that there isn't", "storage.io=fast",
+        "storage.io: 'fast' is none of auto, direct, mmap (did you mean 'auto'?); the default is 'auto'"),
     typed("a checkpoint that there isn't", "model.path=./llama",
         "model.path: 'FOLDER/llama' is no folder; give a checkpoint folder or a .gguf file", code=3),
     WrongConfig("a file in the place of a folder", "model.path=notes.txt",
