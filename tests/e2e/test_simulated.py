@@ -109,22 +109,22 @@ def test_a_config_alone_is_enough_to_plan_for_a_machine(
 
 
 def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_are(offstage_here: Run) -> None:
-    devices = "[{memory: 6MB, name: RTX 4090, link: 20MB}, {memory: 6MB, name: RTX 3060, rates: {link: 4MB}}]"
-    rates = "hardware.rates={storage: 10GB, host: 10GB, link: 20MB, device: 10GB}"
-    given = (rates, "max_memory={0: 1MB, 1: 1MB, cpu: 8MB}", TOKENS)
+    devices = "[{memory: 6MB, name: RTX 4090, link: 200MB}, {memory: 6MB, name: RTX 3060, rates: {link: 50MB}}]"
+    rates = "hardware.rates={storage: 1MB, host: 10GB, link: 200MB, device: 10GB}"
+    given = (rates, "max_memory={0: 2MB, 1: 2MB, cpu: 7MB}", TOKENS)
     alike = offstage_here(*given, "hardware.devices=[{memory: 6MB}, {memory: 6MB}]")
     unlike = offstage_here(*given, f"hardware.devices={devices}")
     assert (alike.code, unlike.code) == (0, 0), unlike.err
     assert unlike.tokens == alike.tokens
     plan = json.loads(Path(unlike.record["stages"][1]["artifact"], "plan.json").read_text())
     brought = plan["link_bytes_per_token"]
-    assert brought["0"] > 2 * brought.get("1", 0)
-    took = max(brought["0"] / (20 * 10**6), brought.get("1", 0) / (4 * 10**6))
+    assert brought["0"] > 2 * brought["1"] > 0
+    took = max(brought["0"] / (200 * 10**6), brought["1"] / (50 * 10**6))
     assert plan["forecast"]["seconds_per_token"] == pytest.approx(took, rel=0.01)
     assert (
         unlike.record["metrics"]["predicted_seconds_per_token"] > alike.record["metrics"]["predicted_seconds_per_token"]
     )
-    assert (plan["names"], plan["device_rates"]["1"]["link"]) == ({"0": "RTX 4090", "1": "RTX 3060"}, 4 * 10**6)
+    assert (plan["names"], plan["device_rates"]["1"]["link"]) == ({"0": "RTX 4090", "1": "RTX 3060"}, 50 * 10**6)
     assert "1 (RTX 3060)" in unlike.out
 
 
