@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from pipeline.command_exit import guarded
 from pipeline.errors import ConfigError, closest, words_of
-from pipeline.typed_config import NO_DEVICE
+from pipeline.typed_config import NO_DEVICE, VARIABLES
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
 
@@ -147,7 +147,13 @@ def _said_of_type(error: OmegaConfBaseException) -> str:
         return f"{'a list' if error.value is None else repr(error.value)} {NO_DEVICE}"
     if str(error.full_key).startswith("max_memory.") and error.value is None:
         return "null is no size; give one, or leave the key out"
-    return str(error).splitlines()[0]
+    said = str(error).splitlines()[0]
+    if error.full_key == VARIABLES:
+        found = "null" if "is not Optional" in said else "a list" if error.value is None else repr(error.value)
+        return (
+            f"{found} is no mapping; give variables of your own with their names, as {{lab: …}}, or leave the key out"
+        )
+    return said
 
 
 def closest_key(dotted: str) -> str:

@@ -33,6 +33,9 @@ NO_DEVICE = (
 )
 """What is wrong with a value of ``max_memory`` that is no mapping, a size alone above all."""
 
+VARIABLES = "vars"
+"""The key below which users keep variables of their own, for interpolations: data that nothing reads."""
+
 KEYS = "keys"
 """What a field's metadata has under this name is the Enum that the keys of its mapping are members of."""
 
