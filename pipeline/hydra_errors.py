@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ NULL_IN_A_FILE = (
     "max_memory: a config file says null, and an override can't add to that; write {} in the file, which means the same"
 )
 
+_NOT_IN_ROOT = re.compile(r"Key '([^']+)' not in 'Schema'")
 _MISTYPED = (ValidationError, ConfigTypeError)
 _COMPOSERS = ("hydra.", "omegaconf.", "antlr4.", "yaml.")
 _MANY_FRAMES = 100
@@ -127,6 +129,13 @@ def one_line(error: Exception) -> str:
     unknown = lines[0].partition("Could not override '")[2].partition("'")[0]
     if unknown:
         return f"{unknown}: unknown key{closest_key(unknown)}; --cfg job shows every key"
+    stranger = next((found[1] for line in lines if (found := _NOT_IN_ROOT.search(line))), None)
+    if stranger is not None:
+        place = f"{lines[0].partition(':')[0]}: " if lines[0].startswith("In ") else ""
+        return (
+            f"{place}{stranger}: unknown key{closest_key(stranger)}; --cfg job shows every key, and variables of your "
+            f"own stand below {VARIABLES}: {{{VARIABLES}: {{{stranger}: …}}}}, used as ${{{VARIABLES}.{stranger}}}"
+        )
     mistyped = next((each for each in _causes(error) if isinstance(each, _MISTYPED) and each.full_key), None)
     if mistyped is not None:
         return f"{mistyped.full_key}: {_said_of_type(mistyped)}"
