@@ -9,11 +9,11 @@ accelerator to the next are the activations of a few tokens: a thousandth of a l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from stages.machine.rates import Rates
 from stages.plan.outline import Layer, Outline
-from stages.units import DeviceId
+from stages.units import DeviceId, in_tier_order
 
 _SMALL = 8
 """A layer that is so many times smaller than the mean goes with the one before it: a norm is no turn."""
@@ -39,6 +39,20 @@ def share_layers(
         given[place] += layer.bytes
         shares[place].append(layer)
     return shares
+
+
+def devices_to_share(rooms: Mapping[DeviceId, int], rates: Rates, *, most: int) -> Iterator[list[DeviceId]]:
+    """Yield the accelerators to which layers are to be shared out, beside the first one alone, the most first.
+
+    They are the largest, at ``most`` so many; where links are unlike also those of the fastest, down to the fastest.
+    """
+    unlike = bool(rates.links)
+    largest = sorted(rooms, key=lambda device: -rooms[device])
+    fastest = sorted(rooms, key=lambda device: (-rates.link_of(device), -rooms[device]))
+    for count in range(min(most, len(rooms)), 0 if unlike else 1, -1):
+        orders = [fastest, largest] if unlike and count > 1 else [fastest] if unlike else [largest]
+        tried = dict.fromkeys(tuple(in_tier_order(order[:count])) for order in orders)
+        yield from (list(devices) for devices in tried if devices != tuple(rooms)[:1])
 
 
 def wanted_bytes(layers: Sequence[Layer], rooms: Mapping[DeviceId, int], rates: Rates) -> dict[DeviceId, float]:

@@ -49,12 +49,13 @@ from stages.plan.placement import (
 from stages.plan.policies.balanced import balanced
 from stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
 from stages.plan.policies.expert_placement import SlottedMixture
-from stages.plan.policies.link_shares import evened_bytes, share_layers, wanted_bytes
+from stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
 from stages.plan.policies.packed_experts import with_experts_packed
 from stages.plan.policies.sequential import sequential
+from stages.plan.policies.spreading import fastest_first
 from stages.plan.policies.subset_sums import subset_sums
 from stages.plan.token_time import expected_seconds, token_seconds
-from stages.units import CPU, DISK, DeviceId, in_tier_order
+from stages.units import CPU, DISK, DeviceId
 
 _TRIES = 8
 """How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
@@ -136,7 +137,7 @@ def _as_used(outline: Outline, budgets: Budgets, terms: _Terms) -> Placement:
     """Return the best placement of which all that lies on the host lies there as it is used."""
     whole = balanced(outline, budgets)
     if not kept_free(outline, whole):
-        return whole
+        return _resident(outline, budgets, terms.rates, whole)
     mixture = next(_of_mixture(outline, budgets, terms), None) if outline.experts or outline.listed else None
     if mixture is not None:
         return mixture
@@ -147,6 +148,15 @@ def _as_used(outline: Outline, budgets: Budgets, terms: _Terms) -> Placement:
     if all(find_shortage(outline, placement, budgets) is not None for placement in found):
         found = [*_part_by_part(outline, budgets, terms)] or found
     return min(found, key=lambda placement: _cost(outline, placement, budgets, terms.rates))
+
+
+def _resident(outline: Outline, budgets: Budgets, rates: Rates, even: Placement) -> Placement:
+    """Return ``even``, of which nothing is streamed, or where memories are unlike one that fills the fastest first."""
+    if not rates.devices:
+        return even
+    swift = sequential(outline, fastest_first(outline, budgets, rates))
+    found = [even] if kept_free(outline, swift) or find_shortage(outline, swift, budgets) else [even, swift]
+    return min(found, key=lambda placement: _cost(outline, placement, budgets, rates))
 
 
 def _of_mixture(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
@@ -219,24 +229,10 @@ def _shares(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[_Shar
     homes, rest = _others(outline, budgets, accelerators[1:])
     yield _Shares(homes, {main: rest})
     rooms = {device: room for device in accelerators if (room := budgets[device]) is not None}
-    for streaming in _streaming(rooms, terms):
+    for streaming in devices_to_share(rooms, terms.rates, most=terms.links or len(rooms)):
         homes, rest = _others(outline, budgets, [device for device in rooms if device not in streaming])
         wanted = wanted_bytes(rest, {device: rooms[device] for device in streaming}, terms.rates)
         yield _Shares(homes, share_layers(outline, rest, wanted))
-
-
-def _streaming(rooms: Mapping[DeviceId, int], terms: _Terms) -> Iterator[list[DeviceId]]:
-    """Yield the accelerators to which layers are tried to be shared out, beside the main one alone, the most first.
-
-    They are the largest; where links are unlike also those of the fastest, down to the one of the fastest link.
-    """
-    most, unlike = min(len(rooms), terms.links or len(rooms)), bool(terms.rates.links)
-    largest = sorted(rooms, key=lambda device: -rooms[device])
-    fastest = sorted(rooms, key=lambda device: (-terms.rates.link_of(device), -rooms[device]))
-    for count in range(most, 0 if unlike else 1, -1):
-        orders = [fastest, largest] if unlike and count > 1 else [fastest] if unlike else [largest]
-        tried = dict.fromkeys(tuple(in_tier_order(order[:count])) for order in orders)
-        yield from (list(devices) for devices in tried if devices != tuple(rooms)[:1])
 
 
 def _sharing(outline: Outline, placement: Placement, shares: _Shares) -> Placement:

@@ -298,3 +298,17 @@ def test_plans_over_unlike_links_fit_and_are_never_slower_than_over_one(seed: in
     for device, budget in plan.budgets.items():
         taken = plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0)
         assert budget is None or taken <= budget
+
+
+@pytest.mark.parametrize("swift", [0, 1])
+@pytest.mark.parametrize("share", [0.9, 1.2, 1.5])
+def test_where_nothing_streams_the_fastest_memory_is_filled_first(swift: int, share: float) -> None:
+    model = llama(24)
+    whole, largest = model.skeleton.bytes, max(layer.bytes for layer in model.layers)
+    room = round(whole / share) + largest
+    listed = [{"memory": "1TB", "rates": {"device": "1TB" if index == swift else "100GB"}} for index in (0, 1)]
+    config = {"max_memory": {"0": str(room), "1": str(room)}, "device_map": "optimal", "generate": {}}
+    plan = make_plan(model, {**config, "hardware": {"devices": listed, "host": {"memory": "8TB"}, "rates": FAST}})
+    assert plan.forecast["streamed_bytes_per_token"] == 0
+    assert plan.resident_bytes[1 - swift] <= max(0, whole - room) + 2 * largest
+    assert plan.resident_bytes[swift] > 0.6 * whole
