@@ -131,11 +131,7 @@ def one_line(error: Exception) -> str:
         return f"{unknown}: unknown key{closest_key(unknown)}; --cfg job shows every key"
     stranger = next((found[1] for line in lines if (found := _NOT_IN_ROOT.search(line))), None)
     if stranger is not None:
-        place = f"{lines[0].partition(':')[0]}: " if lines[0].startswith("In ") else ""
-        return (
-            f"{place}{stranger}: unknown key{closest_key(stranger)}; --cfg job shows every key, and variables of your "
-            f"own stand below {VARIABLES}: {{{VARIABLES}: {{{stranger}: …}}}}, used as ${{{VARIABLES}.{stranger}}}"
-        )
+        return _said_of_stranger(stranger, lines[0].partition(":")[0] if lines[0].startswith("In ") else "")
     mistyped = next((each for each in _causes(error) if isinstance(each, _MISTYPED) and each.full_key), None)
     if mistyped is not None:
         return f"{mistyped.full_key}: {_said_of_type(mistyped)}"
@@ -148,6 +144,16 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def _said_of_stranger(key: str, place: str) -> str:
+    """Return what is to be done about an unknown ``key`` of the root; ``place`` is ``In 'GROUP/FILE'`` or empty."""
+    if place.startswith(f"In '{key}/"):
+        return f"{place}: its keys are taken for those of {key}; begin the file with the line # @package _global_"
+    return (
+        f"{place}{': ' if place else ''}{key}: unknown key{closest_key(key)}; --cfg job shows every key, and variables "
+        f"of your own stand below {VARIABLES}: {{{VARIABLES}: {{{key}: …}}}}, used as ${{{VARIABLES}.{key}}}"
+    )
 
 
 def _said_of_type(error: OmegaConfBaseException) -> str:

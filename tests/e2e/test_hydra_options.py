@@ -97,6 +97,7 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
         ("defaults: [{'': config}]", "mine' can't be read as a config file in UTF-8: AssertionError"),
         ("defaults: [config, _self_]\nmax_memory: 2MB", "offstage: max_memory: '2MB' names no device; give each"),
         ("defaults: [config, _self_]\nmax_memory: {cpu: null}", "offstage: max_memory.cpu: null is no size"),
+        ("defaults: [config, model: own, _self_]", "Could not find 'model/own'"),
         ("defaults: [config, _self_]\nlab: {disk: 1GB}", "of your own stand below vars: {vars: {lab: …}}, used as ${v"),
         ("defaults: [config, _self_]\nvars: {x: !!binary aGk=}", "offstage: vars.x: b'hi' are bytes, which no record"),
         (
@@ -111,6 +112,15 @@ def test_a_config_file_that_is_none_is_one_line(text: str, words: str, offstage_
     assert (done.code, done.out) == (2, ""), done.err
     assert words in done.err
     assert "unforeseen" not in done.err
+
+
+def test_an_experiment_without_its_package_is_told_the_line_that_it_lacks(offstage_here: Run, tmp_path: Path) -> None:
+    tmp_path.joinpath("experiment").mkdir()
+    tmp_path.joinpath("experiment/own.yaml").write_text("seed: 1\n")
+    done = offstage_here("--config-dir", str(tmp_path), "experiment=own")
+    assert (done.code, done.out) == (2, "")
+    assert "In 'experiment/own': its keys are taken for those of experiment; begin the file with the line" in done.err
+    assert "# @package _global_" in done.err
 
 
 def test_a_job_of_a_sweep_that_names_no_stage_is_refused_as_a_run_is(offstage_here: Run) -> None:
