@@ -21,6 +21,7 @@ def _enter(name: str, module: str) -> None:
 
 offstage = partial(_enter, "offstage", "pipeline.app")
 cache = partial(_enter, "offstage-cache", "pipeline.cache.command")
+init = partial(_enter, "offstage-init", "pipeline.init_command")
 replay = partial(_enter, "offstage-replay", "pipeline.replay_command")
 report = partial(_enter, "offstage-report", "pipeline.report.command")
 sweep = partial(_enter, "offstage-sweep", "pipeline.sweeps.command")

@@ -24,7 +24,7 @@ from pipeline.hydra_arguments import refuse_launcher
 from pipeline.installed_stages import stage_configs
 from pipeline.measure import MeasureConfig, check_measure
 from pipeline.objective import ObjectiveConfig, check_objective
-from pipeline.plain_data import walk
+from pipeline.plain_data import LARGEST, unrecordable, walk
 from pipeline.standard_input import SIGN, read_lines
 from pipeline.tracking.options import TrackerConfig, check_tracker, located
 from pipeline.typed_config import (
@@ -32,6 +32,7 @@ from pipeline.typed_config import (
     PATHS,
     PATHS_INSIDE,
     STANDARD_INPUT,
+    VARIABLES,
     absolute,
     defaults,
     key_names,
@@ -54,6 +55,7 @@ class RunConfig:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig, metadata={PATHS: {"folder": located}})
+    vars: Mapping[str, Any] = field(default_factory=dict)
 
 
 def config_classes() -> list[type[Any]]:
@@ -149,6 +151,8 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         raise ConfigError("\n".join(f"{key}: no value; give one: {key}=…" for key in missing))
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
+    for place, why in unrecordable(plain):
+        raise ConfigError(f"{place}: {why}")
     plain["max_memory"] = {key.name: str(value) for key, value in (plain["max_memory"] or {}).items()}
     for name, key, holds, locate in _paths():
         node, last = (plain.get(name), key) if key else (plain, name)
@@ -284,6 +288,7 @@ def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fa
         yield from _check_stages(config, known_stages)
     if not any(fault.key.startswith("tracker") for fault in wrong):
         yield from check_tracker(config)
+    yield from _check_variables(config.get(VARIABLES))
 
 
 def made_sound(config: Mapping[str, Any], faults: Iterable[Fault]) -> dict[str, Any]:
@@ -304,6 +309,13 @@ def _sound_group(name: str, given: Any, plain: Any, faulty: Collection[tuple[str
     if not isinstance(given, Mapping) or not isinstance(plain, Mapping):
         return plain
     return {**plain, **{key: value for key, value in given.items() if key in plain and (name, key) not in faulty}}
+
+
+def _check_variables(given: object) -> Iterable[Fault]:
+    """Yield the numbers among the user's variables that no record can be read with again."""
+    for place, value in walk(given, VARIABLES):
+        if isinstance(value, int | float) and not abs(value) < LARGEST:
+            yield Fault(place, f"{value!r} is no number of 64 bits, which a record holds; give it as a text")
 
 
 def _check_stages(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:

@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.config import check
 from pipeline.errors import ReplayError, StorageError
 from pipeline.installed_stages import installed_stages, stage_configs
-from pipeline.plain_data import walk
+from pipeline.plain_data import LARGEST, walk
 from pipeline.record import RunRecord
 from pipeline.typed_config import fits, key_names
 
@@ -41,7 +41,6 @@ _FILE_SHAPE: Mapping[str, Any] = {
 _STAGE_SHAPE: Mapping[str, Any] = {"name": str, "key": str, "artifact": str, "inputs": Mapping[str, Any] | None}
 _OUTPUT_SHAPE: Mapping[str, Any] = {"token_ids": Sequence[int] | None}
 _OPTIONAL = ("device_map", "inputs", "places", "packages", "token_ids", "header", "sampled", "sha256")
-_LARGEST = 2**64
 _SHOWN = 3
 
 
@@ -68,7 +67,7 @@ def load_foreign(run: Path) -> RunRecord:
 
 def _bad_values(content: object) -> list[str]:
     """Return what no run writes, wherever it stands: numbers that aren't any."""
-    if any(isinstance(value, int | float) and not abs(value) < _LARGEST for _, value in walk(content)):
+    if any(isinstance(value, int | float) and not abs(value) < LARGEST for _, value in walk(content)):
         return ["it holds a number beyond 64 bits, or one that is none"]
     return []
 

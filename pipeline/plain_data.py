@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+LARGEST = 2**64
+"""Numbers from here on, and those that are none, stand in no record."""
+DEEPEST = 50
+"""More than any config is nested, and less than a record may be that has it in it."""
+
 
 def walk(data: object, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ``data``, which lies at ``place``, and all that is in it, in order: places like ``model.layers[0].size``.
@@ -30,3 +35,23 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield from leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
+
+
+def unrecordable(data: object) -> Iterator[tuple[str, str]]:
+    """Yield the place of whatever in ``data`` a record in JSON can't hold, and why: bytes, and what is nested too deep.
+
+    However deep that is: there is no recursion here.
+    """
+    waiting: list[tuple[str, object, int]] = [("", data, 0)]
+    while waiting:
+        place, node, depth = waiting.pop()
+        inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else ()
+        if isinstance(node, bytes):
+            yield place, f"{node[:20]!r} are bytes, which no record holds; give a text"
+        elif inner and depth > DEEPEST:
+            yield place.partition(".")[0].partition("[")[0], f"nested more than {DEEPEST} deep; nest it less"
+        else:
+            for key, value in inner:
+                below = f"[{key}]" if isinstance(node, list | tuple) else f".{key}" if place else str(key)
+                waiting += [(f"{place}{below}", value, depth + 1)]
+                waiting += [(f"{place}{below}", key, depth + 1)] if isinstance(key, bytes) else []

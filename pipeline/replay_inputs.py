@@ -151,11 +151,9 @@ def _other_tensors(then: Entries, now: Entries) -> Iterator[str]:
     """Yield how each tensor differs that does, wherever it lies, with the file that it lies in."""
     before = {name: (file, *entry) for file, held in then.items() for name, entry in held.items()}
     here = {name: (file, *entry) for file, held in now.items() for name, entry in held.items()}
-    for name, (file, dtype, shape, digest) in here.items():
-        if name not in before:
-            yield f"{file}: {name} wasn't there in that run"
-            continue
-        _, old_dtype, old_shape, old_digest = before[name]
+    yield from (f"{file}: {name} wasn't there in that run" for name, (file, *_) in here.items() if name not in before)
+    for name in (name for name in here if name in before):
+        (file, dtype, shape, digest), (_, old_dtype, old_shape, old_digest) = here[name], before[name]
         if old_dtype != dtype:
             yield f"{file}: {name} is {dtype}, and was {old_dtype} in that run"
         elif old_shape != shape:

@@ -20,6 +20,7 @@ from pipeline.installed_stages import installed_stages, is_own_stage
 from pipeline.plain_data import walk
 from pipeline.regular_files import lies_in
 from pipeline.stage import Config
+from pipeline.typed_config import VARIABLES
 
 REMOTE_CODE = "remote-code"
 """The word that trusts the Python files of a checkpoint folder."""
@@ -98,11 +99,21 @@ def named_code(config: Config) -> Iterator[TrustRequest]:
         yield TrustRequest("None", "model._target_")
     if "." in str(model.get("class") or ""):
         yield TrustRequest(str(model["class"]), "model.class")
-    for place, node in walk(config):  # Hydra calls those too that stand among the arguments of another
+    for place, node in walk(_carried_out(config)):  # Hydra calls those too that stand among the arguments of another
         if isinstance(node, Mapping) and "_target_" in node:
             yield TrustRequest(str(node["_target_"]), f"{place}._target_")
         if isinstance(node, Mapping) and node.get("trust_remote_code"):
             yield TrustRequest(REMOTE_CODE, f"{place}.trust_remote_code")
+
+
+def _carried_out(config: Config) -> Config:
+    """Return ``config`` without the user's variables, which are data: what is made of them stands where they are used.
+
+    Where something isn't resolved yet, and so may come to what they hold, they are judged too.
+    """
+    own = {key: value for key, value in config.items() if key != VARIABLES}
+    resolved = not any(isinstance(value, str) and "${" in value for _, value in walk(own))
+    return own if resolved else config
 
 
 def named_places(config: Config, encloses: Callable[[str], bool]) -> Iterator[TrustRequest]:

@@ -129,7 +129,10 @@ def unknown_keys(config: Mapping[str, Any], known: Sequence[str], *, above: str 
     """Yield the keys of ``config`` that aren't ``known``, each with the closest that is."""
     for key in config:
         if key not in known:
-            yield Fault(f"{above}{key}", f"unknown key{closest(str(key), known)}; offstage --cfg job shows every key")
+            own = "" if above else f", and variables of your own stand below {VARIABLES}"
+            yield Fault(
+                f"{above}{key}", f"unknown key{closest(str(key), known)}; offstage --cfg job shows every key{own}"
+            )
 
 
 def fits(hint: Any, value: object) -> bool:

@@ -15,6 +15,8 @@ from pipeline.environment import has_accelerator_driver
 from stages.machine.host_memory import Host, host_memory
 from stages.units import DeviceId, parse_size
 
+UNNAMED = "simulated"
+"""An accelerator that the config lists without a name."""
 _STEPS_AN_OCTAVE = 16
 
 
@@ -54,11 +56,18 @@ def hardware(config: Mapping[str, Any]) -> Hardware:
 def simulated(device: Mapping[str, Any]) -> Accelerator:
     """Return an accelerator that the config lists: ``{memory: 24GB}``.
 
-    It may have a ``name``, and a ``ledger``: to rehearse what happens on one that has less than it says.
+    It may have a ``name``, and a ``ledger``: to rehearse what happens on one that has less than it says. The ``link``
+    and the ``rates`` that it may have of its own are read with all others (``read_rates``).
     """
     size, ledger = parse_size(device["memory"]), device.get("ledger")
     capacity = None if ledger is None else parse_size(ledger)
-    return Accelerator(str(device.get("name", "simulated")), size, size, simulated=True, ledger_bytes=capacity)
+    return Accelerator(str(device.get("name") or UNNAMED), size, size, simulated=True, ledger_bytes=capacity)
+
+
+def given_names(machine: Hardware) -> dict[DeviceId, str]:
+    """Return the names that the config gives to accelerators that it lists, by their ids."""
+    listed = enumerate(machine.accelerators)
+    return {index: device.name for index, device in listed if device.simulated and device.name != UNNAMED}
 
 
 def ledgers(machine: Hardware, budgets: Mapping[DeviceId, int | None], *, beside: int = 0) -> dict[DeviceId, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from stages.machine import probes
 from stages.machine.decoding_probe import decoding_speed
 from stages.machine.kept_figures import kept_for_user, kept_or_measured
 from stages.machine.kernels import identity
-from stages.units import parse_size
+from stages.units import DeviceId, parse_size, tier
 
 FILE_NAME = "rates.json"
 DECODING_NAME = "decoding.json"
@@ -33,6 +33,8 @@ class Rates:
     a second, for all that they do beside these. ``unpacking`` is how fast the threads that read unpack together what
     rests packed, in bytes as they are used.
     ``root`` is what all links bring together, where they share one; null: each brings what it can.
+    ``links`` and ``devices`` have the link and the memory of each accelerator by its index, where they are unlike;
+    empty: all are as ``link`` and ``device`` say.
     """
 
     storage: int = 10**9
@@ -42,11 +44,66 @@ class Rates:
     unpacking: int = 4 * 10**9
     calls: int = 15_000
     root: int | None = None
+    links: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
+
+    def link_of(self, device: DeviceId) -> int:
+        """Return what the link of ``device`` brings; ``link`` where it has none of its own."""
+        return _own(self.links, device, self.link)
+
+    def device_of(self, device: DeviceId) -> int:
+        """Return how fast the memory of ``device`` is read; ``device`` where it has no rate of its own."""
+        return _own(self.devices, device, self.device)
+
+    @property
+    def slowest_link(self) -> int:
+        """What the slowest link brings."""
+        return min(self.links, default=self.link)
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """Those of the machine, by name, but for a root that there isn't."""
+        return {name: getattr(self, name) for name in RATES if getattr(self, name) is not None}
+
+    @property
+    def apart(self) -> dict[DeviceId, dict[str, int]]:
+        """Those of each accelerator, by name, where they are unlike; else nothing."""
+        count = max(len(self.links), len(self.devices))
+        return {index: {"link": self.link_of(index), "device": self.device_of(index)} for index in range(count)}
+
+
+RATES = tuple(field.name for field in fields(Rates) if field.name not in ("links", "devices"))
+"""The rates of a machine, by name."""
+DEVICE_RATES = ("link", "device")
+"""Those that an accelerator may have of its own."""
+
+
+def _own(rates: tuple[int, ...], device: DeviceId, otherwise: int) -> int:
+    return rates[device] if isinstance(device, int) and device < len(rates) else otherwise
+
+
+def known_rates(shared: Mapping[str, int], apart: Mapping[DeviceId, Mapping[str, int]]) -> Rates:
+    """Return the rates whose ``shared`` and ``apart`` these are."""
+    links, devices = (tuple(apart[index][name] for index in sorted(apart, key=tier)) for name in DEVICE_RATES)
+    return Rates(**shared, links=links, devices=devices)
 
 
 def read_rates(hardware: Mapping[str, Any]) -> Rates:
-    """Return the rates that ``hardware.rates`` gives (``{storage: 3GB, link: 25GB}``), or nominal ones."""
-    return Rates(**_read(hardware.get("rates") or {}))
+    """Return the rates that ``hardware`` gives (``rates: {storage: 3GB, link: 25GB}``), or nominal ones.
+
+    A device of ``hardware.devices`` may have ``rates`` of its own, and its ``link`` beside them.
+    """
+    shared = known_rates(_read(hardware.get("rates") or {}), {})
+    own = [_own_rates(device) for device in hardware.get("devices") or ()]
+    if not any(own):
+        return shared
+    links, devices = (tuple(rates.get(name, getattr(shared, name)) for rates in own) for name in DEVICE_RATES)
+    return replace(shared, links=links, devices=devices)
+
+
+def _own_rates(device: Mapping[str, Any]) -> dict[str, int]:
+    rates = device.get("rates") or {}
+    return _read({**rates, "link": device.get("link") or rates.get("link")})
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, int]:
@@ -81,7 +138,8 @@ def local_rates(
     kept = kept_or_measured(folder / FILE_NAME, dict(wanted.values()), is_sound=is_rate)
     found = {name: kept.get(key) for name, (key, _) in wanted.items()}
     found |= {} if {"host", "calls"} <= given.keys() else host_rates(folder, decoding_speed)
-    return Rates(**{**{name: coarse_rate(speed) for name, speed in found.items() if speed}, **given})
+    measured = {name: coarse_rate(speed) for name, speed in found.items() if speed}
+    return known_rates({**measured, **given}, {})
 
 
 def host_rates(folder: Path, probe: Callable[[], dict[str, int] | None]) -> dict[str, int]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pipeline.errors import ConfigError, Fault, closest
 from pipeline.regular_files import read_json
 from pipeline.typed_config import KEYS, PATHS, Device, absolute, expanded
-from stages.machine.rates import Rates, parse_rate
+from stages.machine.hardware_faults import hardware_faults
 from stages.plan.policies import POLICIES
 from stages.units import DeviceId, parse_device, parse_size
 
 OFFLOAD, EXPLICIT = "cpu_offload_gb", "explicit"
 FASTEST = "fastest"
 """The ``execution`` by which layers may compute on the host, where they lie, if that is predicted to be faster."""
-RATES = frozenset(field.name for field in fields(Rates))
 _ANY_SIZE = 1 << 40
 """Stands for the size of a device where only the notation of a share of it is checked."""
 
@@ -74,39 +73,9 @@ def faults(given: PlanConfig) -> Iterator[Fault]:
             f"{FASTEST!r} is for device_map=optimal, which then chooses what computes on the host, and device_map is "
             f"{told}; take optimal, or execution=exact",
         )
-    yield from _hardware_faults(given.hardware or {})
+    yield from hardware_faults(given.hardware or {})
     if given.storage.codec == "zstd" and given.storage.io == "mmap":
         yield Fault("storage.codec", "'zstd' is of no use in a map of a file; set storage.io=direct, or take 'none'")
-
-
-def _hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
-    devices, host, rates = hardware.get("devices"), hardware.get("host"), hardware.get("rates") or {}
-    if not isinstance(rates, Mapping):
-        yield Fault("hardware.rates", f"{rates!r} is no mapping; give {{storage: 3GB}} and the like, or {{}}")
-        rates = {}
-    sizes: dict[str, object] = {f"rates.{name}": rate for name, rate in rates.items() if (name, rate) != ("root", None)}
-    if isinstance(host, Mapping):
-        sizes["host.memory"] = host.get("memory")
-    elif host is not None:
-        yield Fault("hardware.host", f"{host!r} is no host; give {{memory: SIZE}}, or null for this machine's")
-    if devices is not None and not isinstance(devices, list):
-        yield Fault(
-            "hardware.devices", f"{devices!r} is no list; give null, or one {{memory: SIZE}} for each accelerator"
-        )
-    for index, device in enumerate(devices if isinstance(devices, list) else ()):
-        if not isinstance(device, Mapping):
-            yield Fault(f"hardware.devices.{index}", f"{device!r} is no accelerator; give {{memory: SIZE}}")
-            continue
-        sizes[f"devices.{index}.memory"] = device.get("memory")
-        if device.get("ledger") is not None:
-            sizes[f"devices.{index}.ledger"] = device["ledger"]
-    for key, size in sizes.items():
-        parse = parse_rate if key.startswith("rates.") else parse_size
-        yield from _fault(f"hardware.{key}", lambda size=size, parse=parse: parse(size))
-    for name in rates.keys() - RATES:
-        yield Fault(
-            f"hardware.rates.{name}", f"unknown rate{closest(name, RATES)}; there are {', '.join(sorted(RATES))}"
-        )
 
 
 def _fault(key: str, parse: Any) -> Iterator[Fault]:

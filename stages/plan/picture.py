@@ -65,7 +65,8 @@ def _bar(plan: Plan, device: DeviceId, sizes: Mapping[str, int], *, top: int) ->
     if budget is not None:
         x = _LEFT + budget * scale
         parts.append(f'<line x1="{x:.1f}" y1="{top - 5}" x2="{x:.1f}" y2="{top + _HEIGHT + 5}" class="budget"/>')
-    label = [f"weights {gib(held)}", *([f"slots {gib(slots)}"] if slots else [])]
+    label = [*([plan.names[device]] if device in plan.names else []), f"weights {gib(held)}"]
+    label += [f"slots {gib(slots)}"] if slots else []
     label += [f"reserve {gib(reserve)}"] if reserve else []
     brought = plan.link_bytes_per_token.get(device, 0)
     label += [f"{gib(brought)} a token over its link"] if brought else []

@@ -17,7 +17,7 @@ FILE_NAME = "plan.json"
 MAP_NAME = "device_map.json"
 _BY_DEVICE = (
     "budgets", "resident_bytes", "reserves", "slots", "predicted", "link_bytes_per_token", "ledgers", "used_bytes",
-    "unpacking",
+    "unpacking", "device_rates", "names",
 )  # fmt: skip
 SIMULATED = "simulated"
 """The part of the host's peak that simulated accelerators hold: it is there only where they are simulated."""
@@ -38,7 +38,8 @@ class Plan:
     the sum of.
     ``ledgers`` has, for each simulated accelerator, the bytes of weights that it takes before it is full.
     ``predicted`` are the bytes of each device at its peak, by what they are for; ``forecast`` the bytes streamed and
-    the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
+    the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with, and
+    ``device_rates`` those of each accelerator where they are unlike. ``names`` are those that the config gives them.
     ``link_bytes_per_token`` has what of it goes over the link of each accelerator. ``used_bytes`` are those that a
     token reads on each device which computes with what it holds: of a mixture's experts those it is routed to.
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null; likewise
@@ -75,6 +76,8 @@ class Plan:
     ledgers: Mapping[DeviceId, int] = field(default_factory=dict)
     used_bytes: Mapping[DeviceId, int] = field(default_factory=dict)
     rates: Mapping[str, int] = field(default_factory=dict)
+    device_rates: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict)
+    names: Mapping[DeviceId, str] = field(default_factory=dict)
     batch_size: int | None = None
     lockstep: int | None = None
     offload_ratio: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from operator import mul
 
 from stages.empty_init.skeleton import parent
@@ -216,7 +216,8 @@ def predict(
         forecast=forecast,
         link_bytes_per_token={device: round(links[device] / members) for device in in_tier_order(links)},
         used_bytes=used,
-        rates={name: rate for name, rate in asdict(rates).items() if rate is not None},
+        rates=rates.shared,
+        device_rates=rates.apart,
         pass_tokens=routing.tokens,
     )
 

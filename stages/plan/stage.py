@@ -16,7 +16,7 @@ from pipeline.stage import Artifact, Config, Context, Report, Stage
 from pipeline.typed_config import read
 from stages.empty_init import skeleton as skeletons
 from stages.empty_init.stage import EmptyInitStage
-from stages.machine.hardware import Hardware, hardware, ledgers
+from stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from stages.machine.kernels import identity
 from stages.plan import budgets, options, picture, plan as plans, table
 from stages.plan.assembly import assemble, lying_bytes
@@ -70,7 +70,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 20
+    version = 21
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -249,7 +249,8 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
     require_resident(outline, plan, inputs.learning)
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.work.activation_bytes if inputs.trains else 0)
     codec = inputs.packing.codec if inputs.packing else None
-    plan = replace(plan, ledgers=listed, offload_ratio=inputs.offload_ratio, codec=codec)
+    plan = replace(plan, ledgers=listed, names=given_names(inputs.machine))
+    plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     return predict(
         outline,

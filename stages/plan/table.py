@@ -91,9 +91,25 @@ def render(plan: Plan, sizes: Mapping[str, int]) -> str:
         budget = plan.budgets.get(device)
         room = "unlimited" if budget is None and device == DISK else format_bytes(budget or 0)
         kept = [format_bytes(plan.slots.get(device, 0)) for _ in slots]
-        devices.append([str(device), format_bytes(held), format_bytes(reserve), *kept, room])
-    told = [*links_told(plan), *experts_told(plan), *packed_told(plan), *host_layers_told(plan)]
+        devices.append([named(plan, device), format_bytes(held), format_bytes(reserve), *kept, room])
+    told = [*rates_told(plan), *links_told(plan), *experts_told(plan), *packed_told(plan), *host_layers_told(plan)]
     return "\n\n".join([_align(_bounded(lines)), _align(devices), *told])
+
+
+def named(plan: Plan, device: DeviceId) -> str:
+    """Return the id of ``device``, and the name that the config gives it: ``0 (RTX 4090)``."""
+    name = plan.names.get(device)
+    return f"{device} ({name})" if name else str(device)
+
+
+def rates_told(plan: Plan) -> list[str]:
+    """Return in words how fast the link and the memory of each accelerator are, where they are unlike."""
+    told = [
+        f"{named(plan, device)} {format_bytes(rates['link'])} over its link and {format_bytes(rates['device'])} in its "
+        "memory"
+        for device, rates in plan.device_rates.items()
+    ]
+    return [f"a second: {'; '.join(told)}"] if told else []
 
 
 def slots_told(plan: Plan, device: DeviceId) -> str:

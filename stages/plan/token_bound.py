@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from stages.machine.rates import Rates
+from stages.machine.rates import known_rates
 from stages.plan.plan import Plan
 from stages.plan.token_time import Brought, HostShare, LayerOutput, slowest, token_seconds
 from stages.units import CPU, DISK
@@ -32,7 +32,7 @@ def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, me
     brought = Brought(streamed, packed, unpacked, computed, unpacked_there=unpacked_there, saved=saved)
     brought.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
     brought.runs = [(device, count * ahead) for device, count in computed.items()]
-    rates = Rates(**plan.rates)
+    rates = known_rates(plan.rates, plan.device_rates)
     on_host = _forecast_share(plan) if plan.host_layers else None
     seconds = token_seconds(brought, plan.used_bytes, rates=rates, members=members, on_host=on_host)
     return slowest(seconds)[1]

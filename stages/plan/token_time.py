@@ -182,7 +182,7 @@ class HostShare:
 
     def crossing_seconds(self, rates: Rates) -> float:
         """Return how long the activations are under way."""
-        return self.crossings * (_CROSSING_SECONDS + self.output.bytes / rates.link)
+        return self.crossings * (_CROSSING_SECONDS + self.output.bytes / rates.slowest_link)
 
 
 def token_seconds(
@@ -207,7 +207,7 @@ def token_seconds(
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
         "link": link_seconds(brought, rates, reserves) / members,
         HOST: computing + brought.used.get(CPU, 0) / rates.host + host_calls / rates.calls,
-        DEVICE: _read_on_devices(brought, held, members) / rates.device,
+        DEVICE: _read_on_devices(brought, held, members, rates) / rates.device,
         CROSSING: on_host.crossing_seconds(rates) if on_host else 0.0,
         WAITING: waiting_seconds(brought, rates, reserves, computing * members) / members if on_host else 0.0,
         UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
@@ -217,30 +217,43 @@ def token_seconds(
     }
 
 
-def _read_on_devices(brought: Brought, held: Mapping[DeviceId, int], members: float) -> float:
+def _read_on_devices(brought: Brought, held: Mapping[DeviceId, int], members: float, rates: Rates) -> float:
     """Return the bytes that accelerators read one after the other, or one of them in all if that is more.
 
-    They compute in turn, each with what it holds and what came; what one unpacks it does meanwhile.
+    They compute in turn, each with what it holds and what came; what one unpacks it does meanwhile. Of a memory with a
+    rate of its own it is what another one reads in that time.
     """
     read = brought.used_apart + Counter({device: count for device, count in held.items() if isinstance(device, int)})
-    return max([read.total(), *(read[device] + moved / members for device, moved in brought.moved.items())])
+    slower = {device: rates.device / rates.device_of(device) for device in [*read, *brought.moved]}
+    total = sum(count * slower[device] for device, count in read.items())
+    return max([total, *((read[device] + moved / members) * slower[device] for device, moved in brought.moved.items())])
 
 
 def link_seconds(brought: Brought, rates: Rates, reserves: Mapping[DeviceId, int] | None = None) -> float:
     """Return how long the links take for a pass: the slowest, what they share, or all that comes one after the other.
 
     That is what is asked for one layer at a time, or what no reserve has room for before its run. Reserves have room
-    for what is used; of what is unpacked there the share of it counts that comes over the link.
+    for what is used; of what is unpacked there the share of it counts that comes over the link. Bytes of a link with a
+    rate of its own count as those that another one brings in their time.
     """
-    links, shares, runs = brought.links, brought.link_shares, brought.link_runs
+    slower = _slower_links(brought, rates)
+    links = {device: count * slower[device] for device, count in brought.links.items()}
+    runs = [(device, count * slower.get(device, 1)) for device, count in brought.link_runs]
     ahead: Counter[DeviceId] = Counter()
     for device, count in runs:
         ahead[device] += count  # type: ignore[assignment]
     in_turn = sum(count - ahead.get(device, 0) for device, count in links.items())
-    rooms = {device: count * shares.get(device, 1) for device, count in (reserves or {}).items()}
+    rooms = {device: count * slower.get(device, 1) for device, count in (reserves or {}).items()}
+    rooms = {device: count * brought.link_shares.get(device, 1) for device, count in rooms.items()}
     late = 0.0 if reserves is None else late_bytes(runs, rooms)
-    together = sum(links.values()) / rates.root if rates.root else 0.0
+    together = sum(brought.links.values()) / rates.root if rates.root else 0.0
     return max(max([*links.values(), in_turn, late], default=0.0) / rates.link, together)
+
+
+def _slower_links(brought: Brought, rates: Rates) -> dict[DeviceId, float]:
+    """Return how many times as long as ``rates.link`` the link of each accelerator takes."""
+    devices = [*brought.used, *(device for device, _ in brought.runs)]
+    return {device: rates.link / rates.link_of(device) for device in devices if device != CPU}
 
 
 def waiting_seconds(
@@ -251,10 +264,11 @@ def waiting_seconds(
     While the host or another accelerator is at it, each link runs ahead as far as its one of ``reserves``. What can't
     come ahead is waited for.
     """
-    shares, runs = brought.link_shares, brought.link_runs
+    shares, slower = brought.link_shares, _slower_links(brought, rates)
+    runs = [(device, count * slower.get(device, 1)) for device, count in brought.link_runs]
     read = sum(count for device, count in runs if device == CPU)
     ahead = dict.fromkeys((device for device, _ in runs if device != CPU), 0.0)
-    room = {device: (reserves or {}).get(device, math.inf) * shares.get(device, 1) for device in ahead}
+    room = {device: (reserves or {}).get(device, math.inf) * shares.get(device, 1) * slower[device] for device in ahead}
     waited = 0.0
     for _ in range(_STEADY if read else 0):
         waited = 0.0
@@ -265,7 +279,8 @@ def waiting_seconds(
                 came = min(room[other], ahead[other] + seconds * rates.link)
                 ahead[other] = max(0.0, ahead[other] - count) if other == device else came
             waited += late
-    in_turn = sum(brought.links.values()) - sum(count for device, count in runs if device != CPU)
+    links = sum(count * slower[device] for device, count in brought.links.items())
+    in_turn = links - sum(count for device, count in runs if device != CPU)
     return waited + max(0.0, in_turn) / rates.link
 
 

@@ -55,6 +55,12 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
         (["-m", "hydra/launcher=joblib", "seed=1,2"], "offstage: hydra/launcher: 'a.plugin.JoblibLauncher' forgets"),
         (["-m", "seed=1", "hydra.sweeper.max_batch_size=0"], "hydra.sweeper.max_batch_size: 0 is no number of jobs"),
         (["max_memory=2MB"], "offstage: max_memory: '2MB' names no device; give each its own size, as {cpu: 1GB}"),
+        (["vars=3"], "offstage: vars: 3 is no mapping; give variables of your own with their names, as {lab: …}"),
+        (["vars=null"], "offstage: vars: null is no mapping"),
+        (["vars.x=???"], "offstage: vars.x: no value; give one: vars.x=…"),
+        (["vars.x=[1,nan]"], "offstage: vars.x[1]: nan is no number of 64 bits"),
+        ([f"vars.x={'[' * 60 + ']' * 60}"], "offstage: vars: nested more than 50 deep; nest it less"),
+        (["+lab.x=1"], "lab: unknown key; offstage --cfg job shows every key, and variables of your own stand below"),
         (["max_memory=[2MB]"], "offstage: max_memory: a list names no device; give each its own size"),
         (["max_memory.cpu=null"], "offstage: max_memory.cpu: null is no size; give one, or leave the key out"),
         (
@@ -94,6 +100,9 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
         ("defaults: [{'': config}]", "mine' can't be read as a config file in UTF-8: AssertionError"),
         ("defaults: [config, _self_]\nmax_memory: 2MB", "mine.yaml names no device; give each its own size"),
         ("defaults: [config, _self_]\nmax_memory: {cpu: null}", "mine.yaml is no size; give one, or leave the key out"),
+        ("defaults: [config, model: own, _self_]", "Could not find 'model/own'"),
+        ("defaults: [config, _self_]\nlab: {disk: 1GB}", "of your own stand below vars: {vars: {lab: …}}, used as ${v"),
+        ("defaults: [config, _self_]\nvars: {x: !!binary aGk=}", "offstage: vars.x: b'hi' are bytes, which no record"),
         (
             f"defaults: [config, _self_]\ngenerate: {{stop_strings: {DEEP}}}",
             "a config file: nested too deep to be read",
@@ -106,6 +115,15 @@ def test_a_config_file_that_is_none_is_one_line(text: str, words: str, offstage_
     assert (done.code, done.out) == (2, ""), done.err
     assert words in done.err
     assert "unforeseen" not in done.err
+
+
+def test_an_experiment_without_its_package_is_told_the_line_that_it_lacks(offstage_here: Run, tmp_path: Path) -> None:
+    tmp_path.joinpath("experiment").mkdir()
+    tmp_path.joinpath("experiment/own.yaml").write_text("seed: 1\n")
+    done = offstage_here("--config-dir", str(tmp_path), "experiment=own")
+    assert (done.code, done.out) == (2, "")
+    assert "In 'experiment/own': its keys are taken for those of experiment; begin the file with the line" in done.err
+    assert "# @package _global_" in done.err
 
 
 def test_a_job_of_a_sweep_that_names_no_stage_is_refused_as_a_run_is(offstage_here: Run) -> None:

@@ -237,3 +237,24 @@ def test_checkpoints_that_look_alike_in_two_folders_are_two(run: Run, model_fold
     assert (one.code, other.code) == (0, 0), other.err
     assert other.tokens == run("model.path=b/m", *map_to_disk, "outputs=outputs/fresh").tokens
     assert other.tokens != one.tokens
+
+
+def test_variables_of_one_s_own_change_a_key_only_through_what_is_made_of_them(offstage_here: Run) -> None:
+    machine = ("hardware.devices=[]", "+hardware.host.memory=8GB", "generate.max_new_tokens=${vars.words}")
+    assert offstage_here(*machine, "vars.words=3").code == 0
+    other = offstage_here(*machine, "vars={words: 3, lab: {_target_: os.system, note: unused}}")
+    assert (other.code, all(other.cached.values())) == (0, True), other.err
+    assert other.record["config"]["vars"] == {"words": 3, "lab": {"_target_": "os.system", "note": "unused"}}
+    used = offstage_here(*machine, "vars.words=4")
+    assert [name for name, cached in used.cached.items() if not cached][-1] == "generate"
+    assert len(used.tokens[0]) == len(other.tokens[0]) + 1
+
+
+def test_accelerators_of_other_links_or_names_are_another_plan_with_the_same_answer(offstage_here: Run) -> None:
+    given = (RATES, "+hardware.host.memory=8GB", "generate.max_new_tokens=3")
+    devices = ["{memory: 6MB}", "{memory: 6MB, link: 1GB}", "{memory: 6MB, name: RTX 3060}"]
+    runs = [offstage_here(*given, f"hardware.devices=[{each}]") for each in devices]
+    assert [run.code for run in runs] == [0, 0, 0], [run.err for run in runs]
+    assert [run.cached["plan"] for run in runs] == [False, False, False]
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens
+    assert offstage_here(*given, f"hardware.devices=[{devices[1]}]").cached["plan"]

@@ -93,11 +93,43 @@ def test_a_plan_that_an_accelerator_cannot_hold_is_refused_before_a_weight_is_re
     assert "shard_load" not in done.cached
 
 
-@pytest.mark.parametrize("name", ["2x24gb", "4x24gb", "4x80gb", "8x80gb"])
-def test_a_config_alone_is_enough_to_plan_for_a_machine(name: str, tmp_path: Path, offstage_here: Run) -> None:
+MACHINES = {"2x24gb": 2, "4x24gb": 4, "4x80gb": 4, "8x80gb": 8, "24gb-12gb": 2}
+
+
+@pytest.mark.parametrize(("name", "count"), MACHINES.items(), ids=MACHINES)
+def test_a_config_alone_is_enough_to_plan_for_a_machine(
+    name: str, count: int, tmp_path: Path, offstage_here: Run
+) -> None:
     folder = tmp_path / "config_only"
     folder.mkdir()
     shutil.copy(str(resources.files("conf") / "checkpoints" / "tiny" / "config.json"), folder)
     done = offstage_here(f"hardware={name}", "stages=plan_only", f"model.path={folder}", "max_memory=null")
     assert done.code == 0, done.err
-    assert len(done.record["memory"]["budget"]) == int(name[0]) + 2
+    assert len(done.record["memory"]["budget"]) == count + 2
+
+
+def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_are(offstage_here: Run) -> None:
+    devices = "[{memory: 6MB, name: RTX 4090, link: 200MB}, {memory: 6MB, name: RTX 3060, rates: {link: 50MB}}]"
+    rates = "hardware.rates={storage: 1MB, host: 10GB, link: 200MB, device: 10GB}"
+    given = (rates, "max_memory={0: 2MB, 1: 2MB, cpu: 7MB}", TOKENS)
+    alike = offstage_here(*given, "hardware.devices=[{memory: 6MB}, {memory: 6MB}]")
+    unlike = offstage_here(*given, f"hardware.devices={devices}")
+    assert (alike.code, unlike.code) == (0, 0), unlike.err
+    assert unlike.tokens == alike.tokens
+    plan = json.loads(Path(unlike.record["stages"][1]["artifact"], "plan.json").read_text())
+    brought = plan["link_bytes_per_token"]
+    assert brought["0"] > 2 * brought["1"] > 0
+    took = max(brought["0"] / (200 * 10**6), brought["1"] / (50 * 10**6))
+    assert plan["forecast"]["seconds_per_token"] == pytest.approx(took, rel=0.01)
+    assert (
+        unlike.record["metrics"]["predicted_seconds_per_token"] > alike.record["metrics"]["predicted_seconds_per_token"]
+    )
+    assert (plan["names"], plan["device_rates"]["1"]["link"]) == ({"0": "RTX 4090", "1": "RTX 3060"}, 50 * 10**6)
+    assert "1 (RTX 3060)" in unlike.out
+
+
+def test_a_key_of_the_hardware_that_nobody_reads_is_refused_with_its_place(offstage_here: Run) -> None:
+    done = offstage_here("hardware.devices=[{memory: 6MB, nam: x}]", "+hardware.hosts={memory: 1GB}")
+    assert done.code == 2
+    assert "hardware.devices[0].nam: unknown key (did you mean 'name'?); here may stand memory, name" in done.err
+    assert "hardware.hosts: unknown key (did you mean 'host'?); here may stand devices, host, rates" in done.err

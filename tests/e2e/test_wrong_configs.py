@@ -27,7 +27,6 @@ def test_a_wrong_config_is_told_by_its_whole_lines(
     assert not list(tmp_path.glob("outputs/cache/plan/*/manifest.json"))
 
 
-@pytest.mark.xfail(reason="a hardware file's unknown keys are no faults yet", strict=False)
 @pytest.mark.parametrize("case", UNKNOWN_IN_HARDWARE, ids=lambda case: str(case.name))
 def test_an_unknown_key_of_hardware_is_a_fault(case: WrongConfig, offstage_here: Callable[..., Finished]) -> None:
     done = offstage_here(*case.arguments, "stop_after=plan")

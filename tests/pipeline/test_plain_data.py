@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from pipeline.plain_data import leaves, walk
+import pytest
+
+from pipeline.plain_data import DEEPEST, leaves, unrecordable, walk
 
 
 def test_every_node_comes_with_its_place_and_before_what_is_in_it() -> None:
@@ -29,3 +31,29 @@ def test_no_depth_is_too_much() -> None:
 
 def test_leaves_stand_under_dotted_keys() -> None:
     assert dict(leaves({"a": {"b": 1, "c": {}}, "d": [1]})) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"x": value}
+    return {"vars": value}
+
+
+@pytest.mark.parametrize(
+    ("data", "place", "why"),
+    [
+        ({"vars": {"a": [1, b"x"]}}, "vars.a[1]", "are bytes"),
+        ({"vars": {"a": {b"x": 1}}}, "vars.a.b'x'", "are bytes"),
+        (nested(DEEPEST + 1), "vars", f"nested more than {DEEPEST} deep"),
+        (nested(5_000), "vars", f"nested more than {DEEPEST} deep"),
+    ],
+)
+def test_what_no_record_can_hold_is_told_with_its_place(data: Any, place: str, why: str) -> None:
+    ((found, said),) = unrecordable(data)
+    assert found == place
+    assert why in said
+
+
+def test_what_a_record_can_hold_is_nothing_to_tell() -> None:
+    assert [*unrecordable({"a": [1, "b", None, 1.5, True, (2, {})], "deep": nested(DEEPEST - 1)["vars"]})] == []

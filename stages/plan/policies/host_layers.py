@@ -60,7 +60,7 @@ def with_host_layers(
     exact = optimal(outline, budgets, rates)
     if exact.main == CPU or CPU not in exact.homes.values():
         return exact
-    worth = 2 * HostShare(crossings=1, output=output).crossing_seconds(rates) * rates.link
+    worth = 2 * HostShare(crossings=1, output=output).crossing_seconds(rates) * rates.slowest_link
     units = _units(outline, budgets, worth)
 
     @cache

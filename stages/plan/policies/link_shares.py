@@ -9,10 +9,11 @@ accelerator to the next are the activations of a few tokens: a thousandth of a l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from stages.machine.rates import Rates
 from stages.plan.outline import Layer, Outline
-from stages.units import DeviceId
+from stages.units import DeviceId, in_tier_order
 
 _SMALL = 8
 """A layer that is so many times smaller than the mean goes with the one before it: a norm is no turn."""
@@ -40,25 +41,48 @@ def share_layers(
     return shares
 
 
-def wanted_bytes(layers: Sequence[Layer], rooms: Mapping[DeviceId, int]) -> dict[DeviceId, float]:
-    """Return the bytes of ``layers`` that each accelerator is to compute, so that each link brings as many of them.
+def devices_to_share(rooms: Mapping[DeviceId, int], rates: Rates, *, most: int) -> Iterator[list[DeviceId]]:
+    """Yield the accelerators to which layers are to be shared out, beside the first one alone, the most first.
+
+    They are the largest, at ``most`` so many; where links are unlike also those of the fastest, down to the fastest.
+    """
+    unlike = bool(rates.links)
+    largest = sorted(rooms, key=lambda device: -rooms[device])
+    fastest = sorted(rooms, key=lambda device: (-rates.link_of(device), -rooms[device]))
+    for count in range(min(most, len(rooms)), 0 if unlike else 1, -1):
+        orders = [fastest, largest] if unlike and count > 1 else [fastest] if unlike else [largest]
+        tried = dict.fromkeys(tuple(in_tier_order(order[:count])) for order in orders)
+        yield from (list(devices) for devices in tried if devices != tuple(rooms)[:1])
+
+
+def wanted_bytes(layers: Sequence[Layer], rooms: Mapping[DeviceId, int], rates: Rates) -> dict[DeviceId, float]:
+    """Return the bytes of ``layers`` that each accelerator is to compute, so that each link takes as long for them.
 
     ``rooms`` are the bytes that each can hold.
     """
     streamed = max(0, sum(layer.bytes for layer in layers) - sum(rooms.values())) / len(rooms)
-    return {device: max(1, room + streamed) for device, room in rooms.items()}
+    swifter = _swifter_links(rooms, rates)
+    return {device: max(1, room + streamed * swifter[device]) for device, room in rooms.items()}
 
 
-def evened_bytes(shares: Mapping[DeviceId, Sequence[Layer]], brought: Mapping[DeviceId, int]) -> dict[DeviceId, float]:
-    """Return the bytes that each accelerator is to compute where links that bring less than others take over from them.
+def evened_bytes(
+    shares: Mapping[DeviceId, Sequence[Layer]], brought: Mapping[DeviceId, int], rates: Rates
+) -> dict[DeviceId, float]:
+    """Return the bytes that each accelerator is to compute where links that are done first take over from others.
 
     They are so many bytes of ``brought`` under ``shares``.
     """
-    mean = sum(brought.values()) / len(shares)
+    mean, swifter = sum(brought.values()) / len(shares), _swifter_links(shares, rates)
     return {
-        device: max(1, sum(layer.bytes for layer in layers) - (brought[device] - mean))
+        device: max(1, sum(layer.bytes for layer in layers) - (brought[device] - mean * swifter[device]))
         for device, layers in shares.items()
     }
+
+
+def _swifter_links(devices: Collection[DeviceId], rates: Rates) -> dict[DeviceId, float]:
+    """Return how many times as much as the mean of ``devices`` the link of each brings."""
+    mean = sum(map(rates.link_of, devices)) / len(devices)
+    return {device: rates.link_of(device) / mean for device in devices}
 
 
 def _partners(outline: Outline, layers: Sequence[Layer]) -> dict[str, str]:

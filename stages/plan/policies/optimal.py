@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from stages.empty_init.skeleton import parent
 from stages.machine.rates import Rates
@@ -48,12 +49,13 @@ from stages.plan.placement import (
 from stages.plan.policies.balanced import balanced
 from stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
 from stages.plan.policies.expert_placement import SlottedMixture
-from stages.plan.policies.link_shares import evened_bytes, share_layers, wanted_bytes
+from stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
 from stages.plan.policies.packed_experts import with_experts_packed
 from stages.plan.policies.sequential import sequential
+from stages.plan.policies.spreading import fastest_first
 from stages.plan.policies.subset_sums import subset_sums
 from stages.plan.token_time import expected_seconds, token_seconds
-from stages.units import CPU, DISK, DeviceId, in_tier_order
+from stages.units import CPU, DISK, DeviceId
 
 _TRIES = 8
 """How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""
@@ -135,17 +137,26 @@ def _as_used(outline: Outline, budgets: Budgets, terms: _Terms) -> Placement:
     """Return the best placement of which all that lies on the host lies there as it is used."""
     whole = balanced(outline, budgets)
     if not kept_free(outline, whole):
-        return whole
+        return _resident(outline, budgets, terms.rates, whole)
     mixture = next(_of_mixture(outline, budgets, terms), None) if outline.experts or outline.listed else None
     if mixture is not None:
         return mixture
     found = [sequential(outline, budgets)]
     if not outline.experts:
-        found += _partly_resident(outline, budgets, terms.links)
+        found += _partly_resident(outline, budgets, terms)
     found.append(whole)
     if all(find_shortage(outline, placement, budgets) is not None for placement in found):
-        found = [*_part_by_part(outline, budgets, terms.links)] or found
+        found = [*_part_by_part(outline, budgets, terms)] or found
     return min(found, key=lambda placement: _cost(outline, placement, budgets, terms.rates))
+
+
+def _resident(outline: Outline, budgets: Budgets, rates: Rates, even: Placement) -> Placement:
+    """Return ``even``, of which nothing is streamed, or where memories are unlike one that fills the fastest first."""
+    if not rates.devices:
+        return even
+    swift = sequential(outline, fastest_first(outline, budgets, rates))
+    found = [even] if kept_free(outline, swift) or find_shortage(outline, swift, budgets) else [even, swift]
+    return min(found, key=lambda placement: _cost(outline, placement, budgets, rates))
 
 
 def _of_mixture(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
@@ -155,7 +166,7 @@ def _of_mixture(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[P
     """
     _, accelerators = _computing(budgets)
     if not accelerators:
-        (alone,) = _shares(outline, budgets, 1)
+        (alone,) = _shares(outline, budgets, replace(terms, links=1))
         yield from (placement for placement in _split(outline, budgets, alone) if not kept_free(outline, placement))
     for computing in (accelerators, [CPU]) if accelerators else ([CPU],):
         mixture = SlottedMixture(outline, budgets, computing, lambda rooms: _as_used(outline.dense, rooms, terms))
@@ -187,10 +198,10 @@ def _cost(outline: Outline, placement: Placement, budgets: Budgets, rates: Rates
     return seconds, brought.bytes, brought.at_rest.get(DISK, 0), -held_bytes(outline, placement.homes)[0]
 
 
-def _part_by_part(outline: Outline, budgets: Budgets, links: int | None) -> Iterator[Placement]:
+def _part_by_part(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
     """Yield the placements of which all is streamed to one accelerator or several, if they can hold what is in use."""
     main, _ = _computing(budgets)
-    for shares in _shares(outline, budgets, links):
+    for shares in _shares(outline, budgets, terms):
         names = [name for layer in outline.layers for name in layer.owned if name not in shares.whole]
         homes = {**shares.whole, **below(outline, names, main, budgets)}
         placement = _sharing(outline, Placement(homes, main), shares)
@@ -212,16 +223,15 @@ class _Shares:
     partly: Mapping[DeviceId, Sequence[Layer]]
 
 
-def _shares(outline: Outline, budgets: Budgets, links: int | None) -> Iterator[_Shares]:
-    """Yield how layers can be shared out: partly to the main device alone, or to accelerators as many as ``links``."""
+def _shares(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[_Shares]:
+    """Yield how layers can be shared out: partly to the main device alone, or to accelerators as many as may stream."""
     main, accelerators = _computing(budgets)
     homes, rest = _others(outline, budgets, accelerators[1:])
     yield _Shares(homes, {main: rest})
     rooms = {device: room for device in accelerators if (room := budgets[device]) is not None}
-    for count in range(min(len(rooms), links or len(rooms)), 1, -1):
-        largest = sorted(rooms, key=lambda device: -rooms[device])[:count]
-        homes, rest = _others(outline, budgets, [device for device in rooms if device not in largest])
-        wanted = wanted_bytes(rest, {device: rooms[device] for device in in_tier_order(largest)})
+    for streaming in devices_to_share(rooms, terms.rates, most=terms.links or len(rooms)):
+        homes, rest = _others(outline, budgets, [device for device in rooms if device not in streaming])
+        wanted = wanted_bytes(rest, {device: rooms[device] for device in streaming}, terms.rates)
         yield _Shares(homes, share_layers(outline, rest, wanted))
 
 
@@ -236,16 +246,21 @@ def _sharing(outline: Outline, placement: Placement, shares: _Shares) -> Placeme
     return replace(placement, computes=computes)
 
 
-def _partly_resident(outline: Outline, budgets: Budgets, links: int | None) -> Iterator[Placement]:
-    """Yield the placements of partly resident layers: to one accelerator, and to as many as can stream."""
+def _partly_resident(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
+    """Yield the placements of partly resident layers: to one accelerator, and to as many as can stream.
+
+    Where links are unlike a slow one may be better left out: then fewer are tried too.
+    """
     for plain_stays in (False, True) if outline.packed else (False,):
-        alone, *spread = _shares(outline, budgets, links)
+        alone, *spread = _shares(outline, budgets, terms)
         yield from _split(outline, budgets, alone, plain_stays=plain_stays)
-        tried = ([*_evened(outline, budgets, shares, plain_stays=plain_stays)] for shares in spread)
-        yield from next(filter(None, tried), ())
+        tried = ([*_evened(outline, budgets, shares, terms.rates, plain_stays=plain_stays)] for shares in spread)
+        yield from chain.from_iterable(tried) if terms.rates.links else next(filter(None, tried), ())
 
 
-def _evened(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: bool) -> Iterator[Placement]:
+def _evened(
+    outline: Outline, budgets: Budgets, shares: _Shares, rates: Rates, *, plain_stays: bool
+) -> Iterator[Placement]:
     """Yield the placements of ``shares``, and of such as have the links bring more evenly, if the budgets hold them."""
     for _ in range(_EVENED):
         placement = next(_split(outline, budgets, shares, plain_stays=plain_stays), None)
@@ -263,7 +278,7 @@ def _evened(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays:
         }
         left = {layer.name for layers in shares.partly.values() for layer in layers}
         layers = [layer for layer in outline.layers if layer.name in left]
-        again = share_layers(outline, layers, evened_bytes(shares.partly, brought))
+        again = share_layers(outline, layers, evened_bytes(shares.partly, brought, rates))
         if again == shares.partly:
             return
         shares = replace(shares, partly=again)
@@ -276,6 +291,7 @@ def _split(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: 
     """
     main, accelerators = _computing(budgets)
     homes, away, alone = dict(shares.whole), set[str](), len(shares.partly) == 1
+    to_main = alone and main in shares.partly
     for device, layers in shares.partly.items():
         room = budgets.get(device, 0)
         streamed = _streamed_of(outline, layers, device, room, plain_stays=plain_stays, alone=alone)
@@ -284,9 +300,9 @@ def _split(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: 
         homes |= {name: device for layer in layers for name in layer.owned if name not in streamed}
         away |= streamed
     homes |= below(outline, [name for layer in outline.layers for name in layer.owned if name in away], main, budgets)
-    first = main if alone else next(filter(lambda device: device in homes.values(), accelerators), main)
+    first = main if to_main else next(filter(lambda device: device in homes.values(), accelerators), main)
     placement = _sharing(outline, Placement(homes, first), shares)
-    if (main in homes.values() or not alone) and find_shortage(outline, placement, budgets) is None:
+    if (main in homes.values() or not to_main) and find_shortage(outline, placement, budgets) is None:
         yield placement
 
 

@@ -1,4 +1,4 @@
-"""Even loads by a cap: what ``balanced`` and ``balanced_low_0`` share.
+"""Loads by caps: even ones, what ``balanced`` and ``balanced_low_0`` share, and those of the fastest memories first.
 
 Filling in order under a cap reaches furthest of all ways to cut the model into consecutive stretches, so the smallest
 cap that holds as much gives the smallest possible maximum, also where layers differ in size. (It is the linear
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from stages.machine.rates import Rates
 from stages.plan.filling import fill
 from stages.plan.outline import Outline
 from stages.plan.placement import Budgets, held_bytes
@@ -36,3 +37,17 @@ def limit(outline: Outline, budgets: Budgets, devices: Collection[DeviceId]) -> 
 def _capped(budgets: Budgets, devices: Collection[DeviceId], cap: int) -> dict[DeviceId, int | None]:
     caps = {device: cap if room is None else min(room, cap) for device, room in budgets.items() if device in devices}
     return {**budgets, **caps}
+
+
+def fastest_first(outline: Outline, budgets: Budgets, rates: Rates) -> dict[DeviceId, int | None]:
+    """Return ``budgets`` of which accelerators with slower memories have no more than the faster ones leave over.
+
+    Each is to have room for one layer more: where one ends, no layer fits to the byte.
+    """
+    left, largest = outline.skeleton.bytes, max((layer.bytes for layer in outline.layers), default=0)
+    limited = dict(budgets)
+    for device in sorted(accelerators(budgets), key=lambda device: -rates.device_of(device)):
+        room = budgets[device]
+        limited[device] = min(left if room is None else room, left + largest if left else 0)
+        left = 0 if room is None else max(0, left - max(0, room - largest))
+    return limited

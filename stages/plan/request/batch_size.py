@@ -6,8 +6,10 @@ budgets are given, that which they leave; where they are worked out, that of wei
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
+from stages.machine.rates import known_rates
 from stages.plan.plan import Plan
 from stages.plan.token_time import DEVICE_TOKENS, HOST_TOKENS
 from stages.units import CPU
@@ -60,5 +62,16 @@ def step_seconds(plan: Plan, sequences: int, weights: int) -> float:
     """Return the seconds in which each of ``sequences`` gets a token, which computes with ``weights`` bytes."""
     on_host = weights if plan.main_device == CPU else float(plan.forecast.get("host_read_bytes_per_token", 0))
     computing = on_host / plan.rates["host"] / HOST_TOKENS
-    computing += max(0, weights - on_host) / plan.rates["device"] / DEVICE_TOKENS
+    computing += max(0, weights - on_host) / _device_rate(plan) / DEVICE_TOKENS
     return max(float(plan.forecast["seconds_per_token"]), computing * sequences)
+
+
+def _device_rate(plan: Plan) -> float:
+    """Return how fast accelerators read what they compute with, one after another, each what it has of the model."""
+    rates = known_rates(plan.rates, plan.device_rates)
+    computed = Counter(plan.link_bytes_per_token) + Counter(
+        {device: count for device, count in plan.used_bytes.items() if isinstance(device, int)}
+    )
+    if not (plan.device_rates and computed):
+        return rates.device
+    return computed.total() / sum(count / rates.device_of(device) for device, count in computed.items())

@@ -43,15 +43,17 @@ def judge(folder: Path, *arguments: str, trusted: tuple[str, ...] = (), own: boo
         ("~hydra.job_logging.root", "~hydra.job_logging.root.level"),
         ("model.class=evil.Net", "evil.Net"),
         ("model.trust_remote_code=true", "remote-code"),
+        ("++model={kind:module,_target_:'${vars.t}'} vars.t=evil.Net", "evil.Net"),
+        ("++model.x='${vars.t}' vars.t._target_=evil.Net", "evil.Net"),
         ("model.path=/elsewhere", "/elsewhere"),
     ],
 )
 def test_what_a_command_composes_to_needs_the_user_s_word(argument: str, word: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="it names code to run, places outside its folder or settings") as refused:
-        judge(tmp_path, argument)
+        judge(tmp_path, *argument.split(" "))
     assert f"({word!r})" in str(refused.value)
     if not argument.startswith("~"):
-        judge(tmp_path, argument, trusted=(word,))
+        judge(tmp_path, *argument.split(" "), trusted=(word,))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,7 @@ def test_who_gave_the_command_is_asked_for_code_alone(argument: str, is_asked: b
         ("hydra.sweeper.max_batch_size=2", "hydra/launcher=submitit_slurm", "stages=score"),
         ("experiment=least_budget", "hydra/sweeper/sampler=tpe", "hydra.sweeper.sampler.seed=3"),
         ("experiment=repeated_sweep", "hydra/job_logging=stdout", "model.path=inside", "hydra/launcher=basic"),
+        ("vars={x: {_target_: os.system, trust_remote_code: true}, path: /elsewhere}",),
         ("generate.prompts=['/etc/passwd is a file']", "device_map=cpu", "hydra.sweep.subdir=job-${hydra.job.num}"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from pipeline.errors import BudgetError
 from stages.empty_init.skeleton import parent
-from stages.machine.rates import Rates
+from stages.machine.rates import Rates, known_rates
 from stages.plan.outline import Outline
 from stages.plan.picture import draw
 from stages.plan.placement import find_shortage
@@ -222,3 +222,93 @@ def digest(model: Outline, cases: list[dict[DeviceId, int | None]]) -> str:
         told = [sorted(placement.homes.items()), str(placement.main), sorted(placement.packed)]
         found.update(json.dumps(told).encode())
     return found.hexdigest()[:12]
+
+
+def unlike(model: Outline, *devices: tuple[int, str | None], **rates: str) -> Plan:
+    """Return the plan on accelerators with these budgets and links; null: the link that all have."""
+    given = {str(index): str(room) for index, (room, _) in enumerate(devices)} | {"cpu": str(model.skeleton.bytes)}
+    listed = [{"memory": "1TB", **({"link": link} if link else {})} for _, link in devices]
+    hardware = {"devices": listed, "host": {"memory": "8TB"}, "rates": FAST | rates}
+    config = {"max_memory": given, "device_map": "optimal", "hardware": hardware, "generate": {}}
+    return make_plan(model, {**config, "storage": {"io": "direct"}})
+
+
+def test_a_faster_link_brings_more_and_both_take_about_as_long() -> None:
+    model, room = llama(48), 10**9
+    alike, mixed = unlike(model, (room, None), (room, None)), unlike(model, (room, None), (room, "5GB"))
+    streamed = sum(mixed.link_bytes_per_token.values())
+    took = {0: mixed.link_bytes_per_token[0] / LINK, 1: mixed.link_bytes_per_token[1] / (5 * 10**9)}
+    assert seconds(mixed) == pytest.approx(max(took.values()))
+    assert seconds(mixed) == pytest.approx(streamed / (30 * 10**9), rel=0.2), "as links of 25 and 5 GB bring together"
+    assert seconds(alike) == pytest.approx(max(alike.link_bytes_per_token.values()) / LINK)
+    assert seconds(alike) < seconds(mixed)
+    assert bound_seconds(mixed, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(seconds(mixed))
+
+
+def test_links_of_their_own_that_are_alike_are_as_one_rate_of_all() -> None:
+    model, room = llama(24), 10**9
+    own, shared = unlike(model, (room, "25GB"), (room, "25GB")), unlike(model, (room, None), (room, None))
+    assert (own.homes, own.execution, own.forecast) == (shared.homes, shared.execution, shared.forecast)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_link_that_hardly_brings_anything_is_left_to_layers_that_stay(slow: int) -> None:
+    model, room = llama(24), 5 * 10**8
+    plan = unlike(model, *((room, "1MB" if index == slow else None) for index in (0, 1)))
+    assert set(plan.link_bytes_per_token) == {1 - slow}
+    assert plan.resident_bytes[slow] > room / 2
+    assert seconds(plan) == pytest.approx(plan.link_bytes_per_token[1 - slow] / LINK)
+
+
+def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
+    model = llama(24)
+    rates = {"link": "1TB", "device": "100GB"}
+    held = model.skeleton.bytes
+    config = {"max_memory": {"0": str(held), "1": str(held)}, "device_map": "balanced", "generate": {}}
+    listed = [{"memory": "1TB", "name": "RTX 4090"}, {"memory": "1TB", "rates": {"device": "25GB"}}]
+    hardware = {"devices": listed, "host": {"memory": "8TB"}, "rates": FAST | rates}
+    plan = make_plan(model, {**config, "hardware": hardware})
+    read = plan.used_bytes
+    assert seconds(plan) == pytest.approx(int(read[0]) / 10**11 + int(read[1]) / (25 * 10**9))
+    assert plan.device_rates == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
+    shown = render(plan, model.sizes)
+    assert "0 (RTX 4090)" in shown
+    assert "1 1.00 TB over its link and 25.00 GB in its memory" in shown
+    assert "RTX 4090 · weights" in draw(plan, model.sizes)
+
+
+@many
+@given(seed=st.integers(0, 10**6))
+def test_plans_over_unlike_links_fit_and_are_never_slower_than_over_one(seed: int) -> None:
+    draw = random.Random(seed)
+    model, count = random_model(draw), draw.choice([2, 3])
+    devices = [
+        (draw.randrange(1, model.skeleton.bytes // count), draw.choice([None, "1GB", "6GB", "50GB"]))
+        for _ in range(count)
+    ]
+    try:
+        plan = unlike(model, *devices)
+    except BudgetError:
+        return
+    rates = known_rates(plan.rates, plan.device_rates)
+    alone = optimal(model, plan.budgets, rates, links=1)
+    assert find_shortage(model, alone, plan.budgets, tight=True) is not None or (
+        seconds(plan) <= placed_seconds(model, alone, plan.budgets, rates) * (1 + 1e-9)
+    )
+    for device, budget in plan.budgets.items():
+        taken = plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0)
+        assert budget is None or taken <= budget
+
+
+@pytest.mark.parametrize("swift", [0, 1])
+@pytest.mark.parametrize("share", [0.9, 1.2, 1.5])
+def test_where_nothing_streams_the_fastest_memory_is_filled_first(swift: int, share: float) -> None:
+    model = llama(24)
+    whole, largest = model.skeleton.bytes, max(layer.bytes for layer in model.layers)
+    room = round(whole / share) + largest
+    listed = [{"memory": "1TB", "rates": {"device": "1TB" if index == swift else "100GB"}} for index in (0, 1)]
+    config = {"max_memory": {"0": str(room), "1": str(room)}, "device_map": "optimal", "generate": {}}
+    plan = make_plan(model, {**config, "hardware": {"devices": listed, "host": {"memory": "8TB"}, "rates": FAST}})
+    assert plan.forecast["streamed_bytes_per_token"] == 0
+    assert plan.resident_bytes[1 - swift] <= max(0, whole - room) + 2 * largest
+    assert plan.resident_bytes[swift] > 0.6 * whole

@@ -1,0 +1,98 @@
+"""The command ``offstage-init``: a small tree of config files to edit, each of which runs as it is written."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from pipeline.atomic_files import create_file, mendable, sync_folder
+from pipeline.command_exit import run_command
+from pipeline.errors import ConfigError
+from pipeline.terminal import shorten
+
+NAME = "offstage-init"
+_SHOWN = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command with ``arguments`` (default: the process's own), then exit with its code."""
+    given = _parser().parse_args(arguments)
+    run_command(NAME, lambda: _run(given.folder))
+
+
+def _parser() -> argparse.ArgumentParser:
+    says = "Writes config files of a run, a sweep, a model and a machine into a folder, to be edited."
+    parser = argparse.ArgumentParser(prog=NAME, description=says)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to; it is made if it isn't there")
+    return parser
+
+
+def _run(folder: Path) -> int:
+    files = write_tree(folder)
+    there = "" if folder.absolute() == Path.cwd() else f"cd {shorten(folder.absolute())}\n"
+    listed = "\n".join(f"  {shorten(path.absolute())}" for path in files)
+    sys.stdout.write(f"written:\n{listed}\nto run it:\n{there}offstage --config-dir conf experiment=mine\n")
+    return 0
+
+
+def write_tree(folder: Path) -> list[Path]:
+    """Write the files into ``folder``, which is made where it isn't there, and return them.
+
+    All of them or none: a file that is there already is left as it is, and is a ``ConfigError``; so is a ``folder``
+    that is none. What can't be written is a ``StorageError``, and what was written before it is removed again.
+    """
+    templates = {folder / place: text for place, text in _templates(resources.files("pipeline") / "init_templates")}
+    _refuse([path for path in templates if os.path.lexists(path)], folder)
+    made: list[Path] = []
+    try:
+        with mendable(folder):
+            for path, text in templates.items():
+                _make_folders(path.parent, made)
+                create_file(path, text)
+                made.append(path)
+            for path in dict.fromkeys(path.parent for path in templates):
+                sync_folder(path)
+    except BaseException as error:
+        _remove(made)
+        if isinstance(error.__cause__, FileExistsError):
+            _refuse([path for path in templates if os.path.lexists(path)], folder)
+        raise
+    return list(templates)
+
+
+def _templates(root: Traversable, above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the place of each file below ``root``, and its text."""
+    for each in sorted(root.iterdir(), key=lambda each: each.name):
+        if each.is_dir():
+            yield from _templates(each, f"{above}{each.name}/")
+        else:
+            yield above + each.name, each.read_text(encoding="utf-8")
+
+
+def _refuse(there: Sequence[Path], folder: Path) -> None:
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise ConfigError(f"{folder}: it is no folder; name another one")
+    if there:
+        named = ", ".join(str(path) for path in there[:_SHOWN])
+        more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+        raise ConfigError(f"{folder}: {named}{more} would be written over; move them away, or name another folder")
+
+
+def _make_folders(folder: Path, made: list[Path]) -> None:
+    """Make ``folder`` and those above it that aren't there, and note them in ``made``."""
+    for each in reversed([folder, *folder.parents]):
+        if not each.exists():
+            each.mkdir()
+            made.append(each)
+
+
+def _remove(made: Sequence[Path]) -> None:
+    for path in reversed(made):
+        with suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()

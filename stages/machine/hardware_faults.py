@@ -1,0 +1,92 @@
+"""What is wrong with the config's ``hardware``: a key that nobody reads would leave the plan to other figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from pipeline.errors import Fault, closest
+from stages.machine.rates import DEVICE_RATES, RATES, parse_rate
+from stages.units import parse_size
+
+_KEYS = ("devices", "host", "rates")
+_DEVICE_KEYS = ("memory", "name", "link", "rates", "ledger")
+_HOST_KEYS = ("memory",)
+_LONGEST_NAME = 60
+
+
+def hardware_faults(hardware: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield the keys of ``hardware`` that aren't known, each with its place, and the values that can't be read."""
+    yield from _unknown("hardware", hardware, _KEYS)
+    yield from _rate_faults("hardware.rates", hardware.get("rates"), RATES)
+    host, devices = hardware.get("host"), hardware.get("devices")
+    if isinstance(host, Mapping):
+        yield from _unknown("hardware.host", host, _HOST_KEYS)
+        yield from _wrong("hardware.host.memory", parse_size, host.get("memory"))
+    elif host is not None:
+        yield Fault("hardware.host", f"{host!r} is no host; give {{memory: SIZE}}, or null for this machine's")
+    if devices is not None and not isinstance(devices, list):
+        yield Fault(
+            "hardware.devices", f"{devices!r} is no list; give null, or one {{memory: SIZE}} for each accelerator"
+        )
+    for index, device in enumerate(devices if isinstance(devices, list) else ()):
+        yield from _device_faults(f"hardware.devices[{index}]", device)
+
+
+def _device_faults(place: str, device: object) -> Iterator[Fault]:
+    if not isinstance(device, Mapping):
+        yield Fault(place, f"{device!r} is no accelerator; give {{memory: SIZE}}")
+        return
+    yield from _unknown(place, device, _DEVICE_KEYS)
+    yield from _wrong(f"{place}.memory", parse_size, device.get("memory"))
+    if device.get("ledger") is not None:
+        yield from _wrong(f"{place}.ledger", parse_size, device["ledger"])
+    name, link, rates = device.get("name"), device.get("link"), device.get("rates")
+    if name is not None and not _is_name(name):
+        yield Fault(f"{place}.name", f"{name!r} is no name; give one line of at most {_LONGEST_NAME} characters")
+    if link is not None:
+        yield from _wrong(f"{place}.link", parse_rate, link)
+    yield from _rate_faults(f"{place}.rates", rates, DEVICE_RATES)
+    if link is not None and isinstance(rates, Mapping) and rates.get("link") is not None:
+        yield Fault(f"{place}.link", f"{link!r} is given, and rates.link too, {rates['link']!r}; leave one of them out")
+
+
+def _rate_faults(place: str, rates: object, known: Collection[str]) -> Iterator[Fault]:
+    if rates is None:
+        return
+    if not isinstance(rates, Mapping):
+        yield Fault(place, f"{rates!r} is no mapping; give {{{next(iter(known))}: 3GB}} and the like, or {{}}")
+        return
+    for name, rate in rates.items():
+        if name in known:
+            yield from () if (name, rate) == ("root", None) else _wrong(f"{place}.{name}", parse_rate, rate)
+        elif name in RATES:
+            yield Fault(
+                f"{place}.{name}",
+                f"it is the machine's, and not one accelerator's; give it as hardware.rates.{name}. Its own are "
+                f"{_listed(known)}",
+            )
+        else:
+            yield Fault(f"{place}.{name}", f"unknown rate{closest(str(name), known)}; there are {_listed(known)}")
+
+
+def _unknown(place: str, given: Mapping[Any, Any], known: Collection[str]) -> Iterator[Fault]:
+    for key in given:
+        if key not in known:
+            yield Fault(f"{place}.{key}", f"unknown key{closest(str(key), known)}; here may stand {_listed(known)}")
+
+
+def _wrong(key: str, parse: Callable[[Any], object], value: object) -> Iterator[Fault]:
+    try:
+        parse(value)
+    except ValueError as error:
+        yield Fault(key, str(error))
+
+
+def _is_name(name: object) -> bool:
+    text = str(name) if isinstance(name, str | int) and not isinstance(name, bool) else ""
+    return bool(text.strip()) and len(text) <= _LONGEST_NAME and text.isprintable()
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(names)

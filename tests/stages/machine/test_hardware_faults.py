@@ -1,0 +1,69 @@
+"""What is said of a machine that the config describes wrongly: each key with its place, and what may stand there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stages.machine.hardware_faults import hardware_faults
+from stages.machine.rates import Rates, known_rates, read_rates
+
+DEVICE_KEYS = "here may stand memory, name, link, rates, ledger"
+GB = 10**9
+
+
+def device(**keys: Any) -> dict[str, Any]:
+    return {"devices": [{"memory": "24GB"}, {"memory": "12GB", **keys}]}
+
+
+FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"hosts": {"memory": "1GB"}}, "hardware.hosts", "unknown key (did you mean 'host'?); here may stand devices"),
+    ({"zzz": 1}, "hardware.zzz", "unknown key; here may stand devices, host, rates"),
+    ({1: 1}, "hardware.1", "unknown key; here may stand"),
+    ({"host": {"memory": "1GB", "memroy": "1GB"}}, "hardware.host.memroy", "(did you mean 'memory'?); here may"),
+    (device(nam="x"), "hardware.devices[1].nam", f"unknown key (did you mean 'name'?); {DEVICE_KEYS}"),
+    (device(bandwidth="1GB"), "hardware.devices[1].bandwidth", f"unknown key; {DEVICE_KEYS}"),
+    (device(rates={"links": "1GB"}), "hardware.devices[1].rates.links", "(did you mean 'link'?); there are link"),
+    (device(rates={"storage": "1GB"}), "hardware.devices[1].rates.storage", "give it as hardware.rates.storage"),
+    (device(rates="1GB"), "hardware.devices[1].rates", "'1GB' is no mapping; give {link: 3GB}"),
+    (device(rates={"device": 0}), "hardware.devices[1].rates.device", "0 is no speed"),
+    (device(link="fast"), "hardware.devices[1].link", "'fast' is not a size"),
+    (device(link="1GB", rates={"link": "2GB"}), "hardware.devices[1].link", "rates.link too, '2GB'; leave one"),
+    (device(name=["x"]), "hardware.devices[1].name", "is no name"),
+    (device(name=True), "hardware.devices[1].name", "is no name"),
+    (device(name="a\nb"), "hardware.devices[1].name", "is no name"),
+    (device(name=61 * "a"), "hardware.devices[1].name", "at most 60 characters"),
+    ({"rates": {"lnik": "1GB"}}, "hardware.rates.lnik", "unknown rate (did you mean 'link'?); there are storage, host"),
+    ({"rates": {"links": "1GB"}}, "hardware.rates.links", "unknown rate (did you mean 'link'?)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("hardware", "key", "words"), FAULTS, ids=[key for _, key, _ in FAULTS])
+def test_a_key_that_nobody_reads_is_named_with_its_place(hardware: dict[str, Any], key: str, words: str) -> None:
+    (fault,) = hardware_faults(hardware)
+    assert fault.key == key
+    assert words in str(fault)
+
+
+@pytest.mark.parametrize("hardware", [
+    {}, {"devices": None, "rates": {}}, {"host": None, "rates": None}, {"rates": {"root": None, "link": "1GB"}},
+    device(name="RTX 3060", link="6GB", rates={"device": "360GB"}), device(name=3060, rates={}), device(ledger="1GB"),
+])  # fmt: skip
+def test_what_may_stand_there_is_no_fault(hardware: dict[str, Any]) -> None:
+    assert list(hardware_faults(hardware)) == []
+
+
+def test_what_a_device_has_of_its_own_goes_before_what_all_have_and_that_before_nominal_rates() -> None:
+    given = {"rates": {"link": "25GB"}, **device(link="6GB", rates={"device": "360GB"})}
+    rates = read_rates(given)
+    assert (rates.links, rates.devices) == ((25 * GB, 6 * GB), (Rates().device, 360 * GB))
+    assert (rates.link_of(1), rates.link_of(0), rates.link_of("cpu")) == (6 * GB, 25 * GB, 25 * GB)
+    assert (rates.slowest_link, rates.storage) == (6 * GB, Rates().storage)
+    assert read_rates({**given, "devices": device(rates={"link": "6GB"})["devices"]}).links == rates.links
+    assert known_rates(rates.shared, rates.apart) == rates, "as a plan keeps them"
+
+
+def test_without_rates_of_their_own_devices_are_alike() -> None:
+    rates = read_rates(device(name="RTX 3060", rates={"link": None}))
+    assert (rates, rates.apart) == (Rates(), {})
