@@ -123,6 +123,7 @@ class RunRecord:
         Raises:
             StorageError: there is a record already, of another run; or the folder can't be written to.
         """
+        places = {"run": str(folder.absolute()), "folder": str(Path.cwd()), "conf": str(resources.files("conf"))}
         content = {
             "schema_version": SCHEMA_VERSION,
             "status": "running",
@@ -131,14 +132,10 @@ class RunRecord:
             "finished": None,
             "overrides": list(overrides),
             "config": config,
-            "signature": sign(RECORD, _places(config)),
+            "signature": sign(RECORD, _places(config, places)),
             "environment": environment,
             "packages": {},
-            "places": {
-                "run": str(folder.absolute()),
-                "folder": str(Path.cwd()),
-                "conf": str(resources.files("conf")),
-            },
+            "places": places,
             "model": {},
             "inputs": {},
             "stages": [],
@@ -194,13 +191,14 @@ class RunRecord:
 
     @config.setter
     def config(self, resolved: Config) -> None:
-        self._content |= {"config": resolved, "signature": sign(RECORD, _places(resolved))}
+        signature = sign(RECORD, _places(resolved, self._content.get("places")))
+        self._content |= {"config": resolved, "signature": signature}
         self._write()
 
     @property
     def is_own(self) -> bool:
         """Whether a command of this user wrote the config, and it names the same places as then."""
-        return is_own_config(self.config, self._content.get("signature"))
+        return is_own_config(self.config, self._content.get("signature"), self._content.get("places"))
 
     def add_stage(self, stage: StageRecord) -> None:
         """Add a stage, or bring the entry of that name up to date: making a live half late costs more time."""
@@ -316,17 +314,22 @@ class RunRecord:
         return json.dumps(self._content, indent=2) + "\n"
 
 
-def is_own_config(config: Config, signature: object) -> bool:
-    """Return whether ``signature``, of a record, says that a command of this user chose the places in ``config``."""
-    return is_signed(RECORD, _places(config), signature)
+def is_own_config(config: Config, signature: object, noted: object) -> bool:
+    """Return whether ``signature``, of a record, says that a command of this user chose the places in ``config``.
+
+    ``noted`` is the record's section ``places``, null where it has none.
+    """
+    return is_signed(RECORD, _places(config, noted), signature)
 
 
-def _places(config: Config) -> list[tuple[str, str]]:
+def _places(config: Config, noted: object) -> list[tuple[str, str]]:
     """Return each text in ``config`` that may be a path or an address, and where it stands: what a signature is of.
 
-    Whoever changes a number in a record of their own is no stranger for that.
+    So are the places ``noted`` beside it, by which the others are found after a move. Whoever changes a number in a
+    record of their own is no stranger for that.
     """
-    texts = ((place, leaf) for place, leaf in walk(config) if isinstance(leaf, str))
+    both = config if noted is None else {**config, " places": noted}
+    texts = ((place, leaf) for place, leaf in walk(both) if isinstance(leaf, str))
     return [(place, text) for place, text in texts if _PLACE.search(text) and not _QUANTITY.fullmatch(text)]
 
 

@@ -28,8 +28,9 @@ SUFFIX = ".tar.gz"
 _OWN = "offstage-pipeline"
 LOCK, README, RECORDS = "requirements.lock.txt", "README.md", "records"
 _TOP = "bundle"
-_BESIDE = (RECORD, TENSORS, "run.log", ".hydra")
-"""What of a run's folder is given away: not what other tools may have left there."""
+_BESIDE = (RECORD, TENSORS, "run.log", ".hydra/config.yaml", ".hydra/overrides.yaml")
+"""What of a run's folder is given away: not what other tools may have left there, nor Hydra's own settings, among which
+the environment of jobs is."""
 _LARGEST_DATA = 10_000_000
 """Bytes of a file of data that goes along; of a larger one the README says what it must be."""
 
@@ -85,7 +86,7 @@ def _read(name: str, path: Path) -> _BundledRun:
     files = {str(file.relative_to(folder)): read_regular(file) for file in _files(folder)}
     left_out: dict[str, Path] = {}
     data = (record.data.get("inputs") or {}).get("data") or {}
-    for key, place in named_paths(record.config):
+    for key, place in named_paths(record.config) if record.is_own else ():  # a stranger's may name any file of mine
         file = Path(place)
         if key not in data or not file.is_file():
             continue
@@ -98,10 +99,10 @@ def _read(name: str, path: Path) -> _BundledRun:
 
 def _files(folder: Path) -> Iterator[Path]:
     """Yield the files of a run's folder that are given away, in order; what is no regular file stays."""
-    for name in _BESIDE:
-        place = folder / name
-        found = sorted(place.rglob("*")) if place.is_dir() else [place]
-        yield from (file for file in found if file.is_file() and not file.is_symlink())
+    given = sorted((folder / INPUTS).rglob("*"))  # those of a bundle that this run came in
+    for file in (*(folder / name for name in _BESIDE), *given):
+        if file.is_file() and not file.is_symlink():
+            yield file
 
 
 def _lock(runs: Sequence[_BundledRun]) -> str:

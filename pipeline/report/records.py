@@ -102,7 +102,7 @@ class Run:
     cgroup's limit that the process ran under, None where there was none. ``experts`` has the layers of a mixture whose
     experts wait: layer → counts by name. ``losses`` are those of a training, step by step. ``samples`` are all that are
     known, ``cap_untested`` why no cap was tested that was asked for. ``started`` is the moment in ISO 8601. By its
-    ``signature`` a record of this user is known.
+    ``signature`` a record of this user is known, with the ``places`` that it notes.
     """
 
     folder: Path
@@ -130,6 +130,7 @@ class Run:
     model: RunModel = RunModel()
     started: str = ""
     signature: str = ""
+    places: object = None
 
     @property
     def counting(self) -> tuple[RunSample, ...]:
@@ -228,6 +229,7 @@ def _run(folder: Path, content: dict[str, Any], *, written: str) -> Run:
         model=_model(_mapping(content, "model")),
         started=str(content.get("started") or ""),
         signature=str(content.get("signature") or ""),
+        places=content.get("places"),
     )
 
 

@@ -94,7 +94,7 @@ def test_it_holds_what_reproduces_the_run_and_no_weights(project: Path, archive:
     run = unpacked(archive, tmp_path)
     names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     prompts = "inputs/generate.prompts_file/prompts.txt"
-    assert {"run.json", "weights.json", prompts, ".hydra/config.yaml", ".hydra/overrides.yaml"} <= names
+    assert names == {"run.json", "weights.json", "run.log", prompts, ".hydra/config.yaml", ".hydra/overrides.yaml"}
     assert not [name for name in names if name.endswith((".safetensors", ".bin"))]
     top = run.parents[1]
     lock = top.joinpath("requirements.lock.txt").read_text()
@@ -168,3 +168,15 @@ def test_a_whole_sweep_is_given_away(offstage_here: Run, replay: Replay, tmp_pat
     code, out, err = replay(runs[1])
     assert code == 0, err
     assert "tokens    the same" in out, "the embedded model is where offstage is"
+
+
+def test_a_stranger_s_record_has_no_file_of_mine_given_away(project: Path, tmp_path: Path) -> None:
+    (path,) = records_in(project)
+    record = json.loads(path.read_text())
+    tmp_path.joinpath("secret.txt").write_text("mine\n")
+    record["config"]["generate"]["prompts_file"] = str(tmp_path / "secret.txt")
+    tmp_path.joinpath("run").mkdir()
+    tmp_path.joinpath("run", "run.json").write_text(json.dumps(record))
+    bundle([tmp_path / "run" / "run.json"], {}, tmp_path / "x.tar.gz")
+    run = unpacked(tmp_path / "x.tar.gz", tmp_path)
+    assert [file.name for file in run.iterdir()] == ["run.json"]

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import CheckpointError, StorageError
-from pipeline.record import RECORD, RunRecord, StageRecord, never_left_running
-from pipeline.signatures import sign
+from pipeline.record import RunRecord, StageRecord, is_own_config, never_left_running
 from pipeline.stage import Report
 
 STAGE = StageRecord(
@@ -72,7 +71,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "finished": None,
         "overrides": ["seed=1"],
         "config": {"seed": 1},
-        "signature": sign(RECORD, []),
+        "signature": found["signature"],
         "environment": {"python": "3"},
         "model": {},
         "inputs": {},
@@ -87,6 +86,8 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "enforcement": None,
     }
     assert [path.name for path in folder.iterdir()] == ["run.json"]
+    assert is_own_config(found["config"], found["signature"], found["places"])
+    assert not is_own_config(found["config"], found["signature"], {**found["places"], "folder": "/elsewhere"})
 
 
 def test_a_stage_is_written_as_soon_as_it_is_added(folder: Path) -> None:
