@@ -10,6 +10,7 @@ import gzip
 import io
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,14 +200,10 @@ def _commit(environment: Mapping[str, Any]) -> str:
 def _secrets(record: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield what of the addresses in a record is a name and a password."""
     texts = (leaf for _, leaf in walk(record) if isinstance(leaf, str) and "@" in leaf)
-    for text in texts:
-        for word in text.split("="):
-            try:
-                told, at, _ = urlsplit(word).netloc.rpartition("@")
-            except ValueError:
-                continue
-            if at and told:
-                yield f"{told}@".encode()
+    for word in (word for text in texts for word in text.split("=")):
+        with suppress(ValueError):  # no address
+            told, at, _ = urlsplit(word).netloc.rpartition("@")
+            yield from [f"{told}@".encode()] if at and told else []
 
 
 def _without(data: bytes, secrets: Iterable[bytes]) -> bytes:

@@ -37,7 +37,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Report or compare as ``arguments`` say and return 0. Raises an ``OffstageError`` for what a user can mend."""
     options = _parser().parse_args(arguments)
     if sum(map(bool, (options.paths, options.compare, options.bundle))) != 1:
-        raise ConfigError("give one PATH or more, --compare A B or --bundle RUN…; see offstage-report --help")
+        raise ConfigError("give either one PATH or more, --compare A B, or --bundle RUN…; see offstage-report --help")
     if options.bundle:
         _bundle(options.bundle, output=options.output)
     elif options.compare:

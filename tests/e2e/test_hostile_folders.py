@@ -273,10 +273,10 @@ REPLAYS: dict[str, Change] = {
         },
     ),
     "a checkpoint": of_config("<outside>/checkpoint", model={"path": "<outside>/checkpoint"}),
-    "a checkpoint by dots": of_config("<outside>/place/..", model={"path": "<outside>/place/.."}),
+    "a checkpoint by dots": of_config("<outside>/checkpoint/..", model={"path": "<outside>/checkpoint/.."}),
     "a Hub id": of_config("org/name", model={"tokenizer": "org/name"}),
     "an adapter": of_config("<outside>", model={"adapter": "<outside>"}),
-    "a device map": of_config("<outside>/map.json", device_map="<outside>/map.json"),
+    "a device map": of_config("<outside>/secret.txt", device_map="<outside>/secret.txt"),
 }
 
 

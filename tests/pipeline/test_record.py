@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from datetime import datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "environment": {"python": "3"},
         "model": {},
         "inputs": {},
+        "packages": {},
+        "places": {"run": str(folder), "folder": str(Path.cwd()), "conf": str(resources.files("conf"))},
         "stages": [],
         "memory": {"budget": {}, "predicted": {}, "measured": {}},
         "metrics": dict.fromkeys(metrics),

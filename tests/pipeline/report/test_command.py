@@ -115,7 +115,7 @@ def test_any_record_makes_a_page(tmp_path: Path, content: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ([], 2, "give either one PATH or more, or --compare"),
+        ([], 2, "give either one PATH or more, --compare A B, or --bundle"),
         (["x", "--compare", "a", "b"], 2, "give either one PATH"),
         (["gone"], 5, "gone: there is nothing"),
         (["."], 5, "no run.json there"),
