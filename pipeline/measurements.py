@@ -97,6 +97,11 @@ def remarks(record: Mapping[str, Any]) -> Iterator[str]:
             "computed, and so tokens, may differ from those of other placements."
         )
     yield from record.get("compared", ())
+    if record["metrics"].get("predicted_expert_routing") == "uniform":
+        yield (
+            "The plan assumed uniform routing: it had no rate that runs of this model had with so many slots for "
+            "experts. The bytes and seconds of a token may be far from those predicted."
+        )
     if enforcement.get("enforced") is False:
         yield f"No memory cap was tested: {enforcement['how']}."
 

@@ -23,6 +23,9 @@ from stages.units import CPU, DISK, DeviceId
 ROOMY, LEAST = 2, 1
 """The slots of each kind that one is read into while the other computes, and those that suffice."""
 
+UNIFORM, MEASURED = "uniform", "measured"
+"""What a prediction takes the routing of tokens to be, or goes by."""
+
 _STEP = 32
 """Measured rates of hits are kept by the share of experts that have slots, in as many steps."""
 
@@ -120,12 +123,14 @@ def host_share(
 class ExpertTraffic:
     """The bytes of experts that a pass is expected to bring, by where they wait; and to find where they compute.
 
-    What lies there anyway, and not in a slot, is ``resident``.
+    What lies there anyway, and not in a slot, is ``resident``. The ``routing`` is ``MEASURED`` where runs say how often
+    that is, on each device, else it is taken to be ``UNIFORM``.
     """
 
     brought: Brought
     found: Mapping[DeviceId, float]
     resident: Mapping[DeviceId, float]
+    routing: str
 
     @property
     def hit_rate(self) -> float:
@@ -241,7 +246,8 @@ def expert_traffic(
                 ahead=False,
             )
             found[device] += used * rates[module]
-    return ExpertTraffic(brought, found, resident)
+    measured = (routing.measured(pool, slots.get(device, 0)) for device, pool in pools(outline, offstage).items())
+    return ExpertTraffic(brought, found, resident, UNIFORM if None in measured else MEASURED)
 
 
 def host_calls(outline: Outline, execution: Mapping[str, DeviceId], routing: Routing) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.empty_init.skeleton import upward
+from stages.plan.expert_slots import UNIFORM
 from stages.plan.plan import Plan
 from stages.units import DISK, DeviceId, format_bytes
 
@@ -124,9 +125,9 @@ def experts_told(plan: Plan) -> list[str]:
         return []
     where = ", ".join(f"{slots_told(plan, device)} on {device}" for device in plan.pools)
     found, brought = plan.forecast["expert_hit_rate"], int(plan.forecast["expert_bytes_per_token"])
-    return [
-        f"{where}; {found:.0%} of those a token uses are expected there; {format_bytes(brought)} a token are brought"
-    ]
+    told = f"{where}; {found:.0%} of those a token uses are expected there; {format_bytes(brought)} a token are brought"
+    assumed = "which assumes uniform routing: the plan has no rate that runs of this model had with so many slots"
+    return [f"{told}, {assumed}" if plan.forecast["expert_routing"] == UNIFORM else told]
 
 
 def links_told(plan: Plan) -> list[str]:

@@ -86,6 +86,10 @@ def test_a_rate_that_the_plan_did_not_expect_is_expected_by_the_next_and_nothing
     rate = first.record["metrics"]["expert_hit_rate"]
     assert abs(rate - first.record["metrics"]["predicted_expert_hit_rate"]) > 0.05, "else the test proves nothing"
     assert second.record["metrics"]["predicted_expert_hit_rate"] == round(rate, 3)
+    told = [done.record["metrics"]["predicted_expert_routing"] for done in (first, second)]
+    assert told == ["uniform", "measured"]
+    assert ["The plan assumed uniform routing" in done.out for done in (first, second)] == [True, False]
+    assert ["assumes uniform routing" in " ".join(done.out.split()) for done in (first, second)] == [True, False]
     assert [name for name, cached in second.cached.items() if not cached] == ["plan", "dispatch"]
     assert second.record["outputs"] == first.record["outputs"]
     assert all(third.cached.values())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from pipeline.measurements import measurements, remarks
@@ -104,6 +105,12 @@ def test_what_others_took_and_a_cap_that_nothing_tested_are_said_below(tmp_path:
     assert list(remarks(record.data))[1:] == ["No memory cap was tested: nothing was loaded."]
     record.note_enforcement(bytes_allowed=5, how="cgroup")
     assert len(list(remarks(record.data))) == 1
+
+
+@pytest.mark.parametrize(("routing", "said"), [("uniform", True), ("measured", False), (None, False)])
+def test_what_a_mixtures_prediction_assumes_is_said_below(routing: str | None, said: bool, tmp_path: Path) -> None:
+    record = recorded(tmp_path, Report(metrics={"predicted_expert_routing": routing} if routing else {}))
+    assert [line.split(":")[0] for line in remarks(record.data)] == ["The plan assumed uniform routing"] * said
 
 
 LINKS = {

@@ -251,6 +251,20 @@ def test_tokens_of_one_pass_share_experts_and_what_was_measured_counts() -> None
     assert replace(measured, tokens=2).measured(pool, 60) is None
 
 
+def test_a_plan_that_a_measured_rate_goes_into_assumes_nothing_of_routing() -> None:
+    model = mixture("Mixtral")
+    config = {"max_memory": {"cpu": str(kept_bytes(model) + 6 * expert_bytes(model))}, "storage": {"io": "direct"}}
+    rates = {"11/32 of 18, 1 a pass": 0.75}
+    assumed, known, of_other_slots = (
+        make_plan(model, config, hit_rates=found) for found in ({}, rates, {"12/32 of 18, 1 a pass": 0.75})
+    )
+    assert [plan.forecast["expert_routing"] for plan in (assumed, known, of_other_slots)] == [
+        "uniform", "measured", "uniform",
+    ]  # fmt: skip
+    assert known.forecast["expert_hit_rate"] == 0.75
+    assert "uniform" not in render(known, model.sizes)
+
+
 def test_each_kind_of_experts_has_a_slot_at_least() -> None:
     """The engine gives each kind the part of the pool that it is of all experts there."""
     model = mixture("Mixtral")
@@ -337,7 +351,7 @@ def test_screen_and_picture_show_the_slots() -> None:
     model = mixture("Mixtral")
     plan = plan_for(model, cpu=kept_bytes(model) + 6 * expert_bytes(model))
     told = "6 slots for 18 experts on cpu; 25% of those a token uses are expected there; 62.21 kB a token are brought"
-    assert told in render(plan, model.sizes)
+    assert f"{told}, which assumes uniform routing: the plan has no rate" in render(plan, model.sizes)
     assert "6 slots for 18 experts" in draw(plan, model.sizes)
     assert "slots" in render(plan, model.sizes).splitlines()[-5]
 
