@@ -203,10 +203,13 @@ def test_killed_it_goes_on_from_the_saved_state_to_bitwise_the_same_weights(tmp_
     resumed = offstage_here(*given)
     assert resumed.code == 0, resumed.err
     assert resumed.record["metrics"]["taken_steps"] == 40 - state["step"]
+    assert resumed.record["metrics"]["earlier_steps"] == state["step"]
+    assert f"; went on after {state['step']} steps, which the times aren't of" in resumed.out
     assert not list(artifact(resumed).glob(".state")), "the state is left in the artifact"
     tmp_path.joinpath("outputs/cache/finetune").rename(tmp_path / "before")
     whole = offstage_here(*given)
     assert whole.record["metrics"]["taken_steps"] == 40
+    assert "earlier_steps" not in whole.record["metrics"]
     assert whole.record["outputs"] == resumed.record["outputs"]
 
 

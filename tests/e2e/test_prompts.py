@@ -56,8 +56,43 @@ def test_killed_again_and_again_no_prompt_is_answered_twice(
         assert lasting.startswith(kept), "what was answered is kept as it was"
         kept = lasting[: lasting.rfind(b"\n") + 1]
     assert kept.count(b"\n") >= kills[-1]
-    assert generations(offstage_here(*asked)) == rows
+    done = offstage_here(*asked)
+    assert generations(done) == rows
     assert unfinished(tmp_path) == b""
+    earlier = done.record["metrics"]["earlier_prompts"]
+    assert 0 < earlier < COUNT
+    assert f"; went on after {earlier} prompts, which the times aren't of" in done.out
+
+
+def test_by_default_each_prompt_has_the_answer_that_it_has_alone(offstage_here: Callable[..., Finished]) -> None:
+    prompts = [[5, 6, 7], [8, 9], [4] * 30]
+    streamed = ("max_memory.cpu=1500kB", "storage.io=direct", "hardware.rates={storage: 10MB, host: 10GB}")
+    asked = ("generate.max_new_tokens=4", *streamed)
+    together = offstage_here(f"generate.prompts={prompts}", *asked)
+    assert together.record["metrics"]["lockstep"] == 3
+    assert [output["batch"] for output in together.record["outputs"]] == [1, 2, 0], "each is a batch of its own"
+    resident = offstage_here(f"generate.prompts={prompts}", "generate.max_new_tokens=4", "max_memory.cpu=100MB")
+    assert resident.record["metrics"]["lockstep"] == 1, "nothing streams: they follow each other"
+    alone = [offstage_here(f"generate.prompts=[{ids}]", *asked).tokens[0] for ids in prompts]
+    assert together.tokens == resident.tokens == alone
+
+
+def test_a_record_of_before_is_replayed_with_the_batch_that_it_had(
+    tmp_path: Path, offstage_here: Callable[..., Finished], replay: Replay
+) -> None:
+    done = offstage_here("generate.prompts=[[5,6,7],[8,9]]", "generate.max_new_tokens=4", "generate.batch_size=2")
+    assert done.code == 0, done.err
+    (path,) = tmp_path.glob("outputs/runs/*/*/run.json")
+    record = json.loads(path.read_text())
+    for name in ("places", "packages"):
+        del record[name]
+    record["config"]["generate"] |= {"batch_size": None, "lockstep": 1}
+    tmp_path.joinpath("old.json").write_text(json.dumps(record))
+    code, out, err = replay(tmp_path / "old.json")
+    assert code == 0, err
+    assert "tokens    the same" in out
+    again = max(tmp_path.glob("outputs/runs/*/*/run.json"), key=lambda each: each.stat().st_mtime)
+    assert json.loads(again.read_text())["config"]["generate"]["batch_size"] == 2
 
 
 def test_a_batch_is_told_and_exact_answers_are_those_of_each_prompt_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -150,6 +151,11 @@ def test_killed_again_and_again_no_window_is_scored_twice(tmp_path: Path, offsta
     again = offstage_here(SCORE, *LONG)
     assert (windows_of(again), texts_of(again)) == (rows, texts)
     assert again.record["metrics"]["perplexity"] == whole.record["metrics"]["perplexity"]
+    earlier = again.record["metrics"]["earlier_windows"]
+    assert f"; went on after {earlier} windows, which the times aren't of" in again.out
+    (told,) = again.record["outputs"]
+    assert told["text_sha256"] == hashlib.sha256(tmp_path.joinpath("long.txt").read_bytes()).hexdigest()
+    assert told["scores_sha256"] == whole.record["outputs"][0]["scores_sha256"]
 
 
 def test_windows_of_a_batch_are_told_and_exact_ones_are_scored_alone(tmp_path: Path, offstage_here: Run) -> None:
