@@ -100,7 +100,7 @@ def test_what_cannot_be_done_is_one_line_and_nothing_runs(
         ("defaults: [{'': config}]", "mine' can't be read as a config file in UTF-8: AssertionError"),
         ("defaults: [config, _self_]\nmax_memory: 2MB", "mine.yaml names no device; give each its own size"),
         ("defaults: [config, _self_]\nmax_memory: {cpu: null}", "mine.yaml is no size; give one, or leave the key out"),
-        ("defaults: [config, model: own, _self_]", "Could not find 'model/own'"),
+        ("defaults: [config, model: own, _self_]", "model: 'own' is no file of that group; there are"),
         ("defaults: [config, _self_]\nlab: {disk: 1GB}", "of your own stand below vars: {vars: {lab: …}}, used as ${v"),
         ("defaults: [config, _self_]\nvars: {x: !!binary aGk=}", "offstage: vars.x: b'hi' are bytes, which no record"),
         (
@@ -122,8 +122,8 @@ def test_an_experiment_without_its_package_is_told_the_line_that_it_lacks(offsta
     tmp_path.joinpath("experiment/own.yaml").write_text("seed: 1\n")
     done = offstage_here("--config-dir", str(tmp_path), "experiment=own")
     assert (done.code, done.out) == (2, "")
-    assert "In 'experiment/own': its keys are taken for those of experiment; begin the file with the line" in done.err
-    assert "# @package _global_" in done.err
+    assert "own.yaml has no header, so that its keys (seed) landed below 'experiment'" in done.err
+    assert "write '# @package _global_' as its first line" in done.err
 
 
 def test_a_job_of_a_sweep_that_names_no_stage_is_refused_as_a_run_is(offstage_here: Run) -> None:
