@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CheckpointError, foreign
 
@@ -36,6 +37,6 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
 
 def named_tokens(value: object) -> list[int] | None:
     """Return the token ids that the ``value`` of an option names: none, one or a list; null where it names none."""
-    found = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    found: Sequence[Any] = value if isinstance(value, list | tuple) else [] if value is None else [value]
     are_ids = all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < 2**63 for token in found)
     return list(found) if are_ids else None
