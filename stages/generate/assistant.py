@@ -15,6 +15,7 @@ from typing import Any
 from pipeline.errors import CheckpointError, ConfigError, Fault, OffstageError, StorageError
 from pipeline.stage import Context
 from stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
+from stages.checkpoints.generation_defaults import read_generation_config
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.checkpoints.weight_files import gguf_file
@@ -120,7 +121,6 @@ def loaded_assistant(path: str | None, context: Context) -> Iterator[Assistant |
         yield None
         return
     from stages.dispatch import load
-    from stages.generate.options import checkpoint_defaults
 
     main = plans.from_json(context.artifact("plan").json(plans.FILE_NAME)).main_device
     whole = {main: 2 * assistant_weights(checkpoint_folder({"path": path}))}
@@ -132,5 +132,5 @@ def loaded_assistant(path: str | None, context: Context) -> Iterator[Assistant |
     with loaded:
         if not getattr(loaded.model, "can_generate", lambda: False)():
             raise ConfigError(f"{_KEY}: {path!r} is no model that generates; give one of the model's own kind")
-        defaults = checkpoint_defaults(checkpoint_folder({"path": path}))
+        defaults = read_generation_config(checkpoint_folder({"path": path}))
         yield Assistant(loaded.model, defaults or copy.deepcopy(loaded.model.generation_config))

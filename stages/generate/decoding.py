@@ -14,6 +14,7 @@ from torch import nn
 from tqdm import tqdm
 
 from pipeline.errors import ConfigError, foreign
+from stages.checkpoints.generation_defaults import read_generation_config
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import tokenizing
 from stages.dispatch.stage import Dispatched
@@ -65,7 +66,7 @@ class Decoding:
         self._dispatched, self._inputs, self._tokenizer = dispatched, inputs, tokenizer
         self._assistant, self._free = assistant, free
         self.cost = Cost()
-        self._defaults = options.checkpoint_defaults(checkpoint_folder(inputs.model))
+        self._defaults = read_generation_config(checkpoint_folder(inputs.model))
         self._uses_transformers = decode.has_generate(dispatched.model)
         config = getattr(dispatched.model, "config", None)
         self._side = "right" if getattr(config, "is_encoder_decoder", False) else "left"

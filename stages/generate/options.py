@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -12,7 +11,7 @@ from transformers.generation import logits_process as processors
 
 from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
 from pipeline.regular_files import read_object
-from stages.checkpoints.generation_defaults import GENERATION_CONFIG, read_generation_config
+from stages.checkpoints.generation_defaults import GENERATION_CONFIG, TOKEN_OPTION, read_generation_config
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer
 from stages.empty_init.identity import read_config
@@ -100,7 +99,7 @@ def _own_options(model: Mapping[str, Any]) -> Mapping[str, type[str | bool]]:
 
 def _token_faults(options: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield those of ``options`` that should name tokens and don't: nothing in transformers looks at them early."""
-    for name in (name for name in options if name.endswith("_token_id")):
+    for name in (name for name in options if name.endswith(TOKEN_OPTION)):
         try:
             token_ids(name, options[name])
         except ConfigError as error:
@@ -132,7 +131,7 @@ def check_served(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Itera
         return
     folder, options = checkpoint_folder(model), given_options(generate)
     try:
-        defaults = checkpoint_defaults(folder)
+        defaults = read_generation_config(folder)
         effective = {**(defaults.to_dict() if defaults is not None else {}), **options}
         with foreign(ConfigError, "generate: transformers refuses these options"):
             found = [*_removed(effective), *_unserved(effective, model), *_unguessable(effective, generate, model)]
@@ -215,14 +214,6 @@ def _processors(options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any
     for name, processor in ({**_PROCESSORS, **(_WARPERS if options.get("do_sample") else {})}).items():
         if options.get(name) not in (None, _UNUSED.get(name)):
             yield name, processor
-
-
-def checkpoint_defaults(folder: Path) -> GenerationConfig | None:
-    """Return what the checkpoint's ``generation_config.json`` says, or None if it has none."""
-    defaults = read_generation_config(folder)
-    for fault in _token_faults(vars(defaults)) if defaults is not None else ():
-        raise CheckpointError(f"{folder / GENERATION_CONFIG}: {fault.key.removeprefix('generate.')}: {fault.message}")
-    return defaults
 
 
 def plain_options(options: Mapping[str, Any], defaults: GenerationConfig | None) -> dict[str, Any]:

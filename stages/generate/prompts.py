@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import ConfigError, Fault, OffstageError
+from stages.checkpoints.generation_defaults import named_tokens
 from stages.checkpoints.hub import checkpoint_folder
 from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from stages.empty_init.model import read_class
@@ -15,7 +16,7 @@ from stages.inputs.prompt_processor import PromptProcessor
 from stages.plan.request.geometry import read_geometry
 from stages.plan.request.messages import Message
 from stages.plan.request.prompt_inputs import conversation, prompt_inputs
-from stages.plan.request.prompts import MOST, Prompt
+from stages.plan.request.prompts import Prompt
 
 _TOKENS = "input_ids"
 _INSTEAD = "generate.prompts=[[5,6,7]]"
@@ -115,7 +116,7 @@ def _takes_text(model: Mapping[str, Any]) -> bool:
 
 def token_ids(option: str, value: object) -> list[int]:
     """Return the token ids that an ``option`` names: none, one or a list; a ``ConfigError`` for anything else."""
-    found = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < MOST for token in found):
+    found = named_tokens(value)
+    if found is None:
         raise ConfigError(f"generate.{option}: {value!r} is no token id; give a whole number, or leave it out")
-    return list(found)
+    return found

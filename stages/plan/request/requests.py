@@ -36,8 +36,6 @@ from stages.plan.request.training import FinetuneOptions, Learns
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-"""The file of a checkpoint that says how its answers are decoded where a run doesn't."""
-
 _DECODING = (
     "num_beams", "num_return_sequences", "max_new_tokens", "max_length", "use_cache", "cache_implementation", LOOKUP,
     GUESSED,
@@ -107,7 +105,8 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
 def with_checkpoint_defaults(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config's ``generate`` with what the ``generation_config.json`` of ``model`` says beside it.
 
-    What is damaged of that file is reported by ``generate`` itself.
+    It is read as it is, since to have transformers read it takes seconds; what is wrong with it is said where a model
+    is built or ``generate`` checked.
     """
     said = read_object(checkpoint_folder(model) / GENERATION_CONFIG)
     defaults = {key: said[key] for key in _DECODING if key in said}

@@ -75,6 +75,13 @@ def test_it_generates_as_the_checkpoint_says(said: dict[str, Any] | None, checkp
     assert torch.equal(*answers)
 
 
+def test_one_whose_checkpoint_names_no_token_to_end_with_is_refused_by_the_file(checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, true]}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id: \[2, True\] is no token"):
+        load(folder, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("io", ["direct", "mmap"])
 @pytest.mark.parametrize("placed", [{"device_map": ON_DISK}, {"max_memory": {"cpu": "60KB"}}, OFFLOADED, {}])
 def test_it_answers_bit_for_bit_like_the_plain_model(placed, io, checkpoint, plain, cache) -> None:

@@ -6,8 +6,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.errors import CheckpointError, ConfigError
+from stages.checkpoints.generation_defaults import read_generation_config
 from stages.checkpoints.tokenizers import load_tokenizer
-from stages.generate.options import check_options, check_own_options, check_served, checkpoint_defaults, plain_options
+from stages.generate.options import check_options, check_own_options, check_served, plain_options
 from stages.generate.prompts import Encoder, check_encoded
 from stages.plan.request.prompts import Prompt, check_prompts, read_prompts
 
@@ -221,17 +222,17 @@ def test_text_without_a_tokenizer_says_what_to_give(tmp_path: Path) -> None:
 def test_defaults_that_name_no_token_are_refused_by_file_and_name(name: str, value: str, tmp_path: Path) -> None:
     tmp_path.joinpath("generation_config.json").write_text(f'{{"{name}": {value}}}')
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: .*{name}|generation_config\.json: TypeError"):
-        checkpoint_defaults(tmp_path)
+        read_generation_config(tmp_path)
 
 
 def test_the_plain_loop_refuses_options_it_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generate\.num_beams: .* max_new_tokens, do_sample"):
         plain_options({"num_beams": 2, "max_new_tokens": 3}, None)
     tmp_path.joinpath("generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.5, "do_sample": true}')
-    defaults = checkpoint_defaults(tmp_path)
+    defaults = read_generation_config(tmp_path)
     options = plain_options({"max_new_tokens": 3, "do_sample": False}, defaults)
     assert (options["eos_token_id"], options["do_sample"], options["max_new_tokens"]) == (7, False, 3)
-    assert checkpoint_defaults(tmp_path / "elsewhere") is None
+    assert read_generation_config(tmp_path / "elsewhere") is None
 
 
 @pytest.mark.parametrize(
