@@ -113,15 +113,13 @@ def _hold_weights(
     if any(file["sampled"] is None for file in (*before.values(), *files.values())):
         _refuse(path, _other_files(before, files, ("size",)))
         return [_BY_INDEX]
-    same = [name for name in files if name in before and _is_same(before[name], files[name], ("size", "header"))]
-    whole = [name for name in same if not _is_same(before[name], files[name], ("sampled", "sha256"))]
     others = list(_other_files(before, files, ("size", "header", "sampled", "sha256")))
     if not others:
         return []
     named = list(_other_tensors(tensors_then, tensors_now)) if tensors_then and tensors_now else None
     if named:
         _refuse(path, named)
-    if then.get("verify") == "full" or whole or named is None:
+    if then.get("verify") == "full" or named is None or _is_beside_samples(before, files):
         why = "; all its samples are the same" if named == [] else ""
         _refuse(path, [f"{other}{why}" for other in others])
     return [_SHARDED_ANEW]
@@ -141,6 +139,14 @@ def _other_files(then: Mapping[str, Any], now: Mapping[str, Any], parts: Sequenc
     yield from (f"{name} is missing" for name in then if name not in now)
 
 
+def _is_beside_samples(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a file differs in its SHA-256 and in nothing else that is known: what changed lies beside the samples."""
+    both = [(then[name], now[name]) for name in now if name in then]
+    return any(
+        _is_same(was, now_is, ("size", "header")) and not _is_same(was, now_is, ("sha256",)) for was, now_is in both
+    )
+
+
 def _is_same(then: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[str]) -> bool:
     """Whether two files are the same in ``parts``; what one of the two doesn't know isn't held against the other."""
     known = [(then.get(part), now.get(part)) for part in parts]
@@ -149,18 +155,21 @@ def _is_same(then: Mapping[str, Any], now: Mapping[str, Any], parts: Sequence[st
 
 def _other_tensors(then: Entries, now: Entries) -> Iterator[str]:
     """Yield how each tensor differs that does, wherever it lies, with the file that it lies in."""
-    before = {name: (file, *entry) for file, held in then.items() for name, entry in held.items()}
-    here = {name: (file, *entry) for file, held in now.items() for name, entry in held.items()}
-    yield from (f"{file}: {name} wasn't there in that run" for name, (file, *_) in here.items() if name not in before)
-    for name in (name for name in here if name in before):
-        (file, dtype, shape, digest), (_, old_dtype, old_shape, old_digest) = here[name], before[name]
-        if old_dtype != dtype:
-            yield f"{file}: {name} is {dtype}, and was {old_dtype} in that run"
-        elif old_shape != shape:
-            yield f"{file}: {name} is of shape {shape}, and was of {old_shape} in that run"
-        elif old_digest != digest:
-            yield f"{file}: {name} has other bytes than in that run"
-    yield from (f"{name} is missing, which lay in {before[name][0]}" for name in before.keys() - here.keys())
+    before = {name: (file, entry) for file, held in then.items() for name, entry in held.items()}
+    here = {name: (file, entry) for file, held in now.items() for name, entry in held.items()}
+    for name, (file, entry) in here.items():
+        difference = _difference(before[name][1], entry) if name in before else "wasn't there in that run"
+        if difference:
+            yield f"{file}: {name} {difference}"
+    yield from (f"{file}: {name} is missing" for name, (file, _) in before.items() if name not in here)
+
+
+def _difference(then: Sequence[Any], now: Sequence[Any]) -> str | None:
+    """Return in words what a tensor is now, where that isn't what it was then."""
+    for part, was, now_is in zip(("dtype", "shape"), then, now, strict=False):
+        if was != now_is:
+            return f"is of {part} {now_is}, and was of {was} in that run"
+    return "has other bytes than in that run" if then[2] != now[2] else None
 
 
 def _refuse(path: object, found: Sequence[str] | Iterator[str]) -> None:
