@@ -6,7 +6,8 @@ layers share one: the one that runs pushes out what the one before it brought, w
 bank holds beyond one call is kept for the others.
 
 Slots are empty at first. What the prompts and the first tokens are routed to fills them, and until then more is brought
-than ever after.
+than ever after. Prompts that use more experts than a bank holds leave none there that is whole: these pass through it
+tensor by tensor.
 """
 
 from __future__ import annotations
@@ -47,14 +48,15 @@ def kept_share(slots: int, *, layers: int, count: int, used: float, before: floa
     kept = 0.0
     for number, (begin, end) in enumerate(bounds):
         most = min(count, _kept_each(end - begin, members[number], used))
-        kept += members[number] * _while_filling(most, count=count, used=used, before=before, passes=passes)
+        left = before if before <= end - begin else 0.0
+        kept += members[number] * _while_filling(most, count=count, used=used, before=left, passes=passes)
     return kept / (layers * count)
 
 
 def _while_filling(most: float, *, count: int, used: float, before: float, passes: int) -> float:
     """Return how many of ``count`` experts are in slots as a layer is called, on average over ``passes``.
 
-    At first those used ``before`` are, and each pass adds those that it had to bring, up to ``most``.
+    At first those that were left ``before`` are, and each pass adds those that it had to bring, up to ``most``.
     """
     kept, total = min(most, before), 0.0
     for passed in range(passes):

@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from stages.dispatch.experts.bank import Bank
-from stages.dispatch.experts.eviction import DEFAULT, POLICIES
+from stages.dispatch.experts.eviction import DEFAULT, POLICIES, Expert
 from stages.plan.expert_banks import bank_bounds, kept_share, wanted
+
+TENSORS = ("gate_up_proj", "down_proj")
+"""What there is of each expert."""
 
 
 @given(slots=st.integers(1, 5000), layers=st.integers(1, 90), largest=st.integers(1, 256), together=st.integers(1, 200))
@@ -50,41 +53,47 @@ def test_where_all_experts_have_slots_each_layer_has_those_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "prompt", "passes"),
-    [(384, 4, 16), (320, 4, 16), (320, 4, 64), (320, 64, 64), (120, 4, 16), (100, 64, 32), (70, 4, 32), (40, 64, 32)],
-)
+    [(384, 4, 16), (320, 4, 16), (320, 4, 64), (320, 64, 64), (120, 4, 16), (100, 64, 32), (70, 4, 32), (40, 64, 32),
+     (384, 1, 3), (160, 1, 7), (160, 4, 7), (240, 64, 7), (320, 64, 7)],
+)  # fmt: skip
 def test_what_is_expected_is_what_uniform_routing_finds(slots: int, prompt: int, passes: int) -> None:
     """Six layers of 64 experts, of which a token uses 8; slots are empty as the prompt begins."""
     before = wanted(64, 8, prompt)
     expected = kept_share(slots, layers=6, count=64, used=8, before=before, passes=passes)
     runs = [found for seed in range(6) for found in hits(slots, prompt, passes, random.Random(seed))]
-    assert sum(runs) / len(runs) / 8 == pytest.approx(expected, abs=0.02)
+    assert sum(runs) / len(runs) / 8 == pytest.approx(expected, abs=0.04)
 
 
 def hits(slots: int, prompt: int, passes: int, draw: random.Random) -> Iterator[int]:
     """Yield how many of the experts of a layer's call are in slots, for each call of decoding."""
     bounds = bank_bounds(slots, layers=6, largest=64, together=8)
     banks = [Bank(begin, end, POLICIES[DEFAULT]()) for begin, end in bounds]
+    asked: dict[Expert, set[str]] = {}
     for number in range(1 + passes):
         for bank in banks:
             bank.policy.begin_pass()
         for layer in range(6):
             tokens = prompt if number == 0 else 1
             routed = sorted({(layer, expert) for _ in range(tokens) for expert in draw.sample(range(64), 8)})
-            found = call(banks[layer % len(banks)], layer, routed)
+            found = call(banks[layer % len(banks)], layer, routed, asked)
             if number:
                 yield found
 
 
-def call(bank: Bank, layer: int, routed: list[tuple[int, int]]) -> int:
-    """Have ``bank`` bring what a layer's call uses; return how many of it were there."""
-    there = [expert for expert in routed if bank.slot(expert) is not None]
+def call(bank: Bank, layer: int, routed: list[Expert], asked: dict[Expert, set[str]]) -> int:
+    """Have ``bank`` bring what a layer's call uses, one tensor of all after the other; return how many were whole."""
+    there = [expert for expert in routed if len(asked.get(expert, ())) == len(TENSORS)]
     bank.policy.begin_layer(layer)
     for expert in there:
-        bank.policy.use(expert)
-    waiting = [expert for expert in routed if expert not in there]
-    for begin in range(0, len(waiting), 4):
-        batch = waiting[begin : begin + 4]
-        for expert in batch:
-            assert bank.take(expert, batch if len(routed) > bank.size else routed) is not None
-            bank.policy.use(expert)
+        bank.use(expert)
+    busy = routed if len(routed) <= bank.size else []
+    for tensor in TENSORS:
+        waiting = [expert for expert in routed if tensor not in asked.get(expert, ())]
+        for begin in range(0, len(waiting), 4):
+            batch = waiting[begin : begin + 4]
+            for expert in batch:
+                if bank.slot(expert) is None:
+                    assert bank.take(expert, [*busy, *batch], dropped=asked.pop) is not None
+                    bank.use(expert)
+                asked.setdefault(expert, set()).add(tensor)
     return len(there)
