@@ -51,7 +51,7 @@ def unrecordable(data: object) -> Iterator[tuple[str, str]]:
         elif inner and depth > DEEPEST:
             yield place.partition(".")[0].partition("[")[0], f"nested more than {DEEPEST} deep; nest it less"
         else:
-            for key, value in inner:
-                below = f"[{key}]" if isinstance(node, list | tuple) else f".{key}" if place else str(key)
-                waiting += [(f"{place}{below}", value, depth + 1)]
-                waiting += [(f"{place}{below}", key, depth + 1)] if isinstance(key, bytes) else []
+            below = "[{}]" if isinstance(node, list | tuple) else ".{}" if place else "{}"
+            named = [(f"{place}{below.format(key)}", key, value) for key, value in inner]
+            waiting += [(there, value, depth + 1) for there, _, value in named]
+            waiting += [(there, key, depth + 1) for there, key, _ in named if isinstance(key, bytes)]

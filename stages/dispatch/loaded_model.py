@@ -155,7 +155,11 @@ def load(
         "device_map": _plain(device_map),
         "execution": execution,
         "max_memory": {str(device): str(size) for device, size in (max_memory or {}).items()},
-        "generate": {"prompts": [[0] * max(1, max_length // 2)] * batch_size, "max_length": max_length},
+        "generate": {
+            "prompts": [[0] * max(1, max_length // 2)] * batch_size,
+            "batch_size": batch_size,
+            "max_length": max_length,
+        },
     }
     _check(stages, config)
     folder = Path(cache) if cache is not None else user_cache()

@@ -146,21 +146,13 @@ def gather_inputs(
     batch size is open they have no part in it: sizes that ran would be held against sizes that never did.
     """
     given = read(options.PlanConfig, config)
-    requests, apart = read_requests(config), [media_request(config, media)] if media else []
-    leaves_open = None not in requests and lockstep_is_chosen(config.get(asking(config)) or {})
-    one_by_one = why_not_in_lockstep(outline.skeleton) if leaves_open else ""
-    if one_by_one:
-        requests = {None: replace(next(iter(requests.values())), members=1)}
+    (requests, one_by_one), apart = _requests(outline, config), [media_request(config, media)] if media else []
     chosen, largest = None not in requests, next(iter(requests.values()))
     works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
+    known = {} if chosen else hit_rates or {}
     demands = {
         size: _demand(
-            outline,
-            config,
-            machine,
-            works[size]({}),
-            _routing(request, {} if chosen else hit_rates or {}) if outline.experts else None,
-            request,
+            outline, config, machine, works[size]({}), _routing(request, known) if outline.experts else None, request
         )
         for size, request in requests.items()
     }
@@ -170,7 +162,7 @@ def gather_inputs(
         overrides=options.read_overrides(given.device_map_overrides),
         execution=given.execution,
         demands=demands,
-        lockstep=leaves_open and not one_by_one,
+        lockstep=chosen and lockstep_is_chosen(config.get(asking(config)) or {}),
         notes=(one_by_one,) if one_by_one else (),
         count=read_request(config).sequences // largest.copies if chosen else 0,
         copies=largest.copies * largest.positions if chosen else 0,
@@ -188,6 +180,15 @@ def gather_inputs(
         machine=machine,
         works=works,
     )
+
+
+def _requests(outline: Outline, config: Config) -> tuple[dict[int | None, Request], str]:
+    """Return what is asked, as ``read_requests`` does, and why it isn't in lockstep where the model rules that out."""
+    requests = read_requests(config)
+    if None in requests or not lockstep_is_chosen(config.get(asking(config)) or {}):
+        return requests, ""
+    why = why_not_in_lockstep(outline.skeleton)
+    return ({None: replace(next(iter(requests.values())), members=1)} if why else requests), why
 
 
 def _works(

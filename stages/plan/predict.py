@@ -233,8 +233,7 @@ def _token_bytes(brought: Brought, experts: ExpertTraffic | None, members: int) 
         found["device_moved_bytes_per_token"] = round(brought.moved.total() / members)
     if experts is not None:
         found["expert_bytes_per_token"] = round(experts.brought.bytes / members)
-        found["expert_hit_rate"] = round(experts.hit_rate, 4)
-        found["expert_routing"] = experts.routing
+        found |= {"expert_hit_rate": round(experts.hit_rate, 4), "expert_routing": experts.routing}
     return found
 
 

@@ -78,7 +78,7 @@ def test_a_plan_depends_on_the_rates_and_the_tokens_of_a_pass() -> None:
     model = mixture("Mixtral")
 
     def key(prompts: int = 1, rate: float = 0.5) -> str:
-        config = {"max_memory": {"cpu": "100kB"}, "generate": {"prompts": prompts * ["hello"]}}
+        config = {"max_memory": {"cpu": "100kB"}, "generate": {"prompts": prompts * ["hello"], "batch_size": prompts}}
         inputs = gather_inputs(
             model,
             config,

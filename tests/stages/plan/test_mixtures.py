@@ -293,7 +293,7 @@ def test_a_token_computes_with_what_it_is_routed_to() -> None:
 def test_batches_and_beams_are_tokens_of_a_pass() -> None:
     model = mixture("Mixtral")
     config = {"max_memory": {"cpu": str(kept_bytes(model) + 6 * expert_bytes(model))}, "storage": {"io": "direct"}}
-    asked = {"prompts": ["one", "two"], "num_beams": 3, "max_new_tokens": 4}
+    asked = {"prompts": ["one", "two"], "batch_size": 2, "num_beams": 3, "max_new_tokens": 4}
     plan = make_plan(model, {**config, "device_map": "optimal", "generate": asked})
     used = 6 * (1 - 0.5**6)
     wanted = round(3 * used * expert_bytes(model) * (1 - (6 - used) / 2 / 6))
