@@ -29,7 +29,7 @@ from pipeline.record import RunRecord, never_left_running
 from pipeline.replay_inputs import Earlier, hold
 from pipeline.run_screen import RunScreen
 from pipeline.runner import Observer, Runner, check_config
-from pipeline.stage import Report, Sources
+from pipeline.stage import Report, SourceFiles
 from pipeline.terminal import announce, shorten
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -122,7 +122,7 @@ class _Watch(Observer):
         self.sees_text = screen.is_live
         self._expected = Earlier.of(expected.data, expected.path.parent) if expected else None
 
-    def keyed(self, stage: str, sources: Sources) -> None:
+    def keyed(self, stage: str, sources: SourceFiles) -> None:
         """Say that the stage is looked at; refuse a checkpoint, or an adapter, that isn't the recorded one."""
         announce(stage)
         if self._expected is not None:

@@ -23,7 +23,7 @@ from pipeline.errors import StorageError
 from pipeline.plain_data import walk
 from pipeline.regular_files import parse_json, read_regular
 from pipeline.signatures import is_signed, sign
-from pipeline.stage import TENSORS, Config, Report, Sources
+from pipeline.stage import TENSORS, Config, Report, SourceFiles
 
 RECORD = "run.json"
 SCHEMA_VERSION = 1
@@ -210,7 +210,7 @@ class RunRecord:
         stages[place : place + 1] = [asdict(stage)]
         self._write()
 
-    def note_sources(self, sources: Sources) -> None:
+    def note_sources(self, sources: SourceFiles) -> None:
         """Keep which files a stage works on: sections that several stages have are put together.
 
         The record is written with what is noted next; what is known of each tensor goes into a file beside it.

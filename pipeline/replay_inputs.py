@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.cache.manifest import DamagedError
 from pipeline.cache.sealed_files import read_sealed
 from pipeline.errors import CheckpointError
-from pipeline.stage import TENSORS, Sources
+from pipeline.stage import TENSORS, SourceFiles
 
 _SHOWN = 3
 _LACKS_DIGESTS = "That run recorded no digests of its weights: they were compared by names, sizes and headers."
@@ -61,7 +61,7 @@ def _is_of_tensors(held: object) -> bool:
     return all(isinstance(entry, list) and len(entry) == 3 for entry in entries)
 
 
-def hold(stage: str, now: Sources, then: Earlier, config: Mapping[str, Any]) -> list[str]:
+def hold(stage: str, now: SourceFiles, then: Earlier, config: Mapping[str, Any]) -> list[str]:
     """Hold the files ``now`` of ``stage`` against those of ``then``; return what to say of them.
 
     A ``CheckpointError`` names what isn't the same; ``config`` says where the files are.

@@ -18,7 +18,7 @@ from pipeline.installed_stages import installed_stages, stage_class
 from pipeline.measure import refuse_unmeasured
 from pipeline.memory_monitor import MemoryMonitor
 from pipeline.record import RunRecord, StageRecord
-from pipeline.stage import Config, Report, Sources, Stage
+from pipeline.stage import Config, Report, SourceFiles, Stage
 from pipeline.stage_chain import StageChain
 from pipeline.stage_usage import Meter
 
@@ -34,7 +34,7 @@ class Observer:
     sees_text = False
     """Whether stages are to show text while they make it."""
 
-    def keyed(self, stage: str, sources: Sources) -> None:
+    def keyed(self, stage: str, sources: SourceFiles) -> None:
         """The key of ``stage`` is known, and which files it works on."""
 
     def begins(self, stage: str) -> None:

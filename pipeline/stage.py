@@ -91,7 +91,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class SourceFiles:
     """The files that a stage works on, by their content: for the record, and for a replay to be held against.
 
     ``inputs`` goes under that name of ``run.json``: a section each for ``weights``, ``config``, ``tokenizer``,
@@ -150,7 +150,7 @@ class Stage(Protocol[Inputs]):
     One with a method ``prepare_machine(config, cache)`` has it called before the first job of a sweep on this machine,
     to measure then, while nothing runs, what the jobs will go by and to keep it in the cache.
 
-    One with a method ``sources(inputs, context)`` returns the ``Sources`` that ``inputs`` were gathered from.
+    One with a method ``sources(inputs, context)`` returns the ``SourceFiles`` that ``inputs`` were gathered from.
 
     What a stage depends on is gathered once a run, as a value. The key is made from that value and the work is done
     from it, so that what lies under a key is what the key says, whatever the machine would answer by then.

@@ -17,7 +17,7 @@ from pipeline.cache.fingerprint import fingerprint
 from pipeline.cache.outline import outline
 from pipeline.cache.store import Store
 from pipeline.errors import ConfigError
-from pipeline.stage import Artifact, Config, Report, Sources, Stage, keyed, model_name
+from pipeline.stage import Artifact, Config, Report, SourceFiles, Stage, keyed, model_name
 
 Charge = Callable[[str], AbstractContextManager[Any]]
 """Makes a context for the work of a stage, to which what happens inside is charged."""
@@ -80,10 +80,10 @@ class StageChain:
             self.outlines[name] = outline({"version": stage.version, **parts})
         return self._keys[name]
 
-    def sources(self, name: str) -> Sources:
+    def sources(self, name: str) -> SourceFiles:
         """Return which files ``name``, whose inputs are gathered, works on."""
         told = getattr(self.stages[name], "sources", None)
-        found: Sources = Sources() if told is None else told(self._inputs[name], self)
+        found: SourceFiles = SourceFiles() if told is None else told(self._inputs[name], self)
         return found
 
     def find(self, name: str) -> Artifact | None:

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.plain_data import walk
 from pipeline.regular_files import read_object, read_regular
-from pipeline.stage import Sources
+from pipeline.stage import SourceFiles
 from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
 from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from stages.checkpoints.config_files import parse_config
@@ -86,7 +86,7 @@ def identity(model: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def model_sources(identified: Mapping[str, Any]) -> Sources:
+def model_sources(identified: Mapping[str, Any]) -> SourceFiles:
     """Return the files that what ``identity`` returned, ``identified``, was read from: config, code, adapter's config.
 
     Code of an installed package stands as its version, as in a key.
@@ -97,7 +97,7 @@ def model_sources(identified: Mapping[str, Any]) -> Sources:
         "code": {**identified.get("class_code", {}), **identified["code"]},
         "adapter": {ADAPTER_CONFIG: adapter["config"]} if adapter else {},
     }
-    return Sources({name: section for name, section in sections.items() if section})
+    return SourceFiles({name: section for name, section in sections.items() if section})
 
 
 def _adapter(model: Mapping[str, Any]) -> dict[str, str] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.errors import CheckpointError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, Sources, Stage
+from pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
 from pipeline.typed_config import PATHS, absolute, fits, unknown_keys
 from stages.calls.options import ForwardOptions, asked_of, identity as asked_identity
 from stages.checkpoints.adapters import adapter_folder, read_settings
@@ -129,7 +129,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             opened=opened,
         )
 
-    def sources(self, inputs: EmptyInitInputs, context: Context) -> Sources:
+    def sources(self, inputs: EmptyInitInputs, context: Context) -> SourceFiles:
         """Return which config and which code make the model, and what an adapter says of itself."""
         return model_sources(inputs.model)
 

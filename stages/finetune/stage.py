@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import Fault
-from pipeline.stage import Artifact, Config, Context, Report, Sources, Stage
+from pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
 from pipeline.typed_config import PATHS, absolute, read
 from stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
 from stages.inference.inputs import gather_model, inference_sources
@@ -74,7 +74,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
             **gather_model(context),
         )
 
-    def sources(self, inputs: FinetuneInputs, context: Context) -> Sources:
+    def sources(self, inputs: FinetuneInputs, context: Context) -> SourceFiles:
         """Return the files of the text and of the tokenizer."""
         return inference_sources(inputs, context)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, Sources
+from pipeline.stage import Artifact, Config, Context, Report, SourceFiles
 from pipeline.typed_config import read
 from stages.calls.options import ForwardConfig, check_options, identity, is_given
 from stages.forward.inputs import OUTPUTS, ForwardInputs
@@ -60,7 +60,7 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
             asked=identity(given, values=True), media=media_libraries(), given=given, **gather_model(context)
         )
 
-    def sources(self, inputs: ForwardInputs, context: Context) -> Sources:
+    def sources(self, inputs: ForwardInputs, context: Context) -> SourceFiles:
         """Return the files of inputs and of the tokenizer."""
         return inference_sources(inputs, context)
 

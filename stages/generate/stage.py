@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, Sources
+from pipeline.stage import Artifact, Config, Context, Report, SourceFiles
 from pipeline.typed_config import PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
 from stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
 from stages.generate.inputs import GENERATIONS, GenerateInputs
@@ -108,7 +108,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
             **gather_model(context),
         )
 
-    def sources(self, inputs: GenerateInputs, context: Context) -> Sources:
+    def sources(self, inputs: GenerateInputs, context: Context) -> SourceFiles:
         """Return the files of prompts, of their images and recordings, of the tokenizer, and which assistant it is."""
         media = {
             f"{name}.media[{index}]": file.sha256
@@ -116,7 +116,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
             for index, file in enumerate(prompt.media)
         }
         found = inference_sources(inputs, context, media)
-        return found if inputs.assistant is None else Sources({**found.inputs, "assistant": inputs.assistant})
+        return found if inputs.assistant is None else SourceFiles({**found.inputs, "assistant": inputs.assistant})
 
     def build(self, inputs: GenerateInputs, context: Context, folder: Path) -> Any:
         """Generate, and write ``generation.json`` and ``generations.jsonl``, which grows by a line a sequence."""

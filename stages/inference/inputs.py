@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.plain_data import walk
-from pipeline.stage import Config, Context, Sources
+from pipeline.stage import Config, Context, SourceFiles
 from stages.calls.options import hash_of
 from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from stages.empty_init.identity import text_identity
@@ -59,13 +59,13 @@ def gather_model(context: Context) -> dict[str, Any]:
     }
 
 
-def inference_sources(inputs: InferenceInputs, context: Context, media: Mapping[str, str] | None = None) -> Sources:
+def inference_sources(inputs: InferenceInputs, context: Context, media: Mapping[str, str] | None = None) -> SourceFiles:
     """Return the files that ``inputs`` were gathered from: those that text is read by, and the data.
 
     Data are the files that the stages' keys name, and ``media``, each with its hash by where it was asked for.
     """
     data = {**_named_files(context.config), **(media or {})}
-    return Sources({"tokenizer": inputs.text, **({"data": data} if data else {})})
+    return SourceFiles({"tokenizer": inputs.text, **({"data": data} if data else {})})
 
 
 def _named_files(config: Config) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import Fault
-from pipeline.stage import Artifact, Config, Context, Report, Sources
+from pipeline.stage import Artifact, Config, Context, Report, SourceFiles
 from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from stages.inference.inputs import chosen_number, gather_model, inference_sources
 from stages.inference.measured_stage import MeasuredStage
@@ -83,7 +83,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
             **gather_model(context),
         )
 
-    def sources(self, inputs: ScoreInputs, context: Context) -> Sources:
+    def sources(self, inputs: ScoreInputs, context: Context) -> SourceFiles:
         """Return the files of texts and of the tokenizer."""
         return inference_sources(inputs, context)
 

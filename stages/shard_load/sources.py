@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.stage import Sources
+from pipeline.stage import SourceFiles
 from stages.checkpoints.checkpoint import Checkpoint, entries_by_file, looks_at, small_files
 from stages.checkpoints.shard_files import hub_digest, hub_place
 
 
 def weight_sources(
     checkpoint: Checkpoint, digests: Mapping[str, str], adapter: Mapping[str, str] | None, *, verify: str
-) -> Sources:
+) -> SourceFiles:
     """Return what ``checkpoint`` is by the content of its files, and the ``adapter``, whose files have their SHA-256.
 
     ``digests`` are those of the checkpoint's files that were hashed whole; of others the Hub may have said it, where
@@ -38,4 +38,4 @@ def weight_sources(
     place = hub_place(checkpoint.files[0].path)
     hub = {"id": place[0], "revision": place[1]} if place else None
     weights = {**small_files(checkpoint), "verify": verify, "hub": hub, "files": files}
-    return Sources({"weights": weights, **({"adapter": adapter} if adapter is not None else {})}, tensors)
+    return SourceFiles({"weights": weights, **({"adapter": adapter} if adapter is not None else {})}, tensors)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.atomic_files import write_text
 from pipeline.errors import CheckpointError, Fault
 from pipeline.memory_monitor import held_bytes
-from pipeline.stage import Artifact, Config, Context, Report, Sources, Stage, model_name
+from pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage, model_name
 from pipeline.typed_config import read
 from stages.checkpoints.adapters import weights_identity
 from stages.checkpoints.checkpoint import Checkpoint, identity
@@ -114,7 +114,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             plan=found,
         )
 
-    def sources(self, inputs: ShardLoadInputs, context: Context) -> Sources:
+    def sources(self, inputs: ShardLoadInputs, context: Context) -> SourceFiles:
         """Return which weights these are, by file and by tensor, and which adapter's."""
         return weight_sources(inputs.opened, inputs.digests or {}, inputs.adapter, verify=inputs.verify)
 

@@ -122,6 +122,10 @@ BY_HAND = {
 }
 
 
+ROUTERS = {"deepseek-v3": 2 * 58 * 256 * 7168}
+"""What more there is where transformers (from 5.24 on) has routers in float32, which the files have in bfloat16."""
+
+
 @pytest.mark.parametrize("name", BY_HAND)
 def test_published_sizes_are_those_of_arithmetic(name: str, tmp_path: Path) -> None:
     shutil.copy(PUBLISHED / f"{name}.json", tmp_path / "config.json")
@@ -129,7 +133,8 @@ def test_published_sizes_are_those_of_arithmetic(name: str, tmp_path: Path) -> N
     quantization = quantization_of(tmp_path)
     assert quantization is not None
     checkpoint = declared_checkpoint(model, tmp_path, quantization, dtype="bfloat16", adapted=False)
-    assert sum(entry.bytes for entry in checkpoint.entries.values()) == BY_HAND[name]
+    found = sum(entry.bytes for entry in checkpoint.entries.values())
+    assert found - BY_HAND[name] in (0, ROUTERS.get(name))
 
 
 SHORT = {"quant_method": "fp8", "weight_block_size": [16, 16]}
