@@ -380,4 +380,4 @@ def test_a_training_lives_under_what_was_predicted_of_it(deep: tuple[str, ...], 
     memory = done.record["memory"]
     assert done.record["enforcement"]["enforced"]
     assert done.record["enforcement"]["bytes"] < 1.1 * memory["predicted"]["cpu"]
-    assert memory["measured"]["cpu"] == pytest.approx(memory["predicted"]["cpu"], rel=0.05)
+    assert 0.92 < memory["measured"]["cpu"] / memory["predicted"]["cpu"] < 1.05, "pages that are shared aren't counted"

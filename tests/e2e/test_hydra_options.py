@@ -6,10 +6,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from tests.e2e.conftest import COMMAND, Finished, environment
 
@@ -76,9 +78,11 @@ def test_each_logging_of_hydra_can_be_chosen_for_a_process_of_the_job_s_own_too(
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_nothing_runs(
-    arguments: list[str], words: str, offstage_here: Run, tmp_path: Path
+    arguments: list[str], words: str, offstage_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ConfigStore.instance().store("joblib", {"_target_": "a.plugin.JoblibLauncher"}, group="hydra/launcher")
+    launchers, node = ConfigStore.instance().repo["hydra"]["launcher"], {"_target_": "a.plugin.JoblibLauncher"}
+    another = replace(launchers["basic.yaml"], name="joblib.yaml", node=OmegaConf.create(node))
+    monkeypatch.setitem(launchers, "joblib.yaml", another)
     done = offstage_here(*arguments)
     assert (done.code, done.out) == (2, ""), done.err
     assert words in done.err

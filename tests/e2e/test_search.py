@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,11 @@ def test_the_least_budget_within_a_limit_is_found_and_can_be_resumed(offstage_he
     ],
 )
 def test_a_search_that_can_come_to_nothing_is_refused_in_one_line(
-    arguments: list[str], words: str, offstage_here: Run
+    arguments: list[str], words: str, offstage_here: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ConfigStore.instance().store("joblib", {"_target_": "a.plugin.JoblibLauncher"}, group="hydra/launcher")
+    launchers, node = ConfigStore.instance().repo["hydra"]["launcher"], {"_target_": "a.plugin.JoblibLauncher"}
+    another = replace(launchers["basic.yaml"], name="joblib.yaml", node=OmegaConf.create(node))
+    monkeypatch.setitem(launchers, "joblib.yaml", another)
     done = offstage_here(*SEARCH, *arguments)
     assert (done.code, done.out, done.records) == (2, "", [])
     assert done.err.startswith(f"offstage: {words}")
