@@ -9,11 +9,11 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-TOLD = "pipeline/git_commit.txt"
+TOLD = Path("pipeline/git_commit.txt")
 
 
 class CommitHook(BuildHookInterface[Any]):
-    """Adds the file ``TOLD`` to what is built; nothing is written into the checkout."""
+    """Adds the file ``TOLD`` to what is built, a wheel's package too; nothing is written into the checkout."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add the commit that is checked out; what a source distribution says already stays."""
@@ -26,7 +26,7 @@ class CommitHook(BuildHookInterface[Any]):
             self.folder = tempfile.TemporaryDirectory()
             told = Path(self.folder.name, "git_commit.txt")
             told.write_text(done.stdout)
-            build_data["force_include"][str(told)] = TOLD
+            build_data["force_include"][str(told)] = str("offstage" / TOLD if self.target_name == "wheel" else TOLD)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the file that was added."""

@@ -1,1 +1,1 @@
-"""The Hydra tree and the embedded checkpoint, shipped as package data (``pkg://conf``)."""
+"""The Hydra tree and the embedded checkpoint, shipped as package data (``pkg://offstage.conf``)."""

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeline.command_exit import FULL_ERROR, exit_with, heed_signals, last_resort, shows_all
+from offstage.pipeline.command_exit import FULL_ERROR, exit_with, heed_signals, last_resort, shows_all
 
 if TYPE_CHECKING:
-    from pipeline.hydra_task import Task
-    from pipeline.trust import Trust
+    from offstage.pipeline.hydra_task import Task
+    from offstage.pipeline.trust import Trust
 
 
 def main(arguments: Sequence[str] | None = None, *, trust: Trust | None = None) -> NoReturn:
@@ -54,13 +54,13 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
     """Let Hydra compose the config and run each job; return the exit code: the first job's that failed, else 0."""
     import hydra
 
-    from pipeline.config import choose_stages, register
-    from pipeline.errors import named
-    from pipeline.hydra_arguments import gather_overrides, refuse_arguments
-    from pipeline.hydra_composing import composed_once, noted_files
-    from pipeline.hydra_errors import guarded_composing
-    from pipeline.hydra_task import Task
-    from pipeline.sweeps.launchers import register_launchers
+    from offstage.pipeline.config import choose_stages, register
+    from offstage.pipeline.errors import named
+    from offstage.pipeline.hydra_arguments import gather_overrides, refuse_arguments
+    from offstage.pipeline.hydra_composing import composed_once, noted_files
+    from offstage.pipeline.hydra_errors import guarded_composing
+    from offstage.pipeline.hydra_task import Task
+    from offstage.pipeline.sweeps.launchers import register_launchers
 
     heed_signals()
     sys.argv[1:] = gather_overrides(sys.argv[1:])
@@ -76,7 +76,7 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
             composed_once(partial(_refuse_untrusted, trust, task.files) if trust is not None else None),
             named(Path("the run's folder")),
         ):  # what Hydra keeps there it writes without naming it in an error
-            hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(task)()
+            hydra.main(config_path="pkg://offstage.conf", config_name="config", version_base="1.3")(task)()
         return 0
 
     try:
@@ -89,7 +89,7 @@ def _compose_and_run(started: float, *, show_all: bool, trust: Trust | None) -> 
 def _refuse_untrusted(
     trust: Trust, files: Mapping[str, str], loader: Any, config_name: str | None, overrides: Sequence[str]
 ) -> None:
-    from pipeline.sweeps.trust import refuse_command
+    from offstage.pipeline.sweeps.trust import refuse_command
 
     refuse_command(trust, files, loader, config_name, overrides)
 
@@ -100,9 +100,9 @@ def _close(task: Task) -> None:
         return
     from rich.markup import escape
 
-    from pipeline.sweeps.results import show_sweep
-    from pipeline.terminal import Screen
-    from pipeline.tracking.trackers import end_sweep
+    from offstage.pipeline.sweeps.results import show_sweep
+    from offstage.pipeline.terminal import Screen
+    from offstage.pipeline.tracking.trackers import end_sweep
 
     if task.sweep.jobs:
         screen = Screen(soft_wrap=True)

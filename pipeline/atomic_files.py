@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.errors import OffstageError, StorageError, named
+from offstage.pipeline.errors import OffstageError, StorageError, named
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LEAVE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})

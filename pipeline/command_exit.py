@@ -93,8 +93,8 @@ def guarded(work: Callable[[], int], *, name: str = "offstage", show_all: bool |
 
     With ``show_all`` (by default: as the environment says) the error is raised on.
     """
-    from pipeline.atomic_files import mendable
-    from pipeline.errors import OffstageError
+    from offstage.pipeline.atomic_files import mendable
+    from offstage.pipeline.errors import OffstageError
 
     try:
         with mendable():
@@ -119,8 +119,8 @@ def last_resort(work: Callable[[], int], *, name: str = "offstage", show_all: bo
     except BaseException as error:
         if shows_all() if show_all is None else show_all:
             raise
-        from pipeline.errors import words_of
-        from pipeline.tracebacks import keep_traceback
+        from offstage.pipeline.errors import words_of
+        from offstage.pipeline.tracebacks import keep_traceback
 
         kept = keep_traceback(error)
         sys.stderr.write(f"{name}: unforeseen: {words_of(error)}; {kept}; please report it\n")

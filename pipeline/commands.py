@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 
-from pipeline.command_exit import exit_at_signals
-from pipeline.process_setup import set_up
+from offstage.pipeline.command_exit import exit_at_signals
+from offstage.pipeline.process_setup import set_up
 
 
 def _enter(name: str, module: str) -> None:
@@ -19,13 +19,13 @@ def _enter(name: str, module: str) -> None:
     import_module(module).main()
 
 
-offstage = partial(_enter, "offstage", "pipeline.app")
-cache = partial(_enter, "offstage-cache", "pipeline.cache.command")
-init = partial(_enter, "offstage-init", "pipeline.init_command")
-replay = partial(_enter, "offstage-replay", "pipeline.replay_command")
-report = partial(_enter, "offstage-report", "pipeline.report.command")
-sweep = partial(_enter, "offstage-sweep", "pipeline.sweeps.command")
-job = partial(_enter, "offstage", "pipeline.job")
+offstage = partial(_enter, "offstage", "offstage.pipeline.app")
+cache = partial(_enter, "offstage-cache", "offstage.pipeline.cache.command")
+init = partial(_enter, "offstage-init", "offstage.pipeline.init_command")
+replay = partial(_enter, "offstage-replay", "offstage.pipeline.replay_command")
+report = partial(_enter, "offstage-report", "offstage.pipeline.report.command")
+sweep = partial(_enter, "offstage-sweep", "offstage.pipeline.sweeps.command")
+job = partial(_enter, "offstage", "offstage.pipeline.job")
 """One job in this process, which another waits for."""
-tracker = partial(_enter, "offstage", "pipeline.tracking.store_process")
+tracker = partial(_enter, "offstage", "offstage.pipeline.tracking.store_process")
 """One request to a tracker's store, in this process, which another waits for."""

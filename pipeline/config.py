@@ -19,15 +19,15 @@ from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf knows only the
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.errors import ConfigError, Fault, closest
-from pipeline.hydra_arguments import refuse_launcher
-from pipeline.installed_stages import stage_configs
-from pipeline.measure import MeasureConfig, check_measure
-from pipeline.objective import ObjectiveConfig, check_objective
-from pipeline.plain_data import LARGEST, unrecordable, walk
-from pipeline.standard_input import SIGN, read_lines
-from pipeline.tracking.options import TrackerConfig, check_tracker, located
-from pipeline.typed_config import (
+from offstage.pipeline.errors import ConfigError, Fault, closest
+from offstage.pipeline.hydra_arguments import refuse_launcher
+from offstage.pipeline.installed_stages import stage_configs
+from offstage.pipeline.measure import MeasureConfig, check_measure
+from offstage.pipeline.objective import ObjectiveConfig, check_objective
+from offstage.pipeline.plain_data import LARGEST, unrecordable, walk
+from offstage.pipeline.standard_input import SIGN, read_lines
+from offstage.pipeline.tracking.options import TrackerConfig, check_tracker, located
+from offstage.pipeline.typed_config import (
     KEYS,
     PATHS,
     PATHS_INSIDE,
@@ -117,7 +117,7 @@ def _mapping_of(keys: type[Enum] | None) -> Any:
 
 
 def _embedded(name: str) -> str:
-    return str(resources.files("conf").joinpath("checkpoints", name))
+    return str(resources.files("offstage.conf").joinpath("checkpoints", name))
 
 
 def _batch(launcher: str) -> int | None:

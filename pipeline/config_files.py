@@ -14,10 +14,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from pipeline.config import default_config
-from pipeline.errors import ConfigError, Fault, closest
-from pipeline.hydra_messages import COMPOSING_ERRORS, SHOWS_KEYS, one_line, said_of_variables
-from pipeline.typed_config import DEVICE_NAMES, DEVICES, NO_DEVICE
+from offstage.pipeline.config import default_config
+from offstage.pipeline.errors import ConfigError, Fault, closest
+from offstage.pipeline.hydra_messages import COMPOSING_ERRORS, SHOWS_KEYS, one_line, said_of_variables
+from offstage.pipeline.typed_config import DEVICE_NAMES, DEVICES, NO_DEVICE
 
 HEADER = "# @package _global_"
 _HYDRA = ("hydra", "defaults")

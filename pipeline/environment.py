@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
-from pipeline.cgroup_files import core_quota, memory_limits
-from pipeline.git_checkout import commit_of, git_state, is_dirty
-from pipeline.regular_files import read_regular
+from offstage.pipeline.cgroup_files import core_quota, memory_limits
+from offstage.pipeline.git_checkout import commit_of, git_state, is_dirty
+from offstage.pipeline.regular_files import read_regular
 
 _DISTRIBUTIONS = {
     "offstage": "offstage-pipeline",
@@ -35,10 +35,10 @@ _DISTRIBUTIONS = {
     "peft": "peft",
 }
 BUILT_FROM = "pipeline/git_commit.txt"
-"""The file of a wheel that names the commit that it was built from: ``.ci/commit_hook.py`` writes it."""
+"""The file of the package in a wheel that names the commit that it was built from: ``.ci/commit_hook.py`` writes it."""
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 _DRIVERS = ("dev/nvidiactl", "dev/kfd")
-_SOURCE = Path(__file__).parents[1]
+_SOURCE = Path(__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, Any]:

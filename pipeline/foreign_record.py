@@ -1,6 +1,6 @@
 """A record that somebody else may have written: data, held to its shape.
 
-What it names is judged by ``pipeline.trust``.
+What it names is judged by ``offstage.pipeline.trust``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import check
-from pipeline.errors import ReplayError, StorageError
-from pipeline.installed_stages import installed_stages, stage_configs
-from pipeline.plain_data import LARGEST, walk
-from pipeline.record import RunRecord
-from pipeline.typed_config import fits, key_names
+from offstage.pipeline.config import check
+from offstage.pipeline.errors import ReplayError, StorageError
+from offstage.pipeline.installed_stages import installed_stages, stage_configs
+from offstage.pipeline.plain_data import LARGEST, walk
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.typed_config import fits, key_names
 
 _SHAPE: Mapping[str, Any] = {
     "status": str,

@@ -11,7 +11,7 @@ import re
 import struct
 from pathlib import Path
 
-from pipeline.regular_files import read_regular
+from offstage.pipeline.regular_files import read_regular
 
 _MOST_FILES = 20_000
 """More files than that take longer to look at than a run that is served from the cache."""

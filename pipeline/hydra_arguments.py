@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipeline.errors import ConfigError
+from offstage.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser

@@ -17,7 +17,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from pipeline.hydra_messages import COMPOSING_ERRORS
+from offstage.pipeline.hydra_messages import COMPOSING_ERRORS
 
 _IS_RUN = f"hydra.mode={RunMode.RUN.name}"
 """What Hydra adds to the overrides of a run whose config says nothing of a mode."""
@@ -85,7 +85,7 @@ def noted_files(files: dict[str, str]) -> Iterator[None]:
 
 
 def _refuse_files(asked: Iterable[tuple[Any, str | None, Sequence[str]]], error: Exception | None = None) -> None:
-    from pipeline.config_files import refuse_files
+    from offstage.pipeline.config_files import refuse_files
 
     for each in asked:
         refuse_files(*each, error=error)

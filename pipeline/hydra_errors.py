@@ -9,9 +9,9 @@ from types import FrameType
 
 from yaml import YAMLError
 
-from pipeline.command_exit import guarded
-from pipeline.errors import ConfigError, words_of
-from pipeline.hydra_messages import COMPOSING_ERRORS, one_line, said_of_yaml
+from offstage.pipeline.command_exit import guarded
+from offstage.pipeline.errors import ConfigError, words_of
+from offstage.pipeline.hydra_messages import COMPOSING_ERRORS, one_line, said_of_yaml
 
 NULL_IN_A_FILE = (
     "max_memory: a config file says null, and an override can't add to that; write {} in the file, which means the same"

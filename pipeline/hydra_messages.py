@@ -20,8 +20,8 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError, YAMLError
 
-from pipeline.errors import ConfigError, closest
-from pipeline.typed_config import DEVICES, NO_DEVICE, VARIABLES
+from offstage.pipeline.errors import ConfigError, closest
+from offstage.pipeline.typed_config import DEVICES, NO_DEVICE, VARIABLES
 
 COMPOSING_ERRORS = (HydraException, OmegaConfBaseException)
 SHOWS_KEYS = "offstage --cfg job shows every key"
@@ -253,7 +253,7 @@ _SAID: Sequence[tuple[str, Callable[[re.Match[str]], str]]] = (
 
 def closest_key(dotted: str) -> str:
     """Return `` (did you mean 'x'?)`` for the first part of a key that is unknown, among those beside it."""
-    from pipeline.config import default_config
+    from offstage.pipeline.config import default_config
 
     beside: Any = default_config()
     for part in dotted.split("."):

@@ -15,21 +15,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.atomic_files import mendable
-from pipeline.command_exit import last_resort
-from pipeline.config import refuse_sharing, resolve
-from pipeline.environment import environment
-from pipeline.hydra_arguments import refuse_launcher
-from pipeline.hydra_errors import guarded_composing
-from pipeline.job import perform
-from pipeline.job_folder import JobFolder
-from pipeline.objective import number_of
-from pipeline.record import RunRecord, never_left_running
-from pipeline.tracking.options import usable_tracker
+from offstage.pipeline.atomic_files import mendable
+from offstage.pipeline.command_exit import last_resort
+from offstage.pipeline.config import refuse_sharing, resolve
+from offstage.pipeline.environment import environment
+from offstage.pipeline.hydra_arguments import refuse_launcher
+from offstage.pipeline.hydra_errors import guarded_composing
+from offstage.pipeline.job import perform
+from offstage.pipeline.job_folder import JobFolder
+from offstage.pipeline.objective import number_of
+from offstage.pipeline.record import RunRecord, never_left_running
+from offstage.pipeline.tracking.options import usable_tracker
 
 if TYPE_CHECKING:
-    from pipeline.sweeps.sweep import Sweep
-    from pipeline.trust import Trust
+    from offstage.pipeline.sweeps.sweep import Sweep
+    from offstage.pipeline.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Task:
         with never_left_running(record):
             if usable_tracker(record.config) is None:
                 return self._carry_out(record, started, folder)
-            from pipeline.tracking.trackers import require_tracker, track
+            from offstage.pipeline.tracking.trackers import require_tracker, track
 
             require_tracker(record.config, sweep=sweep)
             try:
@@ -123,7 +123,7 @@ class Task:
         capped = record.config["enforce_memory"] is True
         if folder is None and not capped:
             return perform(record, started=started)
-        from pipeline.job_process import PassedSignals, supervise
+        from offstage.pipeline.job_process import PassedSignals, supervise
 
         options, signals = ["--logging", job_logging()], PassedSignals()
         if folder is None:

@@ -11,10 +11,10 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from pipeline.atomic_files import create_file, mendable, sync_folder
-from pipeline.command_exit import run_command
-from pipeline.errors import ConfigError
-from pipeline.terminal import shorten
+from offstage.pipeline.atomic_files import create_file, mendable, sync_folder
+from offstage.pipeline.command_exit import run_command
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.terminal import shorten
 
 NAME = "offstage-init"
 _SHOWN = 5
@@ -47,7 +47,8 @@ def write_tree(folder: Path) -> list[Path]:
     All of them or none: a file that is there already is left as it is, and is a ``ConfigError``; so is a ``folder``
     that is none. What can't be written is a ``StorageError``, and what was written before it is removed again.
     """
-    templates = {folder / place: text for place, text in _templates(resources.files("pipeline") / "init_templates")}
+    source = resources.files("offstage.pipeline") / "init_templates"
+    templates = {folder / place: text for place, text in _templates(source)}
     _refuse([path for path in templates if os.path.lexists(path)], folder)
     made: list[Path] = []
     try:

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from pipeline.errors import ConfigError
+from offstage.pipeline.errors import ConfigError
 
 GROUP = "offstage.stages"
 OWN_PACKAGE = "offstage-pipeline"

@@ -1,7 +1,8 @@
 """One job: the record of a run whose config is resolved, carried to its end in this process.
 
-Run as a process of its own (``python -P -c "from pipeline.commands import job; job()" FOLDER``) it is what a sweep's
-jobs, a capped run and a replay have in common: nothing is composed again, so today's defaults have no part in it.
+Run as a process of its own (``python -P -c "from offstage.pipeline.commands import job; job()" FOLDER``) it is
+what a sweep's jobs, a capped run and a replay have in common: nothing is composed again, so today's defaults have no
+part in it.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.atomic_files import mendable
-from pipeline.command_exit import run_command
-from pipeline.environment import imported_packages
-from pipeline.errors import BudgetError
-from pipeline.kernel_caches import bound_kernel_caches
-from pipeline.malloc import return_freed_memory
-from pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
-from pipeline.memory_monitor import MemoryMonitor
-from pipeline.process_setup import die_with_parent
-from pipeline.record import RunRecord, never_left_running
-from pipeline.replay_inputs import Earlier, hold
-from pipeline.run_screen import RunScreen
-from pipeline.runner import Observer, Runner, check_config
-from pipeline.stage import Report, SourceFiles
-from pipeline.terminal import announce, shorten
+from offstage.pipeline.atomic_files import mendable
+from offstage.pipeline.command_exit import run_command
+from offstage.pipeline.environment import imported_packages
+from offstage.pipeline.errors import BudgetError
+from offstage.pipeline.kernel_caches import bound_kernel_caches
+from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.memory_cgroups import KERNEL_BYTES, CapError, MemoryGroup
+from offstage.pipeline.memory_monitor import MemoryMonitor
+from offstage.pipeline.process_setup import die_with_parent
+from offstage.pipeline.record import RunRecord, never_left_running
+from offstage.pipeline.replay_inputs import Earlier, hold
+from offstage.pipeline.run_screen import RunScreen
+from offstage.pipeline.runner import Observer, Runner, check_config
+from offstage.pipeline.stage import Report, SourceFiles
+from offstage.pipeline.terminal import announce, shorten
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

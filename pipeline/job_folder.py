@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.atomic_files import mendable
-from pipeline.record import RECORD, RunRecord
+from offstage.pipeline.atomic_files import mendable
+from offstage.pipeline.record import RECORD, RunRecord
 
 try:
     import fcntl

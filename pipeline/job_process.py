@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline.command_exit import FULL_ERROR, INTERRUPTED, heeded_signals
-from pipeline.errors import KilledError
-from pipeline.memory_cgroups import CapError, MemoryGroup, make_group
-from pipeline.record import RunRecord
+from offstage.pipeline.command_exit import FULL_ERROR, INTERRUPTED, heeded_signals
+from offstage.pipeline.errors import KilledError
+from offstage.pipeline.memory_cgroups import CapError, MemoryGroup, make_group
+from offstage.pipeline.record import RunRecord
 
-_ENTRY = "from pipeline.commands import job; job()"
+_ENTRY = "from offstage.pipeline.commands import job; job()"
 
 _log = logging.getLogger("offstage")
 

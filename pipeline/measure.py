@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pipeline.errors import Fault
-from pipeline.typed_config import read
+from offstage.pipeline.errors import Fault
+from offstage.pipeline.typed_config import read
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.provenance import provenance
-from pipeline.report.links import LINK_FIGURES, linked_devices
-from pipeline.report.quantities import Kind, scale_for, tell
+from offstage.pipeline.provenance import provenance
+from offstage.pipeline.report.links import LINK_FIGURES, linked_devices
+from offstage.pipeline.report.quantities import Kind, scale_for, tell
 
 _DISK = "disk"
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cgroup_files import INTERFACES, Version, memory_groups, read_lines
+from offstage.pipeline.cgroup_files import INTERFACES, Version, memory_groups, read_lines
 
 KERNEL_BYTES = 32 * 2**20
 """What the kernel charges to a group beside its processes' own pages: page tables, stacks, file handles."""

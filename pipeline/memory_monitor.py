@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from pipeline.timeline import Timeline
+from offstage.pipeline.timeline import Timeline
 
 _STATUS = Path("/proc/self/status")
 

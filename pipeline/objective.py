@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.errors import ConfigError, Fault, closest
-from pipeline.typed_config import read
+from offstage.pipeline.errors import ConfigError, Fault, closest
+from offstage.pipeline.typed_config import read
 
 MEMORY = ("budget", "predicted", "measured")
 """The parts of a record's memory that a number can be named of."""

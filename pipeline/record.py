@@ -17,13 +17,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.atomic_files import create_file, mendable, replace_file
-from pipeline.cache.sealed_files import write_sealed
-from pipeline.errors import StorageError
-from pipeline.plain_data import walk
-from pipeline.regular_files import parse_json, read_regular
-from pipeline.signatures import is_signed, sign
-from pipeline.stage import TENSORS, Config, Report, SourceFiles
+from offstage.pipeline.atomic_files import create_file, mendable, replace_file
+from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.pipeline.errors import StorageError
+from offstage.pipeline.plain_data import walk
+from offstage.pipeline.regular_files import parse_json, read_regular
+from offstage.pipeline.signatures import is_signed, sign
+from offstage.pipeline.stage import TENSORS, Config, Report, SourceFiles
 
 RECORD = "run.json"
 SCHEMA_VERSION = 1
@@ -125,7 +125,11 @@ class RunRecord:
         Raises:
             StorageError: there is a record already, of another run; or the folder can't be written to.
         """
-        places = {"run": str(folder.absolute()), "folder": str(Path.cwd()), "conf": str(resources.files("conf"))}
+        places = {
+            "run": str(folder.absolute()),
+            "folder": str(Path.cwd()),
+            "conf": str(resources.files("offstage.conf")),
+        }
         content = {
             "schema_version": SCHEMA_VERSION,
             "status": "running",

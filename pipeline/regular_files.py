@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import named
+from offstage.pipeline.errors import named
 
 MAX_BYTES = 2**28
 """More than any file has that is read whole: the largest tokenizers have 40 MB, the largest indexes 20."""

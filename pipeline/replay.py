@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from pipeline.cache.outline import Change, changes
+from offstage.pipeline.cache.outline import Change, changes
 
 Record = Mapping[str, Any]
 TOKENS = "tokens"

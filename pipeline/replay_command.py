@@ -16,23 +16,23 @@ from os import getpid
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import mendable
-from pipeline.cache.manifest import DamagedError, verify
-from pipeline.cache.outline import Change
-from pipeline.cache.sealed_files import read_sealed, write_sealed
-from pipeline.command_exit import INTERRUPTED, run_command
-from pipeline.environment import environment
-from pipeline.errors import KilledError, ReplayError
-from pipeline.foreign_record import load_foreign, outputs_for
-from pipeline.job_process import supervise
-from pipeline.record import RunRecord, never_left_running
-from pipeline.regular_files import lies_in
-from pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
-from pipeline.replay_config import config_here, given_places
-from pipeline.runner import load_stages
-from pipeline.stage import MEASURED, Artifact
-from pipeline.terminal import shorten
-from pipeline.trust import REMOTE_CODE, Trust, TrustRequest, named_code, named_places
+from offstage.pipeline.atomic_files import mendable
+from offstage.pipeline.cache.manifest import DamagedError, verify
+from offstage.pipeline.cache.outline import Change
+from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.command_exit import INTERRUPTED, run_command
+from offstage.pipeline.environment import environment
+from offstage.pipeline.errors import KilledError, ReplayError
+from offstage.pipeline.foreign_record import load_foreign, outputs_for
+from offstage.pipeline.job_process import supervise
+from offstage.pipeline.record import RunRecord, never_left_running
+from offstage.pipeline.regular_files import lies_in
+from offstage.pipeline.replay import Comparison, Difference, compare, first_difference, kind_of
+from offstage.pipeline.replay_config import config_here, given_places
+from offstage.pipeline.runner import load_stages
+from offstage.pipeline.stage import MEASURED, Artifact
+from offstage.pipeline.terminal import shorten
+from offstage.pipeline.trust import REMOTE_CODE, Trust, TrustRequest, named_code, named_places
 
 NAME = "offstage-replay"
 DIFFERENT = 1

@@ -12,9 +12,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import named_paths, path_keys, with_paths
-from pipeline.errors import ReplayError, closest
-from pipeline.record import RunRecord
+from offstage.pipeline.config import named_paths, path_keys, with_paths
+from offstage.pipeline.errors import ReplayError, closest
+from offstage.pipeline.record import RunRecord
 
 INPUTS = "inputs"
 """The folder of a bundle's run that has files of data, each in a folder by its key."""
@@ -99,7 +99,7 @@ class _Places:
             yield self._run / path.relative_to(run)
         yield path
         if conf is not None and path.is_relative_to(conf):  # what is shipped with offstage
-            yield Path(str(resources.files("conf"))) / path.relative_to(conf)
+            yield Path(str(resources.files("offstage.conf"))) / path.relative_to(conf)
         if folder is None or not path.is_relative_to(folder):
             return
         below = path.relative_to(folder)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.manifest import DamagedError
-from pipeline.cache.sealed_files import read_sealed
-from pipeline.errors import CheckpointError
-from pipeline.stage import TENSORS, SourceFiles
+from offstage.pipeline.cache.manifest import DamagedError
+from offstage.pipeline.cache.sealed_files import read_sealed
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.stage import TENSORS, SourceFiles
 
 _SHOWN = 3
 _LACKS_DIGESTS = "That run recorded no digests of its weights: they were compared by names, sizes and headers."

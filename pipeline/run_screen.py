@@ -15,11 +15,11 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.command_exit import discard_output
-from pipeline.measurements import measurements, remarks
-from pipeline.printable_text import printable
-from pipeline.stage import Report
-from pipeline.terminal import Screen, announce
+from offstage.pipeline.command_exit import discard_output
+from offstage.pipeline.measurements import measurements, remarks
+from offstage.pipeline.printable_text import printable
+from offstage.pipeline.stage import Report
+from offstage.pipeline.terminal import Screen, announce
 
 
 class RunScreen:

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import check, made_sound
-from pipeline.errors import Fault, raise_faults
-from pipeline.installed_stages import installed_stages, stage_class
-from pipeline.measure import refuse_unmeasured
-from pipeline.memory_monitor import MemoryMonitor
-from pipeline.record import RunRecord, StageRecord
-from pipeline.stage import Config, Report, SourceFiles, Stage
-from pipeline.stage_chain import StageChain
-from pipeline.stage_usage import Meter
+from offstage.pipeline.config import check, made_sound
+from offstage.pipeline.errors import Fault, raise_faults
+from offstage.pipeline.installed_stages import installed_stages, stage_class
+from offstage.pipeline.measure import refuse_unmeasured
+from offstage.pipeline.memory_monitor import MemoryMonitor
+from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.stage import Config, Report, SourceFiles, Stage
+from offstage.pipeline.stage_chain import StageChain
+from offstage.pipeline.stage_usage import Meter
 
 DEVICE_MAP = "device_map.json"
 """The file of an artifact that says which module goes where; the record keeps what it holds."""

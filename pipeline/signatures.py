@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import TEMPORARY
+from offstage.pipeline.atomic_files import TEMPORARY
 
 _KEY_BYTES = 32
 _OTHERS = 0o077

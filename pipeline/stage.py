@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from pipeline.errors import Fault
-from pipeline.regular_files import read_json
+from offstage.pipeline.errors import Fault
+from offstage.pipeline.regular_files import read_json
 
 Config = Mapping[str, Any]
 """A resolved config: plain dicts, lists and scalars. ``max_memory`` has str keys ("0", "cpu") and str values."""
@@ -166,8 +166,8 @@ class Stage(Protocol[Inputs]):
 
     A stage has them below its own name, as one field that is a dataclass itself: ``mystage.key=3``. They are there as
     soon as the stage is installed, whether a run lists it or not. What a stage gets of a config, ``read`` makes one
-    of these of it (``pipeline.typed_config``); their types are checked by then, and what its fields' metadata names as
-    ``PATHS`` is absolute.
+    of these of it (``offstage.pipeline.typed_config``); their types are checked by then, and what its fields' metadata
+    names as ``PATHS`` is absolute.
     """
 
     def check(self, config: Config) -> Iterable[Fault]:

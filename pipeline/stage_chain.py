@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.cache.outline import outline
-from pipeline.cache.store import Store
-from pipeline.errors import ConfigError
-from pipeline.stage import Artifact, Config, Report, SourceFiles, Stage, keyed, model_name
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.cache.outline import outline
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.stage import Artifact, Config, Report, SourceFiles, Stage, keyed, model_name
 
 Charge = Callable[[str], AbstractContextManager[Any]]
 """Makes a context for the work of a stage, to which what happens inside is charged."""

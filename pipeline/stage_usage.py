@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from pipeline.memory_monitor import MemoryMonitor
+from offstage.pipeline.memory_monitor import MemoryMonitor
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.errors import ConfigError
-from pipeline.regular_files import MAX_BYTES
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.regular_files import MAX_BYTES
 
 SIGN = "-"
 """What stands for it where a path is asked for."""

@@ -8,7 +8,7 @@ from shutil import get_terminal_size
 
 from rich.console import Console
 
-from pipeline.command_exit import discard_output
+from offstage.pipeline.command_exit import discard_output
 
 _WIDTH_OF_FILES = 200
 """Characters a line where the output is no terminal, so that nothing is folded that somebody may search for."""

@@ -2,7 +2,7 @@
 
 A sweep that is resumed, a run that is replayed and one that is reported are judged alike, by their composed configs and
 not by how an argument looks. Nothing is carried out here, and nothing that is named is imported. The user's own records
-(``pipeline.signatures``) may name any place and setting: who wrote them chose these. Code is always asked for.
+(``offstage.pipeline.signatures``) may name any place and setting: who wrote them chose these. Code is always asked for.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 
-from pipeline.config import named_paths
-from pipeline.errors import ConfigError, OffstageError
-from pipeline.installed_stages import installed_stages, is_own_stage
-from pipeline.plain_data import walk
-from pipeline.regular_files import lies_in
-from pipeline.stage import Config
-from pipeline.typed_config import VARIABLES
+from offstage.pipeline.config import named_paths
+from offstage.pipeline.errors import ConfigError, OffstageError
+from offstage.pipeline.installed_stages import installed_stages, is_own_stage
+from offstage.pipeline.plain_data import walk
+from offstage.pipeline.regular_files import lies_in
+from offstage.pipeline.stage import Config
+from offstage.pipeline.typed_config import VARIABLES
 
 REMOTE_CODE = "remote-code"
 """The word that trusts the Python files of a checkpoint folder."""
@@ -118,7 +118,7 @@ def _carried_out(config: Config) -> Config:
 
 def named_places(config: Config, encloses: Callable[[str], bool]) -> Iterator[TrustRequest]:
     """Yield the paths of ``config`` that nothing ``encloses``, and what it would have fetched or sent."""
-    own = [Path(str(resources.files("conf")))]
+    own = [Path(str(resources.files("offstage.conf")))]
     for key, path in named_paths(config):
         is_path = Path(path).is_absolute()
         if (is_path and not encloses(path) and not lies_in(path, own)) or (not is_path and key.startswith("model.")):

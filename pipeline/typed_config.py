@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pipeline.errors import ConfigError, Fault, closest
+from offstage.pipeline.errors import ConfigError, Fault, closest
 
 
 class _Named(Enum):

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / ".github/ARCHITECTURE.md").read_text()
-TOPS = {"pipeline", "stages", "conf", "tests", ".github", ".ci", "pyproject.toml"}
+TOPS = {".src", "pipeline", "stages", "conf", "tests", ".github", ".ci", "pyproject.toml"}
 KINDS = ("a policy", "a format", "a stage", "an accelerator")
 
 
@@ -38,11 +38,9 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 
 def packages() -> list[str]:
-    """Return every folder that holds an ``__init__.py``, and those that hold what the build puts at the top."""
+    """Return every folder that holds an ``__init__.py``, and those of what is imported by a name at the top."""
     inits = [path.parent for top in ("pipeline", "stages", "conf") for path in (ROOT / top).rglob("__init__.py")]
-    moved = {ROOT / "stages/python_api", ROOT / "pipeline/plugins"}
-    own = [path for path in inits if not moved & set(path.parents)]
-    return sorted(f"{path.relative_to(ROOT)}/" for path in {*own, *moved})
+    return sorted(f"{path.relative_to(ROOT)}/" for path in [*inits, *(ROOT / ".src").iterdir()])
 
 
 def test_every_path_exists() -> None:

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 import transformers
 
-from conf.checkpoints.corpus import Share
+from offstage.conf.checkpoints.corpus import Share
 
 
 @dataclass(frozen=True, slots=True)

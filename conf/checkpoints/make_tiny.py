@@ -1,4 +1,4 @@
-"""Makes the embedded model: ``python -m conf.checkpoints.make_tiny WORK [--minutes 60] [--out FOLDER]``.
+"""Makes the embedded model: ``python -m offstage.conf.checkpoints.make_tiny WORK [--minutes 60] [--out FOLDER]``.
 
 A small Llama-architecture model that has learnt English from the documentation of the packages installed here, in the
 files that real checkpoints have (shards and their index, configs, a byte-level BPE tokenizer, a card), so that the
@@ -26,7 +26,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from conf.checkpoints import card, corpus, training
+from offstage.conf.checkpoints import card, corpus, training
 
 HERE = Path(__file__).parent
 SEED = 20

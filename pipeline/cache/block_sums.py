@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.regular_files import open_regular, read_json
+from offstage.pipeline.regular_files import open_regular, read_json
 
 BLOCK_BYTES = 4 * 2**20
 SAMPLE = 16

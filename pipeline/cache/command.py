@@ -17,17 +17,17 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.atomic_files import mendable
-from pipeline.cache import housekeeping
-from pipeline.cache.block_sums import MARKER_NAME, find_store_damage
-from pipeline.cache.housekeeping import CacheEntry
-from pipeline.cache.left_builds import remove_damage
-from pipeline.cache.leftovers import move_aside
-from pipeline.cache.user_cache import user_cache
-from pipeline.command_exit import run_command
-from pipeline.errors import ConfigError, StorageError
-from pipeline.printable_text import printable
-from pipeline.terminal import Screen
+from offstage.pipeline.atomic_files import mendable
+from offstage.pipeline.cache import housekeeping
+from offstage.pipeline.cache.block_sums import MARKER_NAME, find_store_damage
+from offstage.pipeline.cache.housekeeping import CacheEntry
+from offstage.pipeline.cache.left_builds import remove_damage
+from offstage.pipeline.cache.leftovers import move_aside
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.command_exit import run_command
+from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.printable_text import printable
+from offstage.pipeline.terminal import Screen
 
 NAME = "offstage-cache"
 Work = Callable[[Path, argparse.Namespace], int]

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, find_store_damage
-from pipeline.cache.leases import SHARED, lease_path, sole_use
-from pipeline.cache.leftovers import BUILDING, DAMAGED
-from pipeline.cache.manifest import MANIFEST, DamagedError, verify
-from pipeline.cache.sealed_files import read_sealed
-from pipeline.regular_files import read_object
-from pipeline.stage import MEASURED
+from offstage.pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, find_store_damage
+from offstage.pipeline.cache.leases import SHARED, lease_path, sole_use
+from offstage.pipeline.cache.leftovers import BUILDING, DAMAGED
+from offstage.pipeline.cache.manifest import MANIFEST, DamagedError, verify
+from offstage.pipeline.cache.sealed_files import read_sealed
+from offstage.pipeline.regular_files import read_object
+from offstage.pipeline.stage import MEASURED
 
 OFFLOAD = "offload"
 """The folder of the cache that holds the offload stores; they have no manifest, and an index with checksums."""

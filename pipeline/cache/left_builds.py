@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.atomic_files import write_whole
-from pipeline.cache.leftovers import BUILDING, move_aside
-from pipeline.cache.locks import locked
-from pipeline.cache.manifest import DamagedError, verify_listed
-from pipeline.cache.sealed_files import read_sealed, read_sealed_line
-from pipeline.regular_files import NotRegularError, read_regular
+from offstage.pipeline.atomic_files import write_whole
+from offstage.pipeline.cache.leftovers import BUILDING, move_aside
+from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.cache.manifest import DamagedError, verify_listed
+from offstage.pipeline.cache.sealed_files import read_sealed, read_sealed_line
+from offstage.pipeline.regular_files import NotRegularError, read_regular
 
 
 def remove_damage(root: Path) -> dict[Path, str]:

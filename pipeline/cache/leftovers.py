@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from pipeline.atomic_files import TEMPORARY
+from offstage.pipeline.atomic_files import TEMPORARY
 
 BUILDING = TEMPORARY
 """An artifact that is being built or removed, or was when its process was killed."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from pipeline.cache.leftovers import LOCK
+from offstage.pipeline.cache.leftovers import LOCK
 
 _log = logging.getLogger("offstage")
 _NO_LOCK = (OSError, RuntimeError)

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
-from pipeline.atomic_files import replace_file, sync_folder
-from pipeline.regular_files import NotRegularError, open_regular, parse_json, read_regular
-from pipeline.stage import FileEntry
+from offstage.pipeline.atomic_files import replace_file, sync_folder
+from offstage.pipeline.regular_files import NotRegularError, open_regular, parse_json, read_regular
+from offstage.pipeline.stage import FileEntry
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
 
-from pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.cache.fingerprint import fingerprint
 
 _LONGEST_TEXT = 200
 _LONGEST_LIST = 2000

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import replace_file
-from pipeline.cache.leftovers import move_aside
-from pipeline.cache.manifest import DamagedError
-from pipeline.regular_files import NotRegularError, parse_json, read_json
+from offstage.pipeline.atomic_files import replace_file
+from offstage.pipeline.cache.leftovers import move_aside
+from offstage.pipeline.cache.manifest import DamagedError
+from offstage.pipeline.regular_files import NotRegularError, parse_json, read_json
 
 
 def write_sealed(path: Path, content: Any) -> None:

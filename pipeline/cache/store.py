@@ -25,13 +25,13 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from pipeline.atomic_files import mendable, storage_error, sync_folder
-from pipeline.cache.leases import SHARED, Leases, lease_path
-from pipeline.cache.leftovers import BUILDING, move_aside, remove_leftovers
-from pipeline.cache.locks import locked
-from pipeline.cache.manifest import MANIFEST, DamagedError, seal, verify
-from pipeline.errors import OffstageError, StorageError
-from pipeline.stage import Artifact, FileEntry
+from offstage.pipeline.atomic_files import mendable, storage_error, sync_folder
+from offstage.pipeline.cache.leases import SHARED, Leases, lease_path
+from offstage.pipeline.cache.leftovers import BUILDING, move_aside, remove_leftovers
+from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.cache.manifest import MANIFEST, DamagedError, seal, verify
+from offstage.pipeline.errors import OffstageError, StorageError
+from offstage.pipeline.stage import Artifact, FileEntry
 
 T = TypeVar("T")
 

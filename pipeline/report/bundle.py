@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pipeline.atomic_files import mendable, write_whole
-from pipeline.config import named_paths
-from pipeline.errors import ConfigError
-from pipeline.plain_data import walk
-from pipeline.record import RECORD, RunRecord
-from pipeline.regular_files import read_regular
-from pipeline.replay_config import INPUTS
-from pipeline.stage import TENSORS
+from offstage.pipeline.atomic_files import mendable, write_whole
+from offstage.pipeline.config import named_paths
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.plain_data import walk
+from offstage.pipeline.record import RECORD, RunRecord
+from offstage.pipeline.regular_files import read_regular
+from offstage.pipeline.replay_config import INPUTS
+from offstage.pipeline.stage import TENSORS
 
 SUFFIX = ".tar.gz"
 _OWN = "offstage-pipeline"

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from pipeline.report.differences import Spread, answers, config_differences, flatten, spread
-from pipeline.report.noise import Noise, noise
-from pipeline.report.placements import Placements, read_placements
-from pipeline.report.run_folders import Job
-from pipeline.report.speed import Front, Series, pareto, speed_series
-from pipeline.stage import model_name
+from offstage.pipeline.report.differences import Spread, answers, config_differences, flatten, spread
+from offstage.pipeline.report.noise import Noise, noise
+from offstage.pipeline.report.placements import Placements, read_placements
+from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.report.speed import Front, Series, pareto, speed_series
+from offstage.pipeline.stage import model_name
 
 MOST_ROWS = 40
 """As many rows as a plot shows. A longer one can't be read, and the table has every job."""

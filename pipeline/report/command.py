@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.atomic_files import mendable, replace_file
-from pipeline.command_exit import run_command
-from pipeline.errors import ConfigError, StorageError
-from pipeline.record import RECORD
-from pipeline.terminal import Screen
+from offstage.pipeline.atomic_files import mendable, replace_file
+from offstage.pipeline.command_exit import run_command
+from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.record import RECORD
+from offstage.pipeline.terminal import Screen
 
 if TYPE_CHECKING:
-    from pipeline.report.summary import Summary
+    from offstage.pipeline.report.summary import Summary
 
 _DESCRIPTION = """Read the records of runs, print the table of jobs, and write report.html, report.csv and
 report.json into the first PATH, or into --output. PATH is the folder of a run, of a sweep, or one above several,
@@ -66,9 +66,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(paths: Sequence[Path], *, output: Path | None) -> None:
     _require_libraries()
-    from pipeline.report.run_folders import find
-    from pipeline.report.summary import summarise
-    from pipeline.report.terminal import show_summary
+    from offstage.pipeline.report.run_folders import find
+    from offstage.pipeline.report.summary import summarise
+    from offstage.pipeline.report.terminal import show_summary
 
     folder = _folder(paths[0], output)
     summary = summarise(find(paths, page_folder=folder))
@@ -80,8 +80,8 @@ def _report(paths: Sequence[Path], *, output: Path | None) -> None:
 
 def _texts(summary: Summary, *, title: str) -> dict[str, str]:
     """Return the files of a report by name."""
-    from pipeline.report.exports import as_csv, as_json
-    from pipeline.report.page import report_page
+    from offstage.pipeline.report.exports import as_csv, as_json
+    from offstage.pipeline.report.page import report_page
 
     texts = {"html": report_page(summary, title=title), "csv": as_csv(summary), "json": as_json(summary)}
     return {f"report.{kind}": text for kind, text in texts.items()}
@@ -89,9 +89,9 @@ def _texts(summary: Summary, *, title: str) -> dict[str, str]:
 
 def _bundle(paths: Sequence[Path], *, output: Path | None) -> None:
     _require_libraries()
-    from pipeline.report.bundle import SUFFIX, bundle
-    from pipeline.report.run_folders import find
-    from pipeline.report.summary import summarise
+    from offstage.pipeline.report.bundle import SUFFIX, bundle
+    from offstage.pipeline.report.run_folders import find
+    from offstage.pipeline.report.summary import summarise
 
     found = find(paths)
     if found.problems:
@@ -106,11 +106,11 @@ def _bundle(paths: Sequence[Path], *, output: Path | None) -> None:
 
 def _compare(one: Path, other: Path, *, output: Path | None) -> None:
     _require_libraries()
-    from pipeline.report.comparison import compare
-    from pipeline.report.exports import comparison_json
-    from pipeline.report.page import comparison_page
-    from pipeline.report.run_folders import find_one
-    from pipeline.report.terminal import show_comparison
+    from offstage.pipeline.report.comparison import compare
+    from offstage.pipeline.report.exports import comparison_json
+    from offstage.pipeline.report.page import comparison_page
+    from offstage.pipeline.report.run_folders import find_one
+    from offstage.pipeline.report.terminal import show_comparison
 
     comparison = compare(find_one(one), find_one(other))
     folder = _folder(one, output)

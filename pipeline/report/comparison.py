@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.report.differences import flatten, spread
-from pipeline.report.placements import in_tier_order, read_layers
-from pipeline.report.quantities import MISSING, tell, tell_figure
-from pipeline.report.records import Answer, Number, Run
-from pipeline.report.speed import BOUND, PREDICTED_BOUND
+from offstage.pipeline.report.differences import flatten, spread
+from offstage.pipeline.report.placements import in_tier_order, read_layers
+from offstage.pipeline.report.quantities import MISSING, tell, tell_figure
+from offstage.pipeline.report.records import Answer, Number, Run
+from offstage.pipeline.report.speed import BOUND, PREDICTED_BOUND
 
 _SAME = "No change."
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipeline.report.differences import Spread, spread
-from pipeline.report.quantities import tell
-from pipeline.report.records import Run
-from pipeline.report.run_folders import Job
-from pipeline.stage import model_name
+from offstage.pipeline.report.differences import Spread, spread
+from offstage.pipeline.report.quantities import tell
+from offstage.pipeline.report.records import Run
+from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.stage import model_name
 
 _MACHINE = ("cpu", "cores", "cores_allowed", "core_quota", "memory_limit_bytes", "memory_bytes", "accelerators")
 _COMMIT = "git_commit"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from pipeline.plain_data import leaves
-from pipeline.report.quantities import tell
-from pipeline.report.run_folders import Job
+from offstage.pipeline.plain_data import leaves
+from offstage.pipeline.report.quantities import tell
+from offstage.pipeline.report.run_folders import Job
 
 ABSENT = "not given"
 

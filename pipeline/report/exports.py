@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.report.checkpoint_groups import CheckpointGroup
-from pipeline.report.comparison import RunComparison
-from pipeline.report.differences import Spread
-from pipeline.report.noise import LEVEL
-from pipeline.report.placements import in_tier_order
-from pipeline.report.run_folders import Job
-from pipeline.report.speed import bound_seconds
-from pipeline.report.summary import Summary
+from offstage.pipeline.report.checkpoint_groups import CheckpointGroup
+from offstage.pipeline.report.comparison import RunComparison
+from offstage.pipeline.report.differences import Spread
+from offstage.pipeline.report.noise import LEVEL
+from offstage.pipeline.report.placements import in_tier_order
+from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.report.speed import bound_seconds
+from offstage.pipeline.report.summary import Summary
 
 SCHEMA_VERSION = 2
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")

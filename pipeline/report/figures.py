@@ -28,8 +28,8 @@ from matplotlib.ticker import (
 )
 from matplotlib.transforms import blended_transform_factory
 
-from pipeline.report.quantities import Kind, scale_for, shorten
-from pipeline.report.run_folders import Job
+from offstage.pipeline.report.quantities import Kind, scale_for, shorten
+from offstage.pipeline.report.run_folders import Job
 
 SERIES = ("s0", "s1", "s2", "s3", "s4", "s5", "rest")
 _ACCELERATORS = ("d0", "d1", "d2", "d3")

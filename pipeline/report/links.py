@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeline.report.placements import in_tier_order
-from pipeline.report.quantities import Kind
+from offstage.pipeline.report.placements import in_tier_order
+from offstage.pipeline.report.quantities import Kind
 
 
 @dataclass(frozen=True, slots=True)

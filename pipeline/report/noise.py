@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import comb, erfc, sqrt
 
-from pipeline.report.records import Number
-from pipeline.report.run_folders import Job
+from offstage.pipeline.report.records import Number
+from offstage.pipeline.report.run_folders import Job
 
 LEVEL = 0.05
 """Jobs differ where chance alone would set samples so far apart less often than this."""

@@ -13,23 +13,23 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
-from pipeline.report.comparison import RunComparison
-from pipeline.report.conditions import told_differences
-from pipeline.report.figures import Picture
-from pipeline.report.plots.experts import expert_picture
-from pipeline.report.plots.lockstep import lockstep_picture
-from pipeline.report.plots.memory import memory_picture
-from pipeline.report.plots.memory_timeline import timeline_picture
-from pipeline.report.plots.pareto import pareto_picture
-from pipeline.report.plots.placement import placement_picture
-from pipeline.report.plots.samples import sample_picture
-from pipeline.report.plots.speed import speed_picture
-from pipeline.report.plots.stage_times import stage_picture
-from pipeline.report.plots.training import loss_picture
-from pipeline.report.quantities import MISSING, listed
-from pipeline.report.speed import drawn_front
-from pipeline.report.summary import Fact, Summary, group_facts, headline
+from offstage.pipeline.report.checkpoint_groups import MOST_ROWS, CheckpointGroup
+from offstage.pipeline.report.comparison import RunComparison
+from offstage.pipeline.report.conditions import told_differences
+from offstage.pipeline.report.figures import Picture
+from offstage.pipeline.report.plots.experts import expert_picture
+from offstage.pipeline.report.plots.lockstep import lockstep_picture
+from offstage.pipeline.report.plots.memory import memory_picture
+from offstage.pipeline.report.plots.memory_timeline import timeline_picture
+from offstage.pipeline.report.plots.pareto import pareto_picture
+from offstage.pipeline.report.plots.placement import placement_picture
+from offstage.pipeline.report.plots.samples import sample_picture
+from offstage.pipeline.report.plots.speed import speed_picture
+from offstage.pipeline.report.plots.stage_times import stage_picture
+from offstage.pipeline.report.plots.training import loss_picture
+from offstage.pipeline.report.quantities import MISSING, listed
+from offstage.pipeline.report.speed import drawn_front
+from offstage.pipeline.report.summary import Fact, Summary, group_facts, headline
 
 MOST_ANSWERS = 6
 MOST_FAILURES = 24
@@ -62,7 +62,7 @@ def report_page(summary: Summary, *, title: str) -> str:
         rows=_rows(summary),
         most_answers=MOST_ANSWERS,
         most_failures=MOST_FAILURES,
-        script=Markup(files("pipeline.report").joinpath("templates", "table.js").read_text(encoding="utf-8")),
+        script=Markup(files("offstage.pipeline.report").joinpath("templates", "table.js").read_text(encoding="utf-8")),
     )
 
 
@@ -129,7 +129,7 @@ def _numbered(picture: Picture, number: int) -> Picture:
 def _render(template: str, **content: object) -> str:
     """Fill in ``template``. Everything is escaped but our own SVG, whose texts matplotlib has escaped, and script."""
     environment = Environment(
-        loader=PackageLoader("pipeline.report"),
+        loader=PackageLoader("offstage.pipeline.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

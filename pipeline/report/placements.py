@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.record import is_own_config
-from pipeline.regular_files import lies_in, read_object
-from pipeline.report.records import Run
-from pipeline.report.run_folders import Job
+from offstage.pipeline.record import is_own_config
+from offstage.pipeline.regular_files import lies_in, read_object
+from offstage.pipeline.report.records import Run
+from offstage.pipeline.report.run_folders import Job
 
 PLAN_STAGE = "plan"
 _PLAN, _MAP = "plan.json", "device_map.json"

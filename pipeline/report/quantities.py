@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.report.records import Number
+from offstage.pipeline.report.records import Number
 
 Kind = Literal["bytes", "seconds", "rate", "share", "number", "count"]
 MISSING = "\N{EN DASH}"

@@ -13,10 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.printable_text import printable
-from pipeline.provenance import Provenance
-from pipeline.record import SCHEMA_VERSION
-from pipeline.regular_files import read_json
+from offstage.pipeline.printable_text import printable
+from offstage.pipeline.provenance import Provenance
+from offstage.pipeline.record import SCHEMA_VERSION
+from offstage.pipeline.regular_files import read_json
 
 Number = int | float
 Bytes = Mapping[str, int | float | None]

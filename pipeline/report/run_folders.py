@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from pipeline.errors import StorageError
-from pipeline.record import RECORD
-from pipeline.report.records import RecordError, Run, read_run
+from offstage.pipeline.errors import StorageError
+from offstage.pipeline.record import RECORD
+from offstage.pipeline.report.records import RecordError, Run, read_run
 
 _CACHE = "cache"
 _HYDRA = ".hydra"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipeline.errors import ConfigError
-from pipeline.objective import Objective, objective_of
-from pipeline.regular_files import read_object
-from pipeline.report.quantities import tell_figure
-from pipeline.report.records import Run
-from pipeline.report.run_folders import Job
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.objective import Objective, objective_of
+from offstage.pipeline.regular_files import read_object
+from offstage.pipeline.report.quantities import tell_figure
+from offstage.pipeline.report.records import Run
+from offstage.pipeline.report.run_folders import Job
 
 RESULTS = "optimization_results.yaml"
 """The file in a sweep's folder that says what its search came to, by the name that hydra-optuna-sweeper gives it. It

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.report.differences import ABSENT, Spread
-from pipeline.report.noise import token_times
-from pipeline.report.records import Bytes, Number, Run
-from pipeline.report.run_folders import Job
+from offstage.pipeline.report.differences import ABSENT, Spread
+from offstage.pipeline.report.noise import token_times
+from offstage.pipeline.report.records import Bytes, Number, Run
+from offstage.pipeline.report.run_folders import Job
 
 SECONDS = "decode_seconds_per_token"
 RATE = "decode_tokens_per_second"

@@ -6,15 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs, joined_noise
-from pipeline.report.conditions import conditions
-from pipeline.report.differences import Spread, config_differences, environments
-from pipeline.report.noise import Noise
-from pipeline.report.quantities import listed, tell
-from pipeline.report.run_folders import Found, Job, Problem
-from pipeline.report.searches import search_facts
-from pipeline.report.speed import RATE, SECONDS
-from pipeline.report.table import Column, job_table
+from offstage.pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs, joined_noise
+from offstage.pipeline.report.conditions import conditions
+from offstage.pipeline.report.differences import Spread, config_differences, environments
+from offstage.pipeline.report.noise import Noise
+from offstage.pipeline.report.quantities import listed, tell
+from offstage.pipeline.report.run_folders import Found, Job, Problem
+from offstage.pipeline.report.searches import search_facts
+from offstage.pipeline.report.speed import RATE, SECONDS
+from offstage.pipeline.report.table import Column, job_table
 
 Fact = tuple[str, str, str]
 """What stands on top of the page: a name, a value, and of what."""

@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeline.report.differences import ABSENT, Spread
-from pipeline.report.links import LINK_FIGURES, linked_devices
-from pipeline.report.noise import Noise, told_samples
-from pipeline.report.placements import in_tier_order
-from pipeline.report.quantities import MISSING, Kind, listed, scale_for, shorten
-from pipeline.report.records import Bytes, Number, Run
-from pipeline.report.run_folders import Job
-from pipeline.report.speed import (
+from offstage.pipeline.report.differences import ABSENT, Spread
+from offstage.pipeline.report.links import LINK_FIGURES, linked_devices
+from offstage.pipeline.report.noise import Noise, told_samples
+from offstage.pipeline.report.placements import in_tier_order
+from offstage.pipeline.report.quantities import MISSING, Kind, listed, scale_for, shorten
+from offstage.pipeline.report.records import Bytes, Number, Run
+from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.report.speed import (
     BOUND,
     DISK,
     FIRST_TOKEN,

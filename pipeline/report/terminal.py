@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.report.comparison import RunComparison, Section
-from pipeline.report.quantities import listed, shorten
-from pipeline.report.summary import Summary
-from pipeline.report.table import Column
+from offstage.pipeline.report.comparison import RunComparison, Section
+from offstage.pipeline.report.quantities import listed, shorten
+from offstage.pipeline.report.summary import Summary
+from offstage.pipeline.report.table import Column
 
 MOST_ROWS = 60
 """So many jobs are listed: more of them run off a screen."""

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline import app
-from pipeline.command_exit import run_command
-from pipeline.sweeps.record import SweepRecord
-from pipeline.sweeps.trust import named_by_folder
-from pipeline.trust import Trust
+from offstage.pipeline import app
+from offstage.pipeline.command_exit import run_command
+from offstage.pipeline.sweeps.record import SweepRecord
+from offstage.pipeline.sweeps.trust import named_by_folder
+from offstage.pipeline.trust import Trust
 
 NAME = "offstage-sweep"
 _FOLDER = "hydra.sweep.dir="

@@ -13,14 +13,14 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.config import refuse_sharing
-from pipeline.errors import ConfigError
-from pipeline.hydra_arguments import refuse_empty_sweeps
-from pipeline.hydra_messages import COMPOSING_ERRORS, one_line
-from pipeline.sweeps.record import SweepJob, SweepRecord
-from pipeline.sweeps.trust import named_by_job
-from pipeline.trust import Trust, TrustRequest
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.config import refuse_sharing
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.hydra_arguments import refuse_empty_sweeps
+from offstage.pipeline.hydra_messages import COMPOSING_ERRORS, one_line
+from offstage.pipeline.sweeps.record import SweepJob, SweepRecord
+from offstage.pipeline.sweeps.trust import named_by_job
+from offstage.pipeline.trust import Trust, TrustRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 As they come, the first job that leaves no result ends the sweep, after 15 seconds of waiting for it; the result of a
 job that takes no time is waited for a second; a local job sees no accelerator unless ``gpus_per_node`` is set, and is
 ended after an hour. Here a lost job is one outcome among others, and the sweep goes on. Hydra finds them by themselves
-(``pipeline/plugins``), and in this command ``hydra/launcher=submitit_local`` and ``submitit_slurm`` name them.
+(``.src/hydra_plugins``), and in this command ``hydra/launcher=submitit_local`` and ``submitit_slurm`` name them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hydra_plugins.hydra_submitit_launcher import submitit_launcher as originals
 from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf, LocalQueueConf, SlurmQueueConf
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.command_exit import heed_signals
-from pipeline.config import register
-from pipeline.sweeps.search_config import register_sweepers
-from pipeline.sweeps.sweep_launcher import SweepLauncher
+from offstage.pipeline.command_exit import heed_signals
+from offstage.pipeline.config import register
+from offstage.pipeline.sweeps.search_config import register_sweepers
+from offstage.pipeline.sweeps.sweep_launcher import SweepLauncher
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ENDING_SECONDS = 15.0
@@ -69,7 +69,7 @@ class _Launcher(SweepLauncher, originals.BaseSubmititLauncher):  # type: ignore[
 
     def __call__(self, *arguments: Any) -> tuple[JobReturn, int | None]:
         """Run one job and return what it came to and its exit code; called in the job's own process."""
-        from pipeline.hydra_task import Task
+        from offstage.pipeline.hydra_task import Task
 
         heed_signals()  # submitit passes over one that comes before the job's own process is there
         register()
@@ -131,7 +131,7 @@ class _Launcher(SweepLauncher, originals.BaseSubmititLauncher):  # type: ignore[
         """Return the result of a job that has ended, and note its outcome."""
         import submitit
 
-        from pipeline.hydra_task import Outcome, Task
+        from offstage.pipeline.hydra_task import Outcome, Task
 
         code: int | None = None
         overrides = next(spec[0] for spec in specs if spec[2] == number)

@@ -14,12 +14,12 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from pipeline.config import check, refuse_sharing, resolve
-from pipeline.errors import OffstageError
-from pipeline.hydra_messages import COMPOSING_ERRORS
-from pipeline.installed_stages import installed_stages
-from pipeline.runner import load_stages
-from pipeline.stage import Config
+from offstage.pipeline.config import check, refuse_sharing, resolve
+from offstage.pipeline.errors import OffstageError
+from offstage.pipeline.hydra_messages import COMPOSING_ERRORS
+from offstage.pipeline.installed_stages import installed_stages
+from offstage.pipeline.runner import load_stages
+from offstage.pipeline.stage import Config
 
 _WHERE = ("experiment", "model", "hardware", "stages", "outputs")
 """The keys that say which checkpoint and machine a job is about."""

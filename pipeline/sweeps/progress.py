@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any
 
-from pipeline.sweeps.record import find_record, own_overrides
-from pipeline.sweeps.results import reason, settled, told
-from pipeline.sweeps.sweep import Sweep
-from pipeline.terminal import shorten, show_line
+from offstage.pipeline.sweeps.record import find_record, own_overrides
+from offstage.pipeline.sweeps.results import reason, settled, told
+from offstage.pipeline.sweeps.sweep import Sweep
+from offstage.pipeline.terminal import shorten, show_line
 
 _REFRESH_SECONDS = 1.0
 

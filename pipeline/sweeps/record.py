@@ -13,13 +13,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from pipeline.atomic_files import create_file, mendable, replace_file
-from pipeline.cache.outline import changes
-from pipeline.errors import ConfigError, StorageError
-from pipeline.record import RECORD, RunRecord
-from pipeline.regular_files import parse_json, read_regular
-from pipeline.signatures import is_signed, sign
-from pipeline.typed_config import fits
+from offstage.pipeline.atomic_files import create_file, mendable, replace_file
+from offstage.pipeline.cache.outline import changes
+from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.record import RECORD, RunRecord
+from offstage.pipeline.regular_files import parse_json, read_regular
+from offstage.pipeline.signatures import is_signed, sign
+from offstage.pipeline.typed_config import fits
 
 SWEEP = "sweep.json"
 _VERSION = 1

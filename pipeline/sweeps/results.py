@@ -14,11 +14,11 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.errors import KilledError, StorageError
-from pipeline.provenance import provenance
-from pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides
-from pipeline.sweeps.trust import resume_command
-from pipeline.terminal import shorten
+from offstage.pipeline.errors import KilledError, StorageError
+from offstage.pipeline.provenance import provenance
+from offstage.pipeline.sweeps.record import SweepJob, SweepRecord, find_record, own_overrides
+from offstage.pipeline.sweeps.trust import resume_command
+from offstage.pipeline.terminal import shorten
 
 LOST = "its process was lost before it could say why; see .submitit in the sweep's folder"
 _FIGURES = {"s/token": "decode_seconds_per_token", "perplexity": "perplexity"}

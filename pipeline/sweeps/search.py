@@ -2,7 +2,7 @@
 
 The number of each job is read of its record, as ``objective`` says, so that a job which was run already, or by another
 machine, counts like any other. hydra-optuna-sweeper, whose keys these are, needs an Optuna before 3 and ends the search
-at the first job that fails. Hydra finds this one by itself (``pipeline/plugins``).
+at the first job that fails. Hydra finds this one by itself (``.src/hydra_plugins``).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.atomic_files import replace_file
-from pipeline.errors import ConfigError
-from pipeline.hydra_arguments import refuse_launcher
+from offstage.pipeline.atomic_files import replace_file
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.hydra_arguments import refuse_launcher
 
 if TYPE_CHECKING:
-    from pipeline.objective import Objective
-    from pipeline.sweeps.search_space import Proposal
-    from pipeline.sweeps.search_study import Direction, SearchStudy, Tried
+    from offstage.pipeline.objective import Objective
+    from offstage.pipeline.sweeps.search_space import Proposal
+    from offstage.pipeline.sweeps.search_study import Direction, SearchStudy, Tried
 
 
 class OptunaSearch(Sweeper):
@@ -49,7 +49,7 @@ class OptunaSearch(Sweeper):
         )
 
     def _check(self) -> None:
-        from pipeline.sweeps.search_study import Direction
+        from offstage.pipeline.sweeps.search_study import Direction
 
         if find_spec("optuna") is None or find_spec("scipy") is None:
             raise ConfigError("hydra/sweeper=optuna: Optuna isn't installed; pip install 'offstage-pipeline[search]'")
@@ -63,8 +63,8 @@ class OptunaSearch(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Search; ``arguments`` are those of the command line. What came of it goes to the sweep's folder."""
-        from pipeline.sweeps.search_space import read_space
-        from pipeline.sweeps.search_study import SearchStudy
+        from offstage.pipeline.sweeps.search_space import read_space
+        from offstage.pipeline.sweeps.search_study import SearchStudy
 
         assert self.hydra_context is not None
         assert self.config is not None
@@ -92,8 +92,8 @@ class OptunaSearch(Sweeper):
 
     def _refuse_untrusted(self, proposals: Sequence[Proposal], begun: int) -> None:
         """Raise what isn't trusted of a search that is resumed, before anything looks at what its jobs name."""
-        from pipeline.hydra_task import Task
-        from pipeline.sweeps.jobs import SweepComposition, describe_job
+        from offstage.pipeline.hydra_task import Task
+        from offstage.pipeline.sweeps.jobs import SweepComposition, describe_job
 
         assert self.hydra_context is not None
         assert self.config is not None
@@ -105,8 +105,8 @@ class OptunaSearch(Sweeper):
 
     def _check_job(self, proposal: Proposal) -> None:
         """Raise all that can be seen to be wrong with the first job, before it begins: the others are like it."""
-        from pipeline.runner import check_config
-        from pipeline.sweeps.preparation import compose_job
+        from offstage.pipeline.runner import check_config
+        from offstage.pipeline.sweeps.preparation import compose_job
 
         assert self.hydra_context is not None
         assert self.config is not None
@@ -119,9 +119,9 @@ class OptunaSearch(Sweeper):
         check_config(config)
 
     def _came_to(self, folder: Path, number: int) -> Objective | None:
-        from pipeline.hydra_task import Task
-        from pipeline.objective import objective_of
-        from pipeline.sweeps.results import settled
+        from offstage.pipeline.hydra_task import Task
+        from offstage.pipeline.objective import objective_of
+        from offstage.pipeline.sweeps.results import settled
 
         assert isinstance(self.task_function, Task)
         assert self.task_function.sweep is not None
@@ -131,8 +131,8 @@ class OptunaSearch(Sweeper):
 
     def _conclude(self, study: SearchStudy, folder: Path, searched: Sequence[str]) -> None:
         """Keep which job is best, and have it said when all is over."""
-        from pipeline.hydra_task import Task
-        from pipeline.report.searches import RESULTS
+        from offstage.pipeline.hydra_task import Task
+        from offstage.pipeline.report.searches import RESULTS
 
         best, jobs = study.best(), len(study.tried)
         found: dict[str, Any] = {"name": "optuna", "direction": self.direction}
@@ -150,7 +150,7 @@ class OptunaSearch(Sweeper):
 
 
 def _told(best: Tried | None, *, jobs: int, trials: int) -> str:
-    from pipeline.report.searches import tell_objective
+    from offstage.pipeline.report.searches import tell_objective
 
     made = f"{jobs} job{'s' * (jobs != 1)} of {trials} trial{'s' * (trials != 1)}"
     if best is None or best.objective is None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from pipeline.errors import ConfigError
-from pipeline.hydra_arguments import refuse_empty_sweeps
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.hydra_arguments import refuse_empty_sweeps
 
 if TYPE_CHECKING:
     from hydra.core.config_loader import ConfigLoader

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from optuna.trial import Trial
 
-    from pipeline.objective import Objective
-    from pipeline.sweeps.search_space import Proposal, SearchSpace
+    from offstage.pipeline.objective import Objective
+    from offstage.pipeline.sweeps.search_space import Proposal, SearchSpace
 
 Direction = Literal["minimize", "maximize"]
 _ENDED = "ended well"

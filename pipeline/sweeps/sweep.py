@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from pipeline.atomic_files import mendable
-from pipeline.cache.locks import locked
-from pipeline.errors import StorageError
-from pipeline.record import RECORD
-from pipeline.sweeps.record import SWEEP, SweepJob, SweepRecord, find_record
+from offstage.pipeline.atomic_files import mendable
+from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.errors import StorageError
+from offstage.pipeline.record import RECORD
+from offstage.pipeline.sweeps.record import SWEEP, SweepJob, SweepRecord, find_record
 
 
 class Sweep:

@@ -13,11 +13,11 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 if TYPE_CHECKING:
-    from pipeline.sweeps.preparation import MachinePreparation
-    from pipeline.sweeps.progress import SweepProgress
-    from pipeline.sweeps.sweep import Sweep
-    from pipeline.tracking.trackers import SweepTracking
-    from pipeline.trust import Trust
+    from offstage.pipeline.sweeps.preparation import MachinePreparation
+    from offstage.pipeline.sweeps.progress import SweepProgress
+    from offstage.pipeline.sweeps.sweep import Sweep
+    from offstage.pipeline.tracking.trackers import SweepTracking
+    from offstage.pipeline.trust import Trust
 
 
 class SweepLauncher(ABC):
@@ -41,12 +41,12 @@ class SweepLauncher(ABC):
 
     def _begin_sweep(self, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Open the sweep's folder for the task. Raises what is wrong with the jobs, or why they may not run there."""
-        from pipeline.hydra_task import Task
-        from pipeline.sweeps.jobs import SweepComposition, describe_sweep
-        from pipeline.sweeps.preparation import MachinePreparation
-        from pipeline.sweeps.progress import SweepProgress
-        from pipeline.sweeps.sweep import Sweep
-        from pipeline.tracking.trackers import SweepTracking
+        from offstage.pipeline.hydra_task import Task
+        from offstage.pipeline.sweeps.jobs import SweepComposition, describe_sweep
+        from offstage.pipeline.sweeps.preparation import MachinePreparation
+        from offstage.pipeline.sweeps.progress import SweepProgress
+        from offstage.pipeline.sweeps.sweep import Sweep
+        from offstage.pipeline.tracking.trackers import SweepTracking
 
         if isinstance(task_function, Task):
             self._trust, self._files = task_function.trust, task_function.files
@@ -84,7 +84,7 @@ class SweepLauncher(ABC):
         self._preparation.prepare(self.hydra_context.config_loader, self.config, [*numbered.values()])
 
     def _is_done(self, number: int, overrides: Sequence[str]) -> bool:
-        from pipeline.sweeps.jobs import SweepComposition, describe_job
+        from offstage.pipeline.sweeps.jobs import SweepComposition, describe_job
 
         if self._sweep is None or self.hydra_context is None or self.config is None:
             return False
@@ -96,8 +96,8 @@ class SweepLauncher(ABC):
 
     def _completed(self, number: int, overrides: Sequence[str]) -> JobReturn:
         """Return what stands for a job that was run before, with the number that it came to."""
-        from pipeline.objective import number_of
-        from pipeline.sweeps.record import find_record
+        from offstage.pipeline.objective import number_of
+        from offstage.pipeline.sweeps.record import find_record
 
         job = self._sweep.job(number) if self._sweep is not None else None
         record = find_record(self._sweep.folder, job) if self._sweep is not None and job is not None else None

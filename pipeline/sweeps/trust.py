@@ -23,14 +23,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pipeline.errors import ConfigError
-from pipeline.foreign_record import outputs_for
-from pipeline.hydra_messages import COMPOSING_ERRORS, one_line
-from pipeline.plain_data import leaves
-from pipeline.regular_files import lies_in
-from pipeline.sweeps.record import SWEEP, SweepRecord
-from pipeline.tracking.run_ids import read_ids
-from pipeline.trust import Trust, TrustRequest, named_code, named_places, trust_flags, ways_out_of
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.foreign_record import outputs_for
+from offstage.pipeline.hydra_messages import COMPOSING_ERRORS, one_line
+from offstage.pipeline.plain_data import leaves
+from offstage.pipeline.regular_files import lies_in
+from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
+from offstage.pipeline.tracking.run_ids import read_ids
+from offstage.pipeline.trust import Trust, TrustRequest, named_code, named_places, trust_flags, ways_out_of
 
 _HARMLESS = re.compile(
     r"mode|(overrides|runtime)\..*|sweep\.(dir|subdir)|job\.(override_dirname|config_name|num)"
@@ -42,7 +42,7 @@ _OWN_TARGET = re.compile(
     r"hydra_plugins\.offstage_(launchers|sweepers)\.\w+|hydra\._internal\.core_plugins\.basic_sweeper\.BasicSweeper"
     r"|optuna\.samplers\.(GP|TPE|Random)Sampler"
 )
-_CONF = "pkg://conf"
+_CONF = "pkg://offstage.conf"
 
 
 def named_by_folder(folder: Path, record: SweepRecord) -> Iterator[TrustRequest]:

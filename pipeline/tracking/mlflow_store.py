@@ -1,6 +1,7 @@
 """Runs in MLflow: in a database in a folder of this machine, or by a server.
 
-Used in a process of its own (``pipeline.tracking.store_process``), which ends with whatever the library raises.
+Used in a process of its own (``offstage.pipeline.tracking.store_process``), which ends with whatever the library
+raises.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.tracking.options import TrackerConfig
-from pipeline.tracking.tracked_run import TrackedRun
+from offstage.pipeline.tracking.options import TrackerConfig
+from offstage.pipeline.tracking.tracked_run import TrackedRun
 
 Item = TypeVar("Item")
 

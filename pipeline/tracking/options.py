@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from pipeline.errors import Fault, closest
-from pipeline.typed_config import absolute, read, type_faults
+from offstage.pipeline.errors import Fault, closest
+from offstage.pipeline.typed_config import absolute, read, type_faults
 
 TRACKERS = ("mlflow", "trackio")
 _LONGEST_EXPERIMENT = 250

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.locks import locked
-from pipeline.errors import StorageError
-from pipeline.record import RECORD, RunRecord
-from pipeline.tracking.mlflow_store import MlflowStore
-from pipeline.tracking.options import TrackerConfig, read_tracker
-from pipeline.tracking.run_ids import FILE_NAME, RunId, find_id, note_id, note_whole, read_ids
-from pipeline.tracking.tracked_run import TrackedRun, run_name
-from pipeline.tracking.trackio_store import log_to_trackio
+from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.errors import StorageError
+from offstage.pipeline.record import RECORD, RunRecord
+from offstage.pipeline.tracking.mlflow_store import MlflowStore
+from offstage.pipeline.tracking.options import TrackerConfig, read_tracker
+from offstage.pipeline.tracking.run_ids import FILE_NAME, RunId, find_id, note_id, note_whole, read_ids
+from offstage.pipeline.tracking.tracked_run import TrackedRun, run_name
+from offstage.pipeline.tracking.trackio_store import log_to_trackio
 
 SWEEP_CONFIG = "multirun.yaml"
 """The file in which Hydra keeps what a sweep was asked for."""
@@ -119,9 +119,9 @@ def _overrides(sweep: Path) -> str:
 
 def _write_report(sweep: Path, folder: Path) -> None:
     """Write the report's numbers of ``sweep`` into ``folder``, and what the sweep was asked for."""
-    from pipeline.report.exports import as_csv, as_json
-    from pipeline.report.run_folders import find
-    from pipeline.report.summary import summarise
+    from offstage.pipeline.report.exports import as_csv, as_json
+    from offstage.pipeline.report.run_folders import find
+    from offstage.pipeline.report.summary import summarise
 
     summary = summarise(find([sweep]))
     for name, text in {"report.csv": as_csv(summary), "report.json": as_json(summary)}.items():

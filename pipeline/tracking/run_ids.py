@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.atomic_files import replace_file
-from pipeline.regular_files import read_object
-from pipeline.tracking.options import TrackerConfig
+from offstage.pipeline.atomic_files import replace_file
+from offstage.pipeline.regular_files import read_object
+from offstage.pipeline.tracking.options import TrackerConfig
 
 FILE_NAME = "tracker.json"
 

@@ -16,7 +16,7 @@ from urllib.error import HTTPError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
-from pipeline.errors import StorageError, words_of
+from offstage.pipeline.errors import StorageError, words_of
 
 WAIT_SECONDS = 5.0
 """How long a server is given to answer."""

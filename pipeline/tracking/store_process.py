@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.errors import OffstageError, StorageError, foreign
+from offstage.pipeline.errors import OffstageError, StorageError, foreign
 
-_ENTRY = "from pipeline.commands import tracker; tracker()"
+_ENTRY = "from offstage.pipeline.commands import tracker; tracker()"
 PATIENCE_SECONDS = 120.0
 """How long a store is given for all of one request."""
 
@@ -76,8 +76,8 @@ def _say(answers: IO[str], kind: str, said: str) -> None:
 
 
 def _carry_out(request: Mapping[str, Any], answers: IO[str]) -> None:
-    from pipeline.tracking import requests
-    from pipeline.tracking.options import TrackerConfig
+    from offstage.pipeline.tracking import requests
+    from offstage.pipeline.tracking.options import TrackerConfig
 
     sweep = Path(request["sweep"]) if request["sweep"] else None
     with foreign(StorageError, ""):

@@ -9,11 +9,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.plain_data import leaves
-from pipeline.provenance import provenance
-from pipeline.record import RunRecord
-from pipeline.stage import model_name
-from pipeline.tracking.options import read_tracker
+from offstage.pipeline.plain_data import leaves
+from offstage.pipeline.provenance import provenance
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.stage import model_name
+from offstage.pipeline.tracking.options import read_tracker
 
 _LOG_NAME = "run.log"
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.errors import ConfigError, StorageError
-from pipeline.stage import Config
-from pipeline.tracking.options import TrackerConfig, located, usable_tracker
-from pipeline.tracking.run_ids import find_id, read_ids
-from pipeline.tracking.store_process import ask
+from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.stage import Config
+from offstage.pipeline.tracking.options import TrackerConfig, located, usable_tracker
+from offstage.pipeline.tracking.run_ids import find_id, read_ids
+from offstage.pipeline.tracking.store_process import ask
 
 _log = logging.getLogger("offstage")
 _PARTS = ("parameters", "metrics", "tags", "status", "files")
@@ -95,14 +95,14 @@ def end_sweep(sweep: Path, *, jobs: int) -> None:
 
 
 def _require_server(tracker: TrackerConfig) -> None:
-    from pipeline.tracking.server import require_server  # what it imports is for servers alone
+    from offstage.pipeline.tracking.server import require_server  # what it imports is for servers alone
 
     require_server(str(tracker.uri), tracker.experiment)
 
 
 def _tracker_of(loader: Any, config: DictConfig, overrides: Sequence[str]) -> TrackerConfig | None:
     """Return the tracker of a job with these ``overrides``; of a faulty one none, which it says itself."""
-    from pipeline.hydra_messages import COMPOSING_ERRORS
+    from offstage.pipeline.hydra_messages import COMPOSING_ERRORS
 
     try:
         composed = loader.load_sweep_config(config, list(overrides))

@@ -6,8 +6,8 @@ import importlib
 import os
 from typing import Any
 
-from pipeline.tracking.options import TrackerConfig
-from pipeline.tracking.tracked_run import TrackedRun
+from offstage.pipeline.tracking.options import TrackerConfig
+from offstage.pipeline.tracking.tracked_run import TrackedRun
 
 
 def log_to_trackio(told: TrackedRun, tracker: TrackerConfig, *, group: str | None) -> None:

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import ConfigError, foreign
-from pipeline.regular_files import read_object
-from stages.calls.options import KEY, ForwardOptions, Text, files_of, read_texts
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
-from stages.inputs.audio import read_audio
-from stages.inputs.batches import by_length
-from stages.inputs.images import read_image
-from stages.inputs.processors import load_processor, sampling_rate
-from stages.inputs.tensor_files import read_tensors
+from offstage.pipeline.errors import ConfigError, foreign
+from offstage.pipeline.regular_files import read_object
+from offstage.stages.calls.options import KEY, ForwardOptions, Text, files_of, read_texts
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from offstage.stages.inputs.audio import read_audio
+from offstage.stages.inputs.batches import by_length
+from offstage.stages.inputs.images import read_image
+from offstage.stages.inputs.processors import load_processor, sampling_rate
+from offstage.stages.inputs.tensor_files import read_tensors
 
 Tensors = dict[str, torch.Tensor]
 _NO_LIMIT = 10**9

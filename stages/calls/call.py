@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.calls.arguments import ForwardCall, Tensors, calls
-from stages.calls.options import ForwardOptions, count_rows
-from stages.calls.results import call_options, names_asked, select
-from stages.calls.signature import fitted
+from offstage.stages.calls.arguments import ForwardCall, Tensors, calls
+from offstage.stages.calls.options import ForwardOptions, count_rows
+from offstage.stages.calls.results import call_options, names_asked, select
+from offstage.stages.calls.signature import fitted
 
 
 def answer(

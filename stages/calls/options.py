@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import ConfigError, Fault, named
-from pipeline.regular_files import open_regular
-from pipeline.stage import Config
-from pipeline.typed_config import PATHS, PATHS_INSIDE, absolute, read
-from stages.inputs.images import check_image
-from stages.inputs.line_file import LineFile, is_text
-from stages.inputs.media_files import read_media
-from stages.inputs.tensor_files import read_heads
+from offstage.pipeline.errors import ConfigError, Fault, named
+from offstage.pipeline.regular_files import open_regular
+from offstage.pipeline.stage import Config
+from offstage.pipeline.typed_config import PATHS, PATHS_INSIDE, absolute, read
+from offstage.stages.inputs.images import check_image
+from offstage.stages.inputs.line_file import LineFile, is_text
+from offstage.stages.inputs.media_files import read_media
+from offstage.stages.inputs.tensor_files import read_heads
 
 KEY = "forward"
 Text = str | tuple[str, str]

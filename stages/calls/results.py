@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError, closest
-from stages.calls.options import KEY, ForwardOptions
-from stages.calls.signature import Signature
+from offstage.pipeline.errors import ConfigError, closest
+from offstage.stages.calls.options import KEY, ForwardOptions
+from offstage.stages.calls.signature import Signature
 
 EMBEDDINGS = "embeddings"
 _HIDDEN = "last_hidden_state"

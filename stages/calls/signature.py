@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError, closest
+from offstage.pipeline.errors import ConfigError, closest
 
 _BESIDE = ("_mask", "token_type_ids")
 """How the names end of what tokenizers and processors make beside the main thing: not every model takes all of it."""

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError
-from pipeline.regular_files import read_object, read_regular
-from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from stages.checkpoints.config_files import parse_config
-from stages.checkpoints.hashes import hash_files
-from stages.checkpoints.shard_files import locate
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.regular_files import read_object, read_regular
+from offstage.stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offstage.stages.checkpoints.config_files import parse_config
+from offstage.stages.checkpoints.hashes import hash_files
+from offstage.stages.checkpoints.shard_files import locate
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

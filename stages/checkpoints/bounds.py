@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from pipeline.errors import CheckpointError, OffstageError
+from offstage.pipeline.errors import CheckpointError, OffstageError
 
 SECONDS = 60
 """Of processor time, imports included: a model of a trillion parameters takes some seconds."""

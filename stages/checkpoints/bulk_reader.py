@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stages.checkpoints.direct_file import Chunk, DirectFile, cut
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_pieces
-from stages.checkpoints.packed_reads import bring_block, lent, read_span, room_at_rest
-from stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
-from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
-from stages.machine.aligned_memory import (
+from offstage.stages.checkpoints.direct_file import Chunk, DirectFile, cut
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_pieces
+from offstage.stages.checkpoints.packed_reads import bring_block, lent, read_span, room_at_rest
+from offstage.stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
+from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+from offstage.stages.machine.aligned_memory import (
     TENSOR_ALIGNMENT,
     Bytes,
     align_down,
@@ -40,8 +40,8 @@ from stages.machine.aligned_memory import (
     private_bytes,
     private_memory,
 )
-from stages.machine.devices import Devices
-from stages.units import DeviceId
+from offstage.stages.machine.devices import Devices
+from offstage.stages.units import DeviceId
 
 BLOCK_BYTES = 4 * 2**20
 IN_FLIGHT = 8

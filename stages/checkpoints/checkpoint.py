@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from pipeline.errors import CheckpointError
-from pipeline.regular_files import read_regular
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.gguf_header import read_gguf_header
-from stages.checkpoints.looks import Look, look_at
-from stages.checkpoints.safetensors_header import read_header
-from stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
-from stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read_weight_map
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.regular_files import read_regular
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.gguf_header import read_gguf_header
+from offstage.stages.checkpoints.looks import Look, look_at
+from offstage.stages.checkpoints.safetensors_header import read_header
+from offstage.stages.checkpoints.shard_files import ShardFile, check_regular, locate, opened, read_into
+from offstage.stages.checkpoints.weight_files import SUFFIXES, Format, find_weights, read_weight_map
 
 Depth = Literal["index", "headers"]
 """How much of a checkpoint is looked at: which files there are, or their headers too."""

@@ -10,15 +10,15 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.environment import allowed_cores
-from stages.machine import kernels
-from stages.machine.kept_figures import kept_or_measured
-from stages.machine.probes import READERS, READING_THREADS
-from stages.machine.rates import FILE_NAME, coarse_rate, is_rate
+from offstage.pipeline.environment import allowed_cores
+from offstage.stages.machine import kernels
+from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.machine.probes import READERS, READING_THREADS
+from offstage.stages.machine.rates import FILE_NAME, coarse_rate, is_rate
 
 if TYPE_CHECKING:
-    from stages.checkpoints.packed import PackedBlock, PackedTensor
-    from stages.machine.aligned_memory import Bytes
+    from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
+    from offstage.stages.machine.aligned_memory import Bytes
 
 _MODULES = {"mxfp4": "mxfp4", "nf4": "table_scaled", "zstd": "planes"}
 """Codec → the module that has its sample."""
@@ -36,7 +36,7 @@ def unpacking_rates(folder: Path, names: Collection[str]) -> dict[str, int]:
     """
     if not names:
         return {}
-    from stages.checkpoints.codecs import loops  # a run that has nothing packed needs no numpy to plan
+    from offstage.stages.checkpoints.codecs import loops  # a run that has nothing packed needs no numpy to plan
 
     loops.build()
     machine = f"{loops.identity()}; numpy {metadata.version('numpy')}; {kernels.identity()}"
@@ -63,8 +63,8 @@ def _measured(name: str) -> int | None:
 
 def _sample(name: str) -> tuple[PackedTensor, PackedBlock, list[Bytes]] | None:
     if name in _MODULES:
-        return import_module(f"stages.checkpoints.codecs.{_MODULES[name]}").sample()  # type: ignore[no-any-return]
-    families = (import_module(f"stages.checkpoints.codecs.{module}") for module in _FAMILIES)
+        return import_module(f"offstage.stages.checkpoints.codecs.{_MODULES[name]}").sample()  # type: ignore[no-any-return]
+    families = (import_module(f"offstage.stages.checkpoints.codecs.{module}") for module in _FAMILIES)
     return next((family.sample(name) for family in families if name in family.FORMATS), None)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError
-from pipeline.regular_files import parse_json
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.regular_files import parse_json
 
 
 def parse_config(path: Path, content: bytes) -> dict[str, Any]:

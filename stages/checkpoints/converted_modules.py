@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.quantization import COMPRESSED, method_of
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.quantization import COMPRESSED, method_of
 
 LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
 """Under which key a method's config lists what stays as it is."""

@@ -12,9 +12,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from stages.checkpoints.packed import Codec, PackedBlock, PackedTensor
-from stages.machine.aligned_memory import align_up
-from stages.units import DEVICE_ALIGNMENT
+from offstage.stages.checkpoints.packed import Codec, PackedBlock, PackedTensor
+from offstage.stages.machine.aligned_memory import align_up
+from offstage.stages.units import DEVICE_ALIGNMENT
 
 LANDINGS = 2
 """Blocks that have room at rest on an accelerator: one comes over the link while another one is unpacked."""

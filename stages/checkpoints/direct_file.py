@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pipeline.errors import StorageError
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.shard_files import ShardFile, check_unchanged, open_file, read_into
-from stages.machine.aligned_memory import ALIGNMENT, align_down, align_up
+from offstage.pipeline.errors import StorageError
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.shard_files import ShardFile, check_unchanged, open_file, read_into
+from offstage.stages.machine.aligned_memory import ALIGNMENT, align_down, align_up
 
 
 @dataclass(frozen=True, slots=True)

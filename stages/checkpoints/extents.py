@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stages.checkpoints.shard_files import ShardFile
-from stages.units import DTYPE_BYTES, tensor_bytes
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.units import DTYPE_BYTES, tensor_bytes
 
 MAX_ELEMENTS = 2**63 - 1
 """As many as a tensor can have, and as large as an offset can be."""

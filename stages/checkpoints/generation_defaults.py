@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import CheckpointError, foreign
+from offstage.pipeline.errors import CheckpointError, foreign
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

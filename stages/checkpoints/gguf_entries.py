@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.regular_files import read_json
-from stages.checkpoints.codecs.ggml_formats import FORMATS, PLAIN
-from stages.checkpoints.codecs.gguf import AS_THEY_ARE, Arrangement, GgufCodec
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.gguf_header import GgufHeader, GgufTensor, read_gguf_header
-from stages.checkpoints.gguf_model import NAMES, gguf_folder
-from stages.checkpoints.gguf_names import NamedTensor
-from stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.pipeline.regular_files import read_json
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS, PLAIN
+from offstage.stages.checkpoints.codecs.gguf import AS_THEY_ARE, Arrangement, GgufCodec
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from offstage.stages.checkpoints.gguf_model import NAMES, gguf_folder
+from offstage.stages.checkpoints.gguf_names import NamedTensor
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 
 
 def gguf_entries(path: Path) -> Mapping[str, AtRest]:

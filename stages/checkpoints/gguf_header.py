@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs.ggml_formats import FORMATS
-from stages.checkpoints.extents import MAX_ELEMENTS, Extent
-from stages.checkpoints.safetensors_header import check_name
-from stages.checkpoints.shard_files import ShardFile, check_regular, opened, read_into
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.extents import MAX_ELEMENTS, Extent
+from offstage.stages.checkpoints.safetensors_header import check_name
+from offstage.stages.checkpoints.shard_files import ShardFile, check_regular, opened, read_into
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -19,13 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import write_text
-from pipeline.cache.store import Store
-from pipeline.cache.user_cache import user_cache
-from pipeline.errors import CheckpointError, ConfigError, foreign
-from pipeline.regular_files import read_regular
-from stages.checkpoints.bounds import bounded
-from stages.checkpoints.gguf_header import GgufHeader, read_gguf_header
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.errors import CheckpointError, ConfigError, foreign
+from offstage.pipeline.regular_files import read_regular
+from offstage.stages.checkpoints.bounds import bounded
+from offstage.stages.checkpoints.gguf_header import GgufHeader, read_gguf_header
 
 NAMES = "gguf_tensors.json"
 """The file of the folder that says which of the file's tensors each of the model's is made of."""
@@ -77,7 +77,7 @@ def _describe(header: GgufHeader, folder: Path) -> None:
     """Write to ``folder`` what transformers reads of the file: the config, the tokenizer, the names of tensors."""
     import transformers
 
-    from stages.checkpoints.gguf_names import name_gguf_tensors
+    from offstage.stages.checkpoints.gguf_names import name_gguf_tensors
 
     path = header.file.path
     _log.info("%s: transformers reads its config and its tokenizer, once; a large vocabulary takes a minute", path)

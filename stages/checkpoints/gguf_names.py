@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs.ggml_formats import PLAIN
-from stages.checkpoints.codecs.gguf import AS_THEY_ARE, Arrangement
-from stages.checkpoints.gguf_header import GgufHeader, GgufTensor
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs.ggml_formats import PLAIN
+from offstage.stages.checkpoints.codecs.gguf import AS_THEY_ARE, Arrangement
+from offstage.stages.checkpoints.gguf_header import GgufHeader, GgufTensor
 
 _STACKED = re.compile(r"(?P<name>.*\.ffn_(gate|down|up)_exps)\.weight")
 _TRANSPOSED = re.compile(r"(attn_qkv|ffn_down|ffn_up|attn_output)\.weight")

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.byte_bar import byte_bar
-from stages.checkpoints.checkpoint import Checkpoint, entries_by_file, looks_at
-from stages.checkpoints.looks import remember_whole
-from stages.checkpoints.shard_files import (
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.byte_bar import byte_bar
+from offstage.stages.checkpoints.checkpoint import Checkpoint, entries_by_file, looks_at
+from offstage.stages.checkpoints.looks import remember_whole
+from offstage.stages.checkpoints.shard_files import (
     ShardFile,
     check_regular,
     check_unchanged,

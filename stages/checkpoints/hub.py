@@ -16,10 +16,10 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError
-from pipeline.typed_config import absolute
-from stages.checkpoints.gguf_model import gguf_folder
-from stages.checkpoints.weight_files import LAYOUTS, WeightNames, gguf_file, shard_names, weight_files
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.typed_config import absolute
+from offstage.stages.checkpoints.gguf_model import gguf_folder
+from offstage.stages.checkpoints.weight_files import LAYOUTS, WeightNames, gguf_file, shard_names, weight_files
 
 DEFAULT_REVISION = "main"
 _CONFIG = "config.json"

@@ -17,16 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import write_text
-from pipeline.cache.store import Store
-from pipeline.cache.user_cache import user_cache
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import Checkpoint, check_index
-from stages.checkpoints.extents import MAX_ELEMENTS, Extent
-from stages.checkpoints.hub import checkpoint_folder, words_of_failure
-from stages.checkpoints.safetensors_header import header_bytes, parse_header
-from stages.checkpoints.shard_files import ShardFile, is_plain_name
-from stages.checkpoints.weight_files import LAYOUTS, read_weight_map
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import Checkpoint, check_index
+from offstage.stages.checkpoints.extents import MAX_ELEMENTS, Extent
+from offstage.stages.checkpoints.hub import checkpoint_folder, words_of_failure
+from offstage.stages.checkpoints.safetensors_header import header_bytes, parse_header
+from offstage.stages.checkpoints.shard_files import ShardFile, is_plain_name
+from offstage.stages.checkpoints.weight_files import LAYOUTS, read_weight_map
 
 FOLDER, FILE_NAME = "hub_headers", "headers.json"
 _VERSION = 1

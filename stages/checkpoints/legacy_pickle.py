@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.errors import CheckpointError
-from pipeline.regular_files import open_regular
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.regular_files import open_regular
 
 _PICKLES = 5
 _COUNT_BYTES = 8

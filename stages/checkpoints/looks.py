@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.manifest import DamagedError
-from pipeline.cache.sealed_files import read_sealed, write_sealed
-from pipeline.cache.user_cache import user_cache
-from pipeline.errors import StorageError
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.samples import BLOCK_BYTES, BLOCKS, FILE_BLOCKS, sample
-from stages.checkpoints.shard_files import ShardFile, check_regular
+from offstage.pipeline.cache.manifest import DamagedError
+from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.errors import StorageError
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.samples import BLOCK_BYTES, BLOCKS, FILE_BLOCKS, sample
+from offstage.stages.checkpoints.shard_files import ShardFile, check_regular
 
 FOLDER = "looks"
 SETTLED_SECONDS = 2.0

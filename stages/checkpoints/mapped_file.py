@@ -10,12 +10,12 @@ import mmap
 
 import torch
 
-from pipeline.errors import named
-from stages.checkpoints.direct_file import DirectFile
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import align_down, tensor_in
+from offstage.pipeline.errors import named
+from offstage.stages.checkpoints.direct_file import DirectFile
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import align_down, tensor_in
 
 
 class MappedFile:

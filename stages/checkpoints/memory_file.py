@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import Bytes
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import Bytes
 
 
 @dataclass(frozen=True, slots=True)

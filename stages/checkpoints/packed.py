@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.memory_file import MemoryFile, memory_file
-from stages.checkpoints.shard_files import ShardFile
-from stages.units import tensor_bytes
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.memory_file import MemoryFile, memory_file
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.units import tensor_bytes
 
 if TYPE_CHECKING:
-    from stages.checkpoints.codecs.loops import Loop
-    from stages.machine.aligned_memory import Bytes
+    from offstage.stages.checkpoints.codecs.loops import Loop
+    from offstage.stages.machine.aligned_memory import Bytes
 
 BLOCK_BYTES = 4 * 2**20
 """What a block unpacks to at most, unless one row of its tensor is more."""

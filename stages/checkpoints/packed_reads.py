@@ -12,16 +12,16 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from pipeline.environment import allowed_cores
-from stages.checkpoints.codecs.loops import LoopAfterReads, Read
-from stages.checkpoints.direct_file import Chunk
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.memory_file import MemoryFile
-from stages.checkpoints.packed import PackedBlock, PackedTensor
-from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
-from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, byte_view, room_for
-from stages.machine.probes import READERS, READING_THREADS
+from offstage.pipeline.environment import allowed_cores
+from offstage.stages.checkpoints.codecs.loops import LoopAfterReads, Read
+from offstage.stages.checkpoints.direct_file import Chunk
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.memory_file import MemoryFile
+from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
+from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_down, align_up, byte_view, room_for
+from offstage.stages.machine.probes import READERS, READING_THREADS
 
 SMALL_SPAN_BYTES = 64 * 2**10
 """Smaller spans, such as scales, are read through the page cache: an aligned read brings more than is asked for."""

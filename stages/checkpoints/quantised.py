@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from stages.checkpoints.codecs.bitsandbytes import declare_bitsandbytes, fold_bitsandbytes
-from stages.checkpoints.codecs.compressed_tensors import declare_compressed, fold_compressed
-from stages.checkpoints.codecs.fp8_weights import declare_fp8, fold_fp8
-from stages.checkpoints.codecs.mxfp4 import declare_mxfp4, fold_mxfp4
-from stages.checkpoints.extents import Extent, TensorHeader
-from stages.checkpoints.packed import AtRest
-from stages.checkpoints.quantization import BITSANDBYTES, COMPRESSED, FP8, MXFP4, MXFP8, method_of
+from offstage.stages.checkpoints.codecs.bitsandbytes import declare_bitsandbytes, fold_bitsandbytes
+from offstage.stages.checkpoints.codecs.compressed_tensors import declare_compressed, fold_compressed
+from offstage.stages.checkpoints.codecs.fp8_weights import declare_fp8, fold_fp8
+from offstage.stages.checkpoints.codecs.mxfp4 import declare_mxfp4, fold_mxfp4
+from offstage.stages.checkpoints.extents import Extent, TensorHeader
+from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.checkpoints.quantization import BITSANDBYTES, COMPRESSED, FP8, MXFP4, MXFP8, method_of
 
 Fold = Callable[[Mapping[str, Extent], Mapping[str, object]], Mapping[str, AtRest]]
 

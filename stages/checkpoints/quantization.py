@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.errors import CheckpointError
-from pipeline.regular_files import read_object
-from stages.checkpoints.codecs.compressed_scheme import weight_scheme
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.regular_files import read_object
+from offstage.stages.checkpoints.codecs.compressed_scheme import weight_scheme
 
 KEYS = ("quantization_config", "compression_config")
 """The keys of a ``config.json`` that say that weights are stored as numbers which mean something else."""

@@ -16,19 +16,19 @@ from typing import Protocol
 
 import torch
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, check_index
-from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.gguf_entries import gguf_entries
-from stages.checkpoints.legacy_pickle import check_storages
-from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
-from stages.checkpoints.packed_reads import fill_packed, read_packed
-from stages.checkpoints.quantised import logical_entries
-from stages.checkpoints.quantization import SERVED, method_of, quantization_of
-from stages.checkpoints.safetensors_header import check_name
-from stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
-from stages.machine.aligned_memory import byte_view
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import ZIP_MAGIC, Checkpoint, check_index
+from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.gguf_entries import gguf_entries
+from offstage.stages.checkpoints.legacy_pickle import check_storages
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
+from offstage.stages.checkpoints.packed_reads import fill_packed, read_packed
+from offstage.stages.checkpoints.quantised import logical_entries
+from offstage.stages.checkpoints.quantization import SERVED, method_of, quantization_of
+from offstage.stages.checkpoints.safetensors_header import check_name
+from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
+from offstage.stages.machine.aligned_memory import byte_view
 
 _LOAD_FAILURES = (
     RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, EOFError, OverflowError,

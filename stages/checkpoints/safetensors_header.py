@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.extents import Extent, are_counts, is_shape
-from stages.checkpoints.shard_files import ShardFile, is_plain_name, opened, read_into
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.extents import Extent, are_counts, is_shape
+from offstage.stages.checkpoints.shard_files import ShardFile, is_plain_name, opened, read_into
 
 DTYPES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.shard_files import ShardFile, check_unchanged, opened_shard, read_into
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.shard_files import ShardFile, check_unchanged, opened_shard, read_into
 
 BLOCK_BYTES = 8 * 1024
 BLOCKS = 8

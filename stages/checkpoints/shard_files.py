@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import CheckpointError, StorageError
-from pipeline.regular_files import NotRegularError, open_regular
+from offstage.pipeline.errors import CheckpointError, StorageError
+from offstage.pipeline.regular_files import NotRegularError, open_regular
 
 TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "tokenizer*", "vocab*")
 """The files beside the weights that a model and its tokenizer are made from, as glob patterns."""

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError
-from pipeline.plain_data import walk
-from pipeline.regular_files import read_object
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.plain_data import walk
+from offstage.pipeline.regular_files import read_object
 
 FILE_NAME = "tokenizer.json"
 MOST = 10**5

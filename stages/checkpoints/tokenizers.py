@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any
 
-from pipeline.errors import PANIC, ConfigError, OffstageError, foreign
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
-from stages.checkpoints.tokenizer_limits import check_tokenizer
+from offstage.pipeline.errors import PANIC, ConfigError, OffstageError, foreign
+from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
 """The files of a checkpoint folder that show that it has a tokenizer, as glob patterns."""

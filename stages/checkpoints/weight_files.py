@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import CheckpointError
-from pipeline.regular_files import read_json
-from stages.checkpoints.safetensors_header import check_name, unique_pairs
-from stages.checkpoints.shard_files import is_plain_name
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.regular_files import read_json
+from offstage.stages.checkpoints.safetensors_header import check_name, unique_pairs
+from offstage.stages.checkpoints.shard_files import is_plain_name
 
 Format = Literal["safetensors", "bin", "gguf"]
 

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import write_text
-from stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent, upward
-from stages.plan.plan import Plan
-from stages.plan.serving import Serving, is_streamed
-from stages.units import CPU, DeviceId, parse_device
+from offstage.pipeline.atomic_files import write_text
+from offstage.stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent, upward
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.serving import Serving, is_streamed
+from offstage.stages.units import CPU, DeviceId, parse_device
 
 FILE_NAME = "dispatch.json"
 

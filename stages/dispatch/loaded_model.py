@@ -13,30 +13,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex
 
-from pipeline.cache.user_cache import user_cache
-from pipeline.errors import ConfigError, Fault, closest, raise_faults
-from pipeline.kernel_caches import bound_kernel_caches
-from pipeline.malloc import return_freed_memory
-from pipeline.stage import Config, Stage
-from pipeline.stage_chain import StageChain
-from pipeline.typed_config import NO_DEVICE, defaults, expanded, key_names, type_faults
-from stages.checkpoints.dtypes import dtype_name
-from stages.checkpoints.hub import located
-from stages.checkpoints.tokenizers import load_tokenizer
-from stages.dispatch.stage import DispatchStage
-from stages.empty_init.identity import MODEL_KEYS
-from stages.empty_init.stage import EmptyInitStage
-from stages.plan import plan as plans
-from stages.plan.stage import PlanStage
-from stages.shard_load.stage import ShardLoadStage
-from stages.units import DeviceId
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.errors import ConfigError, Fault, closest, raise_faults
+from offstage.pipeline.kernel_caches import bound_kernel_caches
+from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.stage import Config, Stage
+from offstage.pipeline.stage_chain import StageChain
+from offstage.pipeline.typed_config import NO_DEVICE, defaults, expanded, key_names, type_faults
+from offstage.stages.checkpoints.dtypes import dtype_name
+from offstage.stages.checkpoints.hub import located
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
+from offstage.stages.dispatch.stage import DispatchStage
+from offstage.stages.empty_init.identity import MODEL_KEYS
+from offstage.stages.empty_init.stage import EmptyInitStage
+from offstage.stages.plan import plan as plans
+from offstage.stages.plan.stage import PlanStage
+from offstage.stages.shard_load.stage import ShardLoadStage
+from offstage.stages.units import DeviceId
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stages.dispatch.stage import Dispatched
-    from stages.dispatch.transfer.carrier import Traffic
+    from offstage.stages.dispatch.stage import Dispatched
+    from offstage.stages.dispatch.transfer.carrier import Traffic
 
 PathLike = str | os.PathLike[str]
 _CLOSED = "this model was closed, and its streamed weights are gone; load it again"

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from stages.dispatch.streaming.streamer import streamer_of
+from offstage.stages.dispatch.streaming.streamer import streamer_of
 
 Answer = TypeVar("Answer")
 

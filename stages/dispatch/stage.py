@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.stage import Artifact, Context, Report, Stage
-from pipeline.typed_config import read
-from stages.dispatch.dispatch_plan import FILE_NAME, from_json, make_dispatch_plan
-from stages.empty_init import skeleton as skeletons
-from stages.plan import plan as plans
-from stages.units import CPU, format_bytes
+from offstage.pipeline.stage import Artifact, Context, Report, Stage
+from offstage.pipeline.typed_config import read
+from offstage.stages.dispatch.dispatch_plan import FILE_NAME, from_json, make_dispatch_plan
+from offstage.stages.empty_init import skeleton as skeletons
+from offstage.stages.plan import plan as plans
+from offstage.stages.units import CPU, format_bytes
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stages.dispatch.streaming.streamer import Streamer
-    from stages.machine.devices import Devices
+    from offstage.stages.dispatch.streaming.streamer import Streamer
+    from offstage.stages.machine.devices import Devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ class DispatchStage(Stage[DispatchInputs]):
 
     def revive(self, inputs: DispatchInputs, context: Context) -> Dispatched:
         """Return the placed model with its hooks attached."""
-        from stages.dispatch.streaming.streamer import Streamer
-        from stages.dispatch.transfer.trace import Trace
+        from offstage.stages.dispatch.streaming.streamer import Streamer
+        from offstage.stages.dispatch.transfer.trace import Trace
 
         plan = from_json(context.artifact("dispatch").json(FILE_NAME))
         placed = context.live("shard_load")

@@ -23,12 +23,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from pipeline.errors import OffstageError
-from stages.calls.results import kept_cache
-from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, rehearsing, swapped
-from stages.empty_init.live_storages import LiveStorages
-from stages.empty_init.rehearsal import call_with_tokens
-from stages.empty_init.skeleton import Moment, monomials
+from offstage.pipeline.errors import OffstageError
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, rehearsing, swapped
+from offstage.stages.empty_init.live_storages import LiveStorages
+from offstage.stages.empty_init.rehearsal import call_with_tokens
+from offstage.stages.empty_init.skeleton import Moment, monomials
 
 _PROBES = ((2, 128), (2, 256), (2, 512), (3, 128), (3, 256), (3, 512))
 """Sequences and length: as many as a polynomial has coefficients. Multiples of what models cut prompts into.
@@ -255,7 +255,7 @@ def _shortened(model: nn.Module, blocks: set[str]) -> Iterator[None]:
 def kernel_of(func: Any, args: Sequence[Any], result: Any) -> tuple[str, tuple[int, int, int]]:
     """Return the kernel that the host computes ``func`` with, and the bytes of its operands and result that count.
 
-    Names and what counts are as ``stages.machine.kernels`` has them; what is no product has no name.
+    Names and what counts are as ``offstage.stages.machine.kernels`` has them; what is no product has no name.
     """
     if func not in _PRODUCTS or not isinstance(result, torch.Tensor) or result.device.type != "cpu":
         return "", (0, 0, 0)

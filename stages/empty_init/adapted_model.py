@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.errors import CheckpointError, ConfigError, OffstageError, foreign
-from stages.checkpoints.adapters import ADAPTER, CONFIG, read_settings, told_model
-from stages.checkpoints.bounds import bounded_in_time
+from offstage.pipeline.errors import CheckpointError, ConfigError, OffstageError, foreign
+from offstage.stages.checkpoints.adapters import ADAPTER, CONFIG, read_settings, told_model
+from offstage.stages.checkpoints.bounds import bounded_in_time
 
 _log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 A config of a billion layers is well-formed: transformers would build them one by one until memory ends. The limits are
 many times those of any model that there is. What they let pass is bounded as the model is built
-(``stages.checkpoints.bounds``).
+(``offstage.stages.checkpoints.bounds``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError
-from pipeline.plain_data import walk
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.plain_data import walk
 
 _LIMITS: tuple[tuple[re.Pattern[str], float], ...] = (
     (re.compile(r"(^|_)(layers?|depths?|blocks)$"), 2048),

@@ -1,7 +1,8 @@
 """The entries of a quantised checkpoint of which nothing is here but its config, so that it can be planned.
 
 Names and shapes are those that transformers saves the model with, which are the published ones; what each weight rests
-as, its config declares. What it doesn't say is said where entries are laid out (``stages.checkpoints.quantised``).
+as, its config declares. What it doesn't say is said where entries are laid out
+(``offstage.stages.checkpoints.quantised``).
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from pipeline.errors import CheckpointError, foreign
-from stages.checkpoints.bounds import bounded_in_time
-from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.converted_modules import converted_modules
-from stages.checkpoints.dtypes import dtype_name
-from stages.checkpoints.extents import Extent, TensorHeader
-from stages.checkpoints.memory_file import memory_file
-from stages.checkpoints.quantised import DECLARES
-from stages.checkpoints.quantization import method_of
-from stages.checkpoints.shard_files import ShardFile
-from stages.empty_init.adapted_model import without_adapter
-from stages.empty_init.experts import is_experts
-from stages.empty_init.names import Step, name_tensors
+from offstage.pipeline.errors import CheckpointError, foreign
+from offstage.stages.checkpoints.bounds import bounded_in_time
+from offstage.stages.checkpoints.checkpoint import Checkpoint
+from offstage.stages.checkpoints.converted_modules import converted_modules
+from offstage.stages.checkpoints.dtypes import dtype_name
+from offstage.stages.checkpoints.extents import Extent, TensorHeader
+from offstage.stages.checkpoints.memory_file import memory_file
+from offstage.stages.checkpoints.quantised import DECLARES
+from offstage.stages.checkpoints.quantization import method_of
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.empty_init.adapted_model import without_adapter
+from offstage.stages.empty_init.experts import is_experts
+from offstage.stages.empty_init.names import Step, name_tensors
 
 _LINEAR = "Linear"
 _SECONDS, _NAME_SECONDS = 2.0, 0.001

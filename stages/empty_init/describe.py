@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import nn
 
-from pipeline.errors import OffstageError
-from stages.checkpoints.dtypes import dtype_name
-from stages.empty_init.activation_peaks import weigh
-from stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
-from stages.empty_init.experts import describe_experts
-from stages.empty_init.fake_weights import REFUSALS, rehearsing, unchanged_buffers
-from stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse, rehearse_next_token
-from stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
-from stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
+from offstage.pipeline.errors import OffstageError
+from offstage.stages.checkpoints.dtypes import dtype_name
+from offstage.stages.empty_init.activation_peaks import weigh
+from offstage.stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
+from offstage.stages.empty_init.experts import describe_experts
+from offstage.stages.empty_init.fake_weights import REFUSALS, rehearsing, unchanged_buffers
+from offstage.stages.empty_init.rehearsal import Rehearsal, holds_tensors, rehearse, rehearse_next_token
+from offstage.stages.empty_init.skeleton import ExpertsSpec, ModuleSpec, Skeleton, TensorSpec, parent
+from offstage.stages.empty_init.tied import find_tied_parameters, non_persistent_buffers
 
 
 def describe(

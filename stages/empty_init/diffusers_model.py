@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError, ConfigError, closest, foreign
-from stages.empty_init.config_limits import check_numbers
-from stages.empty_init.init import init_empty_weights
+from offstage.pipeline.errors import CheckpointError, ConfigError, closest, foreign
+from offstage.stages.empty_init.config_limits import check_numbers
+from offstage.stages.empty_init.init import init_empty_weights
 
 
 def build_diffusers(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:

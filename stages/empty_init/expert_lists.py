@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
-from stages.empty_init.experts import configured_width
-from stages.empty_init.skeleton import parent
+from offstage.stages.empty_init.experts import configured_width
+from offstage.stages.empty_init.skeleton import parent
 
 
 def find_expert_lists(model: nn.Module, called: Collection[str]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.empty_init.skeleton import ExpertsSpec, parent
+from offstage.stages.empty_init.skeleton import ExpertsSpec, parent
 
 _MARKS = ("num_experts", "has_gate", "is_transposed", "config")
 """What transformers' decorator and the classes that it is for leave on each of these modules."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stages.empty_init.deciding import decide, is_decided, with_indices
+from offstage.stages.empty_init.deciding import decide, is_decided, with_indices
 
 REFUSALS = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError, AssertionError,

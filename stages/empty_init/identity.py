@@ -13,16 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError, ConfigError
-from pipeline.plain_data import walk
-from pipeline.regular_files import read_object, read_regular
-from pipeline.stage import SourceFiles
-from stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
-from stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from stages.checkpoints.config_files import parse_config
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.hub import checkpoint_folder, is_hub_id, lacks_weights, tokenizer_folder, weights_path
-from stages.checkpoints.quantization import (
+from offstage.pipeline.errors import CheckpointError, ConfigError
+from offstage.pipeline.plain_data import walk
+from offstage.pipeline.regular_files import read_object, read_regular
+from offstage.pipeline.stage import SourceFiles
+from offstage.stages.checkpoints.adapters import CONFIG as ADAPTER_CONFIG, adapter_folder, settings_identity
+from offstage.stages.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from offstage.stages.checkpoints.config_files import parse_config
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.hub import checkpoint_folder, is_hub_id, lacks_weights, tokenizer_folder, weights_path
+from offstage.stages.checkpoints.quantization import (
     KEYS as QUANTISED,
     SERVED,
     advice_for,
@@ -30,11 +30,11 @@ from stages.checkpoints.quantization import (
     method_of,
     quantization_of,
 )
-from stages.checkpoints.safetensors_header import read_header
-from stages.checkpoints.shard_files import is_plain_name
-from stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
-from stages.checkpoints.weight_files import gguf_file, weight_files
-from stages.empty_init.source_code import code_identity, hashes, imports, source_files
+from offstage.stages.checkpoints.safetensors_header import read_header
+from offstage.stages.checkpoints.shard_files import is_plain_name
+from offstage.stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
+from offstage.stages.checkpoints.weight_files import gguf_file, weight_files
+from offstage.stages.empty_init.source_code import code_identity, hashes, imports, source_files
 
 MODEL_KEYS: Mapping[str, object] = {
     "kind": "pretrained", "path": None, "revision": None, "class": None, "tokenizer": None, "no_split": None,
@@ -222,7 +222,7 @@ def open_packed(model: Mapping[str, Any], *, plans: bool = False) -> Checkpoint 
 
 def _opened(model: Mapping[str, Any], *, plans: bool) -> Checkpoint:
     if plans and lacks_weights(model):
-        from stages.checkpoints.hub_headers import remote_checkpoint
+        from offstage.stages.checkpoints.hub_headers import remote_checkpoint
 
         return remote_checkpoint(model)
     return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")))

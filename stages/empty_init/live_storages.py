@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stages.empty_init.deciding import is_of_integers
-from stages.empty_init.fake_weights import Faking
+from offstage.stages.empty_init.deciding import is_of_integers
+from offstage.stages.empty_init.fake_weights import Faking
 
 
 class LiveStorages:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.empty_init.activation_peaks import weigh_call
-from stages.empty_init.skeleton import Moment
+from offstage.stages.empty_init.activation_peaks import weigh_call
+from offstage.stages.empty_init.skeleton import Moment
 
 _CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 """Switches off checks of transformers that look at values: fake tensors have none."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from stages.checkpoints.packed import AtRest
-from stages.empty_init.names import Step
+from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.empty_init.names import Step
 
 Places = Callable[[torch.Tensor], Iterator[tuple[str, torch.Tensor]]]
 

@@ -12,17 +12,17 @@ import transformers
 from hydra.utils import instantiate
 from torch import nn
 
-from pipeline.errors import CheckpointError, ConfigError, closest, foreign
-from stages.checkpoints.adapters import adapter_folder
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.generation_defaults import read_generation_config
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.quantization import KEYS as QUANTISED
-from stages.empty_init.adapted_model import add_adapter
-from stages.empty_init.config_limits import check_numbers
-from stages.empty_init.identity import constructor_arguments, is_of_diffusers, read_config
-from stages.empty_init.init import init_empty_weights
-from stages.empty_init.targets import check_targets, module_class
+from offstage.pipeline.errors import CheckpointError, ConfigError, closest, foreign
+from offstage.stages.checkpoints.adapters import adapter_folder
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.generation_defaults import read_generation_config
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.quantization import KEYS as QUANTISED
+from offstage.stages.empty_init.adapted_model import add_adapter
+from offstage.stages.empty_init.config_limits import check_numbers
+from offstage.stages.empty_init.identity import constructor_arguments, is_of_diffusers, read_config
+from offstage.stages.empty_init.init import init_empty_weights
+from offstage.stages.empty_init.targets import check_targets, module_class
 
 _DEFAULT_CLASSES = (
     "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM",
@@ -77,7 +77,7 @@ def _build_pretrained(node: Mapping[str, Any], dtype: str) -> nn.Module:
 def _build_diffusers(node: Mapping[str, Any], described: Mapping[str, Any], dtype: str) -> nn.Module:
     if node.get("class"):
         raise ConfigError(f"model.class: {node['class']!r} has no say in a model of diffusers, whose config names it")
-    from stages.empty_init.diffusers_model import build_diffusers
+    from offstage.stages.empty_init.diffusers_model import build_diffusers
 
     return build_diffusers(checkpoint_folder(node), described, torch_dtype(dtype))
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.packed import AtRest
-from stages.empty_init.siblings import missing_sibling, unlike_sibling
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.empty_init.siblings import missing_sibling, unlike_sibling
 
 
 class Converter(Protocol):

@@ -13,15 +13,15 @@ from itertools import accumulate
 
 from torch import nn
 
-from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.device_codec import can_unpack, device_parts, moved_bytes
-from stages.checkpoints.packed import SCRATCH_BYTES, AtRest, PackedTensor, in_dtype, rest_bytes
-from stages.checkpoints.packed_reads import working_bytes
-from stages.checkpoints.readers import open_reader
-from stages.empty_init.adapted_model import without_adapter
-from stages.empty_init.merges import sources_in_order
-from stages.empty_init.names import Step, name_tensors
-from stages.empty_init.skeleton import DeviceUnpacking, PackedSpec, Skeleton, TensorSpec
+from offstage.stages.checkpoints.checkpoint import Checkpoint
+from offstage.stages.checkpoints.device_codec import can_unpack, device_parts, moved_bytes
+from offstage.stages.checkpoints.packed import SCRATCH_BYTES, AtRest, PackedTensor, in_dtype, rest_bytes
+from offstage.stages.checkpoints.packed_reads import working_bytes
+from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.empty_init.adapted_model import without_adapter
+from offstage.stages.empty_init.merges import sources_in_order
+from offstage.stages.empty_init.names import Step, name_tensors
+from offstage.stages.empty_init.skeleton import DeviceUnpacking, PackedSpec, Skeleton, TensorSpec
 
 
 def with_packed(skeleton: Skeleton, model: nn.Module, checkpoint: Checkpoint, *, adapted: bool) -> Skeleton:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.calls.results import kept_cache
-from stages.empty_init.experts import watch_routing
-from stages.empty_init.fake_weights import Faking, fake_weights, quiet, swapped
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.empty_init.experts import watch_routing
+from offstage.stages.empty_init.fake_weights import Faking, fake_weights, quiet, swapped
 
 _SCALINGS = (torch.ops.aten.mul_, torch.ops.aten.div_)
 """Operators that leave a tensor as it is where they are given one."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.calls.call import RehearsedCall
-from stages.calls.options import ForwardOptions
-from stages.empty_init.activation_peaks import weigh_call
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import Moment, Skeleton
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.calls.call import RehearsedCall
+from offstage.stages.calls.options import ForwardOptions
+from offstage.stages.empty_init.activation_peaks import weigh_call
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import Moment, Skeleton
 
 _REFUSALS = re.compile(
     r"ValueError: |RuntimeError: .*(shape|size|dtype|scalar type|channel|dimension|same type|reduction dim|broadcast)"

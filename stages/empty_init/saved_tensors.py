@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stages.empty_init.live_storages import CountingFakes, LiveStorages
+from offstage.stages.empty_init.live_storages import CountingFakes, LiveStorages
 
 
 @dataclass(slots=True)

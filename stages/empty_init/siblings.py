@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.checkpoints.packed import AtRest
+from offstage.stages.checkpoints.packed import AtRest
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.atomic_files import write_text
-from stages.machine.kernels import Kernels
-from stages.units import tensor_bytes
+from offstage.pipeline.atomic_files import write_text
+from offstage.stages.machine.kernels import Kernels
+from offstage.stages.units import tensor_bytes
 
 FILE_NAME = "skeleton.json"
 
@@ -110,8 +110,8 @@ class Moment:
     """What one moment of a forward holds beside weights and cache, at any shape of the request.
 
     ``activations`` are the bytes of tensors, as coefficients of the ``monomials``. ``kernel`` names the product that is
-    computed, as ``stages.machine.kernels`` does, or is empty; ``operands`` are the bytes of its left operand, its right
-    one and its result: what the kernel takes beside, on whatever machine, is in proportion to them.
+    computed, as ``offstage.stages.machine.kernels`` does, or is empty; ``operands`` are the bytes of its left operand,
+    its right one and its result: what the kernel takes beside, on whatever machine, is in proportion to them.
     """
 
     activations: tuple[float, ...]

@@ -20,8 +20,8 @@ from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from pathlib import Path
 
-from pipeline.errors import ConfigError
-from pipeline.regular_files import read_regular
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.regular_files import read_regular
 
 ABSENT = "absent"
 """What stands for a module that isn't there: an import that may fail counts from the day on that it doesn't."""
@@ -114,6 +114,8 @@ def _sources(name: str, spec: ModuleSpec) -> Iterator[Path]:
     for place in _places(spec):
         if place.is_dir():
             yield from source_files(place)
+            for part in (link for link in place.iterdir() if link.is_symlink() and link.is_dir()):
+                yield from source_files(part)
         elif place.suffix in _SUFFIXES and place.is_file():
             yield place
         else:

@@ -9,17 +9,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import CheckpointError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
-from pipeline.typed_config import PATHS, absolute, fits, unknown_keys
-from stages.calls.options import ForwardOptions, asked_of, identity as asked_identity
-from stages.checkpoints.adapters import adapter_folder, read_settings
-from stages.checkpoints.bounds import bounded
-from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot, located
-from stages.checkpoints.shard_files import check_texts
-from stages.checkpoints.weight_files import gguf_file
-from stages.empty_init.identity import (
+from offstage.pipeline.errors import CheckpointError, Fault
+from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
+from offstage.pipeline.typed_config import PATHS, absolute, fits, unknown_keys
+from offstage.stages.calls.options import ForwardOptions, asked_of, identity as asked_identity
+from offstage.stages.checkpoints.adapters import adapter_folder, read_settings
+from offstage.stages.checkpoints.bounds import bounded
+from offstage.stages.checkpoints.checkpoint import Checkpoint
+from offstage.stages.checkpoints.hub import checkpoint_folder, fault_offline, is_hub_id, local_snapshot, located
+from offstage.stages.checkpoints.shard_files import check_texts
+from offstage.stages.checkpoints.weight_files import gguf_file
+from offstage.stages.empty_init.identity import (
     MODEL_KEYS,
     WHERE_CODE_IS_FOUND,
     declared_dtype,
@@ -33,9 +33,9 @@ from stages.empty_init.identity import (
     resolve_dtype,
     text_identity,
 )
-from stages.empty_init.skeleton import FILE_NAME, from_json
-from stages.empty_init.source_code import find_module
-from stages.units import format_bytes
+from offstage.stages.empty_init.skeleton import FILE_NAME, from_json
+from offstage.stages.empty_init.source_code import find_module
+from offstage.stages.units import format_bytes
 
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "path": (str | None, "is no text; give the folder that holds the checkpoint"),
@@ -135,9 +135,9 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def build(self, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
         """Write ``skeleton.json`` and return the model on meta."""
-        from stages.empty_init.describe import describe
-        from stages.empty_init.model import build_model
-        from stages.empty_init.rehearsed_call import describe_call, rehearsed_call
+        from offstage.stages.empty_init.describe import describe
+        from offstage.stages.empty_init.model import build_model
+        from offstage.stages.empty_init.rehearsed_call import describe_call, rehearsed_call
 
         no_split, call = inputs.node.get("no_split"), rehearsed_call(inputs.given, inputs.node)
         with _bounds(inputs.node):
@@ -145,7 +145,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             described = describe(model, no_split=no_split) if call is None else describe_call(model, call, no_split)
             packed = inputs.opened or _declared(inputs, model)
             if packed is not None:
-                from stages.empty_init.packing import with_packed
+                from offstage.stages.empty_init.packing import with_packed
 
                 described = with_packed(described, model, packed, adapted=adapter_folder(inputs.node) is not None)
         described.save(folder)
@@ -153,7 +153,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def revive(self, inputs: EmptyInitInputs, context: Context) -> Any:
         """Return the model on meta."""
-        from stages.empty_init.model import build_model
+        from offstage.stages.empty_init.model import build_model
 
         with _bounds(inputs.node):
             return build_model(inputs.node, inputs.dtype)
@@ -175,7 +175,7 @@ def _declared(inputs: EmptyInitInputs, model: Any) -> Checkpoint | None:
     quantization = declared_packed(inputs.node)
     if quantization is None:
         return None
-    from stages.empty_init.declared import declared_checkpoint
+    from offstage.stages.empty_init.declared import declared_checkpoint
 
     folder, adapted = checkpoint_folder(inputs.node), adapter_folder(inputs.node) is not None
     dtype = declared_dtype(folder) or inputs.dtype

@@ -6,8 +6,8 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from pipeline.errors import BudgetError
-from stages.units import format_bytes
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.units import format_bytes
 
 SLACK = 0.01
 """How much less than its ratio an offload may put away, as a share of all that is saved."""

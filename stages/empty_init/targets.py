@@ -16,8 +16,8 @@ from hydra._internal.utils import _locate
 from torch import nn
 from transformers import PreTrainedConfig
 
-from pipeline.errors import ConfigError, foreign
-from pipeline.plain_data import walk
+from offstage.pipeline.errors import ConfigError, foreign
+from offstage.pipeline.plain_data import walk
 
 _LATE = "${"
 """An interpolation that is still there in a resolved config would be resolved after the check."""

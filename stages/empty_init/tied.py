@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from stages.empty_init.skeleton import longest_prefix
+from offstage.stages.empty_init.skeleton import longest_prefix
 
 _log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import OffstageError
-from stages.calls.results import named_tensors
-from stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, swapped, unchanged_buffers
-from stages.empty_init.live_storages import CountingFakes, LiveStorages
-from stages.empty_init.module_usage import ModuleUsage, ModuleWatch, watch_modules
-from stages.empty_init.saved_tensors import DroppedStorages
-from stages.empty_init.step_peaks import Moments, TrainingPeaks
+from offstage.pipeline.errors import OffstageError
+from offstage.stages.calls.results import named_tensors
+from offstage.stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, swapped, unchanged_buffers
+from offstage.stages.empty_init.live_storages import CountingFakes, LiveStorages
+from offstage.stages.empty_init.module_usage import ModuleUsage, ModuleWatch, watch_modules
+from offstage.stages.empty_init.saved_tensors import DroppedStorages
+from offstage.stages.empty_init.step_peaks import Moments, TrainingPeaks
 
 SMALLEST_BYTES = 64
 """What is saved and smaller than this isn't offloaded."""

@@ -13,16 +13,16 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from stages.dispatch.streaming.referenced_tensor import ReferencedTensor
-from stages.dispatch.transfer.trace import Trace
-from stages.finetune.destination import Destination
-from stages.finetune.offload_choice import ShareChoice
-from stages.finetune.offload_history import find_span, history_of, remember_span
-from stages.finetune.offload_options import ActivationTraffic, check_ratio, check_tag, check_target
-from stages.finetune.offload_pass import OffloadPass
-from stages.finetune.saved_span import SavedTensor, is_plain, is_weight
-from stages.machine.devices import Devices
-from stages.units import DeviceId
+from offstage.stages.dispatch.streaming.referenced_tensor import ReferencedTensor
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.finetune.destination import Destination
+from offstage.stages.finetune.offload_choice import ShareChoice
+from offstage.stages.finetune.offload_history import find_span, history_of, remember_span
+from offstage.stages.finetune.offload_options import ActivationTraffic, check_ratio, check_tag, check_target
+from offstage.stages.finetune.offload_pass import OffloadPass
+from offstage.stages.finetune.saved_span import SavedTensor, is_plain, is_weight
+from offstage.stages.machine.devices import Devices
+from offstage.stages.units import DeviceId
 
 
 class CPUOffload:

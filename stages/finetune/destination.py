@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from stages.finetune.disk_swap import DiskSwap
-from stages.finetune.host_swap import open_host_swap, rooms_on
-from stages.finetune.offload_history import TagHistory
-from stages.finetune.swap import Swap
-from stages.machine.aligned_memory import ALIGNMENT
-from stages.machine.devices import Devices, Ledger
-from stages.units import CPU, DeviceId
+from offstage.stages.finetune.disk_swap import DiskSwap
+from offstage.stages.finetune.host_swap import open_host_swap, rooms_on
+from offstage.stages.finetune.offload_history import TagHistory
+from offstage.stages.finetune.swap import Swap
+from offstage.stages.machine.aligned_memory import ALIGNMENT
+from offstage.stages.machine.devices import Devices, Ledger
+from offstage.stages.units import CPU, DeviceId
 
 _log = logging.getLogger("offstage")
 

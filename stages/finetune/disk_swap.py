@@ -21,15 +21,15 @@ from queue import SimpleQueue
 
 import torch
 
-from pipeline.errors import StorageError
-from stages.checkpoints.direct_file import DirectFile
-from stages.checkpoints.shard_files import ShardFile
-from stages.dispatch.transfer.carrier import reader_pool
-from stages.dispatch.transfer.trace import Trace
-from stages.finetune.host_swap import Rooms
-from stages.finetune.swap import GrowingArena, span
-from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, buffer_bytes, private_bytes
-from stages.units import format_bytes
+from offstage.pipeline.errors import StorageError
+from offstage.stages.checkpoints.direct_file import DirectFile
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.dispatch.transfer.carrier import reader_pool
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.finetune.host_swap import Rooms
+from offstage.stages.finetune.swap import GrowingArena, span
+from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, buffer_bytes, private_bytes
+from offstage.stages.units import format_bytes
 
 BLOCK_BYTES = 4 * 2**20
 IN_FLIGHT = 4

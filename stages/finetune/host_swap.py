@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import torch
 
-from stages.dispatch.transfer.link import Event, Link, pin
-from stages.dispatch.transfer.links import open_link
-from stages.dispatch.transfer.trace import Trace
-from stages.finetune.swap import GrowingArena, span
-from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_bytes
-from stages.machine.devices import Devices, full
-from stages.units import DeviceId
+from offstage.stages.dispatch.transfer.link import Event, Link, pin
+from offstage.stages.dispatch.transfer.links import open_link
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.finetune.swap import GrowingArena, span
+from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_bytes
+from offstage.stages.machine.devices import Devices, full
+from offstage.stages.units import DeviceId
 
 Rooms = Callable[[int], torch.Tensor]
 

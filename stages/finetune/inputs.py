@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stages.inference.inputs import InferenceInputs
-from stages.plan.request.training import FinetuneOptions
+from offstage.stages.inference.inputs import InferenceInputs
+from offstage.stages.plan.request.training import FinetuneOptions
 
 STEPS = "steps.jsonl"
 """The file that grows by a line a step."""

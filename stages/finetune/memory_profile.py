@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from pipeline.errors import ConfigError, OffstageError, words_of
-from stages.dispatch.streaming.guard import is_guarded
-from stages.empty_init.fake_weights import REFUSALS
-from stages.empty_init.module_usage import ModuleUsage
-from stages.empty_init.training_peaks import Loss, RehearsedStep, rehearse_step
-from stages.finetune.module_profile import MemoryProfile, ModuleProfile
-from stages.finetune.step_measurement import MeasuredStep, measure_step
-from stages.units import parse_size
+from offstage.pipeline.errors import ConfigError, OffstageError, words_of
+from offstage.stages.dispatch.streaming.guard import is_guarded
+from offstage.stages.empty_init.fake_weights import REFUSALS
+from offstage.stages.empty_init.module_usage import ModuleUsage
+from offstage.stages.empty_init.training_peaks import Loss, RehearsedStep, rehearse_step
+from offstage.stages.finetune.module_profile import MemoryProfile, ModuleProfile
+from offstage.stages.finetune.step_measurement import MeasuredStep, measure_step
+from offstage.stages.units import parse_size
 
 
 def profile_memory(

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stages.empty_init.module_usage import Shapes
-from stages.empty_init.step_peaks import TrainingPeaks
-from stages.units import format_bytes
+from offstage.stages.empty_init.module_usage import Shapes
+from offstage.stages.empty_init.step_peaks import TrainingPeaks
+from offstage.stages.units import format_bytes
 
 TOLD_RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 """The ratios of activation offload whose peaks are told."""

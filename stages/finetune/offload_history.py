@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import torch
 
-from stages.finetune.offload_choice import SavedSizes
-from stages.finetune.saved_span import SavedSpan, SpanKey, key_of
-from stages.finetune.swap import Swap
+from offstage.stages.finetune.offload_choice import SavedSizes
+from offstage.stages.finetune.saved_span import SavedSpan, SpanKey, key_of
+from offstage.stages.finetune.swap import Swap
 
 _HISTORIES: dict[str, TagHistory] = {}
 _SPANS: weakref.WeakValueDictionary[SpanKey, SavedSpan] = weakref.WeakValueDictionary()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import ConfigError, closest
+from offstage.pipeline.errors import ConfigError, closest
 
 TARGETS = ("host", "disk")
 

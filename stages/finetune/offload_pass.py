@@ -14,13 +14,13 @@ from collections import deque
 
 import torch
 
-from pipeline.errors import BudgetError
-from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from stages.finetune.destination import Destination
-from stages.finetune.offload_choice import TOLERANCE, SavedSizes, ShareChoice, piece_of
-from stages.finetune.offload_options import ActivationTraffic
-from stages.finetune.saved_span import SavedSpan, SpanKey
-from stages.finetune.swap import Swap
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
+from offstage.stages.finetune.destination import Destination
+from offstage.stages.finetune.offload_choice import TOLERANCE, SavedSizes, ShareChoice, piece_of
+from offstage.stages.finetune.offload_options import ActivationTraffic
+from offstage.stages.finetune.saved_span import SavedSpan, SpanKey
+from offstage.stages.finetune.swap import Swap
 
 _LEAVING = 2
 """Copies out that aren't waited for while the forward pass goes on."""

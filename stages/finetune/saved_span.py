@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from stages.dispatch.streaming.referenced_tensor import changed
-from stages.finetune.swap import Away, Fetch, Swap
+from offstage.stages.dispatch.streaming.referenced_tensor import changed
+from offstage.stages.finetune.swap import Away, Fetch, Swap
 
 SPAN_ALIGNMENT = 512
 """Where a part of a storage may begin, in bytes: kernels are chosen by alignment, and torch aligns no better."""

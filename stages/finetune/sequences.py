@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import ConfigError
-from stages.checkpoints.tokenizers import load_tokenizer
-from stages.inference.tokens import encode_text
-from stages.plan.request.training import TEXT
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
+from offstage.stages.inference.tokens import encode_text
+from offstage.stages.plan.request.training import TEXT
 
 
 def make_sequences(text: str, model: Mapping[str, Any], *, window: int) -> torch.Tensor:

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from pipeline.errors import ConfigError, Fault, OffstageError
-from stages.checkpoints.adapters import adapter_folder
-from stages.checkpoints.hub import checkpoint_folder
-from stages.empty_init.model import read_class
-from stages.finetune.sequences import make_sequences
-from stages.plan.request.geometry import read_geometry
-from stages.plan.request.texts import read_text
-from stages.plan.request.training import TEXT, FinetuneOptions
+from offstage.pipeline.errors import ConfigError, Fault, OffstageError
+from offstage.stages.checkpoints.adapters import adapter_folder
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.empty_init.model import read_class
+from offstage.stages.finetune.sequences import make_sequences
+from offstage.stages.plan.request.geometry import read_geometry
+from offstage.stages.plan.request.texts import read_text
+from offstage.stages.plan.request.training import TEXT, FinetuneOptions
 
 _INSTEAD = "give a checkpoint of a language model that decodes only, or set model.class to the one with its head"
 

@@ -8,17 +8,17 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import Fault
-from pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
-from pipeline.typed_config import PATHS, absolute, read
-from stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
-from stages.inference.inputs import gather_model, inference_sources
-from stages.inference.progress import earlier_told, read_rows
-from stages.plan.plan import FILE_NAME as PLAN
-from stages.plan.request.geometry import read_geometry
-from stages.plan.request.texts import read_text
-from stages.plan.request.training import TEXT, FinetuneOptions, check_training
-from stages.units import format_bytes
+from offstage.pipeline.errors import Fault
+from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
+from offstage.pipeline.typed_config import PATHS, absolute, read
+from offstage.stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
+from offstage.stages.inference.inputs import gather_model, inference_sources
+from offstage.stages.inference.progress import earlier_told, read_rows
+from offstage.stages.plan.plan import FILE_NAME as PLAN
+from offstage.stages.plan.request.geometry import read_geometry
+from offstage.stages.plan.request.texts import read_text
+from offstage.stages.plan.request.training import TEXT, FinetuneOptions, check_training
+from offstage.stages.units import format_bytes
 
 FILE_NAME = "finetune.json"
 _NO_RECIPE = ("text_file", "save_every")
@@ -54,7 +54,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield why the model can't be trained on the text."""
-        from stages.finetune.served import check_served
+        from offstage.stages.finetune.served import check_served
 
         options = read(FinetuneConfig, config).finetune
         if not list(check_training(options)):
@@ -80,7 +80,7 @@ class FinetuneStage(Stage[FinetuneInputs]):
 
     def build(self, inputs: FinetuneInputs, context: Context, folder: Path) -> Any:
         """Train, and write the tuned weights, ``finetune.json`` and ``steps.jsonl``, which grows by a line a step."""
-        from stages.finetune.training import perform
+        from offstage.stages.finetune.training import perform
 
         perform(inputs, context, folder).save(folder / FILE_NAME)
 

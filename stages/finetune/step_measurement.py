@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from stages.empty_init.fake_weights import unchanged_buffers
-from stages.empty_init.live_storages import CountingMode, LiveStorages
-from stages.empty_init.module_usage import MemoryMeter, ModuleUsage, ModuleWatch, watch_modules
-from stages.empty_init.saved_tensors import SavedStorages
-from stages.empty_init.training_peaks import Loss, run_backward
-from stages.finetune.accelerator_memory import (
+from offstage.stages.empty_init.fake_weights import unchanged_buffers
+from offstage.stages.empty_init.live_storages import CountingMode, LiveStorages
+from offstage.stages.empty_init.module_usage import MemoryMeter, ModuleUsage, ModuleWatch, watch_modules
+from offstage.stages.empty_init.saved_tensors import SavedStorages
+from offstage.stages.empty_init.training_peaks import Loss, run_backward
+from offstage.stages.finetune.accelerator_memory import (
     AcceleratorMemory,
     accelerators,
     same_random_numbers,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.finetune.sequences import derive, pick
-from stages.plan.request.training import FinetuneOptions
+from offstage.stages.finetune.sequences import derive, pick
+from offstage.stages.plan.request.training import FinetuneOptions
 
 
 @dataclass(frozen=True, slots=True)

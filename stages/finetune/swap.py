@@ -11,8 +11,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from stages.dispatch.transfer.arena import Arena, Memory
-from stages.dispatch.transfer.trace import Trace
+from offstage.stages.dispatch.transfer.arena import Arena, Memory
+from offstage.stages.dispatch.transfer.trace import Trace
 
 Lent = TypeVar("Lent")
 _LEAST_BYTES = 2**20

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.checkpoints.adapters import is_added
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
-from stages.empty_init.skeleton import parent
-from stages.finetune.sequences import derive
-from stages.plan.request.learning import Parameters, adapt, choose_learning
-from stages.plan.request.training import FinetuneOptions
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.adapters import is_added
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.finetune.sequences import derive
+from offstage.stages.plan.request.learning import Parameters, adapt, choose_learning
+from offstage.stages.plan.request.training import FinetuneOptions
 
 
 def prepare(

@@ -13,27 +13,27 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from pipeline.atomic_files import write_text
-from pipeline.errors import ConfigError
-from pipeline.stage import Context
-from stages.checkpoints.adapters import adapter_folder
-from stages.dispatch.stage import Dispatched
-from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
-from stages.finetune.cpu_offload import CPUOffload
-from stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
-from stages.finetune.sequences import make_sequences
-from stages.finetune.steps import Trainer, make_optimizer
-from stages.finetune.trained import prepare
-from stages.finetune.training_state import TrainingState
-from stages.finetune.tuned import save_adapter, save_model
-from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
-from stages.inference.measured import held_now, measured_peaks
-from stages.inference.progress import Progress, Row, say_earlier
-from stages.inference.tokens import check_words
-from stages.plan import plan as plans
-from stages.plan.request.learning import Parameters
-from stages.plan.request.training import TEXT
-from stages.units import DeviceId
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.adapters import adapter_folder
+from offstage.stages.dispatch.stage import Dispatched
+from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME
+from offstage.stages.finetune.cpu_offload import CPUOffload
+from offstage.stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
+from offstage.stages.finetune.sequences import make_sequences
+from offstage.stages.finetune.steps import Trainer, make_optimizer
+from offstage.stages.finetune.trained import prepare
+from offstage.stages.finetune.training_state import TrainingState
+from offstage.stages.finetune.tuned import save_adapter, save_model
+from offstage.stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
+from offstage.stages.inference.measured import held_now, measured_peaks
+from offstage.stages.inference.progress import Progress, Row, say_earlier
+from offstage.stages.inference.tokens import check_words
+from offstage.stages.plan import plan as plans
+from offstage.stages.plan.request.learning import Parameters
+from offstage.stages.plan.request.training import TEXT
+from offstage.stages.units import DeviceId
 
 _TAG = "finetune"
 """What the offload of activations calls a step."""

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from pipeline.atomic_files import sync_folder, write_pieces
-from pipeline.cache.leftovers import move_aside
-from pipeline.cache.manifest import DamagedError, verify_listed
-from pipeline.cache.sealed_files import read_sealed, write_sealed
-from pipeline.stage import FileEntry
-from stages.checkpoints.dtypes import dtype_name
-from stages.machine.aligned_memory import byte_view
+from offstage.pipeline.atomic_files import sync_folder, write_pieces
+from offstage.pipeline.cache.leftovers import move_aside
+from offstage.pipeline.cache.manifest import DamagedError, verify_listed
+from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.stage import FileEntry
+from offstage.stages.checkpoints.dtypes import dtype_name
+from offstage.stages.machine.aligned_memory import byte_view
 
 POINTER = "state.json"
 _CODES = {

@@ -11,10 +11,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
-from stages.checkpoints.adapters import ADAPTER, CONFIG, adapter_folder
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
-from stages.checkpoints.tokenizers import TOKENIZER_FILES
-from stages.empty_init.adapted_model import without_adapter
+from offstage.stages.checkpoints.adapters import ADAPTER, CONFIG, adapter_folder
+from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from offstage.stages.checkpoints.tokenizers import TOKENIZER_FILES
+from offstage.stages.empty_init.adapted_model import without_adapter
 
 SHARD_SIZE = "1GB"
 """The most of one file. A release of safetensors that copies what it writes copies no more than that at once."""

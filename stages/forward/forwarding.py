@@ -15,26 +15,26 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from pipeline.atomic_files import write_text
-from pipeline.errors import ConfigError, foreign, named
-from pipeline.regular_files import read_object
-from pipeline.stage import Context
-from stages.calls.arguments import Tensors, calls
-from stages.calls.call import answer
-from stages.calls.options import ForwardOptions, count_rows, read_texts
-from stages.checkpoints.dtypes import dtype_name
-from stages.checkpoints.hub import checkpoint_folder
-from stages.dispatch.stage import Dispatched
-from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
-from stages.forward.inputs import OUTPUTS, ForwardInputs
-from stages.forward.joined import Joined
-from stages.forward.labels import say
-from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
-from stages.inference.pass_meter import PassMeter, storage_rate
-from stages.inference.repeats import Outputs, Pass
-from stages.inference.timed_samples import TimedSample
-from stages.machine.aligned_memory import byte_view
-from stages.plan import plan as plans
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.errors import ConfigError, foreign, named
+from offstage.pipeline.regular_files import read_object
+from offstage.pipeline.stage import Context
+from offstage.stages.calls.arguments import Tensors, calls
+from offstage.stages.calls.call import answer
+from offstage.stages.calls.options import ForwardOptions, count_rows, read_texts
+from offstage.stages.checkpoints.dtypes import dtype_name
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.dispatch.stage import Dispatched
+from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
+from offstage.stages.forward.inputs import OUTPUTS, ForwardInputs
+from offstage.stages.forward.joined import Joined
+from offstage.stages.forward.labels import say
+from offstage.stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
+from offstage.stages.inference.pass_meter import PassMeter, storage_rate
+from offstage.stages.inference.repeats import Outputs, Pass
+from offstage.stages.inference.timed_samples import TimedSample
+from offstage.stages.machine.aligned_memory import byte_view
+from offstage.stages.plan import plan as plans
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stages.calls.options import ForwardOptions
-from stages.inference.inputs import InferenceInputs
+from offstage.stages.calls.options import ForwardOptions
+from offstage.stages.inference.inputs import InferenceInputs
 
 OUTPUTS = "outputs.safetensors"
 """The file that has the outputs by name."""

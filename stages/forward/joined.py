@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pipeline.errors import ConfigError
-from stages.calls.arguments import ForwardCall, Tensors
-from stages.calls.options import KEY
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.calls.arguments import ForwardCall, Tensors
+from offstage.stages.calls.options import KEY
 
 MASK = "attention_mask"
 

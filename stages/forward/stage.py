@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, SourceFiles
-from pipeline.typed_config import read
-from stages.calls.options import ForwardConfig, check_options, identity, is_given
-from stages.forward.inputs import OUTPUTS, ForwardInputs
-from stages.inference.inputs import gather_model, inference_sources
-from stages.inference.measured_stage import MeasuredStage
-from stages.inputs.libraries import media_libraries
+from offstage.pipeline.errors import ConfigError, Fault
+from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles
+from offstage.pipeline.typed_config import read
+from offstage.stages.calls.options import ForwardConfig, check_options, identity, is_given
+from offstage.stages.forward.inputs import OUTPUTS, ForwardInputs
+from offstage.stages.inference.inputs import gather_model, inference_sources
+from offstage.stages.inference.measured_stage import MeasuredStage
+from offstage.stages.inputs.libraries import media_libraries
 
 if TYPE_CHECKING:
-    from stages.forward.forwarding import ForwardSession
+    from offstage.stages.forward.forwarding import ForwardSession
 
 FILE_NAME = "forward.json"
 _SHOWN = 20
@@ -43,7 +43,7 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield why what is given can't be made the arguments of a call."""
-        from stages.calls.arguments import calls
+        from offstage.stages.calls.arguments import calls
 
         given = read(ForwardConfig, config).forward
         if not is_given(given) or list(check_options(given)):
@@ -66,7 +66,7 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
 
     def build(self, inputs: ForwardInputs, context: Context, folder: Path) -> Any:
         """Call the model, and write what it returned."""
-        from stages.forward.forwarding import ForwardSession, perform
+        from offstage.stages.forward.forwarding import ForwardSession, perform
 
         session = ForwardSession(inputs, context)
         perform(session).save(folder / FILE_NAME)
@@ -74,7 +74,7 @@ class ForwardStage(MeasuredStage[ForwardInputs]):
 
     def revive(self, inputs: ForwardInputs, context: Context) -> ForwardSession:
         """Return the model and what it is given, ready to be called."""
-        from stages.forward.forwarding import ForwardSession
+        from offstage.stages.forward.forwarding import ForwardSession
 
         return ForwardSession(inputs, context)
 

@@ -12,17 +12,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import CheckpointError, ConfigError, Fault, OffstageError, StorageError
-from pipeline.stage import Context
-from stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
-from stages.checkpoints.generation_defaults import read_generation_config
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.tokenizers import load_tokenizer
-from stages.checkpoints.weight_files import gguf_file
-from stages.empty_init.identity import quantization_fault, text_identity
-from stages.plan import plan as plans
-from stages.plan.request.assistant import KEY, assistant_node, assistant_weights
-from stages.plan.request.geometry import read_geometry
+from offstage.pipeline.errors import CheckpointError, ConfigError, Fault, OffstageError, StorageError
+from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
+from offstage.stages.checkpoints.generation_defaults import read_generation_config
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
+from offstage.stages.checkpoints.weight_files import gguf_file
+from offstage.stages.empty_init.identity import quantization_fault, text_identity
+from offstage.stages.plan import plan as plans
+from offstage.stages.plan.request.assistant import KEY, assistant_node, assistant_weights
+from offstage.stages.plan.request.geometry import read_geometry
 
 _KEY = f"generate.{KEY}"
 _OWN_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
@@ -120,7 +120,7 @@ def loaded_assistant(path: str | None, context: Context) -> Iterator[Assistant |
     if path is None:
         yield None
         return
-    from stages.dispatch import load
+    from offstage.stages.dispatch import load
 
     main = plans.from_json(context.artifact("plan").json(plans.FILE_NAME)).main_device
     whole = {main: 2 * assistant_weights(checkpoint_folder({"path": path}))}

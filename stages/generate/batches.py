@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.inputs.batches import by_length
-from stages.plan.request.speculation import LOOKUP
+from offstage.stages.inputs.batches import by_length
+from offstage.stages.plan.request.speculation import LOOKUP
 
 ALONE = (LOOKUP,)
 """Options that transformers takes for one sequence at a time only. Prompts with media are taken one at a time too."""

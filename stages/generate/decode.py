@@ -14,11 +14,11 @@ from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCrite
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from stages.generate.logprobs import ChosenLogprobs
-from stages.generate.prompts import token_ids
-from stages.inference.logits import logits_of
-from stages.plan.request.requests import keeps_logits
-from stages.plan.request.speculation import BATCHED, KEY as SPECULATION
+from offstage.stages.generate.logprobs import ChosenLogprobs
+from offstage.stages.generate.prompts import token_ids
+from offstage.stages.inference.logits import logits_of
+from offstage.stages.plan.request.requests import keeps_logits
+from offstage.stages.plan.request.speculation import BATCHED, KEY as SPECULATION
 
 END = "eos_token_id"
 FILLED = -1

@@ -13,32 +13,32 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from pipeline.errors import ConfigError, foreign
-from stages.checkpoints.generation_defaults import read_generation_config
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.tokenizers import tokenizing
-from stages.dispatch.stage import Dispatched
-from stages.dispatch.streaming.module_state import LockstepError
-from stages.dispatch.transfer.carrier import Traffic
-from stages.generate import decode, options, prompts
-from stages.generate.assistant import Assistant
-from stages.generate.batches import Asked, make_batches
-from stages.generate.detokenizer import Detokenizer, decode_after
-from stages.generate.inputs import GenerateInputs
-from stages.generate.judged import Judged
-from stages.generate.logprobs import ChosenLogprobs
-from stages.generate.metrics import Cost, TimedBatch
-from stages.generate.sampling import SeededRows, seeded_rows
-from stages.generate.speculation import ExactSpeculation
-from stages.generate.transcript import LiveTranscript, before_answer
-from stages.inference.padding import make_batch
-from stages.inference.progress import Progress, Row
-from stages.inference.tokens import check_words
-from stages.inputs.prompt_processor import PromptProcessor
-from stages.plan.request.lockstep import KEY as LOCKSTEP
-from stages.plan.request.prompt_inputs import prompt_inputs
-from stages.plan.request.prompts import MOST
-from stages.plan.request.speculation import LOOKUP, guesses_ahead, is_exact
+from offstage.pipeline.errors import ConfigError, foreign
+from offstage.stages.checkpoints.generation_defaults import read_generation_config
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.tokenizers import tokenizing
+from offstage.stages.dispatch.stage import Dispatched
+from offstage.stages.dispatch.streaming.module_state import LockstepError
+from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.generate import decode, options, prompts
+from offstage.stages.generate.assistant import Assistant
+from offstage.stages.generate.batches import Asked, make_batches
+from offstage.stages.generate.detokenizer import Detokenizer, decode_after
+from offstage.stages.generate.inputs import GenerateInputs
+from offstage.stages.generate.judged import Judged
+from offstage.stages.generate.logprobs import ChosenLogprobs
+from offstage.stages.generate.metrics import Cost, TimedBatch
+from offstage.stages.generate.sampling import SeededRows, seeded_rows
+from offstage.stages.generate.speculation import ExactSpeculation
+from offstage.stages.generate.transcript import LiveTranscript, before_answer
+from offstage.stages.inference.padding import make_batch
+from offstage.stages.inference.progress import Progress, Row
+from offstage.stages.inference.tokens import check_words
+from offstage.stages.inputs.prompt_processor import PromptProcessor
+from offstage.stages.plan.request.lockstep import KEY as LOCKSTEP
+from offstage.stages.plan.request.prompt_inputs import prompt_inputs
+from offstage.stages.plan.request.prompts import MOST
+from offstage.stages.plan.request.speculation import LOOKUP, guesses_ahead, is_exact
 
 _log = logging.getLogger("offstage")
 

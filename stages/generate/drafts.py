@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
-from stages.generate.sampling import foreseen_draws
+from offstage.stages.generate.sampling import foreseen_draws
 
 _ALIKE = 1.05
 """Of numbers of guesses that are as good within a twentieth the least is taken."""

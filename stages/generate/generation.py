@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import write_text
-from pipeline.stage import Context
-from stages.checkpoints.tokenizers import load_tokenizer
-from stages.dispatch.stage import Dispatched
-from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
-from stages.generate import prompts
-from stages.generate.assistant import loaded_assistant
-from stages.generate.decoding import Decoding, ShowText
-from stages.generate.inputs import GENERATIONS, GenerateInputs
-from stages.inference.cost import Metrics, expert_uses, run_metrics
-from stages.inference.pass_meter import PassMeter, storage_rate
-from stages.inference.progress import Progress, say_earlier
-from stages.inference.repeats import Outputs, Pass
-from stages.inference.timed_samples import TimedSample
-from stages.inference.tokens import check_words
-from stages.plan import plan as plans
-from stages.plan.hit_rates import note_decoding
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
+from offstage.stages.dispatch.stage import Dispatched
+from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
+from offstage.stages.generate import prompts
+from offstage.stages.generate.assistant import loaded_assistant
+from offstage.stages.generate.decoding import Decoding, ShowText
+from offstage.stages.generate.inputs import GENERATIONS, GenerateInputs
+from offstage.stages.inference.cost import Metrics, expert_uses, run_metrics
+from offstage.stages.inference.pass_meter import PassMeter, storage_rate
+from offstage.stages.inference.progress import Progress, say_earlier
+from offstage.stages.inference.repeats import Outputs, Pass
+from offstage.stages.inference.timed_samples import TimedSample
+from offstage.stages.inference.tokens import check_words
+from offstage.stages.plan import plan as plans
+from offstage.stages.plan.hit_rates import note_decoding
 
 _TOLD = ("prompt", "prompt_tokens", "text", "token_ids", "logprobs", "batch")
 """What the record has of each sequence."""

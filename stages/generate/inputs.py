@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.inference.inputs import InferenceInputs
-from stages.plan.request.prompts import Prompt
+from offstage.stages.inference.inputs import InferenceInputs
+from offstage.stages.plan.request.prompts import Prompt
 
 GENERATIONS = "generations.jsonl"
 """The file that grows as sequences finish."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stages.inference.cost import Metrics
-from stages.plan.request.speculation import BATCHED, EXACT
+from offstage.stages.inference.cost import Metrics
+from offstage.stages.plan.request.speculation import BATCHED, EXACT
 
 
 @dataclass(slots=True)

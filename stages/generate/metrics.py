@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from stages.dispatch.transfer.carrier import LinkTraffic, Traffic
-from stages.generate.judged import Judged
-from stages.inference.bound import Bound, bound_of
-from stages.inference.cost import Metrics, link_metrics
-from stages.plan.plan import Plan
-from stages.plan.token_bound import bound_seconds
-from stages.units import DeviceId
+from offstage.stages.dispatch.transfer.carrier import LinkTraffic, Traffic
+from offstage.stages.generate.judged import Judged
+from offstage.stages.inference.bound import Bound, bound_of
+from offstage.stages.inference.cost import Metrics, link_metrics
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.token_bound import bound_seconds
+from offstage.stages.units import DeviceId
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,17 @@ import transformers
 from transformers import GenerationConfig
 from transformers.generation import logits_process as processors
 
-from pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
-from pipeline.regular_files import read_object
-from stages.checkpoints.generation_defaults import GENERATION_CONFIG, TOKEN_OPTION, read_generation_config
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.tokenizers import load_tokenizer
-from stages.empty_init.identity import read_config
-from stages.generate.prompts import token_ids
-from stages.generate.shared_cache import why_not_shared
-from stages.plan.request.assistant import KEY as ASSISTANT
-from stages.plan.request.prompts import OWN_KEYS, Prompt, check_seed
-from stages.plan.request.speculation import BATCHED, KEY as SPECULATION, LOOKUP, is_exact
+from offstage.pipeline.errors import CheckpointError, ConfigError, Fault, closest, foreign, words_of
+from offstage.pipeline.regular_files import read_object
+from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG, TOKEN_OPTION, read_generation_config
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
+from offstage.stages.empty_init.identity import read_config
+from offstage.stages.generate.prompts import token_ids
+from offstage.stages.generate.shared_cache import why_not_shared
+from offstage.stages.plan.request.assistant import KEY as ASSISTANT
+from offstage.stages.plan.request.prompts import OWN_KEYS, Prompt, check_seed
+from offstage.stages.plan.request.speculation import BATCHED, KEY as SPECULATION, LOOKUP, is_exact
 
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 """What the plain loop understands, for models without a ``generate`` of their own."""

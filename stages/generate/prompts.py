@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.errors import ConfigError, Fault, OffstageError
-from stages.checkpoints.generation_defaults import named_tokens
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
-from stages.empty_init.model import read_class
-from stages.inference.tokens import encode_text
-from stages.inputs.prompt_processor import PromptProcessor
-from stages.plan.request.geometry import read_geometry
-from stages.plan.request.messages import Message
-from stages.plan.request.prompt_inputs import conversation, prompt_inputs
-from stages.plan.request.prompts import Prompt
+from offstage.pipeline.errors import ConfigError, Fault, OffstageError
+from offstage.stages.checkpoints.generation_defaults import named_tokens
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from offstage.stages.empty_init.model import read_class
+from offstage.stages.inference.tokens import encode_text
+from offstage.stages.inputs.prompt_processor import PromptProcessor
+from offstage.stages.plan.request.geometry import read_geometry
+from offstage.stages.plan.request.messages import Message
+from offstage.stages.plan.request.prompt_inputs import conversation, prompt_inputs
+from offstage.stages.plan.request.prompts import Prompt
 
 _TOKENS = "input_ids"
 _INSTEAD = "generate.prompts=[[5,6,7]]"

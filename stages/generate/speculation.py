@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from stages.calls.results import kept_cache
-from stages.dispatch.shared_passes import lockstep
-from stages.dispatch.streaming.streamer import Streamer
-from stages.generate.drafts import DraftLength, Drafts
-from stages.generate.judged import Judged
-from stages.generate.logprobs import ChosenLogprobs
-from stages.generate.shared_cache import strange_layer, take_back, view_of
-from stages.plan.request.assistant import GUESSES
-from stages.plan.request.speculation import GUESSED, LOOKUP
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.dispatch.shared_passes import lockstep
+from offstage.stages.dispatch.streaming.streamer import Streamer
+from offstage.stages.generate.drafts import DraftLength, Drafts
+from offstage.stages.generate.judged import Judged
+from offstage.stages.generate.logprobs import ChosenLogprobs
+from offstage.stages.generate.shared_cache import strange_layer, take_back, view_of
+from offstage.stages.plan.request.assistant import GUESSES
+from offstage.stages.plan.request.speculation import GUESSED, LOOKUP
 
 
 class ExactSpeculation:

@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, SourceFiles
-from pipeline.typed_config import PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
-from stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
-from stages.generate.inputs import GENERATIONS, GenerateInputs
-from stages.generate.transcript import transcript
-from stages.inference.inputs import chosen_number, gather_model, inference_sources
-from stages.inference.measured_stage import MeasuredStage
-from stages.inference.progress import earlier_told
-from stages.inputs.libraries import media_libraries
-from stages.plan.request.assistant import KEY as ASSISTANT
-from stages.plan.request.lockstep import KEY as LOCKSTEP, batches_in_lockstep, lockstep_is_chosen
-from stages.plan.request.prompt_media import located_prompts
-from stages.plan.request.prompts import check_prompts, check_seed, read_prompts
+from offstage.pipeline.errors import ConfigError, Fault
+from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles
+from offstage.pipeline.typed_config import PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
+from offstage.stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
+from offstage.stages.generate.inputs import GENERATIONS, GenerateInputs
+from offstage.stages.generate.transcript import transcript
+from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
+from offstage.stages.inference.measured_stage import MeasuredStage
+from offstage.stages.inference.progress import earlier_told
+from offstage.stages.inputs.libraries import media_libraries
+from offstage.stages.plan.request.assistant import KEY as ASSISTANT
+from offstage.stages.plan.request.lockstep import KEY as LOCKSTEP, batches_in_lockstep, lockstep_is_chosen
+from offstage.stages.plan.request.prompt_media import located_prompts
+from offstage.stages.plan.request.prompts import check_prompts, check_seed, read_prompts
 
 if TYPE_CHECKING:
-    from stages.generate.generation import GenerationSession
+    from offstage.stages.generate.generation import GenerationSession
 
 FILE_NAME = "generation.json"
 _APART = ("prompts", "prompts_file", ASSISTANT)
@@ -72,8 +72,8 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield the generation options that transformers doesn't know, and those that a run can't serve."""
-        from stages.generate.options import check_options, check_own_options, check_served
-        from stages.generate.prompts import check_encoded
+        from offstage.stages.generate.options import check_options, check_own_options, check_served
+        from offstage.stages.generate.prompts import check_encoded
 
         generate, model = config["generate"], config["model"]
         looks = (check_options(generate, model), check_served(generate, model), check_assistant(generate, model))
@@ -120,7 +120,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
 
     def build(self, inputs: GenerateInputs, context: Context, folder: Path) -> Any:
         """Generate, and write ``generation.json`` and ``generations.jsonl``, which grows by a line a sequence."""
-        from stages.generate.generation import GenerationSession, perform
+        from offstage.stages.generate.generation import GenerationSession, perform
 
         session = GenerationSession(inputs, context)
         perform(session, context, folder).save(folder / FILE_NAME)
@@ -128,7 +128,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
 
     def revive(self, inputs: GenerateInputs, context: Context) -> GenerationSession:
         """Return the model and what it is asked, ready to be asked."""
-        from stages.generate.generation import GenerationSession
+        from offstage.stages.generate.generation import GenerationSession
 
         return GenerationSession(inputs, context)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.plan.request.messages import text_of
-from stages.plan.request.prompt_media import MEDIA
-from stages.plan.request.prompts import Content, Told
+from offstage.stages.plan.request.messages import text_of
+from offstage.stages.plan.request.prompt_media import MEDIA
+from offstage.stages.plan.request.prompts import Content, Told
 
 if TYPE_CHECKING:
     import torch
 
-    from stages.generate.detokenizer import Detokenizer
+    from offstage.stages.generate.detokenizer import Detokenizer
 
 
 def before_answer(prompt: Told, *, is_chat: bool) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from stages.dispatch.stage import Dispatched
-from stages.dispatch.transfer.carrier import LinkTraffic, Traffic
-from stages.inference.bound import bound_of
-from stages.units import DeviceId
+from offstage.stages.dispatch.stage import Dispatched
+from offstage.stages.dispatch.transfer.carrier import LinkTraffic, Traffic
+from offstage.stages.inference.bound import bound_of
+from offstage.stages.units import DeviceId
 
 Metrics = dict[str, float | int | str | None]
 

@@ -8,14 +8,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pipeline.plain_data import walk
-from pipeline.stage import Config, Context, SourceFiles
-from stages.calls.options import hash_of
-from stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
-from stages.empty_init.identity import text_identity
-from stages.machine.kernels import choosers
-from stages.plan.plan import FILE_NAME as PLAN
-from stages.plan.request.batch_size import AUTO
+from offstage.pipeline.plain_data import walk
+from offstage.pipeline.stage import Config, Context, SourceFiles
+from offstage.stages.calls.options import hash_of
+from offstage.stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
+from offstage.stages.empty_init.identity import text_identity
+from offstage.stages.machine.kernels import choosers
+from offstage.stages.plan.plan import FILE_NAME as PLAN
+from offstage.stages.plan.request.batch_size import AUTO
 
 DATA_KEYS = (
     "generate.prompts_file", "score.texts_file", "score.text_file", "finetune.text_file", "forward.inputs",

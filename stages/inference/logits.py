@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipeline.errors import ConfigError
+from offstage.pipeline.errors import ConfigError
 
 
 def logits_of(output: Any) -> torch.Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.memory_monitor import held_bytes
-from pipeline.stage import Context
-from stages.dispatch.stage import Dispatched
+from offstage.pipeline.memory_monitor import held_bytes
+from offstage.pipeline.stage import Context
+from offstage.stages.dispatch.stage import Dispatched
 
 
 def measured_peaks(context: Context, dispatched: Dispatched) -> dict[str, int]:

@@ -6,10 +6,10 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pipeline.measure import read_measure
-from pipeline.stage import Context, Inputs, Report, Stage
-from stages.inference.repeats import kept_samples, lacking, take_samples, with_figures
-from stages.inference.timed_samples import TimedSample
+from offstage.pipeline.measure import read_measure
+from offstage.pipeline.stage import Context, Inputs, Report, Stage
+from offstage.stages.inference.repeats import kept_samples, lacking, take_samples, with_figures
+from offstage.stages.inference.timed_samples import TimedSample
 
 
 class MeasuredStage(Stage[Inputs]):

@@ -8,17 +8,17 @@ from datetime import UTC, datetime
 
 import torch
 
-from pipeline.stage import Context
-from stages.checkpoints.hub import local_weights
-from stages.dispatch.stage import Dispatched
-from stages.inference.cost import Metrics
-from stages.inference.inputs import InferenceInputs
-from stages.inference.measured import measured_peaks
-from stages.inference.timed_samples import TimedSample
-from stages.machine.probes import read_speed
-from stages.machine.processor import ProcessorMeter
-from stages.plan.plan import Plan
-from stages.units import DISK
+from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.hub import local_weights
+from offstage.stages.dispatch.stage import Dispatched
+from offstage.stages.inference.cost import Metrics
+from offstage.stages.inference.inputs import InferenceInputs
+from offstage.stages.inference.measured import measured_peaks
+from offstage.stages.inference.timed_samples import TimedSample
+from offstage.stages.machine.probes import read_speed
+from offstage.stages.machine.processor import ProcessorMeter
+from offstage.stages.plan.plan import Plan
+from offstage.stages.units import DISK
 
 
 class PassMeter:

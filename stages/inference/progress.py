@@ -13,11 +13,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import write_whole
-from pipeline.cache.manifest import DamagedError
-from pipeline.cache.sealed_files import read_sealed_line, sealed_line
-from pipeline.errors import named
-from pipeline.regular_files import read_regular
+from offstage.pipeline.atomic_files import write_whole
+from offstage.pipeline.cache.manifest import DamagedError
+from offstage.pipeline.cache.sealed_files import read_sealed_line, sealed_line
+from offstage.pipeline.errors import named
+from offstage.pipeline.regular_files import read_regular
 
 _log = logging.getLogger("offstage")
 

@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.atomic_files import write_text
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.cache.store import Store
-from pipeline.errors import DisagreementError
-from pipeline.measure import MeasureConfig
-from pipeline.replay import first_difference
-from pipeline.stage import Artifact, Report
-from stages.inference.timed_samples import TimedSample, figures, read_sample
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.errors import DisagreementError
+from offstage.pipeline.measure import MeasureConfig
+from offstage.pipeline.replay import first_difference
+from offstage.pipeline.stage import Artifact, Report
+from offstage.stages.inference.timed_samples import TimedSample, figures, read_sample
 
 SAMPLES = "samples"
 """The folder of the cache in which samples lie: an artifact for each beyond the first, which its stage's has."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what forwards cost comes with torch, which a run that is served from the cache does without
-    from stages.inference.cost import Metrics
+    from offstage.stages.inference.cost import Metrics
 
 PERCENTILES = (50, 90, 99)
 _MOST_TIMES = 1000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipeline.errors import ConfigError
-from stages.checkpoints.tokenizers import tokenizing
-from stages.plan.request.prompts import MOST
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.tokenizers import tokenizing
+from offstage.stages.plan.request.prompts import MOST
 
 
 def encode_text(name: str, text: str, tokenizer: Any, *, instead: str, special: bool = True) -> list[int]:

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.errors import ConfigError, foreign
-from stages.inputs.media_files import read_media, require
+from offstage.pipeline.errors import ConfigError, foreign
+from offstage.stages.inputs.media_files import read_media, require
 
 MOST_SAMPLES = 2**28
 """Of all channels together: four and a half hours at 16 kHz. Silence takes next to nothing in a compressed file."""

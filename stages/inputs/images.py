@@ -8,8 +8,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import ConfigError, foreign
-from stages.inputs.media_files import read_media, require
+from offstage.pipeline.errors import ConfigError, foreign
+from offstage.stages.inputs.media_files import read_media, require
 
 if TYPE_CHECKING:
     from PIL.Image import Image

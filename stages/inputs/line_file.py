@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
-from pipeline.regular_files import parse_json, read_regular
-from pipeline.standard_input import SIGN, as_lines
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.regular_files import parse_json, read_regular
+from offstage.pipeline.standard_input import SIGN, as_lines
 
 _JSON_LINES = (".jsonl", ".ndjson")
 _MOST_DEPTH = 50

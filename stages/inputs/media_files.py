@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from pipeline.errors import ConfigError
-from pipeline.regular_files import read_regular
-from pipeline.typed_config import expanded
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.regular_files import read_regular
+from offstage.pipeline.typed_config import expanded
 
 MediaKind = Literal["image", "audio"]
 KINDS: tuple[MediaKind, ...] = ("image", "audio")

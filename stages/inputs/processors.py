@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pipeline.errors import ConfigError, foreign
-from stages.checkpoints.bounds import bounded
-from stages.checkpoints.hub import checkpoint_folder
+from offstage.pipeline.errors import ConfigError, foreign
+from offstage.stages.checkpoints.bounds import bounded
+from offstage.stages.checkpoints.hub import checkpoint_folder
 
 Kind = Literal["image processor", "feature extractor", "processor"]
 

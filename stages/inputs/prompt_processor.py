@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
-from stages.checkpoints.tokenizer_limits import check_tokenizer
-from stages.checkpoints.tokenizers import tokenizing
-from stages.inputs.audio import read_audio
-from stages.inputs.images import read_image
-from stages.inputs.media_files import MediaFile, MediaKind
-from stages.inputs.processors import load_processor, sampling_rate
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
+from offstage.stages.checkpoints.tokenizers import tokenizing
+from offstage.stages.inputs.audio import read_audio
+from offstage.stages.inputs.images import read_image
+from offstage.stages.inputs.media_files import MediaFile, MediaKind
+from offstage.stages.inputs.processors import load_processor, sampling_rate
 
 _PARTS: Mapping[MediaKind, tuple[str, ...]] = {
     "image": ("image_processor",),

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from pipeline.errors import CheckpointError, ConfigError, foreign
-from pipeline.regular_files import open_regular
-from stages.checkpoints.safetensors_header import DTYPES, read_header
+from offstage.pipeline.errors import CheckpointError, ConfigError, foreign
+from offstage.pipeline.regular_files import open_regular
+from offstage.stages.checkpoints.safetensors_header import DTYPES, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def read_tensors(key: str, file: Path) -> dict[str, torch.Tensor]:
     if file.suffix == ".npz":
         with _opened_zip(key, file) as (archive, heads):
             return {name: torch.from_numpy(_array(archive, name)) for name in heads}
-    from stages.checkpoints.readers import read_extent
+    from offstage.stages.checkpoints.readers import read_extent
 
     read_heads(key, file)
     try:

@@ -26,13 +26,13 @@ from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 
-from pipeline.cache.leftovers import move_aside
-from pipeline.cache.manifest import DamagedError, verify
-from pipeline.cache.store import Store
-from pipeline.cache.user_cache import user_cache
-from pipeline.errors import OffstageError
-from stages.machine.kernels import processor_features
-from stages.machine.private_folders import is_private, make_private, open_private
+from offstage.pipeline.cache.leftovers import move_aside
+from offstage.pipeline.cache.manifest import DamagedError, verify
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.errors import OffstageError
+from offstage.stages.machine.kernels import processor_features
+from offstage.stages.machine.private_folders import is_private, make_private, open_private
 
 FOLDER = "code"
 LIBRARY = "library.so"

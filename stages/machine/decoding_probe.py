@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from typing import Any
 
-from stages.machine import own_process
+from offstage.stages.machine import own_process
 
 _log = logging.getLogger("offstage")
 

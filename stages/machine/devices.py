@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 import torch
 
-from pipeline.errors import BudgetError
-from stages.machine.aligned_memory import Bytes, Room, private_bytes, room_for
-from stages.units import CPU, DeviceId, format_bytes, parse_device
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.machine.aligned_memory import Bytes, Room, private_bytes, room_for
+from offstage.stages.units import CPU, DeviceId, format_bytes, parse_device
 
 AnyDevice = int | str | torch.device
 """A device as the field writes it."""

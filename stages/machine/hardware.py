@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.environment import has_accelerator_driver
-from stages.machine.host_memory import Host, host_memory
-from stages.units import DeviceId, parse_size
+from offstage.pipeline.environment import has_accelerator_driver
+from offstage.stages.machine.host_memory import Host, host_memory
+from offstage.stages.units import DeviceId, parse_size
 
 UNNAMED = "simulated"
 """An accelerator that the config lists without a name."""

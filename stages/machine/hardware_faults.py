@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from pipeline.errors import Fault, closest
-from stages.machine.rates import DEVICE_RATES, RATES, parse_rate
-from stages.units import parse_size
+from offstage.pipeline.errors import Fault, closest
+from offstage.stages.machine.rates import DEVICE_RATES, RATES, parse_rate
+from offstage.stages.units import parse_size
 
 _KEYS = ("devices", "host", "rates")
 _DEVICE_KEYS = ("memory", "name", "link", "rates", "ledger")

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cgroup_files import memory_limits, read_lines
+from offstage.pipeline.cgroup_files import memory_limits, read_lines
 
 PROCESS_BYTES = 313 * 10**6
 """What the process holds on the host beside weights, Python, torch and transformers, imported and warm: nominally.
 
-``stages.machine.process_memory`` measures it; this is for where that can't be.
+``offstage.stages.machine.process_memory`` measures it; this is for where that can't be.
 """
 
 PEFT_BYTES = 18 * 10**6

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.locks import locked
-from pipeline.cache.manifest import DamagedError
-from pipeline.cache.sealed_files import read_sealed, settle_sealed, write_sealed
-from pipeline.cache.user_cache import user_cache
-from pipeline.stage import MEASURED
+from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.cache.manifest import DamagedError
+from offstage.pipeline.cache.sealed_files import read_sealed, settle_sealed, write_sealed
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.stage import MEASURED
 
 _log = logging.getLogger("offstage")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.malloc import return_heap
+from offstage.pipeline.malloc import return_heap
 
 _ROUNDS = 3
 _STEPS = 2
@@ -33,7 +33,7 @@ size for each thread, as AMX's kernels have) is no matter of the operand's.
 
 
 def measure_kernels(process: Path = Path("/proc/self")) -> dict[str, list[float]] | None:
-    """Return the factors of ``stages.machine.kernels.Kernels``; null where ``process`` doesn't tell its peak.
+    """Return the factors of ``offstage.stages.machine.kernels.Kernels``; null where ``process`` doesn't tell its peak.
 
     Only oneDNN's kernels are measured. What it has none for is computed by MKL or by torch's own loops: these take
     nothing beside, but MKL keeps buffers for good, and torch's loops are slow.

@@ -17,8 +17,8 @@ from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
-from pipeline.environment import allowed_cores
-from stages.machine.kept_figures import kept_for_user
+from offstage.pipeline.environment import allowed_cores
+from offstage.stages.machine.kept_figures import kept_for_user
 
 FILE_NAME = "kernel_factors.json"
 _MOST = 64
@@ -101,6 +101,6 @@ def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _measure() -> dict[str, list[float]] | None:
-    from stages.machine.kernel_probes import measure_kernels
+    from offstage.stages.machine.kernel_probes import measure_kernels
 
     return measure_kernels()

@@ -18,7 +18,7 @@ from functools import cache
 
 import torch
 
-from pipeline.environment import allowed_cores
+from offstage.pipeline.environment import allowed_cores
 
 _SHARED_FROM = 2**15
 """Operators on fewer elements are never shared: torch's ``GRAIN_SIZE``."""

@@ -7,12 +7,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from stages.machine.host_memory import PROCESS_BYTES, host_memory
+from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
 
 _SECONDS = 300
 _PROGRAM = (
-    "from stages.machine.own_process import be_expendable; be_expendable(); "
-    "from stages.machine.{module} import be_measured; be_measured()"
+    "from offstage.stages.machine.own_process import be_expendable; be_expendable(); "
+    "from offstage.stages.machine.{module} import be_measured; be_measured()"
 )
 
 
@@ -36,7 +36,7 @@ def measure_apart(module: str, *arguments: str, folder: Path | None = None) -> b
 
 def be_expendable() -> None:
     """Have this process be the first to be ended where memory is short, and be ended with the one who waits for it."""
-    from pipeline.process_setup import die_with_parent
+    from offstage.pipeline.process_setup import die_with_parent
 
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -37,7 +37,7 @@ def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:
     except OSError:
         return None
     # Here and no sooner: it imports torch, and a file that can't be measured is looked at by every run.
-    from stages.machine.aligned_memory import buffer_bytes
+    from offstage.stages.machine.aligned_memory import buffer_bytes
 
     buffers = buffer_bytes(READERS * CHUNK_BYTES).reshape(READERS, CHUNK_BYTES)
 

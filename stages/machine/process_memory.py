@@ -17,12 +17,12 @@ from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.cache.sealed_files import write_sealed
-from pipeline.stage import MEASURED
-from stages.machine import decoding_probe, own_process
-from stages.machine.host_memory import PROCESS_BYTES
-from stages.machine.kept_figures import kept_for_user
-from stages.machine.rates import host_rates
+from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.pipeline.stage import MEASURED
+from offstage.stages.machine import decoding_probe, own_process
+from offstage.stages.machine.host_memory import PROCESS_BYTES
+from offstage.stages.machine.kept_figures import kept_for_user
+from offstage.stages.machine.rates import host_rates
 
 FILE_NAME = "process.json"
 
@@ -105,7 +105,7 @@ def be_measured() -> None:
     kept = Path("outputs/cache", MEASURED)
     kept.mkdir(parents=True)
     write_sealed(kept / FILE_NAME, {identity(): PROCESS_BYTES})
-    from pipeline import commands
+    from offstage.pipeline import commands
 
     try:
         commands.offstage()

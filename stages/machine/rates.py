@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from stages.machine import probes
-from stages.machine.decoding_probe import decoding_speed
-from stages.machine.kept_figures import kept_for_user, kept_or_measured
-from stages.machine.kernels import identity
-from stages.units import DeviceId, parse_size, tier
+from offstage.stages.machine import probes
+from offstage.stages.machine.decoding_probe import decoding_speed
+from offstage.stages.machine.kept_figures import kept_for_user, kept_or_measured
+from offstage.stages.machine.kernels import identity
+from offstage.stages.units import DeviceId, parse_size, tier
 
 FILE_NAME = "rates.json"
 DECODING_NAME = "decoding.json"

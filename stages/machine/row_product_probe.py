@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch.nn import functional
 
-from stages.machine.row_ranges import LEAST_ROWS, row_ranges
+from offstage.stages.machine.row_ranges import LEAST_ROWS, row_ranges
 
 _ROWS = 3 * LEAST_ROWS + 3
 _COLUMNS = (64, 100, 1408)

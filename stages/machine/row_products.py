@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from stages.machine import own_process
-from stages.machine.kept_figures import kept_for_user
-from stages.machine.kernels import identity
+from offstage.stages.machine import own_process
+from offstage.stages.machine.kept_figures import kept_for_user
+from offstage.stages.machine.kernels import identity
 
 FILE_NAME = "row_products.json"
 
@@ -41,6 +41,6 @@ def _measure(dtype: str) -> bool | None:
     """
     if own_process.has_room():
         return {b"True": True, b"False": False}.get(own_process.measure_apart("row_product_probe", dtype) or b"")
-    from stages.machine.row_product_probe import is_exact_by_rows
+    from offstage.stages.machine.row_product_probe import is_exact_by_rows
 
     return is_exact_by_rows(dtype)

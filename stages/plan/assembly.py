@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from stages.empty_init.skeleton import parent
-from stages.plan.budgets import Allowance
-from stages.plan.checks import require_fit
-from stages.plan.expert_slots import Pool, offstage_in, pools, slot_bytes
-from stages.plan.options import EXPLICIT, OFFLOAD
-from stages.plan.outline import Layer, Outline
-from stages.plan.placement import (
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.plan.budgets import Allowance
+from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.expert_slots import Pool, offstage_in, pools, slot_bytes
+from offstage.stages.plan.options import EXPLICIT, OFFLOAD
+from offstage.stages.plan.outline import Layer, Outline
+from offstage.stages.plan.placement import (
     Budgets,
     Placement,
     execution_devices,
@@ -21,10 +21,10 @@ from stages.plan.placement import (
     resident_bytes,
     unpacking_rooms,
 )
-from stages.plan.plan import Plan
-from stages.plan.row_blocks import block_rows
-from stages.plan.serving import Io, Serving, serve
-from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.row_blocks import block_rows
+from offstage.stages.plan.serving import Io, Serving, serve
+from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 _ASKED_FOR = {EXPLICIT: "the map says so", OFFLOAD: f"{OFFLOAD} asks for it"}
 """Why a layer lies elsewhere than where it computes, under the policies that don't go by what is full."""

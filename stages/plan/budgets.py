@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipeline.errors import ConfigError
-from stages.machine.hardware import Hardware, coarse, coarse_step
-from stages.plan.outline import Layer
-from stages.plan.placement import Homes
-from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order, parse_device, parse_size
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.machine.hardware import Hardware, coarse, coarse_step
+from offstage.stages.plan.outline import Layer
+from offstage.stages.plan.placement import Homes
+from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order, parse_device, parse_size
 
 MARGIN = 0.05
 """The share of an automatic host budget's memory that is left to the rest of the system."""

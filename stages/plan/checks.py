@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipeline.errors import BudgetError, ConfigError, closest
-from stages.empty_init.skeleton import longest_prefix, parent
-from stages.machine.hardware import Hardware
-from stages.machine.host_memory import Host
-from stages.plan.budgets import least_available
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement, Shortage, find_shortage
-from stages.plan.plan import Plan, own_parts
-from stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
+from offstage.pipeline.errors import BudgetError, ConfigError, closest
+from offstage.stages.empty_init.skeleton import longest_prefix, parent
+from offstage.stages.machine.hardware import Hardware
+from offstage.stages.machine.host_memory import Host
+from offstage.stages.plan.budgets import least_available
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Placement, Shortage, find_shortage
+from offstage.stages.plan.plan import Plan, own_parts
+from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
 LISTED = 8
 """How many names an error lists before it counts the rest."""

@@ -13,12 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from stages.empty_init.skeleton import ExpertsSpec, parent
-from stages.plan.expert_banks import kept_share, wanted
-from stages.plan.outline import ExpertKind, Outline
-from stages.plan.serving import Serving
-from stages.plan.token_time import Brought, HostShare, LayerOutput
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.empty_init.skeleton import ExpertsSpec, parent
+from offstage.stages.plan.expert_banks import kept_share, wanted
+from offstage.stages.plan.outline import ExpertKind, Outline
+from offstage.stages.plan.serving import Serving
+from offstage.stages.plan.token_time import Brought, HostShare, LayerOutput
+from offstage.stages.units import CPU, DISK, DeviceId
 
 ROOMY, LEAST = 2, 1
 """The slots of each kind that one is read into while the other computes, and those that suffice."""

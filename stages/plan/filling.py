@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from stages.plan.expert_slots import LEAST, ROOMY, roomy_slots
-from stages.plan.outline import Outline
-from stages.plan.placement import (
+from offstage.stages.plan.expert_slots import LEAST, ROOMY, roomy_slots
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import (
     Budgets,
     Homes,
     Placement,
@@ -24,7 +24,7 @@ from stages.plan.placement import (
     kept_free,
     main_device,
 )
-from stages.units import CPU, DeviceId, in_tier_order
+from offstage.stages.units import CPU, DeviceId, in_tier_order
 
 Filling = Callable[[Outline, Budgets], Homes]
 """How a policy fills devices, reserves aside: it may hold on each device at most what the budgets say."""

@@ -14,18 +14,18 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.errors import ConfigError, closest
-from pipeline.typed_config import NO_DEVICE
-from stages.machine.devices import device_id
-from stages.machine.hardware import Hardware, local_accelerators
-from stages.machine.host_memory import host_memory
-from stages.plan import checks
-from stages.plan.budgets import allow, size_of
-from stages.plan.module_sizes import Classes, outline_of
-from stages.plan.placement import Budgets, fold, layer_reserves, resident_bytes
-from stages.plan.policies import POLICIES
-from stages.plan.policies.explicit import spread
-from stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
+from offstage.pipeline.errors import ConfigError, closest
+from offstage.pipeline.typed_config import NO_DEVICE
+from offstage.stages.machine.devices import device_id
+from offstage.stages.machine.hardware import Hardware, local_accelerators
+from offstage.stages.machine.host_memory import host_memory
+from offstage.stages.plan import checks
+from offstage.stages.plan.budgets import allow, size_of
+from offstage.stages.plan.module_sizes import Classes, outline_of
+from offstage.stages.plan.placement import Budgets, fold, layer_reserves, resident_bytes
+from offstage.stages.plan.policies import POLICIES
+from offstage.stages.plan.policies.explicit import spread
+from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
 
 Sizes = Mapping[int | str, int | str]
 
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 def get_max_memory(max_memory: Sizes | None = None) -> dict[DeviceId, int]:
     """Return what every device may hold, in bytes, in the order of the tiers.
 
-    Sizes are read as ``stages.units.parse_size`` does. With None it is what this machine can give: the host by the
-    smaller of available memory and the cgroup limit, less the process's own share and a margin. Accelerators that
+    Sizes are read as ``offstage.stages.units.parse_size`` does. With None it is what this machine can give: the host by
+    the smaller of available memory and the cgroup limit, less the process's own share and a margin. Accelerators that
     aren't here are accepted: a plan can be made for any machine.
     """
     if max_memory is None:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.stage import MEASURED, Context
-from stages.checkpoints.hub import local_weights
-from stages.machine.kept_figures import kept_or_measured
-from stages.plan.expert_slots import Pool, rate_key
-from stages.plan.plan import Plan
-from stages.plan.request.requests import asking
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.stage import MEASURED, Context
+from offstage.stages.checkpoints.hub import local_weights
+from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.plan.expert_slots import Pool, rate_key
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.request.requests import asking
 
 FILE_NAME = "hit_rates.json"
 _PLACES = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.machine.probes import READING_THREADS
+from offstage.stages.machine.probes import READING_THREADS
 
 PINNED_BYTES = 16 * 2**20
 """What those for an accelerator pass through."""

@@ -12,27 +12,27 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from pipeline.stage import MEASURED, Config
-from pipeline.typed_config import read
-from stages.checkpoints.adapters import is_added
-from stages.checkpoints.codec_rates import mean_rate, unpacking_rates
-from stages.checkpoints.hub import local_weights
-from stages.machine.hardware import Accelerator, Hardware, coarse, hardware
-from stages.machine.host_memory import PEFT_BYTES
-from stages.machine.kernels import NOMINAL, Kernels, local_kernels
-from stages.machine.process_memory import process_bytes
-from stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
-from stages.machine.row_products import exact_dtypes
-from stages.plan import options
-from stages.plan.budgets import Allowance, allow, rooms
-from stages.plan.expert_slots import Routing
-from stages.plan.lossless import LosslessPacking
-from stages.plan.outline import Outline
-from stages.plan.predict import Work, compute_dtype, most, work
-from stages.plan.request.geometry import Request, read_geometry
-from stages.plan.request.lockstep import lockstep_is_chosen, why_not_in_lockstep
-from stages.plan.request.media_demand import MediaDemand
-from stages.plan.request.requests import (
+from offstage.pipeline.stage import MEASURED, Config
+from offstage.pipeline.typed_config import read
+from offstage.stages.checkpoints.adapters import is_added
+from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
+from offstage.stages.checkpoints.hub import local_weights
+from offstage.stages.machine.hardware import Accelerator, Hardware, coarse, hardware
+from offstage.stages.machine.host_memory import PEFT_BYTES
+from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
+from offstage.stages.machine.process_memory import process_bytes
+from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
+from offstage.stages.machine.row_products import exact_dtypes
+from offstage.stages.plan import options
+from offstage.stages.plan.budgets import Allowance, allow, rooms
+from offstage.stages.plan.expert_slots import Routing
+from offstage.stages.plan.lossless import LosslessPacking
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.predict import Work, compute_dtype, most, work
+from offstage.stages.plan.request.geometry import Request, read_geometry
+from offstage.stages.plan.request.lockstep import lockstep_is_chosen, why_not_in_lockstep
+from offstage.stages.plan.request.media_demand import MediaDemand
+from offstage.stages.plan.request.requests import (
     asking,
     media_request,
     read_request,
@@ -40,12 +40,12 @@ from stages.plan.request.requests import (
     what_learns,
     with_adapter,
 )
-from stages.plan.request.training import Learns
-from stages.plan.row_blocks import possible_dtypes
-from stages.plan.serving import Io, choose_io
-from stages.plan.token_time import LayerOutput
-from stages.plan.training_work import TrainingWork, product_bytes
-from stages.units import CPU, DTYPE_BYTES, DeviceId
+from offstage.stages.plan.request.training import Learns
+from offstage.stages.plan.row_blocks import possible_dtypes
+from offstage.stages.plan.serving import Io, choose_io
+from offstage.stages.plan.token_time import LayerOutput
+from offstage.stages.plan.training_work import TrainingWork, product_bytes
+from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId
 
 ByBlocks = Callable[[Mapping[int, int]], Work]
 """The work of a request, by the bytes of weights that are multiplied by blocks of rows, and those of a block."""

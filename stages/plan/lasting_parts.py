@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from stages.empty_init.skeleton import upward
+from offstage.stages.empty_init.skeleton import upward
 
 Part = TypeVar("Part", bound=Hashable)
 

@@ -10,21 +10,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.errors import CheckpointError
-from pipeline.stage import Config
-from stages.checkpoints.adapters import is_added
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.shard_files import opened_shard, read_into
-from stages.empty_init.skeleton import PackedSpec
-from stages.machine.probes import READERS, READING_THREADS
-from stages.machine.rates import Rates
-from stages.plan.options import StorageConfig
-from stages.plan.outline import Outline
-from stages.plan.request.requests import what_learns
-from stages.plan.token_time import Brought, expected_seconds, token_seconds
-from stages.units import CPU, DISK, DTYPE_BYTES
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.stage import Config
+from offstage.stages.checkpoints.adapters import is_added
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.shard_files import opened_shard, read_into
+from offstage.stages.empty_init.skeleton import PackedSpec
+from offstage.stages.machine.probes import READERS, READING_THREADS
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.options import StorageConfig
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.request.requests import what_learns
+from offstage.stages.plan.token_time import Brought, expected_seconds, token_seconds
+from offstage.stages.units import CPU, DISK, DTYPE_BYTES
 
 NAME = "zstd"
 NOMINAL = {"bfloat16": 0.67, "float16": 0.84, "float32": 0.84}
@@ -50,7 +50,9 @@ def possible_packing(asked: StorageConfig, outline: Outline, config: Config) -> 
     """
     if asked.codec == "none" or asked.io == "mmap" or what_learns(config) == "all":
         return None
-    from stages.checkpoints.codecs.planes import can_pack  # here and below: a run that packs nothing needs none of it
+    from offstage.stages.checkpoints.codecs.planes import (
+        can_pack,  # here and below: a run that packs nothing needs none of it
+    )
 
     dtypes = {spec.dtype for spec in outline.skeleton.tensors if can_pack(spec.dtype, spec.bytes)}
     samples = _samples(config)
@@ -87,7 +89,7 @@ def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:
     """
     if packing is None:
         return outline
-    from stages.checkpoints.codecs.planes import can_pack
+    from offstage.stages.checkpoints.codecs.planes import can_pack
 
     skeleton = outline.skeleton
     plain = {name for group in map(skeleton.names_of, outline.lookups) for name in group} | outline.computed
@@ -105,7 +107,7 @@ def with_copies(outline: Outline, packing: LosslessPacking | None) -> Outline:
 
 def _packed(size: int, share: float) -> PackedSpec:
     """Return what a tensor of ``size`` bytes rests in, packed to ``share`` of them."""
-    from stages.checkpoints.packed import BLOCK_BYTES
+    from offstage.stages.checkpoints.packed import BLOCK_BYTES
 
     working = READING_THREADS * math.ceil(min(size, BLOCK_BYTES) * share) + READERS * _SCRATCH_BYTES
     return PackedSpec(NAME, math.ceil(size * share), working)
@@ -113,7 +115,7 @@ def _packed(size: int, share: float) -> PackedSpec:
 
 def _samples(config: Config) -> Sequence[Extent]:
     """Return the floats of the checkpoint that could be packed; none where no file tells, as with a config alone."""
-    from stages.checkpoints.codecs.planes import can_pack
+    from offstage.stages.checkpoints.codecs.planes import can_pack
 
     model = config.get("model") or {}
     if not model.get("path"):
@@ -138,7 +140,7 @@ def _packed_share(extent: Extent) -> float:
     """Return the share that a stretch in the middle of ``extent`` is packed to."""
     import numpy as np
 
-    from stages.checkpoints.codecs.planes import new_compressor, pack_tile
+    from offstage.stages.checkpoints.codecs.planes import new_compressor, pack_tile
 
     elements, size = math.prod(extent.shape), int(DTYPE_BYTES[extent.dtype])
     count = min(elements, _ELEMENTS)

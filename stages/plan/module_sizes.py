@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from stages.checkpoints.dtypes import dtype_name
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import TensorSpec, upward
-from stages.plan.outline import Outline
-from stages.units import DTYPE_BYTES, parse_size
+from offstage.stages.checkpoints.dtypes import dtype_name
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import TensorSpec, upward
+from offstage.stages.plan.outline import Outline
+from offstage.stages.units import DTYPE_BYTES, parse_size
 
 Classes = str | Iterable[str] | None
 

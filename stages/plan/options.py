@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.errors import ConfigError, Fault, closest
-from pipeline.regular_files import read_json
-from pipeline.typed_config import KEYS, PATHS, Device, absolute, expanded
-from stages.machine.hardware_faults import hardware_faults
-from stages.plan.policies import POLICIES
-from stages.units import DeviceId, parse_device, parse_size
+from offstage.pipeline.errors import ConfigError, Fault, closest
+from offstage.pipeline.regular_files import read_json
+from offstage.pipeline.typed_config import KEYS, PATHS, Device, absolute, expanded
+from offstage.stages.machine.hardware_faults import hardware_faults
+from offstage.stages.plan.policies import POLICIES
+from offstage.stages.units import DeviceId, parse_device, parse_size
 
 OFFLOAD, EXPLICIT = "cpu_offload_gb", "explicit"
 FASTEST = "fastest"

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent, upward
-from stages.units import DeviceId
+from offstage.stages.empty_init.skeleton import ExpertsSpec, PackedSpec, Skeleton, parent, upward
+from offstage.stages.units import DeviceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Outline:
     streamed nor given room for; and that of experts which are modules in a list those are brought that are called.
     ``routes`` says that of a mixture's stacked experts which lie elsewhere only those are brought that a token uses.
     Without both the layers are those that the field's own functions see. In which dtypes products by blocks of rows are
-    ``exact`` is asked where it matters; see ``stages.plan.row_blocks``. Accelerators that are among ``unpacks`` unpack
-    there what comes to them packed.
+    ``exact`` is asked where it matters; see ``offstage.stages.plan.row_blocks``. Accelerators that are among
+    ``unpacks`` unpack there what comes to them packed.
     """
 
     skeleton: Skeleton

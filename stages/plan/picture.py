@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 
-from stages.plan.plan import Plan
-from stages.plan.table import rows, slots_told
-from stages.units import DeviceId
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.table import rows, slots_told
+from offstage.stages.units import DeviceId
 
 FILE_NAME = "plan.svg"
 

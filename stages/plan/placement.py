@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from stages.empty_init.skeleton import DeviceUnpacking, parent, upward
-from stages.plan.expert_slots import LEAST, ROOMY, pools, read_bytes
-from stages.plan.lasting_parts import place_lasting
-from stages.plan.outline import Layer, Outline
-from stages.plan.row_blocks import least_sizes
-from stages.plan.serving import Serving, is_offstage, is_streamed, is_unpacked, serving_of, waits_on
-from stages.plan.token_time import Brought
-from stages.units import CPU, DEVICE_ALIGNMENT, DISK, DeviceId, in_tier_order
+from offstage.stages.empty_init.skeleton import DeviceUnpacking, parent, upward
+from offstage.stages.plan.expert_slots import LEAST, ROOMY, pools, read_bytes
+from offstage.stages.plan.lasting_parts import place_lasting
+from offstage.stages.plan.outline import Layer, Outline
+from offstage.stages.plan.row_blocks import least_sizes
+from offstage.stages.plan.serving import Serving, is_offstage, is_streamed, is_unpacked, serving_of, waits_on
+from offstage.stages.plan.token_time import Brought
+from offstage.stages.units import CPU, DEVICE_ALIGNMENT, DISK, DeviceId, in_tier_order
 
 Budgets = Mapping[DeviceId, int | None]
 """Bytes of weights that each device may hold; None is unlimited, a device that isn't listed holds nothing."""

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import write_text
-from stages.plan.expert_slots import Pool
-from stages.plan.serving import Serving
-from stages.units import CPU, DeviceId, parse_device
+from offstage.pipeline.atomic_files import write_text
+from offstage.stages.plan.expert_slots import Pool
+from offstage.stages.plan.serving import Serving
+from offstage.stages.units import CPU, DeviceId, parse_device
 
 FILE_NAME = "plan.json"
 MAP_NAME = "device_map.json"

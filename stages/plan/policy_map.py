@@ -8,26 +8,26 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.cache.user_cache import user_cache
-from pipeline.errors import ConfigError, closest
-from pipeline.kernel_caches import bound_kernel_caches
-from pipeline.malloc import return_freed_memory
-from pipeline.stage import MEASURED
-from stages.empty_init.describe import describe
-from stages.machine.hardware import Hardware, local_accelerators
-from stages.machine.host_memory import host_memory
-from stages.machine.kernels import local_kernels
-from stages.plan.budgets import allow
-from stages.plan.checks import require_fit
-from stages.plan.functions import Sizes, get_max_memory
-from stages.plan.module_sizes import Classes, outline_of
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, fold
-from stages.plan.policies import POLICIES
-from stages.plan.policies.optimal import optimal
-from stages.plan.predict import work
-from stages.plan.request.geometry import Request, geometry_of
-from stages.units import CPU, DISK, DeviceId
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.errors import ConfigError, closest
+from offstage.pipeline.kernel_caches import bound_kernel_caches
+from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.stage import MEASURED
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.machine.hardware import Hardware, local_accelerators
+from offstage.stages.machine.host_memory import host_memory
+from offstage.stages.machine.kernels import local_kernels
+from offstage.stages.plan.budgets import allow
+from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.functions import Sizes, get_max_memory
+from offstage.stages.plan.module_sizes import Classes, outline_of
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, fold
+from offstage.stages.plan.policies import POLICIES
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.predict import work
+from offstage.stages.plan.request.geometry import Request, geometry_of
+from offstage.stages.units import CPU, DISK, DeviceId
 
 REQUEST = Request(sequences=1, prompt=256, length=512)
 """What a budget that is worked out leaves room for where nobody says what will be asked of the model."""

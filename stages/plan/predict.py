@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from operator import mul
 
-from stages.empty_init.skeleton import parent
-from stages.machine.host_memory import PROCESS_BYTES
-from stages.machine.kernels import NOMINAL, Kernels
-from stages.machine.probes import CHUNK_BYTES
-from stages.machine.rates import Rates
-from stages.plan.assembly import lying_bytes
-from stages.plan.expert_slots import (
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.host_memory import PROCESS_BYTES
+from offstage.stages.machine.kernels import NOMINAL, Kernels
+from offstage.stages.machine.probes import CHUNK_BYTES
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.assembly import lying_bytes
+from offstage.stages.plan.expert_slots import (
     SINGLE,
     ExpertTraffic,
     Routing,
@@ -24,12 +24,12 @@ from stages.plan.expert_slots import (
     offstage_in,
     read_bytes,
 )
-from stages.plan.host_buffers import PINNED_BYTES, bounce_bytes
-from stages.plan.outline import Outline
-from stages.plan.plan import SIMULATED, Plan
-from stages.plan.request.geometry import Geometry, Request
-from stages.plan.serving import is_streamed, is_unpacked, waits_on
-from stages.plan.token_time import (
+from offstage.stages.plan.host_buffers import PINNED_BYTES, bounce_bytes
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.plan import SIMULATED, Plan
+from offstage.stages.plan.request.geometry import Geometry, Request
+from offstage.stages.plan.serving import is_streamed, is_unpacked, waits_on
+from offstage.stages.plan.token_time import (
     ONE_TOKEN,
     Brought,
     HostShare,
@@ -39,7 +39,7 @@ from stages.plan.token_time import (
     slowest,
     token_seconds,
 )
-from stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
+from offstage.stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
 
 
 @dataclass(frozen=True, slots=True)

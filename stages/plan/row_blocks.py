@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from stages.empty_init.skeleton import TensorSpec, parent
-from stages.machine.row_ranges import LEAST_ROWS
-from stages.plan.outline import Outline
-from stages.units import DeviceId
+from offstage.stages.empty_init.skeleton import TensorSpec, parent
+from offstage.stages.machine.row_ranges import LEAST_ROWS
+from offstage.stages.plan.outline import Outline
+from offstage.stages.units import DeviceId
 
 
 def divisible(outline: Outline) -> frozenset[str]:

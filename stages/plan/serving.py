@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from stages.empty_init.skeleton import ExpertsSpec, parent
-from stages.plan.outline import Outline
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.empty_init.skeleton import ExpertsSpec, parent
+from offstage.stages.plan.outline import Outline
+from offstage.stages.units import CPU, DISK, DeviceId
 
 Serving = Literal["direct", "map", "rows", "copy", "packed", "experts"]
 """``direct``: read from disk past the page cache, for each use. ``map``: used where a map of its file has it. ``rows``:

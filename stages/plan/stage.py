@@ -10,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import write_text
-from pipeline.errors import BudgetError, ConfigError, Fault
-from pipeline.stage import Artifact, Config, Context, Report, Stage
-from pipeline.typed_config import read
-from stages.empty_init import skeleton as skeletons
-from stages.empty_init.stage import EmptyInitStage
-from stages.machine.hardware import Hardware, given_names, hardware, ledgers
-from stages.machine.kernels import identity
-from stages.plan import budgets, options, picture, plan as plans, table
-from stages.plan.assembly import assemble, lying_bytes
-from stages.plan.checks import (
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.errors import BudgetError, ConfigError, Fault
+from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
+from offstage.pipeline.typed_config import read
+from offstage.stages.empty_init import skeleton as skeletons
+from offstage.stages.empty_init.stage import EmptyInitStage
+from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
+from offstage.stages.machine.kernels import identity
+from offstage.stages.plan import budgets, options, picture, plan as plans, table
+from offstage.stages.plan.assembly import assemble, lying_bytes
+from offstage.stages.plan.checks import (
     ShortageError,
     has_room,
     host_is_short,
@@ -28,9 +28,9 @@ from stages.plan.checks import (
     require_room,
     require_writable,
 )
-from stages.plan.expert_slots import SINGLE
-from stages.plan.hit_rates import kept_hit_rates
-from stages.plan.inputs import (
+from offstage.stages.plan.expert_slots import SINGLE
+from offstage.stages.plan.hit_rates import kept_hit_rates
+from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
     gather_inputs,
@@ -39,28 +39,28 @@ from stages.plan.inputs import (
     machine_rates,
     with_row_blocks,
 )
-from stages.plan.lossless import choose_packing, possible_packing, with_copies
-from stages.plan.options import PlanConfig
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement, execution_device
-from stages.plan.plan import SIMULATED, own_parts
-from stages.plan.policies import POLICIES
-from stages.plan.policies.cpu_offload_gb import cpu_offload_gb
-from stages.plan.policies.device_unpacking import with_unpacking
-from stages.plan.policies.explicit import explicit, override
-from stages.plan.policies.host_layers import with_host_layers
-from stages.plan.policies.optimal import optimal
-from stages.plan.policies.placed_seconds import placed_seconds
-from stages.plan.predict import predict
-from stages.plan.request.batch_size import soonest
-from stages.plan.request.lockstep import brings_more, soonest_in_lockstep
-from stages.plan.request.media_demand import media_demand
-from stages.plan.request.requests import asking, what_learns
-from stages.plan.request.training import FinetuneOptions
-from stages.plan.request.training_demand import training_demand
-from stages.plan.row_blocks import block_sizes
-from stages.plan.training_work import TrainingWork
-from stages.units import CPU, DeviceId, format_bytes
+from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
+from offstage.stages.plan.options import PlanConfig
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Placement, execution_device
+from offstage.stages.plan.plan import SIMULATED, own_parts
+from offstage.stages.plan.policies import POLICIES
+from offstage.stages.plan.policies.cpu_offload_gb import cpu_offload_gb
+from offstage.stages.plan.policies.device_unpacking import with_unpacking
+from offstage.stages.plan.policies.explicit import explicit, override
+from offstage.stages.plan.policies.host_layers import with_host_layers
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.placed_seconds import placed_seconds
+from offstage.stages.plan.predict import predict
+from offstage.stages.plan.request.batch_size import soonest
+from offstage.stages.plan.request.lockstep import brings_more, soonest_in_lockstep
+from offstage.stages.plan.request.media_demand import media_demand
+from offstage.stages.plan.request.requests import asking, what_learns
+from offstage.stages.plan.request.training import FinetuneOptions
+from offstage.stages.plan.request.training_demand import training_demand
+from offstage.stages.plan.row_blocks import block_sizes
+from offstage.stages.plan.training_work import TrainingWork
+from offstage.stages.units import CPU, DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"
 _Placements = dict[tuple[object, ...], Placement]

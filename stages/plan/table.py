@@ -6,10 +6,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.empty_init.skeleton import upward
-from stages.plan.expert_slots import UNIFORM
-from stages.plan.plan import Plan
-from stages.units import DISK, DeviceId, format_bytes
+from offstage.stages.empty_init.skeleton import upward
+from offstage.stages.plan.expert_slots import UNIFORM
+from offstage.stages.plan.plan import Plan
+from offstage.stages.units import DISK, DeviceId, format_bytes
 
 _MOST_LISTED = 24
 """The letters that the numbers of a row's modules may take."""

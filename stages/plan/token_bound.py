@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from stages.machine.rates import known_rates
-from stages.plan.plan import Plan
-from stages.plan.token_time import Brought, HostShare, LayerOutput, slowest, token_seconds
-from stages.units import CPU, DISK
+from offstage.stages.machine.rates import known_rates
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.token_time import Brought, HostShare, LayerOutput, slowest, token_seconds
+from offstage.stages.units import CPU, DISK
 
 
 def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, members: float = 1) -> float:

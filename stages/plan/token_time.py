@@ -26,8 +26,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stages.machine.rates import Rates
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.machine.rates import Rates
+from offstage.stages.units import CPU, DISK, DeviceId
 
 HOST, DEVICE, CROSSING, UNPACKING = "host memory", "device memory", "crossing", "unpacking"
 WAITING = "link beside the host"

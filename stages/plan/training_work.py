@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stages.machine.hardware import Hardware
-from stages.machine.host_memory import TRAINING_BYTES
-from stages.machine.kernels import Kernels
-from stages.plan.budgets import rooms
-from stages.plan.outline import Outline
-from stages.plan.predict import Work, compute_dtype
-from stages.plan.request.geometry import Geometry, Request
-from stages.plan.request.training import ActivationOffload
-from stages.plan.request.training_demand import TrainingDemand
-from stages.units import CPU, DTYPE_BYTES, DeviceId, parse_size
+from offstage.stages.machine.hardware import Hardware
+from offstage.stages.machine.host_memory import TRAINING_BYTES
+from offstage.stages.machine.kernels import Kernels
+from offstage.stages.plan.budgets import rooms
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.predict import Work, compute_dtype
+from offstage.stages.plan.request.geometry import Geometry, Request
+from offstage.stages.plan.request.training import ActivationOffload
+from offstage.stages.plan.request.training_demand import TrainingDemand
+from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, parse_size
 
 _GROWN = 2
 """How many times what lies in it the memory on the host may have grown to: it doubles, and is registered whole."""

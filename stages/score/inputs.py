@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stages.inference.inputs import InferenceInputs
-from stages.plan.request.texts import ScoredText
+from offstage.stages.inference.inputs import InferenceInputs
+from offstage.stages.plan.request.texts import ScoredText
 
 SCORES = "scores.jsonl"
 """The file that grows as windows finish."""

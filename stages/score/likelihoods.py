@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.inference.logits import logits_of
-from stages.inference.padding import make_batch
-from stages.plan.request.requests import NORMALISED
-from stages.score.windows import Window
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.inference.logits import logits_of
+from offstage.stages.inference.padding import make_batch
+from offstage.stages.plan.request.requests import NORMALISED
+from offstage.stages.score.windows import Window
 
 _PAD = 0
 """What fills a row on its right: no token before it sees it, so that any id will do."""

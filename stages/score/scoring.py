@@ -14,24 +14,24 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
-from pipeline.atomic_files import write_text
-from pipeline.stage import Context
-from stages.checkpoints.tokenizers import load_tokenizer
-from stages.dispatch.stage import Dispatched
-from stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
-from stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
-from stages.inference.pass_meter import PassMeter, storage_rate
-from stages.inference.progress import Progress, Row, say_earlier
-from stages.inference.repeats import Outputs, Pass
-from stages.inference.timed_samples import TimedSample
-from stages.inference.tokens import check_words
-from stages.inputs.batches import by_length
-from stages.plan import plan as plans
-from stages.plan.request.texts import ScoredText
-from stages.score.inputs import SCORES, ScoreInputs
-from stages.score.likelihoods import TokenScores, has_encoder, require_causal, score_windows
-from stages.score.metrics import TextScore, told_text
-from stages.score.windows import Window, cut, encode
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
+from offstage.stages.dispatch.stage import Dispatched
+from offstage.stages.dispatch.transfer.trace import FILE_NAME as TRACE_NAME, Trace
+from offstage.stages.inference.cost import ForwardCost, Metrics, expert_uses, run_metrics
+from offstage.stages.inference.pass_meter import PassMeter, storage_rate
+from offstage.stages.inference.progress import Progress, Row, say_earlier
+from offstage.stages.inference.repeats import Outputs, Pass
+from offstage.stages.inference.timed_samples import TimedSample
+from offstage.stages.inference.tokens import check_words
+from offstage.stages.inputs.batches import by_length
+from offstage.stages.plan import plan as plans
+from offstage.stages.plan.request.texts import ScoredText
+from offstage.stages.score.inputs import SCORES, ScoreInputs
+from offstage.stages.score.likelihoods import TokenScores, has_encoder, require_causal, score_windows
+from offstage.stages.score.metrics import TextScore, told_text
+from offstage.stages.score.windows import Window, cut, encode
 
 
 @dataclass(frozen=True, slots=True)

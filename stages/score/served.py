@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipeline.errors import Fault, OffstageError
-from stages.empty_init.model import read_class
-from stages.plan.request.texts import ScoreOptions
-from stages.score.likelihoods import has_encoder
-from stages.score.windows import check_encoded_texts
+from offstage.pipeline.errors import Fault, OffstageError
+from offstage.stages.empty_init.model import read_class
+from offstage.stages.plan.request.texts import ScoreOptions
+from offstage.stages.score.likelihoods import has_encoder
+from offstage.stages.score.windows import check_encoded_texts
 
 
 def check_served(options: ScoreOptions, model: Mapping[str, Any]) -> Iterable[Fault]:

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import Fault
-from pipeline.stage import Artifact, Config, Context, Report, SourceFiles
-from pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
-from stages.inference.inputs import chosen_number, gather_model, inference_sources
-from stages.inference.measured_stage import MeasuredStage
-from stages.inference.progress import earlier_told
-from stages.plan.request.geometry import read_geometry
-from stages.plan.request.texts import ScoreOptions, check_texts, read_scored_texts
-from stages.score.inputs import SCORES, ScoreInputs
-from stages.score.metrics import told_text
+from offstage.pipeline.errors import Fault
+from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles
+from offstage.pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
+from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
+from offstage.stages.inference.measured_stage import MeasuredStage
+from offstage.stages.inference.progress import earlier_told
+from offstage.stages.plan.request.geometry import read_geometry
+from offstage.stages.plan.request.texts import ScoreOptions, check_texts, read_scored_texts
+from offstage.stages.score.inputs import SCORES, ScoreInputs
+from offstage.stages.score.metrics import told_text
 
 if TYPE_CHECKING:
-    from stages.score.scoring import ScoringSession
+    from offstage.stages.score.scoring import ScoringSession
 
 FILE_NAME = "score.json"
 _SHOWN = 20
@@ -61,7 +61,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
 
     def examine(self, config: Config) -> Iterable[Fault]:
         """Yield why the model can't score, and what is wrong with the texts for it."""
-        from stages.score.served import check_served
+        from offstage.stages.score.served import check_served
 
         options = read(ScoreConfig, config).score
         if not list(check_texts(options)):
@@ -89,7 +89,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
 
     def build(self, inputs: ScoreInputs, context: Context, folder: Path) -> Any:
         """Score, and write ``score.json`` and ``scores.jsonl``, which grows by a line a window."""
-        from stages.score.scoring import ScoringSession, perform
+        from offstage.stages.score.scoring import ScoringSession, perform
 
         session = ScoringSession(inputs, context)
         perform(session, folder).save(folder / FILE_NAME)
@@ -97,7 +97,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
 
     def revive(self, inputs: ScoreInputs, context: Context) -> ScoringSession:
         """Return the model and the windows, ready to be scored."""
-        from stages.score.scoring import ScoringSession
+        from offstage.stages.score.scoring import ScoringSession
 
         return ScoringSession(inputs, context)
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from torch import nn
 
-from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.packed import AtRest
-from stages.checkpoints.readers import open_reader
-from stages.empty_init.adapted_model import Unadapted, without_adapter
-from stages.empty_init.names import Naming, Step
-from stages.empty_init.skeleton import Skeleton, parent
-from stages.shard_load.checkpoint_match import match_checkpoint
-from stages.shard_load.load import Load, prepare
-from stages.units import DeviceId
+from offstage.stages.checkpoints.checkpoint import Checkpoint
+from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.empty_init.adapted_model import Unadapted, without_adapter
+from offstage.stages.empty_init.names import Naming, Step
+from offstage.stages.empty_init.skeleton import Skeleton, parent
+from offstage.stages.shard_load.checkpoint_match import match_checkpoint
+from offstage.stages.shard_load.load import Load, prepare
+from offstage.stages.units import DeviceId
 
 _PREFIX = "base_model.model."
 """What peft puts before the name of every tensor."""

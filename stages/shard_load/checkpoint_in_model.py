@@ -13,22 +13,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.packed import AtRest, PackedTensor
-from stages.checkpoints.readers import open_stored_reader
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
-from stages.empty_init.tied import check_tied_parameters_on_same_device
-from stages.machine.devices import AnyDevice, device_id, torch_device
-from stages.shard_load.homes import homes_of
-from stages.shard_load.load import Load, check_twins, prepare
-from stages.shard_load.offload_store import OffloadStore, claim
-from stages.shard_load.placed_weights import PlacedWeights, place
-from stages.shard_load.stored_weights import fill_store
-from stages.shard_load.tensor_in_module import torch_type
-from stages.units import CPU, DISK, DeviceId
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.stages.checkpoints.readers import open_stored_reader
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
+from offstage.stages.empty_init.tied import check_tied_parameters_on_same_device
+from offstage.stages.machine.devices import AnyDevice, device_id, torch_device
+from offstage.stages.shard_load.homes import homes_of
+from offstage.stages.shard_load.load import Load, check_twins, prepare
+from offstage.stages.shard_load.offload_store import OffloadStore, claim
+from offstage.stages.shard_load.placed_weights import PlacedWeights, place
+from offstage.stages.shard_load.stored_weights import fill_store
+from offstage.stages.shard_load.tensor_in_module import torch_type
+from offstage.stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]
 _UNSUPPORTED = {

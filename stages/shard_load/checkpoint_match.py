@@ -13,13 +13,13 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.packed import AtRest
-from stages.empty_init.names import Naming, Step, ignorable, name_tensors
-from stages.empty_init.siblings import missing_sibling
-from stages.empty_init.skeleton import Skeleton, TensorSpec, parent
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import Checkpoint
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.empty_init.names import Naming, Step, ignorable, name_tensors
+from offstage.stages.empty_init.siblings import missing_sibling
+from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent
 
 _log = logging.getLogger(__name__)
 

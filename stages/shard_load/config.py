@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import CheckpointError, Fault, StorageError
-from pipeline.typed_config import PATHS, absolute
-from stages.checkpoints.adapters import adapter_folder, open_adapter
-from stages.checkpoints.checkpoint import Checkpoint, Depth, open_checkpoint
-from stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, weights_path
+from offstage.pipeline.errors import CheckpointError, Fault, StorageError
+from offstage.pipeline.typed_config import PATHS, absolute
+from offstage.stages.checkpoints.adapters import adapter_folder, open_adapter
+from offstage.stages.checkpoints.checkpoint import Checkpoint, Depth, open_checkpoint
+from offstage.stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, weights_path
 
 
 @dataclass(frozen=True, slots=True)

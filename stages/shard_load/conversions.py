@@ -13,12 +13,12 @@ from copy import deepcopy
 import torch
 from torch import nn
 
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.readers import SourceReader
-from stages.empty_init.merges import Piece, as_piece
-from stages.empty_init.names import Step, convert
-from stages.empty_init.skeleton import parent
-from stages.machine.aligned_memory import room_for
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.readers import SourceReader
+from offstage.stages.empty_init.merges import Piece, as_piece
+from offstage.stages.empty_init.names import Step, convert
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.aligned_memory import room_for
 
 Fill = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 """Fills each view with the tensor of the checkpoint that is named beside it, cast to the view's dtype."""

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from stages.checkpoints.packed import AtRest
-from stages.checkpoints.readers import read_extent
-from stages.shard_load.expert_rows import Rows, read_rows
+from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.shard_load.expert_rows import Rows, read_rows
 
 
 class DiskWeights(Mapping[str, torch.Tensor]):

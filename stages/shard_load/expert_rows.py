@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import torch
 
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.packed import AtRest, PackedTensor
-from stages.checkpoints.readers import fill_from
-from stages.machine.aligned_memory import room_for
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.stages.checkpoints.readers import fill_from
+from offstage.stages.machine.aligned_memory import room_for
 
 Rows = tuple[tuple[AtRest, ...], ...]
 """For each expert the places that its row is brought from: one after the other, along the row's first dimension."""

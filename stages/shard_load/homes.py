@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipeline.errors import ConfigError
-from stages.empty_init.skeleton import Skeleton, longest_prefix
-from stages.machine.devices import AnyDevice, device_id
-from stages.units import DeviceId, tier
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.empty_init.skeleton import Skeleton, longest_prefix
+from offstage.stages.machine.devices import AnyDevice, device_id
+from offstage.stages.units import DeviceId, tier
 
 
 def homes_of(skeleton: Skeleton, device_map: Mapping[str, AnyDevice], *, otherwise: DeviceId) -> dict[str, DeviceId]:

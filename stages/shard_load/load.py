@@ -10,23 +10,23 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import Checkpoint, identity
-from stages.checkpoints.codecs import loops
-from stages.checkpoints.codecs.planes import can_pack
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, rest_bytes
-from stages.checkpoints.readers import SourceReader, open_reader, open_stored_reader
-from stages.empty_init.merges import sources_in_order
-from stages.empty_init.names import Step
-from stages.empty_init.skeleton import Skeleton, TensorSpec
-from stages.machine.aligned_memory import TENSOR_ALIGNMENT, HostBlock
-from stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
-from stages.shard_load.expert_rows import Rows, locate_rows
-from stages.shard_load.offload_store import StoredTensor
-from stages.shard_load.packed_on_host import Sources
-from stages.units import CPU, DISK, DeviceId
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import Checkpoint, identity
+from offstage.stages.checkpoints.codecs import loops
+from offstage.stages.checkpoints.codecs.planes import can_pack
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, rest_bytes
+from offstage.stages.checkpoints.readers import SourceReader, open_reader, open_stored_reader
+from offstage.stages.empty_init.merges import sources_in_order
+from offstage.stages.empty_init.names import Step
+from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec
+from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT, HostBlock
+from offstage.stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
+from offstage.stages.shard_load.expert_rows import Rows, locate_rows
+from offstage.stages.shard_load.offload_store import StoredTensor
+from offstage.stages.shard_load.packed_on_host import Sources
+from offstage.stages.units import CPU, DISK, DeviceId
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 
-from stages.checkpoints.bulk_reader import BulkReader, TensorRead, can_be_cut, read_into_new_memory
-from stages.checkpoints.byte_bar import byte_bar
-from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
-from stages.empty_init.names import Step
-from stages.machine.devices import Devices
-from stages.shard_load.conversions import build
-from stages.shard_load.load import Load
-from stages.units import CPU, DISK
+from offstage.stages.checkpoints.bulk_reader import BulkReader, TensorRead, can_be_cut, read_into_new_memory
+from offstage.stages.checkpoints.byte_bar import byte_bar
+from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
+from offstage.stages.empty_init.names import Step
+from offstage.stages.machine.devices import Devices
+from offstage.stages.shard_load.conversions import build
+from offstage.stages.shard_load.load import Load
+from offstage.stages.units import CPU, DISK
 
 Progress = Callable[[int], object]
 """Is told of bytes as they are read."""

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from pipeline.atomic_files import replace_file, write_whole
-from pipeline.cache.block_sums import INDEX_NAME
-from pipeline.errors import CheckpointError, StorageError
-from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent, is_shape
-from stages.checkpoints.readers import read_extent
-from stages.checkpoints.safetensors_header import read_header
-from stages.checkpoints.shard_files import ShardFile, check_regular
-from stages.machine.aligned_memory import byte_view
-from stages.shard_load.expert_rows import Rows, locate_rows, read_rows
-from stages.shard_load.offload_store import plain_index, read_index
-from stages.units import DTYPE_BYTES, format_bytes, tensor_bytes
+from offstage.pipeline.atomic_files import replace_file, write_whole
+from offstage.pipeline.cache.block_sums import INDEX_NAME
+from offstage.pipeline.errors import CheckpointError, StorageError
+from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.checkpoints.extents import Extent, is_shape
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.checkpoints.safetensors_header import read_header
+from offstage.stages.checkpoints.shard_files import ShardFile, check_regular
+from offstage.stages.machine.aligned_memory import byte_view
+from offstage.stages.shard_load.expert_rows import Rows, locate_rows, read_rows
+from offstage.stages.shard_load.offload_store import plain_index, read_index
+from offstage.stages.units import DTYPE_BYTES, format_bytes, tensor_bytes
 
 
 def offload_weight(

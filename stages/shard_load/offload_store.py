@@ -23,14 +23,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import TEMPORARY, create_file, replace_file, sync_folder, write_pieces
-from pipeline.cache.block_sums import INDEX_NAME, MARKER_NAME, RunningSums, SummedFile, find_damage, summed_file
-from pipeline.cache.leftovers import DAMAGED, move_aside
-from pipeline.cache.locks import locked
-from pipeline.errors import OffstageError, StorageError
-from pipeline.regular_files import NotRegularError, read_json, read_object
-from stages.checkpoints.shard_files import ShardFile
-from stages.units import format_bytes, tensor_bytes
+from offstage.pipeline.atomic_files import TEMPORARY, create_file, replace_file, sync_folder, write_pieces
+from offstage.pipeline.cache.block_sums import (
+    INDEX_NAME,
+    MARKER_NAME,
+    RunningSums,
+    SummedFile,
+    find_damage,
+    summed_file,
+)
+from offstage.pipeline.cache.leftovers import DAMAGED, move_aside
+from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.errors import OffstageError, StorageError
+from offstage.pipeline.regular_files import NotRegularError, read_json, read_object
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.units import format_bytes, tensor_bytes
 
 FORMAT_VERSION = 2
 _OLDER_FORMATS = (1,)

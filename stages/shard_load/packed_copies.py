@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from stages.checkpoints.codecs.planes import NAME, PlaneCodec, codec_of
-from stages.checkpoints.packed import PackedTensor
-from stages.shard_load.offload_store import OffloadStore, StoredTensor, read_index
+from offstage.stages.checkpoints.codecs.planes import NAME, PlaneCodec, codec_of
+from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.shard_load.offload_store import OffloadStore, StoredTensor, read_index
 
 
 def find_packed(

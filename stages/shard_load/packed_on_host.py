@@ -8,11 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from stages.checkpoints.bulk_reader import BulkReader, TensorRead
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import PackedTensor, in_memory
-from stages.checkpoints.packed_reads import SMALL_SPAN_BYTES
-from stages.machine.aligned_memory import TENSOR_ALIGNMENT, Bytes, align_down, align_up, private_memory, tensor_in
+from offstage.stages.checkpoints.bulk_reader import BulkReader, TensorRead
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import PackedTensor, in_memory
+from offstage.stages.checkpoints.packed_reads import SMALL_SPAN_BYTES
+from offstage.stages.machine.aligned_memory import (
+    TENSOR_ALIGNMENT,
+    Bytes,
+    align_down,
+    align_up,
+    private_memory,
+    tensor_in,
+)
 
 Sources = tuple[PackedTensor, ...]
 """What a tensor rests in: one, or the packed tensors that it is, one after the other."""

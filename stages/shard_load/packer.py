@@ -18,13 +18,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pipeline.environment import allowed_cores
-from stages.checkpoints.codecs.planes import TILE_ELEMENTS, new_compressor, pack_tile, tile_borders
-from stages.checkpoints.direct_file import DirectFile
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import BLOCK_BYTES
-from stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_memory
-from stages.units import DTYPE_BYTES
+from offstage.pipeline.environment import allowed_cores
+from offstage.stages.checkpoints.codecs.planes import TILE_ELEMENTS, new_compressor, pack_tile, tile_borders
+from offstage.stages.checkpoints.direct_file import DirectFile
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import BLOCK_BYTES
+from offstage.stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_memory
+from offstage.stages.units import DTYPE_BYTES
 
 WORTH = 0.95
 """What is packed to no less than this share of itself isn't worth unpacking, and stays as it is."""

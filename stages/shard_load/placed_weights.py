@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.byte_bar import byte_bar
-from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.packed import AtRest, rest_bytes
-from stages.checkpoints.readers import read_extent
-from stages.empty_init.skeleton import parent
-from stages.machine.aligned_memory import HostBlock
-from stages.machine.devices import Devices
-from stages.shard_load.disk_weights import DiskWeights
-from stages.shard_load.expert_rows import Rows, locate_rows
-from stages.shard_load.load import Load
-from stages.shard_load.model_tensors import make_tensors
-from stages.shard_load.packed_on_host import Sources, read_at_rest
-from stages.shard_load.spill import Spill
-from stages.units import CPU, DeviceId
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.byte_bar import byte_bar
+from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.checkpoints.packed import AtRest, rest_bytes
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.aligned_memory import HostBlock
+from offstage.stages.machine.devices import Devices
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.expert_rows import Rows, locate_rows
+from offstage.stages.shard_load.load import Load
+from offstage.stages.shard_load.model_tensors import make_tensors
+from offstage.stages.shard_load.packed_on_host import Sources, read_at_rest
+from offstage.stages.shard_load.spill import Spill
+from offstage.stages.units import CPU, DeviceId
 
 
 @dataclass(frozen=True, slots=True)

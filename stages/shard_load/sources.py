@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.stage import SourceFiles
-from stages.checkpoints.checkpoint import Checkpoint, entries_by_file, looks_at, small_files
-from stages.checkpoints.shard_files import hub_digest, hub_place
+from offstage.pipeline.stage import SourceFiles
+from offstage.stages.checkpoints.checkpoint import Checkpoint, entries_by_file, looks_at, small_files
+from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 
 
 def weight_sources(

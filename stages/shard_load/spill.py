@@ -14,13 +14,13 @@ from types import TracebackType
 
 import torch
 
-from pipeline.errors import StorageError
-from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.readers import fill_from
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import byte_view, room_for
-from stages.units import format_bytes
+from offstage.pipeline.errors import StorageError
+from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.readers import fill_from
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import byte_view, room_for
+from offstage.stages.units import format_bytes
 
 
 class Spill:

@@ -8,27 +8,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.atomic_files import write_text
-from pipeline.errors import CheckpointError, Fault
-from pipeline.memory_monitor import held_bytes
-from pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage, model_name
-from pipeline.typed_config import read
-from stages.checkpoints.adapters import weights_identity
-from stages.checkpoints.checkpoint import Checkpoint, identity
-from stages.checkpoints.hashes import check_hashes, hold, whole_digests
-from stages.empty_init import skeleton as skeletons
-from stages.plan import plan as plans
-from stages.plan.serving import routed
-from stages.shard_load.config import ShardLoadConfig, faults, open_adapter_of, open_weights
-from stages.shard_load.offload_store import open_store
-from stages.shard_load.sources import weight_sources
-from stages.units import CPU, DeviceId, format_bytes
+from offstage.pipeline.atomic_files import write_text
+from offstage.pipeline.errors import CheckpointError, Fault
+from offstage.pipeline.memory_monitor import held_bytes
+from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage, model_name
+from offstage.pipeline.typed_config import read
+from offstage.stages.checkpoints.adapters import weights_identity
+from offstage.stages.checkpoints.checkpoint import Checkpoint, identity
+from offstage.stages.checkpoints.hashes import check_hashes, hold, whole_digests
+from offstage.stages.empty_init import skeleton as skeletons
+from offstage.stages.plan import plan as plans
+from offstage.stages.plan.serving import routed
+from offstage.stages.shard_load.config import ShardLoadConfig, faults, open_adapter_of, open_weights
+from offstage.stages.shard_load.offload_store import open_store
+from offstage.stages.shard_load.sources import weight_sources
+from offstage.stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
-    from stages.checkpoints.packed import AtRest
-    from stages.machine.devices import Devices
-    from stages.shard_load.load import Load
-    from stages.shard_load.placed_weights import PlacedWeights
+    from offstage.stages.checkpoints.packed import AtRest
+    from offstage.stages.machine.devices import Devices
+    from offstage.stages.shard_load.load import Load
+    from offstage.stages.shard_load.placed_weights import PlacedWeights
 
 INDEX_NAME = "offload_index.json"
 REPORT_NAME = "load_report.json"
@@ -120,8 +120,8 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
     def build(self, inputs: ShardLoadInputs, context: Context, folder: Path) -> Any:
         """Fill the offload store; write ``offload_index.json`` and ``load_report.json``."""
-        from stages.shard_load.load import check_twins
-        from stages.shard_load.placed_weights import refuse_infinite_served
+        from offstage.stages.shard_load.load import check_twins
+        from offstage.stages.shard_load.placed_weights import refuse_infinite_served
 
         loads = _prepare(inputs, context)
         index: dict[str, object] = {}
@@ -142,8 +142,8 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
         With ``verify=full`` the files must still have the bytes that they had when the artifact was made.
         """
-        from stages.machine.devices import Devices
-        from stages.shard_load.placed_weights import joined
+        from offstage.stages.machine.devices import Devices
+        from offstage.stages.shard_load.placed_weights import joined
 
         loads, devices = _prepare(inputs, context), Devices(inputs.ledgers)
         base_bytes = held_bytes()
@@ -180,8 +180,8 @@ def _opened(inputs: ShardLoadInputs) -> Checkpoint:
 
 def _prepare(inputs: ShardLoadInputs, context: Context) -> list[Load]:
     """Return the load of the checkpoint, and that of the adapter if there is one."""
-    from stages.shard_load.adapter import prepare_adapted
-    from stages.shard_load.load import prepare
+    from offstage.stages.shard_load.adapter import prepare_adapted
+    from offstage.stages.shard_load.load import prepare
 
     skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
     model, homes = context.live("empty_init"), inputs.plan.homes
@@ -197,7 +197,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[Load]:
 def _place(
     inputs: ShardLoadInputs, context: Context, load: Load, stored: Mapping[str, AtRest], devices: Devices
 ) -> PlacedWeights:
-    from stages.shard_load.placed_weights import place
+    from offstage.stages.shard_load.placed_weights import place
 
     # Only a pickle's file is held while its tensors are placed: spilling for safetensors would lower no peak.
     spills = inputs.spills and load.checkpoint.format == "bin"
@@ -212,7 +212,7 @@ def _place(
 
 def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[str, AtRest]:
     """Return what is in the offload store and where; none is opened where nothing must be."""
-    from stages.shard_load.stored_weights import fill_store
+    from offstage.stages.shard_load.stored_weights import fill_store
 
     wanted = {**load.stored, **load.packable}
     if not wanted:
@@ -225,7 +225,7 @@ def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[s
 
 def _index(load: Load, stored: Mapping[str, AtRest]) -> dict[str, object]:
     """Return where each tensor on disk is: its place in a file, or the tensors that it is in the checkpoint."""
-    from stages.shard_load.placed_weights import extents
+    from offstage.stages.shard_load.placed_weights import extents
 
     whole: dict[str, object] = {
         name: {
@@ -252,7 +252,7 @@ def _index(load: Load, stored: Mapping[str, AtRest]) -> dict[str, object]:
 
 def _offsets(source: AtRest) -> dict[str, object]:
     """Return where in its file a tensor lies; of one that rests packed where each of its parts does, and the codec."""
-    from stages.checkpoints.packed import PackedTensor
+    from offstage.stages.checkpoints.packed import PackedTensor
 
     if isinstance(source, PackedTensor):
         parts = [{"file": part.file.name, "offsets": [part.begin, part.end]} for part in source.parts]
@@ -261,7 +261,7 @@ def _offsets(source: AtRest) -> dict[str, object]:
 
 
 def _load_report(loads: Sequence[Load], stored: Sequence[Mapping[str, AtRest]]) -> dict[str, object]:
-    from stages.checkpoints.packed import PackedTensor, rest_bytes
+    from offstage.stages.checkpoints.packed import PackedTensor, rest_bytes
 
     tiers: dict[str, dict[str, int]] = {}
     for load in loads:

@@ -12,21 +12,21 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.errors import StorageError
-from stages.checkpoints.byte_bar import byte_bar
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, PackedTensor, rows_of
-from stages.checkpoints.readers import read_extent
-from stages.machine.aligned_memory import byte_view
-from stages.machine.devices import Devices
-from stages.shard_load.load import Load
-from stages.shard_load.model_tensors import make_tensors
-from stages.shard_load.offload_store import OffloadStore, StoredTensor
-from stages.shard_load.packed_copies import find_packed, note_plain, put_packed
-from stages.shard_load.packer import WORTH, InFiles, InMemory, Packer, Source, Unpacked, packed_share
-from stages.shard_load.placed_weights import refuse_infinite
-from stages.units import DISK
+from offstage.pipeline.errors import StorageError
+from offstage.stages.checkpoints.byte_bar import byte_bar
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor, rows_of
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.machine.aligned_memory import byte_view
+from offstage.stages.machine.devices import Devices
+from offstage.stages.shard_load.load import Load
+from offstage.stages.shard_load.model_tensors import make_tensors
+from offstage.stages.shard_load.offload_store import OffloadStore, StoredTensor
+from offstage.stages.shard_load.packed_copies import find_packed, note_plain, put_packed
+from offstage.stages.shard_load.packer import WORTH, InFiles, InMemory, Packer, Source, Unpacked, packed_share
+from offstage.stages.shard_load.placed_weights import refuse_infinite
+from offstage.stages.units import DISK
 
 LARGE_BYTES = 32 * 2**20
 """What is only cast, and as large as that, is cast piece by piece."""

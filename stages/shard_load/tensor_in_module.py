@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.checkpoints.dtypes import dtype_name
-from stages.empty_init.skeleton import parent
-from stages.empty_init.tied import find_tied_parameters, retie_parameters
-from stages.machine.devices import AnyDevice
-from stages.shard_load.offload_folder import OffloadedWeightsLoader
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.dtypes import dtype_name
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.empty_init.tied import find_tied_parameters, retie_parameters
+from offstage.stages.machine.devices import AnyDevice
+from offstage.stages.shard_load.offload_folder import OffloadedWeightsLoader
 
 TiedMap = dict[int, dict[Any, torch.Tensor]]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stages.dispatch.transfer.trace import Trace
+from offstage.stages.dispatch.transfer.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

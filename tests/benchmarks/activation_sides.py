@@ -38,10 +38,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from pipeline.malloc import return_freed_memory
-from stages.dispatch.transfer.trace import Trace
-from stages.finetune import CPUOffload
-from stages.machine.devices import Devices
+from offstage.pipeline.malloc import return_freed_memory
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.finetune import CPUOffload
+from offstage.stages.machine.devices import Devices
 from tests.benchmarks.activation_scenes import SCENES, Scene
 
 SIDES = ("none", "save_on_cpu", "0", "0.1", "0.5", "1")

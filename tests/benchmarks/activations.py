@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from stages.finetune import profile_memory
-from stages.machine.probes import link_speed
-from stages.units import format_bytes
+from offstage.stages.finetune import profile_memory
+from offstage.stages.machine.probes import link_speed
+from offstage.stages.units import format_bytes
 from tests.benchmarks.activation_scenes import SCENES, Scene
 from tests.benchmarks.activation_sides import PLACES, SIDES, SideRun
 from tests.benchmarks.offload import say

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
-from pipeline.report.quantities import Kind
+from offstage.pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
+from offstage.pipeline.report.quantities import Kind
 from tests.benchmarks.linear_plot import picture
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipeline.memory_cgroups import CapError, MemoryGroup, make_group
+from offstage.pipeline.memory_cgroups import CapError, MemoryGroup, make_group
 
 
 def can_cap() -> bool:

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from stages.empty_init import init_empty_weights
+from offstage.stages.empty_init import init_empty_weights
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 500 * 10**6

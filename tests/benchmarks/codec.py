@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stages.units import DTYPE_BYTES, parse_size
+from offstage.stages.units import DTYPE_BYTES, parse_size
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import make
 from tests.benchmarks.codec_speeds import forecasts, speeds

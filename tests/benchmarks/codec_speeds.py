@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from stages.checkpoints.codec_rates import measure
-from stages.checkpoints.codecs import planes
-from stages.shard_load.packer import InMemory, Packer, Unpacked
-from stages.units import parse_size
+from offstage.stages.checkpoints.codec_rates import measure
+from offstage.stages.checkpoints.codecs import planes
+from offstage.stages.shard_load.packer import InMemory, Packer, Unpacked
+from offstage.stages.units import parse_size
 from tests.benchmarks.sides import Setting, offstage_forecast
 
 ELEMENTS = 2**27

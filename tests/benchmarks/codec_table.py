@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stages.units import parse_size
+from offstage.stages.units import parse_size
 
 LOSSLESS = "lossless"
 FULL = "full"

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from pipeline.environment import allowed_cores
+from offstage.pipeline.environment import allowed_cores
 from tests.benchmarks.busy import COPYING, COUNTING, busy
 from tests.benchmarks.offload import say
 from tests.benchmarks.storage import direct_read_bandwidth

@@ -14,14 +14,14 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from stages.machine.rates import Rates
-from stages.plan.outline import Outline
-from stages.plan.policies import host_layers
-from stages.plan.policies.host_layers import with_host_layers
-from stages.plan.policies.optimal import optimal
-from stages.plan.policies.placed_seconds import placed_seconds
-from stages.plan.token_time import LayerOutput
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.policies import host_layers
+from offstage.stages.plan.policies.host_layers import with_host_layers
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.placed_seconds import placed_seconds
+from offstage.stages.plan.token_time import LayerOutput
+from offstage.stages.units import CPU, DISK, DeviceId
 from tests.benchmarks.link_plans import SHAPES, outline_of
 
 GB = 10**9

@@ -29,16 +29,16 @@ from pathlib import Path
 
 import torch
 
-from stages.checkpoints.checkpoint import Checkpoint, fingerprint_of, open_checkpoint
-from stages.checkpoints.hashes import hash_files
-from stages.checkpoints.samples import places
+from offstage.stages.checkpoints.checkpoint import Checkpoint, fingerprint_of, open_checkpoint
+from offstage.stages.checkpoints.hashes import hash_files
+from offstage.stages.checkpoints.samples import places
 from tests.benchmarks.checkpoints import write_shards
 from tests.e2e.conftest import COMMAND, environment
 
 WIDTH, INNER, WORDS = 768, 2048, 8000
 _LAYERS = 5
 _LOOK = (
-    "import sys, time; from pathlib import Path; from stages.checkpoints.checkpoint import fingerprint_of\n"
+    "import sys, time; from pathlib import Path; from offstage.stages.checkpoints.checkpoint import fingerprint_of\n"
     "began = time.perf_counter(); fingerprint_of(Path(sys.argv[1]), allow_links=True)\n"
     "print(time.perf_counter() - began)"
 )

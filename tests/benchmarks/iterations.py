@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.finetune import CPUOffload
-from stages.machine.devices import Devices
+from offstage.stages.finetune import CPUOffload
+from offstage.stages.machine.devices import Devices
 
 TAG = "iterations"
 WIDTH, DEPTH = 64, 6

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.units import format_bytes
+from offstage.stages.units import format_bytes
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
+from offstage.pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
 
 if TYPE_CHECKING:
     from tests.benchmarks.linear import Line, Point
@@ -42,7 +42,7 @@ def picture(path: Path, *, height: float = HEIGHT) -> Iterator[Figure]:
 
 def _page_colours() -> dict[str, str]:
     """Return the report's colours by name, those of its light scheme."""
-    style = resources.files("pipeline.report").joinpath("templates", "style.css").read_text(encoding="utf-8")
+    style = resources.files("offstage.pipeline.report").joinpath("templates", "style.css").read_text(encoding="utf-8")
     return dict(re.findall(r"--([\w-]+): (#\w+);", style.split("@media")[0]))
 
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from stages.dispatch.transfer.cuda_link import CudaLink
-from stages.dispatch.transfer.link import pin
-from stages.machine.aligned_memory import private_bytes
+from offstage.stages.dispatch.transfer.cuda_link import CudaLink
+from offstage.stages.dispatch.transfer.link import pin
+from offstage.stages.machine.aligned_memory import private_bytes
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say

@@ -17,13 +17,13 @@ from typing import Any
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stages.empty_init.describe import describe
-from stages.empty_init.init import init_empty_weights
-from stages.machine.rates import Rates
-from stages.plan.outline import Outline
-from stages.plan.plan import Plan
-from stages.plan.policies.optimal import optimal
-from stages.plan.policies.placed_seconds import placed_seconds
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.init import init_empty_weights
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.placed_seconds import placed_seconds
 from tests.stages.plan.plans import make_plan
 
 SHAPES: Mapping[str, Mapping[str, int]] = {

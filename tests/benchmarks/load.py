@@ -57,8 +57,8 @@ folder = sys.argv[1]
 OFFSTAGE = (
     METER
     + """
-from stages.empty_init import init_empty_weights
-from stages.shard_load import load_checkpoint_in_model
+from offstage.stages.empty_init import init_empty_weights
+from offstage.stages.shard_load import load_checkpoint_in_model
 watcher.start()
 began = time.perf_counter()
 config = transformers.AutoConfig.from_pretrained(folder)

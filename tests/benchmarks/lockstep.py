@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stages.units import parse_size
+from offstage.stages.units import parse_size
 from tests.benchmarks.offload import BUDGETS, USUAL_BUDGETS, rounds_parser, run_rounds, say
 from tests.benchmarks.sides import Setting, Side, accelerate_side, offstage_side
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 
-from pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_counts, measure_linear
+from offstage.pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_counts, measure_linear
 from tests.benchmarks.linear_plot import picture
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stages.units import parse_size
+from offstage.stages.units import parse_size
 from tests.benchmarks.caps import cap, drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.storage import direct_read_bandwidth

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from stages.empty_init import init_empty_weights
-from stages.units import format_bytes, parse_size
+from offstage.stages.empty_init import init_empty_weights
+from offstage.stages.units import format_bytes, parse_size
 from tests.benchmarks import airllm
 from tests.benchmarks.checkpoints import INDEX, SPREAD, write_shards
 from tests.benchmarks.offload import OURS, keep, run_round, say, summarise

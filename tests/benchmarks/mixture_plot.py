@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
+from offstage.pipeline.report.figures import COLOURS, WIDE, dress, in_unit, measure_linear
 from tests.benchmarks.linear_plot import picture
 
 if TYPE_CHECKING:

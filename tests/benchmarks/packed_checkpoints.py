@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfi
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import dequantize_convertops
 
-from stages.empty_init import init_empty_weights
+from offstage.stages.empty_init import init_empty_weights
 from tests.benchmarks.checkpoints import (
     INDEX,
     SHAPES,

@@ -41,9 +41,9 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
 CODE = """
 import json, resource, sys, time
 import torch, transformers
-from pipeline.app import main
-from stages.empty_init import describe, model
-from stages.plan import stage
+from offstage.pipeline.app import main
+from offstage.stages.empty_init import describe, model
+from offstage.stages.plan import stage
 getattr(transformers, sys.argv.pop(1))
 began = time.perf_counter()
 try:

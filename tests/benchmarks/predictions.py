@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.units import format_bytes
+from offstage.stages.units import format_bytes
 from tests.benchmarks.caps import run_capped
 from tests.benchmarks.checkpoints import MIXTURES, SHAPES, make, make_mixture_like
 
 BUDGETS = ["300MB", "450MB", "600MB", "800MB", "1GB", "1.25GB", "1.5GB", "1.8GB", "2.1GB", "2.5GB"]
 SAMPLED = ["generate.do_sample=true", "generate.top_k=0"]
-COMMAND = [sys.executable, "-P", "-c", "from pipeline.app import main; main()"]
+COMMAND = [sys.executable, "-P", "-c", "from offstage.pipeline.app import main; main()"]
 
 
 @dataclass(frozen=True, slots=True)

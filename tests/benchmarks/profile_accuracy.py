@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from offstage import CPUOffload, profile_memory
 
-from pipeline.malloc import return_freed_memory
-from stages.units import format_bytes
+from offstage import CPUOffload, profile_memory
+from offstage.pipeline.malloc import return_freed_memory
+from offstage.stages.units import format_bytes
 from tests.benchmarks.activation_scenes import Scene, llama, resnet
 from tests.stages.finetune.high_water import taken_by
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.benchmarks.offload import say
 
-COMMAND = [sys.executable, "-c", "from pipeline.commands import offstage; offstage()"]
+COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
 ONE_BY_ONE = "one by one"
 SIDES: Mapping[str, tuple[str, ...]] = {
     ONE_BY_ONE: ("generate.lockstep=1",),

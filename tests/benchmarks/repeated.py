@@ -18,9 +18,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs
-from pipeline.report.command import run as report
-from pipeline.report.run_folders import find
+from offstage.pipeline.report.checkpoint_groups import CheckpointGroup, group_jobs
+from offstage.pipeline.report.command import run as report
+from offstage.pipeline.report.run_folders import find
 from tests.benchmarks.busy import busy
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say

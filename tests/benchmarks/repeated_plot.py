@@ -8,11 +8,11 @@ from pathlib import Path
 
 from matplotlib.lines import Line2D
 
-from pipeline.report.checkpoint_groups import CheckpointGroup
-from pipeline.report.figures import COLOURS, SERIES, WIDE, name_rows, row_names
-from pipeline.report.plots.samples import DECODING, paint_samples
-from pipeline.report.plots.series import MARKERS
-from pipeline.report.plots.speed import paint_speed
+from offstage.pipeline.report.checkpoint_groups import CheckpointGroup
+from offstage.pipeline.report.figures import COLOURS, SERIES, WIDE, name_rows, row_names
+from offstage.pipeline.report.plots.samples import DECODING, paint_samples
+from offstage.pipeline.report.plots.series import MARKERS
+from offstage.pipeline.report.plots.speed import paint_speed
 from tests.benchmarks.linear_plot import picture
 
 HEIGHT, PER_LINE, LINE = 470, 150, 17

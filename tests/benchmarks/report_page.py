@@ -64,7 +64,7 @@ def write_copies(folder: Path, pattern: dict[str, object], count: int) -> None:
 
 def measure(sweep: Path) -> Iterator[tuple[str, str]]:
     """Yield what making the report of ``sweep`` and using its page takes."""
-    command = [sys.executable, "-c", "from pipeline.report.command import main; main()", str(sweep)]
+    command = [sys.executable, "-c", "from offstage.pipeline.report.command import main; main()", str(sweep)]
     began, used = time.monotonic(), os.times()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     wall, then = time.monotonic() - began, os.times()

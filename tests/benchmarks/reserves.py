@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.units import format_bytes, parse_size
+from offstage.stages.units import format_bytes, parse_size
 from tests.benchmarks.caps import drop_page_cache
 from tests.benchmarks.checkpoints import SHAPES, make
 from tests.benchmarks.offload import say

@@ -35,7 +35,7 @@ from tests.e2e.slurm import cluster, missing
 JOBS = 12
 ARGUMENTS = ["-m", "max_memory.cpu=2MB,3MB,4MB"]
 KINDS = {"plan": ["seed=1,2,3,4", "stop_after=plan"], "generate": ["generate.max_new_tokens=1,2,3,4"]}
-RESUME = [sys.executable, "-c", "from pipeline.commands import sweep; sweep()", "resume"]
+RESUME = [sys.executable, "-c", "from offstage.pipeline.commands import sweep; sweep()", "resume"]
 _SECONDS = 500
 BALLAST = "ballast"
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
 
-from stages.dispatch.experts.eviction import Eviction, Expert
-from stages.plan.expert_banks import bank_bounds
+from offstage.stages.dispatch.experts.eviction import Eviction, Expert
+from offstage.stages.plan.expert_banks import bank_bounds
 
 
 @dataclass(frozen=True, slots=True)

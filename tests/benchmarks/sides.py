@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache.user_cache import user_cache
-from pipeline.stage import MEASURED
-from stages.machine.rates import DECODING_NAME
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.stage import MEASURED
+from offstage.stages.machine.rates import DECODING_NAME
 from tests.benchmarks import airllm
 from tests.benchmarks.caps import run_capped
 from tests.benchmarks.throttle import throttled
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
-COMMAND = [sys.executable, "-c", "from pipeline.app import main; main()"]
+COMMAND = [sys.executable, "-c", "from offstage.pipeline.app import main; main()"]
 
 ACCELERATE = """
 import json, os, sys, time, torch

@@ -25,8 +25,8 @@ from tests.benchmarks.load import METER, say
 LOAD = (
     METER
     + """
-from stages.empty_init import init_empty_weights
-from stages.shard_load import load_checkpoint_in_model
+from offstage.stages.empty_init import init_empty_weights
+from offstage.stages.shard_load import load_checkpoint_in_model
 config = transformers.AutoConfig.from_pretrained(folder)
 with init_empty_weights():
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=config.dtype)

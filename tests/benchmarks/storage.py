@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from stages.machine.aligned_memory import buffer_bytes
+from offstage.stages.machine.aligned_memory import buffer_bytes
 
 CHUNK_BYTES = 2 * 2**20
 MOST_BYTES = 3 * 10**9

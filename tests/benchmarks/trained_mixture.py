@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from stages.dispatch.experts.eviction import Expert
+from offstage.stages.dispatch.experts.eviction import Expert
 from tests.benchmarks.routing import Pass, RoutingTrace
 
 TOKENIZER = Path(__file__).parents[2] / "conf/checkpoints/tiny/tokenizer.json"

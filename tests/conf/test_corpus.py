@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.checkpoints import corpus
+from offstage.conf.checkpoints import corpus
 
 MODULE = '''
 """Tools for reading a file of numbers.

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conf.checkpoints import corpus, make_tiny, training
+from offstage.conf.checkpoints import corpus, make_tiny, training
 
 COMMITTED = Path(make_tiny.__file__).parent / "tiny"
 PROMPT = "Return the number of"

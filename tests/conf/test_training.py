@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from conf.checkpoints import training
+from offstage.conf.checkpoints import training
 
 RECIPE = training.Recipe(steps=20, rows=2, context=16)
 TOKENS = torch.arange(2_000, dtype=torch.int16) % 23

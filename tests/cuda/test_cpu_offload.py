@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from stages.finetune import CPUOffload
+from offstage.stages.finetune import CPUOffload
 
 pytestmark = [
     pytest.mark.cuda,

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import offstage
 import pytest
 import torch
 
+import offstage
 from tests.stages.dispatch.experts.mixtures import CONFIGS, mixture
 
 pytestmark = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.dispatch import (
+from offstage.stages.dispatch import (
     AlignDevicesHook,
     OffloadBudget,
     add_hook_to_module,

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
-from stages.calls.results import kept_cache
-from stages.units import CPU
+import offstage
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.units import CPU
 
 pytestmark = [
     pytest.mark.cuda,

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from stages.shard_load import load_checkpoint_in_model
+from offstage.stages.shard_load import load_checkpoint_in_model
 from tests.stages.shard_load.checkpoints import assert_same, empty_model, make_model, save_bin, save_safetensors
 from tests.stages.shard_load.one_load import Stack, make as empty_stack
 from tests.stages.shard_load.test_limits import save

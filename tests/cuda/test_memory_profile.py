@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from stages.empty_init.training_peaks import run_backward
-from stages.finetune import profile_memory
+from offstage.stages.empty_init.training_peaks import run_backward
+from offstage.stages.finetune import profile_memory
 
 pytestmark = [
     pytest.mark.cuda,

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from stages.calls.results import kept_cache
-from stages.machine.devices import Devices
-from stages.units import CPU, DeviceId
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.machine.devices import Devices
+from offstage.stages.units import CPU, DeviceId
 from tests.cuda.test_streaming import decode, no_synchronising
 from tests.e2e.pipelines import dispatched
 from tests.stages.dispatch.placed_models import Setup, net

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pipeline.errors import BudgetError
-from stages.calls.results import kept_cache
-from stages.dispatch.transfer.cuda_link import CudaLink, CudaMemory
-from stages.dispatch.transfer.link import pin
-from stages.dispatch.transfer.link_carrier import LinkCarrier
-from stages.dispatch.transfer.trace import Trace
-from stages.dispatch.transfer.values import send_to_device
-from stages.machine.aligned_memory import HostBlock, private_bytes
-from stages.machine.devices import Devices
-from stages.units import DeviceId
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.dispatch.transfer.cuda_link import CudaLink, CudaMemory
+from offstage.stages.dispatch.transfer.link import pin
+from offstage.stages.dispatch.transfer.link_carrier import LinkCarrier
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.dispatch.transfer.values import send_to_device
+from offstage.stages.machine.aligned_memory import HostBlock, private_bytes
+from offstage.stages.machine.devices import Devices
+from offstage.stages.units import DeviceId
 from tests.e2e.pipelines import dispatched
 from tests.stages.dispatch.placed_models import LAYOUTS, Setup, net
 

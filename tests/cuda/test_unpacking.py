@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.checkpoints.packed import PackedTensor
-from stages.checkpoints.packed_reads import read_packed
-from stages.machine.devices import Devices
+from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.machine.devices import Devices
 from tests.cuda.test_streaming import no_synchronising
 from tests.stages.checkpoints.device_unpacking import TENSORS, same_numbers, unpacked_on
 from tests.stages.dispatch.placed_models import LAYOUTS, Setup, net

@@ -20,7 +20,7 @@ import pytest
 
 from tests.e2e.warm_server import SET_BY_RUNS, ForkedCommand, WarmServer, of_imports
 
-COMMAND = [sys.executable, "-c", "from pipeline.commands import offstage; offstage()"]
+COMMAND = [sys.executable, "-c", "from offstage.pipeline.commands import offstage; offstage()"]
 
 Process = subprocess.Popen[str] | ForkedCommand
 Replay = Callable[..., tuple[int, str, str]]
@@ -106,7 +106,7 @@ def another_server(variables: Mapping[str, str]) -> Iterator[None]:
 def start(folder: Path, *arguments: str, entry: str = "offstage") -> Process:
     """Start the command in ``folder``, in a fork of the warm server where that is the same, and return its process.
 
-    ``entry`` names another command, as ``pipeline.commands`` does.
+    ``entry`` names another command, as ``offstage.pipeline.commands`` does.
     """
     variables = environment()
     server = warm_server(variables)
@@ -118,7 +118,7 @@ def start(folder: Path, *arguments: str, entry: str = "offstage") -> Process:
 def start_anew(folder: Path, *arguments: str, entry: str = "offstage") -> subprocess.Popen[str]:
     """Start the command in a process of its own: for tests of what a fork shares with its server."""
     return subprocess.Popen(
-        [sys.executable, "-c", f"from pipeline.commands import {entry}; {entry}()", *arguments],
+        [sys.executable, "-c", f"from offstage.pipeline.commands import {entry}; {entry}()", *arguments],
         cwd=folder,
         env=environment(),
         text=True,
@@ -158,7 +158,7 @@ def enter(folder: Path, *arguments: str) -> int:
     """Run the command in ``folder`` inside this process and return its exit code."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from pipeline.app import main
+    from offstage.pipeline.app import main
 
     GlobalHydra.instance().clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -230,7 +230,7 @@ def offstage_here(fresh_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: An
 def start_job(
     command: Sequence[str], *, process_group: int, env: Mapping[str, str], pass_fds: Sequence[int] = ()
 ) -> Process:
-    """Start the ``command`` of a job as ``pipeline.job_process`` would, in a fork where that is the same."""
+    """Start the ``command`` of a job as ``offstage.pipeline.job_process`` would, in a fork where that is the same."""
     variables = {**env, "HF_HUB_OFFLINE": "1"}
     plain = list(command[:3]) == [sys.executable, "-P", "-c"]  # and under no cap
     server = warm_server(variables) if plain else None
@@ -242,7 +242,7 @@ def start_job(
 @contextmanager
 def forked_jobs() -> Iterator[None]:
     """Have each job that this process starts be a fork of the warm server, where that is the same."""
-    from pipeline import job_process
+    from offstage.pipeline import job_process
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_process, "subprocess", SimpleNamespace(Popen=start_job))
@@ -259,7 +259,7 @@ def jobs_fork() -> Iterator[None]:
 @pytest.fixture
 def replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, jobs_fork: None) -> Replay:
     """Return a function that replays what it is given, in this test's empty folder: exit code, output, errors."""
-    from pipeline.replay_command import main
+    from offstage.pipeline.replay_command import main
 
     monkeypatch.chdir(tmp_path)
 

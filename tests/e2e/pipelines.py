@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.runner import check_config
-from pipeline.stage_chain import StageChain
+from offstage.pipeline.runner import check_config
+from offstage.pipeline.stage_chain import StageChain
 
 STAGES = ["empty_init", "plan", "shard_load", "dispatch"]
 

@@ -24,9 +24,9 @@ from transformers import (
     T5Config,
 )
 
-from stages.dispatch.loaded_model import load
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
-from stages.machine.host_memory import PEFT_BYTES
+from offstage.stages.dispatch.loaded_model import load
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.machine.host_memory import PEFT_BYTES
 from tests.e2e.conftest import Finished, Replay
 from tests.e2e.pipelines import config_for, dispatched
 from tests.e2e.test_architectures import CONFIGS, ENDS, SIZES, WORDS

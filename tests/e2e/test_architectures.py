@@ -127,7 +127,7 @@ def test_tokens_equal_those_of_the_model_in_memory(
 def test_the_logits_of_one_forward_are_bitwise_equal(
     architecture: str, dtype: torch.dtype, tmp_path: Path, shared_folder: Path
 ) -> None:
-    from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+    from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
     from tests.e2e.pipelines import dispatched_model
 
     folder = tmp_path / "checkpoint"

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from tests.e2e.conftest import Finished
 
 Run = Callable[..., Finished]
-TINY = Path(str(resources.files("conf") / "checkpoints" / "tiny"))
+TINY = Path(str(resources.files("offstage.conf") / "checkpoints" / "tiny"))
 ASKED = ("generate.prompts=[The weights,[5,6,7,8],One day in]", "generate.max_new_tokens=12", "max_memory.cpu=4MB")
 
 

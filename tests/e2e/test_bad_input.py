@@ -12,7 +12,7 @@ import tests.e2e.conftest as harness
 from tests.e2e.conftest import Finished, environment
 
 Run = Callable[..., Finished]
-TINY = resources.files("conf") / "checkpoints" / "tiny"
+TINY = resources.files("offstage.conf") / "checkpoints" / "tiny"
 CONFIG, CHECKPOINT, BUDGET = 2, 3, 4
 
 
@@ -84,7 +84,7 @@ def test_several_faults_are_all_reported_and_nothing_has_run(offstage_here: Run,
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Return a copy of the embedded checkpoint, to be harmed."""
-    return Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "ckpt"))
+    return Path(shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), tmp_path / "ckpt"))
 
 
 def shards(folder: Path) -> list[Path]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.report.bundle import bundle
-from pipeline.report.command import run as report
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.report.bundle import bundle
+from offstage.pipeline.report.command import run as report
 from tests.e2e.conftest import Finished, Replay, record_of, records_in
 
 EMBEDDED = Path(__file__).parents[2] / "conf" / "checkpoints" / "tiny"

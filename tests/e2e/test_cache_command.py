@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.cache.locks import locked
-from pipeline.cache.sealed_files import sealed_line, write_sealed
-from pipeline.cache.store import Store
+from offstage.pipeline.cache.locks import locked
+from offstage.pipeline.cache.sealed_files import sealed_line, write_sealed
+from offstage.pipeline.cache.store import Store
 from tests.e2e.conftest import Finished, finish, start, wait_for
 
 Run = Callable[..., Finished]
@@ -28,7 +28,7 @@ STAGES = ("empty_init", "plan", "shard_load", "dispatch", "generate")
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> Command:
     """Return a function that runs offstage-cache in this test's folder: exit code, output, errors."""
-    from pipeline.cache.command import main
+    from offstage.pipeline.cache.command import main
 
     monkeypatch.chdir(tmp_path)
 
@@ -228,7 +228,14 @@ def test_what_a_read_only_cache_keeps_is_said(offstage_here: Run, tmp_path: Path
     if subprocess.run([*mounted, "true"], cwd=tmp_path, capture_output=True, check=False).returncode:
         pytest.skip("may not mount")
     before = artifacts(tmp_path)
-    command = [sys.executable, "-c", "from pipeline.commands import cache; cache()", "prune", "--max-size", "0B"]
+    command = [
+        sys.executable,
+        "-c",
+        "from offstage.pipeline.commands import cache; cache()",
+        "prune",
+        "--max-size",
+        "0B",
+    ]
     done = subprocess.run([*mounted, *command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (5, "removed 0 artifacts (0 bytes)\n"), done.stderr
     assert done.stderr.count("\n") == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stages.plan.budgets import MARGIN, least_available
+from offstage.stages.plan.budgets import MARGIN, least_available
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.benchmarks.checkpoints import make, make_mixture_like
 from tests.e2e.conftest import COMMAND, environment, finish, records_in, start

@@ -50,9 +50,14 @@ def test_the_main_job_runs_and_a_second_run_is_served_from_the_cache(offstage: R
 def test_a_served_run_imports_no_model_code_and_is_quick(offstage_here: Run, tmp_path: Path) -> None:
     assert offstage_here().code == 0
     unused = ("torch", "transformers", "safetensors", "numpy", "http.client", "optuna")
-    sweeps = ("pipeline.sweeps.sweep", "pipeline.sweeps.results", "pipeline.tracking.trackers", "pipeline.job_process")
+    sweeps = (
+        "offstage.pipeline.sweeps.sweep",
+        "offstage.pipeline.sweeps.results",
+        "offstage.pipeline.tracking.trackers",
+        "offstage.pipeline.job_process",
+    )
     code = (
-        "import sys\nfrom pipeline.app import main\ntry:\n    main()\nfinally:\n"
+        "import sys\nfrom offstage.pipeline.app import main\ntry:\n    main()\nfinally:\n"
         f"    assert not {{*{unused + sweeps}}} & set(sys.modules), sorted(sys.modules)\n"
     )
     began = seconds_of_children()

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
-from pipeline.errors import CheckpointError
-from pipeline.runner import check_config
-from pipeline.stage_chain import StageChain
-from stages.checkpoints.quantization import quantization_of
-from stages.empty_init.declared import declared_checkpoint
-from stages.empty_init.model import build_model
+from offstage.pipeline.errors import CheckpointError
+from offstage.pipeline.runner import check_config
+from offstage.pipeline.stage_chain import StageChain
+from offstage.stages.checkpoints.quantization import quantization_of
+from offstage.stages.empty_init.declared import declared_checkpoint
+from offstage.stages.empty_init.model import build_model
 from tests.e2e.fp8_checkpoints import CONFIGS, save_fp8
 from tests.e2e.pipelines import config_for
 from tests.stages.checkpoints.codecs import test_bitsandbytes as four_bits, test_compressed_tensors as compressed

@@ -115,7 +115,9 @@ MISTYPED = {
 def test_mistyped_fields_of_a_config_are_served_or_said_in_one_line(
     field: str, tmp_path: Path, offstage_here: Run
 ) -> None:
-    folder = Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint"))
+    folder = Path(
+        shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint")
+    )
     known = json.loads((folder / "config.json").read_text())
     for value in MISTYPED[field]:
         folder.joinpath("config.json").write_text(json.dumps({**known, field: value}))
@@ -145,7 +147,9 @@ CONTENTS = {
 def test_files_of_other_content_are_said_in_one_line(
     file: str, content: str, tmp_path: Path, offstage_here: Run
 ) -> None:
-    folder = Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint"))
+    folder = Path(
+        shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint")
+    )
     folder.joinpath(file).write_bytes(CONTENTS[content].encode("utf-8", "surrogatepass"))
     done = offstage_here(f"model.path={folder}", "generate.prompts=['a']", "generate.max_new_tokens=1")
     assert done.code in (0, 2, 3), done.err

@@ -20,8 +20,8 @@ from transformers import (
     T5Config,
 )
 
-from pipeline.runner import check_config
-from pipeline.stage_chain import StageChain
+from offstage.pipeline.runner import check_config
+from offstage.pipeline.stage_chain import StageChain
 from tests.e2e.pipelines import STAGES, config_for
 from tests.e2e.test_architectures import CONFIGS, ENDS, SIZES, WORDS
 from tests.long_form import in_ci

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.errors import CheckpointError
+from offstage.pipeline.errors import CheckpointError
 from tests.e2e.conftest import COMMAND, Finished, environment, records_in
 from tests.e2e.pipelines import dispatched_model
 from tests.e2e.test_architectures import save

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.errors import CheckpointError
+from offstage.pipeline.errors import CheckpointError
 from tests.e2e.conftest import Finished, finish, records_in, start, wait_for
 from tests.e2e.pipelines import dispatched_model
 from tests.e2e.test_bad_input import CHECKPOINT, refused

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PretrainedConfig
 
-from pipeline.cache.sealed_files import read_sealed
-from stages.finetune import training
-from stages.finetune.sequences import derive, pick
-from stages.finetune.steps import Trainer
-from stages.plan.budgets import LIBRARY_BYTES, MARGIN
+from offstage.pipeline.cache.sealed_files import read_sealed
+from offstage.stages.finetune import training
+from offstage.stages.finetune.sequences import derive, pick
+from offstage.stages.finetune.steps import Trainer
+from offstage.stages.plan.budgets import LIBRARY_BYTES, MARGIN
 from tests.benchmarks.caps import can_cap
 from tests.e2e.conftest import Finished, Replay, kill_when, start, wait_for
 

@@ -36,9 +36,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pipeline.errors import Fault
-from pipeline.stage import Report
-from pipeline.typed_config import read
+from offstage.pipeline.errors import Fault
+from offstage.pipeline.stage import Report
+from offstage.pipeline.typed_config import read
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ IN_TURN = """
 import contextlib, io, json, sys
 from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
-from pipeline.app import main
-from pipeline.cache.sealed_files import write_sealed
-from stages.machine.process_memory import FILE_NAME, identity
+from offstage.pipeline.app import main
+from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.stages.machine.process_memory import FILE_NAME, identity
 
 kept, told = Path("outputs/cache/hardware"), []
 write_sealed(kept / FILE_NAME, {identity(): 300_000_000})

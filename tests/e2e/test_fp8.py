@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import offstage
 import pytest
 import torch
 from transformers import LlamaConfig
 
+import offstage
 from tests.e2e.conftest import Finished
 from tests.e2e.fp8_checkpoints import CONFIGS, dequantised, rewrite, save_fp8, save_twin, tensors_in
 from tests.e2e.pipelines import dispatched, dispatched_model

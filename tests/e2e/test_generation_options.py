@@ -17,7 +17,9 @@ PROMPT = "generate.prompts=['The weights wait']"
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint"))
+    return Path(
+        shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint")
+    )
 
 
 def ask_for(checkpoint: Path, **options: Any) -> None:

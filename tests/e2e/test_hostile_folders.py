@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pipeline.report.command import run as report
-from pipeline.sweeps.command import main as sweep
-from pipeline.sweeps.record import SweepJob, SweepRecord
+from offstage.pipeline.report.command import run as report
+from offstage.pipeline.sweeps.command import main as sweep
+from offstage.pipeline.sweeps.record import SweepJob, SweepRecord
 from tests.e2e.conftest import Replay, enter, record_of
 
 HARMLESS = ("seed=1", "stop_after=plan")
@@ -148,7 +148,7 @@ def config_folder(of: Stranger) -> str:
 
 def file_elsewhere(of: Stranger) -> str:
     of.outside.joinpath("x.yaml").write_text("# @package _global_\nseed: 1\n")
-    above = os.path.relpath(of.outside, str(resources.files("conf").joinpath("experiment")))
+    above = os.path.relpath(of.outside, str(resources.files("offstage.conf").joinpath("experiment")))
     of.sweep(f"experiment={above}/x")
     return f"experiment={above}/x"
 

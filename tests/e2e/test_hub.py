@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import tests.e2e.conftest as harness
-from pipeline.cache.user_cache import user_cache
-from stages.checkpoints.hub_headers import FOLDER
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.stages.checkpoints.hub_headers import FOLDER
 from tests.e2e.conftest import Finished, another_server, environment
 from tests.e2e.fake_hub import COMMIT, FakeHub, serving, tag, without_ranges
 from tests.e2e.fp8_checkpoints import CONFIGS, save_fp8
 
 Run = Callable[..., Finished]
-TINY = Path(str(resources.files("conf") / "checkpoints" / "tiny"))
+TINY = Path(str(resources.files("offstage.conf") / "checkpoints" / "tiny"))
 RUN = ("model.path=org/name", "max_memory.cpu=2MB", "generate.prompts=[[5,6,7]]", "generate.max_new_tokens=3")
 
 

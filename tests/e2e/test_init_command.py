@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from pipeline import init_command
-from pipeline.errors import StorageError
+from offstage.pipeline import init_command
+from offstage.pipeline.errors import StorageError
 from tests.e2e.conftest import Finished, finish, records_in, start
 
 Init = Callable[..., tuple[int, str, str]]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.cache.sealed_files import read_sealed
-from stages.checkpoints.checkpoint import open_checkpoint
+from offstage.pipeline.cache.sealed_files import read_sealed
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from tests.e2e.conftest import Finished, environment, records_in
 
 Run = Callable[..., Finished]
@@ -104,7 +104,7 @@ def test_a_cached_run_over_files_that_were_touched_looks_again_without_any_model
     for path in checkpoint.iterdir():
         os.utime(path)
     code = (
-        "import sys\nfrom pipeline.app import main\ntry:\n    main()\nfinally:\n"
+        "import sys\nfrom offstage.pipeline.app import main\ntry:\n    main()\nfinally:\n"
         "    assert not {'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules), sorted(sys.modules)\n"
     )
     command = [sys.executable, "-c", code, *asked]

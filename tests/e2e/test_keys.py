@@ -20,7 +20,7 @@ from tests.e2e.conftest import COMMAND, Finished, enter, environment, records_in
 from tests.long_form import in_ci
 
 Run = Callable[..., Finished]
-TINY = resources.files("conf") / "checkpoints" / "tiny"
+TINY = resources.files("offstage.conf") / "checkpoints" / "tiny"
 ALL = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 RATES = "hardware.rates={storage: 1GB, host: 10GB}"
 """Given, since nothing that is tested here goes by what a machine is measured to have."""

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from transformers import (
@@ -20,7 +19,8 @@ from transformers import (
     XLNetConfig,
 )
 
-from pipeline.errors import BudgetError
+import offstage
+from offstage.pipeline.errors import BudgetError
 
 CONFIGS: Mapping[str, PretrainedConfig] = {
     "Llama": LlamaConfig(

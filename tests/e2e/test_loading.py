@@ -25,7 +25,7 @@ SHORT = ("max_memory.cpu=2MB", "generate.prompts=[[5,6,7]]", "generate.max_new_t
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A copy of the embedded checkpoint that a test may spoil."""
-    return Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "ckpt"))
+    return Path(shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), tmp_path / "ckpt"))
 
 
 def rewrite(checkpoint: Path, harm: Harm) -> None:

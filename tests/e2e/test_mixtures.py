@@ -16,7 +16,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from transformers import (
@@ -28,7 +27,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from pipeline.errors import BudgetError
+import offstage
+from offstage.pipeline.errors import BudgetError
 from tests.long_form import in_ci
 from tests.stages.dispatch.experts.mixtures import CONFIGS, SIZES
 

@@ -21,7 +21,7 @@ from tests.e2e.conftest import Finished, environment, finish, records_in, start
 pytest.importorskip("mlflow.server", reason="the extra mlflow isn't installed: no server can be started")
 pytest.importorskip("sqlalchemy", reason="mlflow is here without its server: pip install mlflow")
 
-RESUME = [sys.executable, "-c", "from pipeline.commands import sweep; sweep()", "resume"]
+RESUME = [sys.executable, "-c", "from offstage.pipeline.commands import sweep; sweep()", "resume"]
 EXPERIMENT = "sweeps of a test"
 
 

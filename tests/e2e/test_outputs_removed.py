@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.cache.store import Store
-from pipeline.run_screen import RunScreen
-from stages.generate.stage import GenerateStage
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.run_screen import RunScreen
+from offstage.stages.generate.stage import GenerateStage
 from tests.e2e.conftest import Finished
 
 Run = Callable[..., Finished]

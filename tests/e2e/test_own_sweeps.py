@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pipeline.config_files import HEADER
-from pipeline.sweeps.command import main as sweep
-from pipeline.sweeps.record import SWEEP, SweepRecord
+from offstage.pipeline.config_files import HEADER
+from offstage.pipeline.sweeps.command import main as sweep
+from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
 from tests.e2e.conftest import enter
 
 Capture = pytest.CaptureFixture[str]

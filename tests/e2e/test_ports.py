@@ -40,7 +40,7 @@ def run_all(library: str, folder: Path) -> Path:
         text = script.read_text()
         folder.joinpath(script.stem).mkdir()
         folder.joinpath(script.stem, "script.py").write_text(text if library == "accelerate" else ported(text))
-    path = os.pathsep.join([str(ROOT), str(ROOT / "stages/python_api")])
+    path = str(ROOT / ".src")
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     folders = [folder / script.stem for script in SCRIPTS]
     modules = f"torch,transformers.modeling_utils,transformers.generation.utils,{library}"

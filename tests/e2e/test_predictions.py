@@ -20,7 +20,7 @@ from transformers import (
     T5Config,
 )
 
-from stages.units import format_bytes
+from offstage.stages.units import format_bytes
 from tests.benchmarks.caps import can_cap
 from tests.benchmarks.checkpoints import make_mixture_like
 from tests.benchmarks.predictions import figures

@@ -168,7 +168,7 @@ def test_bad_input_is_one_clear_line_before_any_weight_is_read(
     tmp_path.joinpath("long.txt").write_text("in " * 4000)
     tmp_path.joinpath("latin.txt").write_bytes("fine\nnaïve\n".encode("latin-1"))
     tmp_path.joinpath("broken.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": \n')
-    bare = Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "bare"))
+    bare = Path(shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), tmp_path / "bare"))
     for file in bare.glob("tokenizer*"):
         file.unlink()
     for wrong, (arguments, words) in BAD.items():

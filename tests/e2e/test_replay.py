@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pipeline.cache.sealed_files import read_sealed
-from pipeline.foreign_record import outputs_for
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.samples import BLOCK_BYTES
-from stages.machine.rates import coarse_rate
+from offstage.pipeline.cache.sealed_files import read_sealed
+from offstage.pipeline.foreign_record import outputs_for
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.samples import BLOCK_BYTES
+from offstage.stages.machine.rates import coarse_rate
 from tests.e2e.conftest import Finished, Replay, records_in
 
 Run = Callable[..., Finished]

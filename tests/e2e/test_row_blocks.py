@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PretrainedConfig, Qwen2Config
 
-from pipeline.errors import BudgetError
-from stages.machine.row_product_probe import is_exact_by_rows
-from stages.shard_load import stored_weights
+import offstage
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.machine.row_product_probe import is_exact_by_rows
+from offstage.stages.shard_load import stored_weights
 
 WORDS = 5003
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": WORDS}

@@ -26,8 +26,8 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from stages.plan.request.texts import ScoreOptions, read_scored_texts
-from stages.score.windows import Window, cut, encode
+from offstage.stages.plan.request.texts import ScoreOptions, read_scored_texts
+from offstage.stages.score.windows import Window, cut, encode
 from tests.e2e.conftest import Finished, Replay, kill_when, start
 from tests.e2e.test_keys import MODULES, save_weights
 from tests.long_form import in_ci

@@ -14,9 +14,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from pipeline.config import register
-from pipeline.hydra_task import Task
-from pipeline.sweeps.launchers import register_launchers
+from offstage.pipeline.config import register
+from offstage.pipeline.hydra_task import Task
+from offstage.pipeline.sweeps.launchers import register_launchers
 from tests.e2e.conftest import Finished
 
 pytest.importorskip("optuna")
@@ -96,7 +96,7 @@ def test_any_sweeper_gets_the_number_that_a_job_came_to(monkeypatch: pytest.Monk
     GlobalHydra.instance().clear()
     register_launchers()
     register()
-    hydra = Hydra.create_main_hydra_file_or_module(None, None, "pkg://conf", "offstage")
+    hydra = Hydra.create_main_hydra_file_or_module(None, None, "pkg://offstage.conf", "offstage")
     for _ in range(2):  # what was done is read of its record
         task = Task(0.0)
         folder = "hydra.sweep.dir=outputs/multirun/a/b"

@@ -80,8 +80,8 @@ def _completed(folder: Path) -> list[dict[str, Any]]:
 )
 def test_a_signal_during_imports_leaves_no_traceback(number: signal.Signals, milliseconds: int, tmp_path: Path) -> None:
     """The command says that it has begun; what the interpreter itself does before that is beyond it."""
-    begin = "import sys; from pipeline.command_exit import exit_at_signals; exit_at_signals('offstage'); print('.');"
-    program = f"{begin} sys.stdout.flush(); from pipeline.commands import offstage; offstage()"
+    begin = "import sys; from offstage.pipeline.command_exit import exit_at_signals; exit_at_signals('offstage');"
+    program = f"{begin} print('.'); sys.stdout.flush(); from offstage.pipeline.commands import offstage; offstage()"
     process = subprocess.Popen(
         [sys.executable, "-c", program, "generate.max_new_tokens=100000", "generate.prompts=[[5,6,7]]"],
         cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -121,7 +121,7 @@ def test_a_signal_that_falls_into_a_callback_isnt_lost(number: signal.Signals, t
     """Python drops what a weak reference's callback raises, and every import has such callbacks."""
     program = f"""
 import os, time, weakref
-from pipeline.command_exit import run_command
+from offstage.pipeline.command_exit import run_command
 
 class Owner: pass
 
@@ -142,7 +142,7 @@ def test_a_signal_during_an_import_that_loses_exceptions_isnt_lost(tmp_path: Pat
     tmp_path.joinpath("lossy.py").write_text(f"import os, signal, time\n{caught}")
     program = f"""
 import sys, time
-from pipeline.command_exit import run_command
+from offstage.pipeline.command_exit import run_command
 
 def work():
     sys.path.insert(0, {str(tmp_path)!r})

@@ -102,7 +102,7 @@ def test_a_config_alone_is_enough_to_plan_for_a_machine(
 ) -> None:
     folder = tmp_path / "config_only"
     folder.mkdir()
-    shutil.copy(str(resources.files("conf") / "checkpoints" / "tiny" / "config.json"), folder)
+    shutil.copy(str(resources.files("offstage.conf") / "checkpoints" / "tiny" / "config.json"), folder)
     done = offstage_here(f"hardware={name}", "stages=plan_only", f"model.path={folder}", "max_memory=null")
     assert done.code == 0, done.err
     assert len(done.record["memory"]["budget"]) == count + 2

@@ -45,7 +45,7 @@ def put(request: pytest.FixtureRequest) -> Put:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Return a copy of the embedded checkpoint, to be harmed."""
-    return Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "ckpt"))
+    return Path(shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), tmp_path / "ckpt"))
 
 
 def refused(done: Finished, code: int, *words: str) -> None:
@@ -187,8 +187,8 @@ def test_a_file_of_the_offload_store_that_is_none_is_made_again(
 def test_a_record_that_is_none_is_refused(
     command: str, put: Put, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    from pipeline.replay_command import main as replay
-    from pipeline.report.command import main as report
+    from offstage.pipeline.replay_command import main as replay
+    from offstage.pipeline.report.command import main as report
 
     monkeypatch.chdir(tmp_path)
     put(tmp_path / "run.json")

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipeline.memory_cgroups import CapError
+from offstage.pipeline.memory_cgroups import CapError
 from tests.benchmarks.caps import can_cap
 from tests.e2e.conftest import Finished, enter, finish, forked_jobs, records_in, start
 
@@ -218,7 +218,7 @@ def test_a_run_that_keeps_to_its_plan_completes_under_its_cap(offstage_here: Run
 
 @pytest.mark.usefixtures("jobs_fork")
 def test_a_cap_that_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch, offstage_here: Run) -> None:
-    import pipeline.job_process as supervise
+    import offstage.pipeline.job_process as supervise
 
     def refuse() -> None:
         raise CapError("no memory controller is mounted here")

@@ -57,7 +57,7 @@ def test_an_interrupted_sweep_is_finished_in_its_folder_and_no_job_runs_twice(fr
 def test_any_folder_s_name_survives_hydra_s_grammar(quote: str) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from pipeline.sweeps.command import _quoted
+    from offstage.pipeline.sweeps.command import _quoted
 
     (override,) = OverridesParser.create().parse_overrides([f"hydra.sweep.dir={_quoted(Path('/x') / quote)}"])
     assert override.value() == f"/x/{quote}"

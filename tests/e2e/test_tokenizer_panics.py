@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ConfigError
-from stages.checkpoints.tokenizers import tokenizing
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.tokenizers import tokenizing
 from tests.e2e.conftest import Finished
 
 LONG = " ".join(["waits"] * 100)
@@ -31,7 +31,9 @@ PANICS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", PANICS)
 def test_a_panic_is_one_line(kind: str, prompt: str, tmp_path: Path, offstage_here: Callable[..., Finished]) -> None:
     changes, words = PANICS[kind]
-    folder = Path(shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint"))
+    folder = Path(
+        shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), tmp_path / "checkpoint")
+    )
     file = folder / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     says_a = f"generate.sequence_bias=[[[{json.loads(file.read_text())['model']['vocab']['a']}],1000.0]]"

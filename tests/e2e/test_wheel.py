@@ -13,21 +13,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
+
+import offstage
 
 ROOT = Path(__file__).parents[2]
 STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 WHERE = """
 import importlib.metadata as metadata, json
-import conf, hydra_plugins.offstage_launchers as launchers, offstage, pipeline, stages
+import hydra_plugins.offstage_launchers as launchers, offstage
+from offstage import conf, pipeline, stages
 sources = [module.__file__ for module in (conf, launchers, offstage, pipeline, stages)]
 print(json.dumps([*sources, str(metadata.distribution("offstage-pipeline").locate_file(""))]))
 """
 
-AT_THE_TOP = {"stages/python_api/offstage": "offstage", "pipeline/plugins/hydra_plugins": "hydra_plugins"}
-TOPS = {"pipeline", "stages", "conf", *AT_THE_TOP.values()}
-"""Where the build puts a folder of the repository that isn't installed where it lies."""
+FOLDERS = {".src/": "", **{f"{top}/": f"offstage/{top}/" for top in ("pipeline", "stages", "conf")}}
+"""Where the build puts each folder of the repository."""
+OWN = {"pipeline.py": "raise SystemExit('not mine')", "stages/__init__.py": "", "conf/config.yaml": "mine: 1"}
+"""What a user may have beside a script, under names that offstage's folders have too."""
 ALONE = ("--no-deps", "--no-index", "--no-compile")
 """Options of pip: what is imported is compiled then."""
 DESCRIBED = ("hardware.devices=[]", "+hardware.host.memory=8GB")
@@ -92,16 +95,16 @@ def test_the_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     tops = {name.split("/")[0] for name in names}
-    packages = [ROOT / top for top in ("pipeline", "stages", "conf")]
+    packages = [ROOT / folder for folder in FOLDERS]
     shipped = [path for package in packages for path in package.rglob("*") if "__pycache__" not in path.parts]
     expected = {installed_as(path.relative_to(ROOT).as_posix()) for path in shipped if path.is_file()}
     if (ROOT / ".git").exists():  # which the build asks for the commit
-        expected.add("pipeline/git_commit.txt")
-    assert {top for top in tops if not top.endswith(".dist-info")} == TOPS
-    assert {"pipeline/py.typed", "stages/py.typed", "offstage/py.typed"} <= names
+        expected.add("offstage/pipeline/git_commit.txt")
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"offstage", "hydra_plugins"}
+    assert "offstage/py.typed" in names
     assert {name for name in names if ".dist-info/" not in name} == expected
-    assert "conf/config.yaml" in names
-    assert "conf/checkpoints/tiny/model.safetensors.index.json" in names
+    assert "offstage/conf/config.yaml" in names
+    assert "offstage/conf/checkpoints/tiny/model.safetensors.index.json" in names
 
 
 def test_the_installed_command_runs_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
@@ -118,6 +121,23 @@ def test_the_installed_command_runs_in_an_empty_folder(installed: Path, tmp_path
     assert all(Path(stage["artifact"]).is_relative_to(tmp_path) for stage in record["stages"])
     assert all(output["token_ids"] for output in record["outputs"])
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_user_s_own_files_of_the_same_names_hide_nothing(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    for name, text in OWN.items():
+        tmp_path.joinpath(name).parent.mkdir(exist_ok=True)
+        tmp_path.joinpath(name).write_text(text)
+    tmp_path.joinpath("script.py").write_text("import offstage, stages; print(offstage.load, stages.__file__)")
+    if kind == "wheel":
+        here = {"PYTHONPATH": str(request.getfixturevalue("installed"))}
+        printed = run([sys.executable, "script.py"], folder=tmp_path, **here).stdout
+    else:
+        printed = run([request.getfixturevalue("editable"), "script.py"], folder=tmp_path).stdout
+    assert printed.startswith("<function load at ")
+    assert printed.split()[-1] == str(tmp_path / "stages/__init__.py")
 
 
 def test_an_editable_install_offers_the_same_names_from_the_repository(editable: Path, tmp_path: Path) -> None:
@@ -141,10 +161,8 @@ def test_a_type_checker_sees_the_types_of_an_installed_offstage(editable: Path, 
 
 def installed_as(path: str) -> str:
     """Return where a file of the repository lies in the wheel."""
-    for folder, top in AT_THE_TOP.items():
-        if path.startswith(f"{folder}/"):
-            return top + path.removeprefix(folder)
-    return path
+    folder = next(folder for folder in FOLDERS if path.startswith(folder))
+    return FOLDERS[folder] + path.removeprefix(folder)
 
 
 def only_record(runs: Path) -> Mapping[str, Any]:

@@ -25,11 +25,13 @@ from typing import Any, Literal, TextIO
 
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
-    "pipeline.app", "pipeline.sweeps.launchers", "pipeline.job", "pipeline.runner", "pipeline.sweeps.results",
-    "hydra._internal.hydra", "hydra._internal.core_plugins.importlib_resources_config_source", "rich._emoji_codes",
+    "offstage.pipeline.app", "offstage.pipeline.sweeps.launchers", "offstage.pipeline.job", "offstage.pipeline.runner",
+    "offstage.pipeline.sweeps.results", "offstage.stages.plan.stage", "offstage.stages.shard_load.stage",
+    "offstage.stages.dispatch.stage", "offstage.stages.dispatch.streaming.streamer", "offstage.stages.generate.stage",
+    "offstage.stages.generate.generation", "hydra._internal.hydra",
+    "hydra._internal.core_plugins.importlib_resources_config_source", "rich._emoji_codes",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
-    "transformers.models.llama.modeling_llama", "stages.plan.stage", "stages.shard_load.stage", "stages.dispatch.stage",
-    "stages.dispatch.streaming.streamer", "stages.generate.stage", "stages.generate.generation",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 """What the slowest of a run's imports belong to; a fork imports the others as a process does."""
 SET_BY_RUNS = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TORCHINDUCTOR_CACHE_DIR")
@@ -124,7 +126,7 @@ class WarmServer:
     def start(
         self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str], *, entry: str = "offstage"
     ) -> ForkedCommand:
-        """Start the ``entry`` of ``pipeline.commands`` in ``folder``, with pipes to read what it writes."""
+        """Start the ``entry`` of ``offstage.pipeline.commands`` in ``folder``, with pipes to read what it writes."""
         (out, to_out), (err, to_err), nothing = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDONLY)
         try:
             return self.start_on(
@@ -140,7 +142,7 @@ class WarmServer:
         *, entry: str = "offstage", leads: Leads | None = None, kept: Sequence[int] = (),
         read: tuple[TextIO | None, TextIO | None] = (None, None),
     ) -> ForkedCommand:  # fmt: skip
-        """Start the ``entry`` of ``pipeline.commands`` on these standard streams, as the first of what it ``leads``.
+        """Start the ``entry`` of the commands on these standard streams, as the first of what it ``leads``.
 
         The descriptors ``kept`` stay open in it, for what they lock.
         """
@@ -231,7 +233,7 @@ def _run(request: dict[str, Any], streams: Sequence[int], answers: int, made: Ma
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.write(answers, f"{_BEGUN} {os.getpid()}\n".encode())
     os.close(answers)
-    from pipeline import commands
+    from offstage.pipeline import commands
 
     getattr(commands, request["entry"])()
 

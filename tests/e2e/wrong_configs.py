@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.config_files import HEADER
+from offstage.pipeline.config_files import HEADER
 
 FOLDER = "FOLDER"
 """Stands in lines for the folder that the command runs in."""

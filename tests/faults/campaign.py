@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.cache import housekeeping
+from offstage.pipeline.cache import housekeeping
 from tests.faults.fork_server import ForkServer, Shortening
 from tests.faults.scenarios import OUTPUTS, SCENARIOS, Scenario, ScenarioFolder
 from tests.faults.system_calls import ERRORS, RETRIED, SHORT_COUNT, SystemCall, read_calls, read_countable

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-_PATHS = (ROOT, ROOT / "stages" / "python_api", ROOT / "pipeline" / "plugins")
+_PATHS = (ROOT, ROOT / ".src")
 _ANY_TRACER = ctypes.c_ulong(-1)
 _SET_TRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 
@@ -138,7 +138,7 @@ def _run(request: dict[str, Any], waiting: int) -> None:
     if request["short"]:
         library, folder, call, number, log = request["short"]
         ctypes.CDLL(library).shorten(folder.encode(), call.encode(), number, log.encode())
-    from pipeline.commands import offstage
+    from offstage.pipeline.commands import offstage
 
     try:
         offstage()

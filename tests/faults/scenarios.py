@@ -47,7 +47,7 @@ class ScenarioFolder:
     def __init__(self, scenario: Scenario, folder: Path) -> None:
         self.scenario, self.folder = scenario, folder
         self._before = folder.with_name(f"{folder.name}.before")
-        shutil.copytree(str(resources.files("conf") / "checkpoints" / "tiny"), folder / CHECKPOINT)
+        shutil.copytree(str(resources.files("offstage.conf") / "checkpoints" / "tiny"), folder / CHECKPOINT)
         if scenario.pickled:
             _pickle(folder / CHECKPOINT)
 

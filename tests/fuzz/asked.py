@@ -17,17 +17,17 @@ import numpy as np
 from hydra.core.global_hydra import GlobalHydra
 from safetensors.numpy import save
 
-from pipeline.cache.store import Store
-from pipeline.config import register, resolve
-from pipeline.errors import raise_faults
-from pipeline.hydra_errors import guarded_composing
-from pipeline.runner import check_config
-from pipeline.stage import Context
-from stages.checkpoints.adapters import open_adapter, read_settings
-from stages.empty_init.stage import EmptyInitStage
-from stages.inference.progress import Progress
-from stages.inputs.audio import read_audio
-from stages.inputs.images import check_image, read_image
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.config import register, resolve
+from offstage.pipeline.errors import raise_faults
+from offstage.pipeline.hydra_errors import guarded_composing
+from offstage.pipeline.runner import check_config
+from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.adapters import open_adapter, read_settings
+from offstage.stages.empty_init.stage import EmptyInitStage
+from offstage.stages.inference.progress import Progress
+from offstage.stages.inputs.audio import read_audio
+from offstage.stages.inputs.images import check_image, read_image
 from tests.fuzz.commands import CHECKPOINT, judge, measure_once, run_command
 from tests.fuzz.formats import ALONE, RIGHT, Format, require
 from tests.fuzz.line_mutations import LINES
@@ -105,7 +105,7 @@ def _attempt_keys(folder: Path, pristine: Path) -> str:
         register()
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(str(folder), version_base="1.3"):
-            check_config(resolve(hydra.compose(name, ["hydra.searchpath=[pkg://conf]"])))
+            check_config(resolve(hydra.compose(name, ["hydra.searchpath=[pkg://offstage.conf]"])))
         return 0
 
     return RIGHT if guarded_composing(compose, show_all=True) == 0 else ALONE

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from pipeline.cache import housekeeping
-from pipeline.cache.block_sums import find_store_damage
-from pipeline.cache.store import Store
-from stages.machine.kept_figures import kept_or_measured
-from stages.machine.kernels import are_factors
-from stages.machine.rates import coarse_rate, is_rate
-from stages.shard_load.offload_folder import OffloadedWeightsLoader, offload_state_dict
-from stages.shard_load.offload_store import StoredTensor, open_store
+from offstage.pipeline.cache import housekeeping
+from offstage.pipeline.cache.block_sums import find_store_damage
+from offstage.pipeline.cache.store import Store
+from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.machine.kernels import are_factors
+from offstage.stages.machine.rates import coarse_rate, is_rate
+from offstage.stages.shard_load.offload_folder import OffloadedWeightsLoader, offload_state_dict
+from offstage.stages.shard_load.offload_store import StoredTensor, open_store
 from tests.fuzz.formats import ALONE, RIGHT, Format, files_of, require
 from tests.fuzz.mutations import BYTES, JSON, SEALED
 from tests.fuzz.weights import same

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 
-from pipeline.errors import OffstageError
+from offstage.pipeline.errors import OffstageError
 from tests.e2e.conftest import records_in
 from tests.fuzz.formats import ALONE, RIGHT, Format, WrongAnswerError, require
 from tests.fuzz.mutations import BYTES, JSON, SAFETENSORS, SEALED, ZIP
@@ -39,7 +39,7 @@ class RefusedError(OffstageError):
 
 def run_command(arguments: Sequence[str], folder: Path) -> tuple[int, str]:
     """Run the command ``offstage`` in ``folder``, in this process; return its exit code and its errors."""
-    from pipeline.app import main
+    from offstage.pipeline.app import main
 
     return _called(lambda: main(list(arguments)), folder, "offstage")
 

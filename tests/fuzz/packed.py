@@ -17,17 +17,17 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import dequantize_convertops
 
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.codecs.ggml_formats import FORMATS as GGML
-from stages.checkpoints.codecs.gguf import GgufCodec
-from stages.checkpoints.codecs.planes import codec_of, new_compressor, pack_tile, tile_borders
-from stages.checkpoints.gguf_header import read_gguf_header
-from stages.checkpoints.packed import PackedTensor
-from stages.checkpoints.packed_reads import read_packed
-from stages.checkpoints.readers import open_reader
-from stages.checkpoints.shard_files import ShardFile
-from stages.shard_load.offload_store import StoredTensor, open_store
-from stages.shard_load.packed_copies import find_packed, note_plain, put_packed
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS as GGML
+from offstage.stages.checkpoints.codecs.gguf import GgufCodec
+from offstage.stages.checkpoints.codecs.planes import codec_of, new_compressor, pack_tile, tile_borders
+from offstage.stages.checkpoints.gguf_header import read_gguf_header
+from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.shard_load.offload_store import StoredTensor, open_store
+from offstage.stages.shard_load.packed_copies import find_packed, note_plain, put_packed
 from tests.fuzz.formats import ALONE, RIGHT, Format, require
 from tests.fuzz.mutations import JSON, SAFETENSORS
 from tests.fuzz.packed_mutations import FRAMES, GGUF

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.packed import PackedTensor
-from stages.checkpoints.packed_reads import read_packed
-from stages.checkpoints.readers import open_reader
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import open_reader
 from tests.fuzz.formats import ALONE, Format
 from tests.fuzz.mutations import JSON, SAFETENSORS
 from tests.stages.checkpoints.codecs import test_bitsandbytes as four_bits, test_compressed_tensors as compressed

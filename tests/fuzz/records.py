@@ -9,19 +9,19 @@ import sys
 from io import StringIO
 from pathlib import Path
 
-from pipeline.foreign_record import load_foreign
-from pipeline.job import perform
-from pipeline.record import RunRecord, never_left_running
-from pipeline.replay import compare
-from pipeline.replay_command import _report, refuse_untrusted
-from pipeline.replay_config import config_here
-from pipeline.report.comparison import compare as compare_runs
-from pipeline.report.exports import as_csv, as_json, comparison_json
-from pipeline.report.page import comparison_page, report_page
-from pipeline.report.run_folders import find, find_one
-from pipeline.report.summary import summarise
-from pipeline.report.terminal import show_comparison, show_summary
-from pipeline.terminal import Screen
+from offstage.pipeline.foreign_record import load_foreign
+from offstage.pipeline.job import perform
+from offstage.pipeline.record import RunRecord, never_left_running
+from offstage.pipeline.replay import compare
+from offstage.pipeline.replay_command import _report, refuse_untrusted
+from offstage.pipeline.replay_config import config_here
+from offstage.pipeline.report.comparison import compare as compare_runs
+from offstage.pipeline.report.exports import as_csv, as_json, comparison_json
+from offstage.pipeline.report.page import comparison_page, report_page
+from offstage.pipeline.report.run_folders import find, find_one
+from offstage.pipeline.report.summary import summarise
+from offstage.pipeline.report.terminal import show_comparison, show_summary
+from offstage.pipeline.terminal import Screen
 from tests.e2e.conftest import records_in
 from tests.fuzz.commands import CHECKPOINT, keep_figures, run_command, tokens_in
 from tests.fuzz.formats import RIGHT, Format, require

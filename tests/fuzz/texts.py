@@ -13,23 +13,23 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from pipeline.cache.store import Store
-from pipeline.errors import ConfigError, raise_faults
-from pipeline.stage import Context
-from stages.checkpoints.generation_defaults import GENERATION_CONFIG
-from stages.checkpoints.tokenizers import load_tokenizer, tokenizing
-from stages.empty_init.stage import EmptyInitStage
-from stages.generate import options
-from stages.generate.prompts import Encoder
-from stages.plan import options as plan_options
-from stages.plan.options import PlanConfig
-from stages.plan.request.prompts import Prompt, check_prompts, read_prompts
-from stages.units import parse_device
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.errors import ConfigError, raise_faults
+from offstage.pipeline.stage import Context
+from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG
+from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
+from offstage.stages.empty_init.stage import EmptyInitStage
+from offstage.stages.generate import options
+from offstage.stages.generate.prompts import Encoder
+from offstage.stages.plan import options as plan_options
+from offstage.stages.plan.options import PlanConfig
+from offstage.stages.plan.request.prompts import Prompt, check_prompts, read_prompts
+from offstage.stages.units import parse_device
 from tests.fuzz.formats import RIGHT, Format, require
 from tests.fuzz.line_mutations import LINES
 from tests.fuzz.mutations import JSON
 
-TINY = Path(str(resources.files("conf"))) / "checkpoints" / "tiny"
+TINY = Path(str(resources.files("offstage.conf"))) / "checkpoints" / "tiny"
 _SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16, "intermediate_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**_SMALL, "num_key_value_heads": 1},

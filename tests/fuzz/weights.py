@@ -13,8 +13,8 @@ import safetensors
 import torch
 from safetensors.torch import load, save
 
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.readers import open_reader
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.readers import open_reader
 from tests.fuzz.formats import ALONE, RIGHT, Format, require
 from tests.fuzz.mutations import JSON, SAFETENSORS, ZIP
 

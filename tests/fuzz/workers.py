@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import IO, Any
 
-from pipeline.errors import OffstageError
+from offstage.pipeline.errors import OffstageError
 from tests.fuzz.formats import ALONE, REFUSED, RIGHT, Files, Format, WrongAnswerError, files_of, write_files
 
 GOOD = (RIGHT, ALONE, REFUSED)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import atomic_files
-from pipeline.atomic_files import create_file, mendable, replace_file, write_text, write_whole
-from pipeline.errors import StorageError
+from offstage.pipeline import atomic_files
+from offstage.pipeline.atomic_files import create_file, mendable, replace_file, write_text, write_whole
+from offstage.pipeline.errors import StorageError
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cgroup_files import core_quota, memory_groups, memory_limits, throttled_seconds
+from offstage.pipeline.cgroup_files import core_quota, memory_groups, memory_limits, throttled_seconds
 
 V1 = "32 31 0:29 {group} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V2 = "33 31 0:30 {group} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"

@@ -5,9 +5,9 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from pipeline.config import check, register, resolve
-from pipeline.errors import ConfigError
-from pipeline.typed_config import Device
+from offstage.pipeline.config import check, register, resolve
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.typed_config import Device
 
 STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 
@@ -15,7 +15,7 @@ STAGES = ["empty_init", "plan", "shard_load", "dispatch", "generate"]
 @pytest.fixture(scope="module", autouse=True)
 def hydra_tree() -> Iterator[None]:
     register()
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("offstage.conf", version_base="1.3"):
         yield
 
 
@@ -64,7 +64,7 @@ def test_yaml_ints_and_the_command_line_meet_in_one_key(tmp_path) -> None:
         plain = resolve(compose("mine"))
         overridden = resolve(compose("mine", ["max_memory.0=5GB", "max_memory.1=3GB"]))
     GlobalHydra.instance().clear()
-    initialize_config_module("conf", version_base="1.3").__enter__()
+    initialize_config_module("offstage.conf", version_base="1.3").__enter__()
     assert plain["max_memory"] == {"0": "10GB", "cpu": "20GB"}
     assert overridden["max_memory"] == {"0": "5GB", "cpu": "20GB", "1": "3GB"}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import environment as module
-from pipeline.environment import environment, git_commit
+from offstage.pipeline import environment as module
+from offstage.pipeline.environment import environment, git_commit
 
 REPOSITORY = Path(__file__).parents[2]
 PROJECT = '[project]\nname = "offstage-pipeline"\n'
@@ -170,11 +170,11 @@ def test_a_run_without_accelerators_imports_no_model_code_for_its_record_cache_a
     program = f"""
 import sys
 from pathlib import Path
-from pipeline import environment as module
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.cache.store import Store
-from pipeline.memory_monitor import MemoryMonitor
-from pipeline.record import RunRecord
+from offstage.pipeline import environment as module
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.memory_monitor import MemoryMonitor
+from offstage.pipeline.record import RunRecord
 module._DRIVERS = ()
 folder = Path({str(tmp_path)!r})
 with MemoryMonitor() as monitor:

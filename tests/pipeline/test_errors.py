@@ -8,7 +8,7 @@ from pathlib import Path
 import greenlet
 import pytest
 
-from pipeline.errors import (
+from offstage.pipeline.errors import (
     CheckpointError,
     ConfigError,
     Fault,
@@ -18,7 +18,7 @@ from pipeline.errors import (
     named,
     raise_faults,
 )
-from stages.units import parse_size
+from offstage.stages.units import parse_size
 
 
 @pytest.mark.parametrize("kind", [OffstageError, CheckpointError, StorageError])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.git_checkout import git_state, is_dirty
+from offstage.pipeline.git_checkout import git_state, is_dirty
 
 
 def git(folder: Path, *arguments: str) -> str:

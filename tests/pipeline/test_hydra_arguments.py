@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.hydra_arguments import gather_overrides, refuse_arguments
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.hydra_arguments import gather_overrides, refuse_arguments
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from pipeline.config import register
-from pipeline.hydra_composing import composed_once
-from pipeline.hydra_messages import COMPOSING_ERRORS
-from pipeline.sweeps.launchers import register_launchers
+from offstage.pipeline.config import register
+from offstage.pipeline.hydra_composing import composed_once
+from offstage.pipeline.hydra_messages import COMPOSING_ERRORS
+from offstage.pipeline.sweeps.launchers import register_launchers
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def configs(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, *, once: 
     with monkeypatch.context() as patch, composed_once() if once else nullcontext():
         patch.setattr(ConfigLoaderImpl, "_load_configuration_impl", counted)
         patch.setattr(sys, "argv", ["offstage", *arguments])
-        hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")(task)()
+        hydra.main(config_path="pkg://offstage.conf", config_name="config", version_base="1.3")(task)()
     return called, len(composed)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.hydra_errors import guarded_composing
+from offstage.pipeline.hydra_errors import guarded_composing
 
 
 def test_a_config_that_cannot_be_opened_is_an_error_of_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

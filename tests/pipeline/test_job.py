@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.job import cap_bytes
-from pipeline.memory_cgroups import KERNEL_BYTES
-from pipeline.record import RunRecord
-from pipeline.stage import Report
+from offstage.pipeline.job import cap_bytes
+from offstage.pipeline.memory_cgroups import KERNEL_BYTES
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.stage import Report
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.job_folder import JobFolder
-from pipeline.record import RECORD, RunRecord
+from offstage.pipeline.job_folder import JobFolder
+from offstage.pipeline.record import RECORD, RunRecord
 
 OVERRIDES = ["seed=1"]
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from pipeline.job_process import PassedSignals
+from offstage.pipeline.job_process import PassedSignals
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 

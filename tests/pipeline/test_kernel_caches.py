@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from pipeline.kernel_caches import CAPACITY, bound_kernel_caches
+from offstage.pipeline.kernel_caches import CAPACITY, bound_kernel_caches
 
 CODE = """
 import re
 from pathlib import Path
 import torch
-from pipeline.kernel_caches import bound_kernel_caches
+from offstage.pipeline.kernel_caches import bound_kernel_caches
 
 def held():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

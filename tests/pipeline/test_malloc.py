@@ -8,7 +8,7 @@ import pytest
 CODE = """
 import re, sys
 from pathlib import Path
-from pipeline.malloc import return_freed_memory
+from offstage.pipeline.malloc import return_freed_memory
 
 def held():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipeline.measurements import measurements, remarks
-from pipeline.record import RunRecord, StageRecord
-from pipeline.stage import Report
+from offstage.pipeline.measurements import measurements, remarks
+from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.stage import Report
 
 PREDICTED: dict[str, Any] = {
     "predicted_seconds_per_token": 0.5, "predicted_bound": "storage", "predicted_streamed_bytes_per_token": 10**9,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.memory_cgroups import CapError, make_group
+from offstage.pipeline.memory_cgroups import CapError, make_group
 
 V1_MOUNT = "33 32 0:29 {group} /sys/fs/cgroup/memory rw shared:9 - cgroup cgroup rw,memory\n"
 V2_MOUNT = "35 24 0:30 / /sys/fs/cgroup rw shared:10 - cgroup2 cgroup2 rw\n"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.memory_monitor import MemoryMonitor, MemoryPeak
+from offstage.pipeline.memory_monitor import MemoryMonitor, MemoryPeak
 from tests.deadline import deadline
 
 MIB = 2**20

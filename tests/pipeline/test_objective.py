@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ConfigError
-from pipeline.objective import Objective, check_objective, objective_of
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.objective import Objective, check_objective, objective_of
 
 
 def record(**objective: Any) -> dict[str, Any]:

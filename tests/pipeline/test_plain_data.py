@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.plain_data import DEEPEST, leaves, unrecordable, walk
+from offstage.pipeline.plain_data import DEEPEST, leaves, unrecordable, walk
 
 
 def test_every_node_comes_with_its_place_and_before_what_is_in_it() -> None:

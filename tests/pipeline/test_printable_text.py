@@ -1,6 +1,6 @@
 import pytest
 
-from pipeline.printable_text import printable
+from offstage.pipeline.printable_text import printable
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import CheckpointError, StorageError
-from pipeline.record import RunRecord, StageRecord, is_own_config, never_left_running
-from pipeline.stage import Report
+from offstage.pipeline.errors import CheckpointError, StorageError
+from offstage.pipeline.record import RunRecord, StageRecord, is_own_config, never_left_running
+from offstage.pipeline.stage import Report
 
 STAGE = StageRecord(
     name="plan",
@@ -77,7 +77,7 @@ def test_a_record_begins_with_every_field_of_the_design(folder: Path) -> None:
         "model": {},
         "inputs": {},
         "packages": {},
-        "places": {"run": str(folder), "folder": str(Path.cwd()), "conf": str(resources.files("conf"))},
+        "places": {"run": str(folder), "folder": str(Path.cwd()), "conf": str(resources.files("offstage.conf"))},
         "stages": [],
         "memory": {"budget": {}, "predicted": {}, "measured": {}},
         "metrics": dict.fromkeys(metrics),
@@ -236,7 +236,7 @@ def test_a_write_that_fails_leaves_the_record_as_it_was(folder: Path, monkeypatc
 def test_what_could_not_be_written_is_written_the_next_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = start(folder)
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.record.replace_file", lambda path, text: no_links(path, path))
+        patch.setattr("offstage.pipeline.record.replace_file", lambda path, text: no_links(path, path))
         with pytest.raises(StorageError):
             record.add_stage(STAGE)
     record.add_stage(STAGE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.regular_files import NotRegularError, open_regular, parse_json, read_json, read_regular
+from offstage.pipeline.regular_files import NotRegularError, open_regular, parse_json, read_json, read_regular
 from tests.deadline import deadline
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.replay import Difference, compare, first_difference
+from offstage.pipeline.replay import Difference, compare, first_difference
 
 
 def outputs(*rows: list[int]) -> list[dict[str, Any]]:

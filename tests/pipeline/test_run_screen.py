@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.record import RunRecord, StageRecord
-from pipeline.run_screen import RunScreen
-from pipeline.stage import Report
+from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.run_screen import RunScreen
+from offstage.pipeline.stage import Report
 
 FIRST, LAST = "plan", "generate"
 PLAN = Report(summary="cpu 1 B [bold]", screen="[red] what lies \x1b[2Jwhere")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import BudgetError, CheckpointError, ConfigError, Fault
-from pipeline.memory_monitor import MemoryMonitor
-from pipeline.record import RunRecord
-from pipeline.runner import Observer, Runner, check_config, installed_stages, load_stages
-from pipeline.stage import Artifact, Config, Context, Report, Stage
+from offstage.pipeline.errors import BudgetError, CheckpointError, ConfigError, Fault
+from offstage.pipeline.memory_monitor import MemoryMonitor
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.runner import Observer, Runner, check_config, installed_stages, load_stages
+from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def test_all_faults_of_all_stages_come_as_one_error(tmp_path: Path) -> None:
 
 
 def test_faults_of_one_kind_keep_their_class(tmp_path: Path) -> None:
-    from pipeline.errors import raise_faults
+    from offstage.pipeline.errors import raise_faults
 
     with pytest.raises(CheckpointError, match=r"a: b\nc: d"):
         raise_faults([Fault("a", "b", CheckpointError), Fault("c", "d", CheckpointError)])

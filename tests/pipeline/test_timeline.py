@@ -1,4 +1,4 @@
-from pipeline.timeline import MOST_POINTS, Timeline
+from offstage.pipeline.timeline import MOST_POINTS, Timeline
 
 
 def test_points_are_the_peaks_of_their_spans() -> None:

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import pytest
 
-from pipeline.config import config_classes
-from pipeline.typed_config import defaults, fits, key_names, read, type_faults
+from offstage.pipeline.config import config_classes
+from offstage.pipeline.typed_config import defaults, fits, key_names, read, type_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def test_the_shipped_file_says_what_each_key_means_and_repeats_no_default() -> N
 
     from omegaconf import OmegaConf
 
-    text = (resources.files("conf") / "config.yaml").read_text()
+    text = (resources.files("offstage.conf") / "config.yaml").read_text()
     described = [line[2:].partition(":")[0].partition(".")[0] for line in text.splitlines() if line.startswith("# ")]
     assert set(key_names(config_classes())) <= set(described)
     assert set(OmegaConf.create(text)) == {"defaults", "hydra"}

@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def compiled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache of a user who has the loops compiled; skips where there is no compiler."""
-    from stages.checkpoints.codecs import loops
+    from offstage.stages.checkpoints.codecs import loops
 
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:

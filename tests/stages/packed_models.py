@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.device_codec import look_up
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_memory
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import Bytes
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.device_codec import look_up
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_memory
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import Bytes
 from tests.stages.dispatch.placed_models import leave_empty, tensors_of
 
 REFUSED = -128

@@ -2,8 +2,8 @@
 
 import threading
 
-from stages.dispatch.transfer.carrier import reader_pool
-from stages.machine.probes import READING_THREADS
+from offstage.stages.dispatch.transfer.carrier import reader_pool
+from offstage.stages.machine.probes import READING_THREADS
 
 
 def settle() -> None:

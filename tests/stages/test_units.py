@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from stages.units import format_bytes, in_tier_order, parse_device, parse_size, tier
+from offstage.stages.units import format_bytes, in_tier_order, parse_device, parse_size, tier
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.report.figures import (
+from offstage.pipeline.report.figures import (
     COLOURS,
     EARLIER,
     Key,
@@ -22,8 +22,8 @@ from pipeline.report.figures import (
     row_names,
     told_first,
 )
-from pipeline.report.records import Number
-from pipeline.report.run_folders import Job
+from offstage.pipeline.report.records import Number
+from offstage.pipeline.report.run_folders import Job
 
 _FILL = 0.9
 """How much of its column a cell takes."""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from pipeline.report.differences import config_differences
-from pipeline.report.figures import Picture, Size, dress, in_unit, measure, measure_counts, picture
-from pipeline.report.plots.series import ends, paint_series, series_caption, series_keys
-from pipeline.report.run_folders import Job
-from pipeline.report.speed import Series, drawn_series, lockstep_series, members
+from offstage.pipeline.report.differences import config_differences
+from offstage.pipeline.report.figures import Picture, Size, dress, in_unit, measure, measure_counts, picture
+from offstage.pipeline.report.plots.series import ends, paint_series, series_caption, series_keys
+from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.report.speed import Series, drawn_series, lockstep_series, members
 
 
 def lockstep_picture(jobs: Sequence[Job]) -> Picture | None:

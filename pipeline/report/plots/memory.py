@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.figures import (
+from offstage.pipeline.report.figures import (
     COLOURS,
     EARLIER,
     Key,
@@ -24,11 +24,11 @@ from pipeline.report.figures import (
     row_names,
     told_first,
 )
-from pipeline.report.placements import device_title
-from pipeline.report.records import Number, Run
-from pipeline.report.run_folders import Job
-from pipeline.report.speed import known
-from pipeline.report.table import devices
+from offstage.pipeline.report.placements import device_title
+from offstage.pipeline.report.records import Number, Run
+from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.report.speed import known
+from offstage.pipeline.report.table import devices
 
 MOST_DEVICES = 4
 HOST = "cpu"

@@ -8,7 +8,7 @@ from statistics import median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.figures import (
+from offstage.pipeline.report.figures import (
     COLOURS,
     SERIES,
     Key,
@@ -20,12 +20,12 @@ from pipeline.report.figures import (
     picture,
     told_first,
 )
-from pipeline.report.placements import device_title
-from pipeline.report.plots.memory import BASE, HOST, MOST_DEVICES, base_bytes
-from pipeline.report.records import Number, Run
-from pipeline.report.run_folders import Job
-from pipeline.report.speed import known
-from pipeline.report.table import devices
+from offstage.pipeline.report.placements import device_title
+from offstage.pipeline.report.plots.memory import BASE, HOST, MOST_DEVICES, base_bytes
+from offstage.pipeline.report.records import Number, Run
+from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.report.speed import known
+from offstage.pipeline.report.table import devices
 
 
 def timeline_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:

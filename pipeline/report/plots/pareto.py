@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.figures import COLOURS, Key, Picture, Size, dress, in_unit, measure, picture
-from pipeline.report.plots.series import HOLLOW, marks
-from pipeline.report.speed import Front, Point
+from offstage.pipeline.report.figures import COLOURS, Key, Picture, Size, dress, in_unit, measure, picture
+from offstage.pipeline.report.plots.series import HOLLOW, marks
+from offstage.pipeline.report.speed import Front, Point
 
 MOST_NAMES = 12
 

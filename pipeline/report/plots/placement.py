@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.report.figures import (
+from offstage.pipeline.report.figures import (
     COLOURS,
     Key,
     Picture,
@@ -23,9 +23,9 @@ from pipeline.report.figures import (
     picture,
     row_height,
 )
-from pipeline.report.placements import PlacedLayer, Placements, RunPlacement, device_title, in_tier_order
-from pipeline.report.quantities import listed
-from pipeline.report.run_folders import Job
+from offstage.pipeline.report.placements import PlacedLayer, Placements, RunPlacement, device_title, in_tier_order
+from offstage.pipeline.report.quantities import listed
+from offstage.pipeline.report.run_folders import Job
 
 MOST_CELLS = 4000
 """Past this many cells, neighbours on one device are drawn as one."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.figures import (
+from offstage.pipeline.report.figures import (
     COLOURS,
     Key,
     Picture,
@@ -22,9 +22,9 @@ from pipeline.report.figures import (
     row_names,
     told_first,
 )
-from pipeline.report.noise import Noise
-from pipeline.report.records import Number, RunSample
-from pipeline.report.run_folders import Job
+from offstage.pipeline.report.noise import Noise
+from offstage.pipeline.report.records import Number, RunSample
+from offstage.pipeline.report.run_folders import Job
 
 SampleTime = Callable[[RunSample], Number | None]
 DECODING: tuple[str, SampleTime] = ("decoding: time a token", lambda sample: sample.token_seconds)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from pipeline.report.figures import COLOURS, SERIES, Key, Size
-from pipeline.report.quantities import listed
-from pipeline.report.run_folders import Job
-from pipeline.report.speed import OTHERS, PREDICTED_BOUND, SECONDS, Point, Series, bound_seconds, drawn_series
+from offstage.pipeline.report.figures import COLOURS, SERIES, Key, Size
+from offstage.pipeline.report.quantities import listed
+from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.report.speed import OTHERS, PREDICTED_BOUND, SECONDS, Point, Series, bound_seconds, drawn_series
 
 _CROWD = 90
 """Past this many points, marks and lines are small."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from pipeline.report.figures import Picture, Size, dress, in_unit, measure, picture
-from pipeline.report.plots.series import ends, paint_series, series_caption, series_keys
-from pipeline.report.run_folders import Job
-from pipeline.report.speed import Series, drawn_series
+from offstage.pipeline.report.figures import Picture, Size, dress, in_unit, measure, picture
+from offstage.pipeline.report.plots.series import ends, paint_series, series_caption, series_keys
+from offstage.pipeline.report.run_folders import Job
+from offstage.pipeline.report.speed import Series, drawn_series
 
 
 def speed_picture(series: Sequence[Series], jobs: Sequence[Job]) -> Picture | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pipeline.report.figures import (
+from offstage.pipeline.report.figures import (
     COLOURS,
     Key,
     Picture,
@@ -20,9 +20,9 @@ from pipeline.report.figures import (
     row_names,
     told_first,
 )
-from pipeline.report.quantities import Scale, scale_for
-from pipeline.report.records import StageTime
-from pipeline.report.run_folders import Job
+from offstage.pipeline.report.quantities import Scale, scale_for
+from offstage.pipeline.report.records import StageTime
+from offstage.pipeline.report.run_folders import Job
 
 _FILL = 0.94
 """How much of its column a cell takes."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.report.figures import COLOURS, SERIES, Key, Picture, Size, dress, picture, told_first
-from pipeline.report.run_folders import Job
+from offstage.pipeline.report.figures import COLOURS, SERIES, Key, Picture, Size, dress, picture, told_first
+from offstage.pipeline.report.run_folders import Job
 
 
 def loss_picture(jobs: Sequence[Job], labels: Mapping[str, str]) -> Picture | None:

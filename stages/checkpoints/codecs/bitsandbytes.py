@@ -15,12 +15,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs.fp8 import DTYPES
-from stages.checkpoints.codecs.table_scaled import RUNS, PackedScales, TableScaled
-from stages.checkpoints.extents import Extent, TensorHeader, is_shape
-from stages.checkpoints.packed import AtRest, PackedTensor
-from stages.checkpoints.packed_reads import read_span
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs.fp8 import DTYPES
+from offstage.stages.checkpoints.codecs.table_scaled import RUNS, PackedScales, TableScaled
+from offstage.stages.checkpoints.extents import Extent, TensorHeader, is_shape
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_span
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _MAP, _SCALES = ".quant_map", ".absmax"

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.errors import CheckpointError
+from offstage.pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from stages.checkpoints.codecs.fp8 import Codes
+    from offstage.stages.checkpoints.codecs.fp8 import Codes
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block"]
 

@@ -12,12 +12,12 @@ import struct
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs.compressed_scheme import WeightScheme, weight_scheme
-from stages.checkpoints.codecs.fp8 import DTYPES, BlockScaled, Codes
-from stages.checkpoints.extents import Extent, TensorHeader
-from stages.checkpoints.packed import AtRest, PackedTensor
-from stages.checkpoints.shard_files import opened_shard, read_into
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs.compressed_scheme import WeightScheme, weight_scheme
+from offstage.stages.checkpoints.codecs.fp8 import DTYPES, BlockScaled, Codes
+from offstage.stages.checkpoints.extents import Extent, TensorHeader
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.stages.checkpoints.shard_files import opened_shard, read_into
 
 _SCALE, _PACKED, _GLOBAL, _SHAPE = "weight_scale", "weight_packed", "weight_global_scale", "weight_shape"
 _BESIDE = (

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs.fp8 import SCALE_DTYPES, BlockScaled
-from stages.checkpoints.extents import Extent, TensorHeader
-from stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs.fp8 import SCALE_DTYPES, BlockScaled
+from offstage.stages.checkpoints.extents import Extent, TensorHeader
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 
 _FORMATS: Mapping[str, Literal["fp8", "fp4"]] = {"float8_e4m3fn": "fp8", "int8": "fp4"}
 """The dtypes of codes; FP4 has no dtype in the files."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from stages.checkpoints.codecs.k_quants import Blocks, Values, halves, unpack_q4_k, unpack_q5_k, unpack_q6_k
+from offstage.stages.checkpoints.codecs.k_quants import Blocks, Values, halves, unpack_q4_k, unpack_q5_k, unpack_q6_k
 
 
 def _unpack_q8_0(blocks: Blocks, out: Values) -> None:

@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.checkpoints.codecs.float_tiles import DTYPES, TILE_ELEMENTS, cast_values, elements_of
-from stages.checkpoints.codecs.ggml_blocks import UNPACK
-from stages.checkpoints.codecs.ggml_formats import FORMATS
-from stages.checkpoints.codecs.ggml_on_device import UNPACK_ON_DEVICE
-from stages.checkpoints.codecs.loops import Loop, Loops, loops
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import Bytes
-from stages.units import DTYPE_BYTES
+from offstage.stages.checkpoints.codecs.float_tiles import DTYPES, TILE_ELEMENTS, cast_values, elements_of
+from offstage.stages.checkpoints.codecs.ggml_blocks import UNPACK
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.codecs.ggml_on_device import UNPACK_ON_DEVICE
+from offstage.stages.checkpoints.codecs.loops import Loop, Loops, loops
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.units import DTYPE_BYTES
 
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 512, 4096
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stages.checkpoints.codecs.ggml_formats import FORMATS
-from stages.machine import compiled_code
-from stages.units import DTYPE_BYTES
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.machine import compiled_code
+from offstage.stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
 _UNPACKERS = ("unpack_scaled", "unpack_table_scaled", "unpack_mxfp4", "unpack_ggml")

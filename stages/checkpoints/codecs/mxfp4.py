@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs.loops import Loop, loops
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent, TensorHeader
-from stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import Bytes
-from stages.units import DTYPE_BYTES
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs.loops import Loop, loops
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent, TensorHeader
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.units import DTYPE_BYTES
 
 STACKS = ("gate_up_proj", "down_proj")
 """What the parameters are called that transformers unpacks."""

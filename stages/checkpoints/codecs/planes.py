@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.cache.leftovers import move_aside
-from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs.loops import loops
-from stages.checkpoints.extents import Extent, are_counts
-from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
-from stages.checkpoints.shard_files import ShardFile
+from offstage.pipeline.cache.leftovers import move_aside
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs.loops import loops
+from offstage.stages.checkpoints.extents import Extent, are_counts
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
+from offstage.stages.checkpoints.shard_files import ShardFile
 
 if TYPE_CHECKING:
     import zstandard  # where it is used: a run that packs nothing needs none of it
 
-    from stages.machine.aligned_memory import Bytes  # without torch, which planning doesn't need
+    from offstage.stages.machine.aligned_memory import Bytes  # without torch, which planning doesn't need
 
 NAME = "zstd"
 TILE_ELEMENTS = 2**18

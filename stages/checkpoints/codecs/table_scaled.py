@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stages.checkpoints.codecs.loops import Loop, loops
-from stages.checkpoints.device_codec import look_up
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import Bytes
-from stages.machine.operator_threads import alone, elements_alone
-from stages.units import DTYPE_BYTES
+from offstage.stages.checkpoints.codecs.loops import Loop, loops
+from offstage.stages.checkpoints.device_codec import look_up
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.machine.operator_threads import alone, elements_alone
+from offstage.stages.units import DTYPE_BYTES
 
 NAME = "nf4"
 RUNS = (32, 64, 128, 256, 512, 1024, 2048, 4096)

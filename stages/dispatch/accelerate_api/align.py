@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.hooks import ModelHook
-from stages.dispatch.accelerate_api.stand_ins import bound_tensors
-from stages.dispatch.streaming.waiting_tensor import (
+from offstage.stages.dispatch.accelerate_api.hooks import ModelHook
+from offstage.stages.dispatch.accelerate_api.stand_ins import bound_tensors
+from offstage.stages.dispatch.streaming.waiting_tensor import (
     WaitingSource,
     WaitingTensor,
     bring_home,
     rebuild,
     send_waiting,
 )
-from stages.dispatch.transfer.values import first_device, send_to_device
-from stages.machine.devices import AnyDevice, torch_device
-from stages.shard_load import OffloadedWeightsLoader, PrefixedDataset
-from stages.units import parse_device
+from offstage.stages.dispatch.transfer.values import first_device, send_to_device
+from offstage.stages.machine.devices import AnyDevice, torch_device
+from offstage.stages.shard_load import OffloadedWeightsLoader, PrefixedDataset
+from offstage.stages.units import parse_device
 
 TiedMap = dict[int, dict[torch.device, torch.Tensor]]
 SkipKeys = str | list[str] | None

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.align import AlignDevicesHook, SkipKeys, TiedMap
-from stages.dispatch.accelerate_api.hooks import add_hook_to_module
-from stages.empty_init import named_module_tensors
-from stages.machine.devices import AnyDevice
-from stages.shard_load import PrefixedDataset
+from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, SkipKeys, TiedMap
+from offstage.stages.dispatch.accelerate_api.hooks import add_hook_to_module
+from offstage.stages.empty_init import named_module_tensors
+from offstage.stages.machine.devices import AnyDevice
+from offstage.stages.shard_load import PrefixedDataset
 
 
 @dataclass(frozen=True, slots=True)

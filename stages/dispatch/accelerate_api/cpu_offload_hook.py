@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.align import resolve_device
-from stages.dispatch.accelerate_api.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from stages.dispatch.transfer.values import send_to_device
-from stages.machine.devices import AnyDevice
+from offstage.stages.dispatch.accelerate_api.align import resolve_device
+from offstage.stages.dispatch.accelerate_api.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from offstage.stages.dispatch.transfer.values import send_to_device
+from offstage.stages.machine.devices import AnyDevice
 
 
 class CpuOffload(ModelHook):

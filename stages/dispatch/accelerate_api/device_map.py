@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from stages.dispatch.accelerate_api.align import resolve_device
-from stages.empty_init.skeleton import Skeleton
-from stages.machine.devices import AnyDevice
-from stages.units import CPU, DISK
+from offstage.stages.dispatch.accelerate_api.align import resolve_device
+from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.machine.devices import AnyDevice
+from offstage.stages.units import CPU, DISK
 
 _log = logging.getLogger(__name__)
 

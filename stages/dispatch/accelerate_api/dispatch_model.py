@@ -22,24 +22,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.dispatch.accelerate_api.align import SkipKeys, resolve_device
-from stages.dispatch.accelerate_api.device_map import warn_of_strangers
-from stages.dispatch.accelerate_api.hooks import remove_hook_from_submodules
-from stages.dispatch.accelerate_api.offload_dir import locate_weights
-from stages.dispatch.accelerate_api.streamed_model import Sources, Wanted, plan_for, stream
-from stages.dispatch.streaming.guard import is_guarded
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import Skeleton
-from stages.machine.devices import AnyDevice, device_id
-from stages.plan.placement import Budgets
-from stages.plan.policy_map import map_by_policy
-from stages.plan.serving import routed
-from stages.shard_load.checkpoint_in_model import fill_model, load_checkpoint_in_model, with_dtype
-from stages.shard_load.homes import homes_of
-from stages.shard_load.load import prepare
-from stages.units import CPU, DISK, DeviceId
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.dispatch.accelerate_api.align import SkipKeys, resolve_device
+from offstage.stages.dispatch.accelerate_api.device_map import warn_of_strangers
+from offstage.stages.dispatch.accelerate_api.hooks import remove_hook_from_submodules
+from offstage.stages.dispatch.accelerate_api.offload_dir import locate_weights
+from offstage.stages.dispatch.accelerate_api.streamed_model import Sources, Wanted, plan_for, stream
+from offstage.stages.dispatch.streaming.guard import is_guarded
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.machine.devices import AnyDevice, device_id
+from offstage.stages.plan.placement import Budgets
+from offstage.stages.plan.policy_map import map_by_policy
+from offstage.stages.plan.serving import routed
+from offstage.stages.shard_load.checkpoint_in_model import fill_model, load_checkpoint_in_model, with_dtype
+from offstage.stages.shard_load.homes import homes_of
+from offstage.stages.shard_load.load import prepare
+from offstage.stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.align import AlignDevicesHook, SkipKeys
-from stages.dispatch.streaming.streamer import Streamer
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor, bring_home, rebuild
+from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, SkipKeys
+from offstage.stages.dispatch.streaming.streamer import Streamer
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, bring_home, rebuild
 
 Table = dict[str, Any]
 

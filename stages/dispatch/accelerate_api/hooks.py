@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from stages.dispatch.streaming.guard import unguard
+from offstage.stages.dispatch.streaming.guard import unguard
 
 _GUARDED_BY_ACCELERATE = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.hooks import add_hook_to_module
-from stages.dispatch.accelerate_api.stand_ins import StandInHook, Table, bound_tensors, stand_in
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
+from offstage.stages.dispatch.accelerate_api.hooks import add_hook_to_module
+from offstage.stages.dispatch.accelerate_api.stand_ins import StandInHook, Table, bound_tensors, stand_in
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
 
 CASTABLE = (
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.hooks import add_hook_to_module
-from stages.dispatch.accelerate_api.stand_ins import StandInHook, bound_tensors, stand_in
-from stages.dispatch.streaming.waiting_tensor import rebuild
+from offstage.stages.dispatch.accelerate_api.hooks import add_hook_to_module
+from offstage.stages.dispatch.accelerate_api.stand_ins import StandInHook, bound_tensors, stand_in
+from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
 
 
 @dataclass(slots=True)

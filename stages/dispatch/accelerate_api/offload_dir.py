@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError, ConfigError
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.empty_init.skeleton import Skeleton, TensorSpec
-from stages.plan.plan import Plan
-from stages.shard_load import OffloadedWeightsLoader, offload_state_dict
-from stages.shard_load.disk_weights import DiskWeights
-from stages.shard_load.expert_rows import Rows, locate_rows
-from stages.shard_load.offload_store import plain_index
-from stages.units import DISK
+from offstage.pipeline.errors import CheckpointError, ConfigError
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec
+from offstage.stages.plan.plan import Plan
+from offstage.stages.shard_load import OffloadedWeightsLoader, offload_state_dict
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.expert_rows import Rows, locate_rows
+from offstage.stages.shard_load.offload_store import plain_index
+from offstage.stages.units import DISK
 
 
 def locate_weights(

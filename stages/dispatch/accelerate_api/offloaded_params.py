@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.align import AlignDevicesHook, resolve_device
-from stages.dispatch.accelerate_api.hooks import hooks_of
-from stages.dispatch.accelerate_api.stand_ins import StandIn, bound_tensors, stand_in
-from stages.dispatch.streaming.state_on_host import state_on_host
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
-from stages.empty_init.skeleton import parent
-from stages.machine.devices import AnyDevice
+from offstage.stages.dispatch.accelerate_api.align import AlignDevicesHook, resolve_device
+from offstage.stages.dispatch.accelerate_api.hooks import hooks_of
+from offstage.stages.dispatch.accelerate_api.stand_ins import StandIn, bound_tensors, stand_in
+from offstage.stages.dispatch.streaming.state_on_host import state_on_host
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor, rebuild
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.devices import AnyDevice
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.accelerate_api.hooks import ModelHook
+from offstage.stages.dispatch.accelerate_api.hooks import ModelHook
 
 Table = dict[str, Any]
 """The parameters or the buffers of a module, by their names in it."""

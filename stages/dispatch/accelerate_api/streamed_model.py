@@ -16,24 +16,24 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stages.dispatch.accelerate_api.align import SkipKeys
-from stages.dispatch.accelerate_api.engine_hook import EngineHook
-from stages.dispatch.accelerate_api.hooks import add_hook_to_module
-from stages.dispatch.accelerate_api.stand_ins import bound_tensors
-from stages.dispatch.dispatch_plan import ModulePlan, make_dispatch_plan
-from stages.dispatch.streaming.streamer import Streamer
-from stages.dispatch.streaming.waiting_tensor import WaitingSource, rebuild, send_waiting
-from stages.empty_init.skeleton import Skeleton, TensorSpec, parent, upward
-from stages.machine.devices import Devices
-from stages.machine.host_memory import PROCESS_BYTES, host_memory
-from stages.plan.assembly import share_slots
-from stages.plan.expert_slots import offstage_in, pools
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement, layer_reserves, reserves, resident_bytes
-from stages.plan.plan import Plan
-from stages.plan.serving import choose_io, serve
-from stages.shard_load.disk_weights import DiskWeights
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.dispatch.accelerate_api.align import SkipKeys
+from offstage.stages.dispatch.accelerate_api.engine_hook import EngineHook
+from offstage.stages.dispatch.accelerate_api.hooks import add_hook_to_module
+from offstage.stages.dispatch.accelerate_api.stand_ins import bound_tensors
+from offstage.stages.dispatch.dispatch_plan import ModulePlan, make_dispatch_plan
+from offstage.stages.dispatch.streaming.streamer import Streamer
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, rebuild, send_waiting
+from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent, upward
+from offstage.stages.machine.devices import Devices
+from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
+from offstage.stages.plan.assembly import share_slots
+from offstage.stages.plan.expert_slots import offstage_in, pools
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Placement, layer_reserves, reserves, resident_bytes
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.serving import choose_io, serve
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.units import CPU, DISK, DeviceId
 
 STAGED_LAYERS = 2
 """How many of the largest streamed layers the staging memory on the host holds where no budget says more: one of them

@@ -12,29 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.dispatch_plan import DispatchPlan
-from stages.dispatch.experts.eviction import Eviction
-from stages.dispatch.experts.expert_stack import ExpertStack, StackUse
-from stages.dispatch.experts.pool import ExpertLayer, ExpertPool, ExpertUse
-from stages.dispatch.experts.routed_experts import RoutedExperts
-from stages.dispatch.experts.router_guess import RouterGuess
-from stages.dispatch.experts.row_carrier import RowSource
-from stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes
-from stages.dispatch.streaming.bindings import Binding, make_binding, source_of
-from stages.dispatch.streaming.saved_weights import SavedWeights
-from stages.dispatch.streaming.turns import ALONE, Turns
-from stages.dispatch.streaming.uncompiled import uncompiled
-from stages.dispatch.transfer.carrier import Traffic
-from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
-from stages.dispatch.transfer.host_link import HostLink
-from stages.dispatch.transfer.link import Link
-from stages.dispatch.transfer.trace import Trace
-from stages.empty_init.experts import routing
-from stages.empty_init.skeleton import ExpertsSpec, parent, upward
-from stages.machine.devices import Devices
-from stages.plan.expert_banks import wanted
-from stages.shard_load.disk_weights import DiskWeights
-from stages.units import DeviceId
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan
+from offstage.stages.dispatch.experts.eviction import Eviction
+from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
+from offstage.stages.dispatch.experts.pool import ExpertLayer, ExpertPool, ExpertUse
+from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
+from offstage.stages.dispatch.experts.router_guess import RouterGuess
+from offstage.stages.dispatch.experts.row_carrier import RowSource
+from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes
+from offstage.stages.dispatch.streaming.bindings import Binding, make_binding, source_of
+from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
+from offstage.stages.dispatch.streaming.turns import ALONE, Turns
+from offstage.stages.dispatch.streaming.uncompiled import uncompiled
+from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
+from offstage.stages.dispatch.transfer.host_link import HostLink
+from offstage.stages.dispatch.transfer.link import Link
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.empty_init.experts import routing
+from offstage.stages.empty_init.skeleton import ExpertsSpec, parent, upward
+from offstage.stages.machine.devices import Devices
+from offstage.stages.plan.expert_banks import wanted
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.units import DeviceId
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 
-from stages.dispatch.experts.eviction import Eviction, Expert
+from offstage.stages.dispatch.experts.eviction import Eviction, Expert
 
 
 class Bank:

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from stages.dispatch.experts.routed_experts import RoutedExperts
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 """The names of the grouped products: torch's in its versions, and what transformers has for where there is none."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from stages.dispatch.experts.eviction import Expert
-from stages.dispatch.experts.pool import ExpertPool
-from stages.dispatch.streaming.turns import Place, Turns, current_call
+from offstage.stages.dispatch.experts.eviction import Expert
+from offstage.stages.dispatch.experts.pool import ExpertPool
+from offstage.stages.dispatch.streaming.turns import Place, Turns, current_call
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
-from stages.dispatch.experts.eviction import Expert
+from offstage.stages.dispatch.experts.eviction import Expert
 
 WORTH = 0.9
 """How often a place must have come true of late. What comes to nothing is read beyond what plans foresee, and they are

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.dispatch.experts.bank import Bank
-from stages.dispatch.experts.eviction import Eviction, Expert
-from stages.dispatch.experts.guess_precision import GuessPrecision
-from stages.dispatch.experts.row_carrier import RowArrival, RowCarrier, RowSource, can_wait
-from stages.dispatch.experts.slot_memory import Kind, SlotMemory, kind_bytes
-from stages.dispatch.transfer.carrier import Traffic
-from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
-from stages.dispatch.transfer.link import Link
-from stages.dispatch.transfer.trace import Trace
-from stages.plan.expert_banks import bank_bounds
-from stages.units import DeviceId
+from offstage.stages.dispatch.experts.bank import Bank
+from offstage.stages.dispatch.experts.eviction import Eviction, Expert
+from offstage.stages.dispatch.experts.guess_precision import GuessPrecision
+from offstage.stages.dispatch.experts.row_carrier import RowArrival, RowCarrier, RowSource, can_wait
+from offstage.stages.dispatch.experts.slot_memory import Kind, SlotMemory, kind_bytes
+from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
+from offstage.stages.dispatch.transfer.link import Link
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.plan.expert_banks import bank_bounds
+from offstage.stages.units import DeviceId
 
 Rows = Mapping[str, Sequence[RowSource]]
 """Where the rows of a layer's experts wait, by the attribute of their module, in the order of the experts."""

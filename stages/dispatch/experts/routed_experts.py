@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
-from stages.dispatch.experts.eviction import Expert
-from stages.dispatch.experts.expert_turns import ExpertTurns
-from stages.dispatch.experts.pool import ExpertPool
-from stages.dispatch.experts.router_guess import RouterGuess
-from stages.dispatch.streaming.saved_weights import Bring, SavedWeights
-from stages.dispatch.streaming.turns import ALONE, Place, Turns, current_call
+from offstage.stages.dispatch.experts.eviction import Expert
+from offstage.stages.dispatch.experts.expert_turns import ExpertTurns
+from offstage.stages.dispatch.experts.pool import ExpertPool
+from offstage.stages.dispatch.experts.router_guess import RouterGuess
+from offstage.stages.dispatch.streaming.saved_weights import Bring, SavedWeights
+from offstage.stages.dispatch.streaming.turns import ALONE, Place, Turns, current_call
 
 _PASSED_ON = 4
 """Slots that experts pass through which can't all stay: one computes while the others are on their way."""

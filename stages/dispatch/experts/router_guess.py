@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.empty_init.experts import routing
+from offstage.stages.empty_init.experts import routing
 
 _log = logging.getLogger(__name__)
 

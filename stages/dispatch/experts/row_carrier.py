@@ -16,20 +16,20 @@ from itertools import count
 
 import torch
 
-from stages.checkpoints.direct_file import Chunk, cut
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, files_of, in_pieces, rest_bytes
-from stages.dispatch.transfer.block_reader import BlockReader
-from stages.dispatch.transfer.carrier import ChunkReader, Traffic, reader_pool
-from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking, crosses_packed
-from stages.dispatch.transfer.host_link import HostLink
-from stages.dispatch.transfer.link import Event, Link
-from stages.dispatch.transfer.part_layout import read_lengths
-from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
-from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from stages.machine.probes import CHUNK_BYTES
-from stages.plan.host_buffers import bounce_buffers
-from stages.units import DeviceId
+from offstage.stages.checkpoints.direct_file import Chunk, cut
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, files_of, in_pieces, rest_bytes
+from offstage.stages.dispatch.transfer.block_reader import BlockReader
+from offstage.stages.dispatch.transfer.carrier import ChunkReader, Traffic, reader_pool
+from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking, crosses_packed
+from offstage.stages.dispatch.transfer.host_link import HostLink
+from offstage.stages.dispatch.transfer.link import Event, Link
+from offstage.stages.dispatch.transfer.part_layout import read_lengths
+from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
+from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
+from offstage.stages.machine.probes import CHUNK_BYTES
+from offstage.stages.plan.host_buffers import bounce_buffers
+from offstage.stages.units import DeviceId
 
 RowSource = tuple[AtRest, ...] | torch.Tensor
 """Where a row waits: in places on disk, one after the other, or on the host."""

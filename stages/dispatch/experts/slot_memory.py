@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.dispatch.transfer.link import Link
-from stages.machine.aligned_memory import align_up
-from stages.units import DEVICE_ALIGNMENT
+from offstage.stages.dispatch.transfer.link import Link
+from offstage.stages.machine.aligned_memory import align_up
+from offstage.stages.units import DEVICE_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

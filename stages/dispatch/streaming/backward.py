@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from stages.dispatch.streaming.lookahead import Lookahead
-from stages.dispatch.streaming.saved_weights import Bring
-from stages.dispatch.streaming.streamed_part import StreamedPart
-from stages.machine.devices import Devices
-from stages.units import DeviceId
+from offstage.stages.dispatch.streaming.lookahead import Lookahead
+from offstage.stages.dispatch.streaming.saved_weights import Bring
+from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
+from offstage.stages.machine.devices import Devices
+from offstage.stages.units import DeviceId
 
 _Saved = dict[DeviceId, list[int]]
 """The parts that a graph has saved tensors of, by where they compute, in the order in which they were saved."""

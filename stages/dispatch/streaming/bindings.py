@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor, bring_home, rebuild, send_waiting
-from stages.machine.aligned_memory import HostBlock
+from offstage.stages.dispatch.streaming.waiting_tensor import (
+    WaitingSource,
+    WaitingTensor,
+    bring_home,
+    rebuild,
+    send_waiting,
+)
+from offstage.stages.machine.aligned_memory import HostBlock
 
 
 @dataclass(slots=True)

@@ -7,25 +7,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.checkpoints.packed import AtRest, rows_of
-from stages.dispatch.dispatch_plan import DispatchPlan
-from stages.dispatch.streaming.bindings import Binding, settle
-from stages.dispatch.streaming.lookahead import Lookahead
-from stages.dispatch.streaming.streamed_part import StreamedPart
-from stages.dispatch.streaming.turns import Place
-from stages.dispatch.transfer.carrier import Carrier, Traffic
-from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
-from stages.dispatch.transfer.host_carrier import HostCarrier
-from stages.dispatch.transfer.link import Link, pin
-from stages.dispatch.transfer.link_carrier import LinkCarrier
-from stages.dispatch.transfer.links import open_link
-from stages.dispatch.transfer.part_layout import Source, read_lengths
-from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
-from stages.dispatch.transfer.trace import Trace
-from stages.empty_init.skeleton import parent
-from stages.machine.aligned_memory import HostBlock
-from stages.machine.devices import Devices
-from stages.units import CPU, DeviceId
+from offstage.stages.checkpoints.packed import AtRest, rows_of
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan
+from offstage.stages.dispatch.streaming.bindings import Binding, settle
+from offstage.stages.dispatch.streaming.lookahead import Lookahead
+from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
+from offstage.stages.dispatch.streaming.turns import Place
+from offstage.stages.dispatch.transfer.carrier import Carrier, Traffic
+from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
+from offstage.stages.dispatch.transfer.host_carrier import HostCarrier
+from offstage.stages.dispatch.transfer.link import Link, pin
+from offstage.stages.dispatch.transfer.link_carrier import LinkCarrier
+from offstage.stages.dispatch.transfer.links import open_link
+from offstage.stages.dispatch.transfer.part_layout import Source, read_lengths
+from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.aligned_memory import HostBlock
+from offstage.stages.machine.devices import Devices
+from offstage.stages.units import CPU, DeviceId
 
 OpenLink = Callable[[Devices, DeviceId], Link]
 

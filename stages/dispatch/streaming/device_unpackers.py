@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
-from stages.checkpoints.device_codec import can_unpack
-from stages.checkpoints.memory_file import MemoryFile
-from stages.checkpoints.packed import PackedTensor
-from stages.dispatch.dispatch_plan import DispatchPlan
-from stages.dispatch.streaming.bindings import Binding
-from stages.dispatch.streaming.device_lookaheads import Links
-from stages.dispatch.streaming.streamed_part import StreamedPart
-from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker
-from stages.dispatch.transfer.link import pin
-from stages.machine.aligned_memory import Bytes
-from stages.shard_load.disk_weights import DiskWeights
-from stages.units import DeviceId
+from offstage.stages.checkpoints.device_codec import can_unpack
+from offstage.stages.checkpoints.memory_file import MemoryFile
+from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan
+from offstage.stages.dispatch.streaming.bindings import Binding
+from offstage.stages.dispatch.streaming.device_lookaheads import Links
+from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
+from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker
+from offstage.stages.dispatch.transfer.link import pin
+from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.units import DeviceId
 
 
 def open_unpackers(

@@ -18,9 +18,9 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import nn
 
-from stages.dispatch.streaming.state_on_host import state_on_host
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
-from stages.empty_init.skeleton import parent, upward
+from offstage.stages.dispatch.streaming.state_on_host import state_on_host
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.empty_init.skeleton import parent, upward
 
 _log = logging.getLogger(__name__)
 _MARK = "_class_before_dispatch"

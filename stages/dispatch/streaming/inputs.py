@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.transfer.values import first_device, send_to_device
+from offstage.stages.dispatch.transfer.values import first_device, send_to_device
 
 
 def move_inputs(

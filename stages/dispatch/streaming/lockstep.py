@@ -15,9 +15,9 @@ from itertools import islice
 import greenlet
 import torch
 
-from stages.dispatch.streaming.module_state import ModuleState
-from stages.dispatch.streaming.thread_state import ThreadState
-from stages.dispatch.streaming.turns import Group, Member, Shared, check_gradients
+from offstage.stages.dispatch.streaming.module_state import ModuleState
+from offstage.stages.dispatch.streaming.thread_state import ThreadState
+from offstage.stages.dispatch.streaming.turns import Group, Member, Shared, check_gradients
 
 Task = Callable[[], object]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stages.dispatch.streaming.module_state import ModuleState
-from stages.dispatch.streaming.turns import Group, Member, Shared, check_gradients
+from offstage.stages.dispatch.streaming.module_state import ModuleState
+from offstage.stages.dispatch.streaming.turns import Group, Member, Shared, check_gradients
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

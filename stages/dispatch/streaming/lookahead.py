@@ -20,11 +20,11 @@ from typing import Generic
 
 import torch
 
-from stages.dispatch.streaming.schedule import Schedule
-from stages.dispatch.transfer.arena import Region
-from stages.dispatch.transfer.carrier import Carrier, Delivery, Traffic
-from stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from stages.units import CPU, DeviceId
+from offstage.stages.dispatch.streaming.schedule import Schedule
+from offstage.stages.dispatch.transfer.arena import Region
+from offstage.stages.dispatch.transfer.carrier import Carrier, Delivery, Traffic
+from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
+from offstage.stages.units import CPU, DeviceId
 
 NEIGHBOURS = 4
 """After so many experts in turn the next is likely; a single token calls so many neighbours very rarely."""

@@ -6,11 +6,11 @@ import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.mapped_file import MappedFile
-from stages.checkpoints.packed import AtRest
-from stages.checkpoints.shard_files import ShardFile
-from stages.dispatch.streaming.bindings import Binding
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.mapped_file import MappedFile
+from offstage.stages.checkpoints.packed import AtRest
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.dispatch.streaming.bindings import Binding
 
 
 class MappedWeights:

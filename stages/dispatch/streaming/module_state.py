@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from pipeline.errors import ConfigError
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
-from stages.plan.request.lockstep import COPIED_BYTES
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.plan.request.lockstep import COPIED_BYTES
 
 
 class LockstepError(ConfigError, RuntimeError):

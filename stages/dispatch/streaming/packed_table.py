@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from stages.checkpoints.packed import PackedTensor
-from stages.checkpoints.packed_reads import read_packed
-from stages.dispatch.streaming.bindings import Binding, read_only, source_of
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.dispatch.streaming.bindings import Binding, read_only, source_of
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 
 def can_be_looked_up(table: PackedTensor) -> bool:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.streaming.lockstep import Lockstep, Task
-from stages.dispatch.streaming.lockstep_threads import ThreadLockstep
-from stages.dispatch.streaming.module_state import ModuleState
-from stages.dispatch.streaming.pass_lock import PassLock, calls_on
-from stages.dispatch.streaming.turns import ALONE, Member, Turns
-from stages.dispatch.streaming.uncompiled import uncompiled
+from offstage.stages.dispatch.streaming.lockstep import Lockstep, Task
+from offstage.stages.dispatch.streaming.lockstep_threads import ThreadLockstep
+from offstage.stages.dispatch.streaming.module_state import ModuleState
+from offstage.stages.dispatch.streaming.pass_lock import PassLock, calls_on
+from offstage.stages.dispatch.streaming.turns import ALONE, Member, Turns
+from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 
 
 class ModelPasses:

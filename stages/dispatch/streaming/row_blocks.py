@@ -3,8 +3,8 @@
 Each column of ``x @ W.T`` depends on one row of ``W`` alone, so a block of rows is brought, used and let go before the
 next one is needed. Each is a part of its own to the lookahead, which reads the next one while one computes, and calls
 in lockstep use each in turn. Whether the bits are those of the whole product hangs on the host's kernels: the plan asks
-for blocks only where they were found to be (``stages.machine.row_products``). Where gradients are recorded all of the
-weight is read, as of any tensor that waits.
+for blocks only where they were found to be (``offstage.stages.machine.row_products``). Where gradients are recorded all
+of the weight is read, as of any tensor that waits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from stages.dispatch.streaming.bindings import Binding, source_of
-from stages.dispatch.streaming.streamed_part import StreamedPart
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.dispatch.streaming.bindings import Binding, source_of
+from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 Use = Callable[[StreamedPart], None]
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from stages.dispatch.streaming.referenced_tensor import ReferencedTensor
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.dispatch.streaming.referenced_tensor import ReferencedTensor
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 Bring = Callable[[], torch.Tensor]
 """Brings a tensor again: of the same bits and layout, for as long as anything views it."""

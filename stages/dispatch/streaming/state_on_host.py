@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 
 def state_on_host(model: nn.Module) -> dict[str, Any]:

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.checkpoints.mapped_file import MappedFile
-from stages.checkpoints.packed import AtRest, PackedTensor
-from stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
-from stages.dispatch.streaming.bindings import Binding, make_binding
-from stages.dispatch.streaming.lookahead import Lookahead
-from stages.dispatch.streaming.mapped_weights import MappedWeights
-from stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
-from stages.dispatch.streaming.turns import Place
-from stages.dispatch.streaming.waiting_tensor import rebuild
-from stages.empty_init.skeleton import parent
-from stages.machine.devices import Devices
-from stages.machine.row_ranges import row_ranges
-from stages.plan.serving import Serving
-from stages.shard_load.disk_weights import DiskWeights
-from stages.units import CPU, DeviceId
+from offstage.stages.checkpoints.mapped_file import MappedFile
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
+from offstage.stages.dispatch.streaming.bindings import Binding, make_binding
+from offstage.stages.dispatch.streaming.lookahead import Lookahead
+from offstage.stages.dispatch.streaming.mapped_weights import MappedWeights
+from offstage.stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
+from offstage.stages.dispatch.streaming.turns import Place
+from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.devices import Devices
+from offstage.stages.machine.row_ranges import row_ranges
+from offstage.stages.plan.serving import Serving
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.units import CPU, DeviceId
 
 
 @dataclass(slots=True)

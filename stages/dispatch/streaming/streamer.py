@@ -17,33 +17,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.dispatch.dispatch_plan import DispatchPlan
-from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
-from stages.dispatch.experts.eviction import DEFAULT, POLICIES
-from stages.dispatch.streaming.backward import BackwardOrder
-from stages.dispatch.streaming.bindings import Binding, have_wait, without_data
-from stages.dispatch.streaming.device_lookaheads import Links, OpenLink, open_lookaheads, pin_waiting
-from stages.dispatch.streaming.device_unpackers import open_unpackers
-from stages.dispatch.streaming.guard import guard, shut, unguard
-from stages.dispatch.streaming.inputs import move_inputs
-from stages.dispatch.streaming.lockstep import Lockstep, Task
-from stages.dispatch.streaming.lookahead import Lookahead
-from stages.dispatch.streaming.module_state import ModuleState
-from stages.dispatch.streaming.passes import ModelPasses
-from stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
-from stages.dispatch.streaming.saved_weights import SavedWeights
-from stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
-from stages.dispatch.streaming.turns import Shared
-from stages.dispatch.streaming.uncompiled import uncompiled
-from stages.dispatch.transfer.carrier import Traffic
-from stages.dispatch.transfer.device_unpacker import DeviceUnpacker
-from stages.dispatch.transfer.links import open_link
-from stages.dispatch.transfer.trace import Trace
-from stages.machine.aligned_memory import HostBlock
-from stages.machine.devices import Devices
-from stages.shard_load.disk_weights import DiskWeights
-from stages.units import DeviceId
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan
+from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
+from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
+from offstage.stages.dispatch.streaming.backward import BackwardOrder
+from offstage.stages.dispatch.streaming.bindings import Binding, have_wait, without_data
+from offstage.stages.dispatch.streaming.device_lookaheads import Links, OpenLink, open_lookaheads, pin_waiting
+from offstage.stages.dispatch.streaming.device_unpackers import open_unpackers
+from offstage.stages.dispatch.streaming.guard import guard, shut, unguard
+from offstage.stages.dispatch.streaming.inputs import move_inputs
+from offstage.stages.dispatch.streaming.lockstep import Lockstep, Task
+from offstage.stages.dispatch.streaming.lookahead import Lookahead
+from offstage.stages.dispatch.streaming.module_state import ModuleState
+from offstage.stages.dispatch.streaming.passes import ModelPasses
+from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
+from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
+from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
+from offstage.stages.dispatch.streaming.turns import Shared
+from offstage.stages.dispatch.streaming.uncompiled import uncompiled
+from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
+from offstage.stages.dispatch.transfer.links import open_link
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.machine.aligned_memory import HostBlock
+from offstage.stages.machine.devices import Devices
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.units import DeviceId
 
 _streamers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Streamer]] = weakref.WeakKeyDictionary()
 """Each lives with the hooks of its model, and holds it: held here, neither would ever go."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import greenlet
 import torch
 
-from stages.dispatch.streaming.module_state import ModuleState, Written
+from offstage.stages.dispatch.streaming.module_state import ModuleState, Written
 
 Place = tuple[int, ...]
 """The number of a module in the order of a pass; then, of what comes inside its call, numbers in the order of that."""

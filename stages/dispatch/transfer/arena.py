@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_memory, with_huge_pages
+from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_memory, with_huge_pages
 
 Region = TypeVar("Region")
 Lent = TypeVar("Lent", covariant=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from queue import SimpleQueue
 
-from stages.checkpoints.packed import PackedBlock, PackedTensor
-from stages.checkpoints.packed_reads import BlockAtOnce, bring_block, lent, read_at_once, room_at_rest
-from stages.dispatch.transfer.carrier import ChunkReader
-from stages.machine.aligned_memory import Bytes, buffer_bytes
-from stages.machine.probes import READING_THREADS
+from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
+from offstage.stages.checkpoints.packed_reads import BlockAtOnce, bring_block, lent, read_at_once, room_at_rest
+from offstage.stages.dispatch.transfer.carrier import ChunkReader
+from offstage.stages.machine.aligned_memory import Bytes, buffer_bytes
+from offstage.stages.machine.probes import READING_THREADS
 
 _MOST_KNOWN = 2048
 """Blocks of which is kept how they are brought, at some 2 KB each, which no budget counts. For others it is worked out

@@ -12,17 +12,17 @@ from typing import Any, Generic, Protocol
 
 import torch
 
-from stages.checkpoints.direct_file import Chunk, DirectFile
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed_reads import BlockAtOnce, SpanRead
-from stages.checkpoints.shard_files import ShardFile, read_into
-from stages.dispatch.transfer.arena import Region
-from stages.dispatch.transfer.reading_threads import ReadingThreads
-from stages.dispatch.transfer.trace import Trace
-from stages.machine.aligned_memory import Bytes
-from stages.machine.operator_threads import let_idle_teams_sleep
-from stages.machine.probes import READING_THREADS
-from stages.units import DeviceId
+from offstage.stages.checkpoints.direct_file import Chunk, DirectFile
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed_reads import BlockAtOnce, SpanRead
+from offstage.stages.checkpoints.shard_files import ShardFile, read_into
+from offstage.stages.dispatch.transfer.arena import Region
+from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.machine.operator_threads import let_idle_teams_sleep
+from offstage.stages.machine.probes import READING_THREADS
+from offstage.stages.units import DeviceId
 
 SMALL_BYTES = 64 * 2**10
 """A norm's few KB are kept out of the way of large parts: between two of their regions they would cost room for one."""

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import torch
 
-from stages.dispatch.transfer.link import Event, Operators
-from stages.machine.aligned_memory import Bytes
-from stages.machine.devices import full
-from stages.units import DEVICE_ALIGNMENT
+from offstage.stages.dispatch.transfer.link import Event, Operators
+from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.machine.devices import full
+from offstage.stages.units import DEVICE_ALIGNMENT
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: registered for all devices of the process, not for the current one alone."""

@@ -16,7 +16,7 @@ from typing import TypeGuard
 
 import torch
 
-from stages.checkpoints.device_codec import (
+from offstage.stages.checkpoints.device_codec import (
     LANDINGS,
     DeviceCodec,
     block_scratch,
@@ -24,14 +24,14 @@ from stages.checkpoints.device_codec import (
     device_bytes,
     landing_bytes,
 )
-from stages.checkpoints.memory_file import MemoryFile
-from stages.checkpoints.packed import PackedBlock, PackedTensor
-from stages.checkpoints.packed_reads import read_block
-from stages.dispatch.transfer.carrier import ChunkReader
-from stages.dispatch.transfer.link import Event, Link, pin
-from stages.dispatch.transfer.pinned_buffers import PinnedBuffers
-from stages.machine.aligned_memory import align_up, buffer_bytes
-from stages.units import DEVICE_ALIGNMENT
+from offstage.stages.checkpoints.memory_file import MemoryFile
+from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_block
+from offstage.stages.dispatch.transfer.carrier import ChunkReader
+from offstage.stages.dispatch.transfer.link import Event, Link, pin
+from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
+from offstage.stages.machine.aligned_memory import align_up, buffer_bytes
+from offstage.stages.units import DEVICE_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from stages.checkpoints.direct_file import Chunk
-from stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, files_of
-from stages.dispatch.transfer.arena import Arena, HostMemory
-from stages.dispatch.transfer.block_reader import BlockReader
-from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
-from stages.dispatch.transfer.part_layout import lay_out_reads
-from stages.dispatch.transfer.staging import Staging
-from stages.dispatch.transfer.trace import Trace
-from stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_bytes, tensor_in
+from offstage.stages.checkpoints.direct_file import Chunk
+from offstage.stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, files_of
+from offstage.stages.dispatch.transfer.arena import Arena, HostMemory
+from offstage.stages.dispatch.transfer.block_reader import BlockReader
+from offstage.stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
+from offstage.stages.dispatch.transfer.part_layout import lay_out_reads
+from offstage.stages.dispatch.transfer.staging import Staging
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_bytes, tensor_in
 
 SMALL_ARENA_BYTES = 2**20
 ALIGNED_TENSORS = 32

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from stages.dispatch.transfer.link import Event
-from stages.dispatch.transfer.links import SynchronousLink
-from stages.machine.aligned_memory import TENSOR_ALIGNMENT, private_memory, with_huge_pages
+from offstage.stages.dispatch.transfer.link import Event
+from offstage.stages.dispatch.transfer.links import SynchronousLink
+from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT, private_memory, with_huge_pages
 
 
 class _TensorMemory:

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from stages.dispatch.transfer.arena import Memory
-from stages.machine.aligned_memory import Bytes
-from stages.units import format_bytes
+from offstage.stages.dispatch.transfer.arena import Memory
+from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.units import format_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -19,19 +19,19 @@ from typing import Any
 
 import torch
 
-from stages.checkpoints.direct_file import Chunk
-from stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
-from stages.dispatch.transfer.block_reader import BlockReader
-from stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
-from stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking, crosses_packed
-from stages.dispatch.transfer.link import Event, Link
-from stages.dispatch.transfer.part_layout import PartLayout, PlacedPacked, Source, lay_out
-from stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
-from stages.dispatch.transfer.staging import Staging
-from stages.dispatch.transfer.trace import Trace
-from stages.machine.aligned_memory import align_up
-from stages.plan.lasting_parts import place_lasting
-from stages.units import DEVICE_ALIGNMENT
+from offstage.stages.checkpoints.direct_file import Chunk
+from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
+from offstage.stages.dispatch.transfer.block_reader import BlockReader
+from offstage.stages.dispatch.transfer.carrier import SMALL_BYTES, ChunkReader, Delivery, Traffic, reader_pool
+from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, Unpacking, crosses_packed
+from offstage.stages.dispatch.transfer.link import Event, Link
+from offstage.stages.dispatch.transfer.part_layout import PartLayout, PlacedPacked, Source, lay_out
+from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
+from offstage.stages.dispatch.transfer.staging import Staging
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.machine.aligned_memory import align_up
+from offstage.stages.plan.lasting_parts import place_lasting
+from offstage.stages.units import DEVICE_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from stages.dispatch.transfer.arena import Memory
-from stages.dispatch.transfer.link import Event, Link, Operators
-from stages.machine.aligned_memory import Bytes
-from stages.machine.devices import Devices, Ledger
-from stages.machine.operator_threads import alone
-from stages.units import DEVICE_ALIGNMENT, DeviceId
+from offstage.stages.dispatch.transfer.arena import Memory
+from offstage.stages.dispatch.transfer.link import Event, Link, Operators
+from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.machine.devices import Devices, Ledger
+from offstage.stages.machine.operator_threads import alone
+from offstage.stages.units import DEVICE_ALIGNMENT, DeviceId
 
 
 class LedgerMemory:
@@ -107,6 +107,6 @@ def open_link(devices: Devices, device: DeviceId) -> Link:
         return SynchronousLink(lambda size: LedgerMemory(ledger, size))
     if there.type != "cuda":
         return SynchronousLink(lambda size: FreshMemory(there, size))
-    from stages.dispatch.transfer.cuda_link import CudaLink
+    from offstage.stages.dispatch.transfer.cuda_link import CudaLink
 
     return CudaLink(there)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from stages.checkpoints.device_codec import can_unpack
-from stages.checkpoints.direct_file import Chunk, cut
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import AtRest, PackedTensor, in_pieces, rest_bytes
-from stages.checkpoints.packed_reads import room_at_rest
-from stages.machine.aligned_memory import align_down, align_up
-from stages.machine.probes import CHUNK_BYTES
-from stages.units import DEVICE_ALIGNMENT
+from offstage.stages.checkpoints.device_codec import can_unpack
+from offstage.stages.checkpoints.direct_file import Chunk, cut
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_pieces, rest_bytes
+from offstage.stages.checkpoints.packed_reads import room_at_rest
+from offstage.stages.machine.aligned_memory import align_down, align_up
+from offstage.stages.machine.probes import CHUNK_BYTES
+from offstage.stages.units import DEVICE_ALIGNMENT
 
 Source = AtRest | torch.Tensor
 """Where a streamed tensor waits: on disk, or on the host."""

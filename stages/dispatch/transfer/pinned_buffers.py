@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from stages.dispatch.transfer.link import Event, Link, pin
-from stages.machine.aligned_memory import Bytes, buffer_bytes
-from stages.machine.probes import CHUNK_BYTES
-from stages.plan.host_buffers import PINNED_BYTES
+from offstage.stages.dispatch.transfer.link import Event, Link, pin
+from offstage.stages.machine.aligned_memory import Bytes, buffer_bytes
+from offstage.stages.machine.probes import CHUNK_BYTES
+from offstage.stages.plan.host_buffers import PINNED_BYTES
 
 BUFFERS = PINNED_BYTES // CHUNK_BYTES
 """Pinned buffers: one for each thread that reads, and one for each that is being copied meanwhile."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Generic
 
-from stages.dispatch.transfer.arena import Arena, Memory, Region
-from stages.machine.aligned_memory import align_up
-from stages.plan.lasting_parts import place_lasting
+from offstage.stages.dispatch.transfer.arena import Arena, Memory, Region
+from offstage.stages.machine.aligned_memory import align_up
+from offstage.stages.plan.lasting_parts import place_lasting
 
 
 class Staging(Generic[Region]):

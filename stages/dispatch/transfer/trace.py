@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.atomic_files import write_text
-from stages.units import DeviceId
+from offstage.pipeline.atomic_files import write_text
+from offstage.stages.units import DeviceId
 
 FILE_NAME = "trace.json"
 STALL_SECONDS = 1e-4

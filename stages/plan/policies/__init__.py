@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement
-from stages.plan.policies.balanced import balanced
-from stages.plan.policies.balanced_low_0 import balanced_low_0
-from stages.plan.policies.optimal import optimal
-from stages.plan.policies.sequential import sequential
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Placement
+from offstage.stages.plan.policies.balanced import balanced
+from offstage.stages.plan.policies.balanced_low_0 import balanced_low_0
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.sequential import sequential
 
 Policy = Callable[[Outline, Budgets], Placement]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from stages.plan.filling import fill, place
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Homes, Placement
-from stages.plan.policies.spreading import accelerators, limit
+from offstage.stages.plan.filling import fill, place
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Homes, Placement
+from offstage.stages.plan.policies.spreading import accelerators, limit
 
 
 def balanced(outline: Outline, budgets: Budgets) -> Placement:

@@ -7,10 +7,10 @@ What it asks is how much memory to free, where the other policies ask how much t
 
 from __future__ import annotations
 
-from stages.empty_init.skeleton import parent
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement, budgeted_accelerators
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Placement, budgeted_accelerators
+from offstage.stages.units import CPU, DISK, DeviceId
 
 
 def cpu_offload_gb(outline: Outline, budgets: Budgets, gigabytes: float) -> Placement:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement, find_shortage, unpacking_rooms
-from stages.units import CPU, DeviceId
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Placement, find_shortage, unpacking_rooms
+from offstage.stages.units import CPU, DeviceId
 
 _SHARE = 2
 """What unpacking takes of an accelerator's budget is one part of so many at the most: weights need room."""

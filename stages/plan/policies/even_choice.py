@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets
+from offstage.stages.units import CPU, DISK, DeviceId
 
 GOLDEN = 0.6180339887498949
 

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-from stages.empty_init.skeleton import parent
-from stages.plan.expert_slots import LEAST, pools, roomy_slots
-from stages.plan.outline import Outline
-from stages.plan.placement import (
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.plan.expert_slots import LEAST, pools, roomy_slots
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import (
     Budgets,
     Placement,
     execution_device,
@@ -21,8 +21,8 @@ from stages.plan.placement import (
     kept_free,
     resident_bytes,
 )
-from stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
+from offstage.stages.units import CPU, DISK, DeviceId
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stages.plan import checks
-from stages.plan.outline import Outline
-from stages.plan.placement import Homes, Placement, main_device
-from stages.units import CPU, DeviceId
+from offstage.stages.plan import checks
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Homes, Placement, main_device
+from offstage.stages.units import CPU, DeviceId
 
 
 def explicit(outline: Outline, device_map: Mapping[str, DeviceId]) -> Placement:

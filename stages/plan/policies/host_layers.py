@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from stages.machine.rates import Rates
-from stages.plan.expert_slots import read_bytes
-from stages.plan.outline import Layer, Outline
-from stages.plan.placement import Budgets, Placement, find_shortage
-from stages.plan.policies.even_choice import GOLDEN, turns
-from stages.plan.policies.optimal import optimal
-from stages.plan.policies.placed_seconds import placed_seconds
-from stages.plan.token_time import ONE_TOKEN, HostShare, LayerOutput
-from stages.units import CPU
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.expert_slots import read_bytes
+from offstage.stages.plan.outline import Layer, Outline
+from offstage.stages.plan.placement import Budgets, Placement, find_shortage
+from offstage.stages.plan.policies.even_choice import GOLDEN, turns
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.placed_seconds import placed_seconds
+from offstage.stages.plan.token_time import ONE_TOKEN, HostShare, LayerOutput
+from offstage.stages.units import CPU
 
 _FEW = 4
 """A range of no more numbers is tried whole: of five and more the golden section gives two different ones."""

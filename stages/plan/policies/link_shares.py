@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from stages.machine.rates import Rates
-from stages.plan.outline import Layer, Outline
-from stages.units import DeviceId, in_tier_order
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.outline import Layer, Outline
+from offstage.stages.units import DeviceId, in_tier_order
 
 _SMALL = 8
 """A layer that is so many times smaller than the mean goes with the one before it: a norm is no turn."""

@@ -29,11 +29,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from stages.empty_init.skeleton import parent
-from stages.machine.rates import Rates
-from stages.plan.filling import fill
-from stages.plan.outline import Layer, Outline
-from stages.plan.placement import (
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.filling import fill
+from offstage.stages.plan.outline import Layer, Outline
+from offstage.stages.plan.placement import (
     Budgets,
     Placement,
     budgeted_accelerators,
@@ -46,16 +46,16 @@ from stages.plan.placement import (
     resident_bytes,
     streamed_bytes,
 )
-from stages.plan.policies.balanced import balanced
-from stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
-from stages.plan.policies.expert_placement import SlottedMixture
-from stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
-from stages.plan.policies.packed_experts import with_experts_packed
-from stages.plan.policies.sequential import sequential
-from stages.plan.policies.spreading import fastest_first
-from stages.plan.policies.subset_sums import subset_sums
-from stages.plan.token_time import expected_seconds, token_seconds
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.plan.policies.balanced import balanced
+from offstage.stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
+from offstage.stages.plan.policies.expert_placement import SlottedMixture
+from offstage.stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
+from offstage.stages.plan.policies.packed_experts import with_experts_packed
+from offstage.stages.plan.policies.sequential import sequential
+from offstage.stages.plan.policies.spreading import fastest_first
+from offstage.stages.plan.policies.subset_sums import subset_sums
+from offstage.stages.plan.token_time import expected_seconds, token_seconds
+from offstage.stages.units import CPU, DISK, DeviceId
 
 _TRIES = 8
 """How many reserves are tried beyond the least that works: a larger one can waste less of the budget."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from stages.machine.rates import Rates
-from stages.plan.expert_slots import roomy_slots
-from stages.plan.outline import Outline
-from stages.plan.placement import (
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.expert_slots import roomy_slots
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import (
     Budgets,
     Placement,
     find_shortage,
@@ -20,9 +20,9 @@ from stages.plan.placement import (
     offstage,
     resident_bytes,
 )
-from stages.plan.policies.even_choice import below, fitting
-from stages.plan.policies.placed_seconds import placed_seconds
-from stages.units import CPU, DISK
+from offstage.stages.plan.policies.even_choice import below, fitting
+from offstage.stages.plan.policies.placed_seconds import placed_seconds
+from offstage.stages.units import CPU, DISK
 
 _SHARES = 8
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from stages.machine.rates import Rates
-from stages.plan.expert_slots import SINGLE, expert_traffic, host_share, pools, slot_bytes
-from stages.plan.outline import Outline
-from stages.plan.placement import (
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.expert_slots import SINGLE, expert_traffic, host_share, pools, slot_bytes
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import (
     Budgets,
     Placement,
     computed_bytes,
@@ -15,8 +15,8 @@ from stages.plan.placement import (
     resident_bytes,
     streamed_bytes,
 )
-from stages.plan.token_time import ONE_TOKEN, LayerOutput, expected_seconds, token_seconds
-from stages.units import CPU, DeviceId
+from offstage.stages.plan.token_time import ONE_TOKEN, LayerOutput, expected_seconds, token_seconds
+from offstage.stages.units import CPU, DeviceId
 
 
 def placed_seconds(

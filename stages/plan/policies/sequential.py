@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stages.plan.filling import fill, place
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, Placement
+from offstage.stages.plan.filling import fill, place
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Placement
 
 
 def sequential(outline: Outline, budgets: Budgets) -> Placement:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from stages.machine.rates import Rates
-from stages.plan.filling import fill
-from stages.plan.outline import Outline
-from stages.plan.placement import Budgets, held_bytes
-from stages.units import DeviceId, in_tier_order
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.filling import fill
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, held_bytes
+from offstage.stages.units import DeviceId, in_tier_order
 
 
 def accelerators(budgets: Budgets) -> list[DeviceId]:

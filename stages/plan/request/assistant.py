@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.regular_files import read_object
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.hub import checkpoint_folder
-from stages.checkpoints.quantization import quantization_of
-from stages.checkpoints.weight_files import weight_files
-from stages.empty_init.identity import MODEL_KEYS
-from stages.plan.request.geometry import geometry_of
-from stages.units import DTYPE_BYTES
+from offstage.pipeline.regular_files import read_object
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.checkpoints.quantization import quantization_of
+from offstage.stages.checkpoints.weight_files import weight_files
+from offstage.stages.empty_init.identity import MODEL_KEYS
+from offstage.stages.plan.request.geometry import geometry_of
+from offstage.stages.units import DTYPE_BYTES
 
 KEY = "assistant_model"
 GUESSES = 20
@@ -54,8 +54,8 @@ def assistant_weights(folder: Path) -> int:
     """Return the bytes of the weights in ``folder`` in use: those at rest, unless they are quantised."""
     if quantization_of(folder) is None:
         return sum(file.stat().st_size for file in weight_files(folder))
-    from stages.checkpoints.packed import in_dtype
-    from stages.checkpoints.readers import open_reader
+    from offstage.stages.checkpoints.packed import in_dtype
+    from offstage.stages.checkpoints.readers import open_reader
 
     dtype = str(read_object(folder / "config.json").get("dtype"))
     return sum((in_dtype(rest, dtype) or rest).bytes for rest in open_reader(open_checkpoint(folder)).entries.values())

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from stages.machine.rates import known_rates
-from stages.plan.plan import Plan
-from stages.plan.token_time import DEVICE_TOKENS, HOST_TOKENS
-from stages.units import CPU
+from offstage.stages.machine.rates import known_rates
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.token_time import DEVICE_TOKENS, HOST_TOKENS
+from offstage.stages.units import CPU
 
 AUTO = "auto"
 

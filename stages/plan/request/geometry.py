@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from pipeline.regular_files import read_object
-from stages.checkpoints.hub import checkpoint_folder
-from stages.empty_init.skeleton import Moment
+from offstage.pipeline.regular_files import read_object
+from offstage.stages.checkpoints.hub import checkpoint_folder
+from offstage.stages.empty_init.skeleton import Moment
 
 _ENCODERS = ("vision_config", "audio_config", "encoder")
 """The keys of a ``config.json`` below which the shape of an encoder of images or audio stands."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from stages.empty_init.adapted_model import add_new_adapter, without_adapter
-from stages.plan.request.training import FinetuneOptions
+from offstage.stages.empty_init.adapted_model import add_new_adapter, without_adapter
+from offstage.stages.plan.request.training import FinetuneOptions
 
 Parameters = dict[str, nn.Parameter]
 

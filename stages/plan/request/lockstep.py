@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipeline.errors import Fault
-from stages.empty_init.skeleton import Skeleton
-from stages.plan.plan import Plan
-from stages.plan.request.assistant import KEY as ASSISTANT
-from stages.plan.request.batch_size import ALIKE, AUTO
-from stages.plan.request.speculation import LOOKUP, guesses_ahead, is_exact
+from offstage.pipeline.errors import Fault
+from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.request.assistant import KEY as ASSISTANT
+from offstage.stages.plan.request.batch_size import ALIKE, AUTO
+from offstage.stages.plan.request.speculation import LOOKUP, guesses_ahead, is_exact
 
 KEY = "lockstep"
 

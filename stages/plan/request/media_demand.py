@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.errors import ConfigError
-from pipeline.stage import MEASURED, Config
-from pipeline.typed_config import fits
-from stages.empty_init.identity import text_identity
-from stages.empty_init.skeleton import Moment, monomials
-from stages.inputs.libraries import media_libraries
-from stages.machine.kept_figures import kept_or_measured
-from stages.plan.request.geometry import encoder_rows_bytes
-from stages.plan.request.prompts import Prompt, read_prompts
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.stage import MEASURED, Config
+from offstage.pipeline.typed_config import fits
+from offstage.stages.empty_init.identity import text_identity
+from offstage.stages.empty_init.skeleton import Moment, monomials
+from offstage.stages.inputs.libraries import media_libraries
+from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.plan.request.geometry import encoder_rows_bytes
+from offstage.stages.plan.request.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -84,9 +84,9 @@ def _measure(
     prompts: Mapping[str, Prompt], generate: Mapping[str, Any], model: Mapping[str, Any], live: Callable[[], nn.Module]
 ) -> dict[str, Any]:
     """Return the figure of ``prompts``: of all of them the tokens, the moments of the one whose inputs are largest."""
-    from stages.empty_init.media_call import media_moments
-    from stages.inputs.prompt_processor import PromptProcessor
-    from stages.plan.request.prompt_inputs import prompt_inputs
+    from offstage.stages.empty_init.media_call import media_moments
+    from offstage.stages.inputs.prompt_processor import PromptProcessor
+    from offstage.stages.plan.request.prompt_inputs import prompt_inputs
 
     processor = PromptProcessor(model, key=next(iter(prompts)))
     tokens, preparing = 0, 0

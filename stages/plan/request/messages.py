@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from pipeline.errors import ConfigError
-from stages.inputs.line_file import is_text
-from stages.inputs.media_files import KINDS, MediaFile, MediaKind
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.inputs.line_file import is_text
+from offstage.stages.inputs.media_files import KINDS, MediaFile, MediaKind
 
 Message = dict[str, Any]
 """``{role: …, content: …}``: the content is text, or a list of ``{type: text, text: …}``, ``{type: image}`` and

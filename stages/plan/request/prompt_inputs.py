@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.errors import ConfigError
-from stages.inputs.prompt_processor import ModelInputs, PromptProcessor
-from stages.plan.request.messages import Message
-from stages.plan.request.prompts import Prompt
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.inputs.prompt_processor import ModelInputs, PromptProcessor
+from offstage.stages.plan.request.messages import Message
+from offstage.stages.plan.request.prompts import Prompt
 
 
 def prompt_inputs(name: str, prompt: Prompt, processor: PromptProcessor, generate: Mapping[str, Any]) -> ModelInputs:

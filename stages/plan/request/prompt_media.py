@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
-from pipeline.typed_config import absolute
-from stages.inputs.media_files import MediaFile, MediaKind, find_media
-from stages.plan.request.messages import Message, read_messages
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.typed_config import absolute
+from offstage.stages.inputs.media_files import MediaFile, MediaKind, find_media
+from offstage.stages.plan.request.messages import Message, read_messages
 
 MEDIA: Mapping[str, MediaKind] = {"images": "image", "audio": "audio"}
 """What may stand beside text: lists of paths."""

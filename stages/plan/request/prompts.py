@@ -12,16 +12,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError, Fault, closest
-from pipeline.standard_input import SIGN
-from stages.inputs.line_file import LineFile, is_text
-from stages.inputs.media_files import MediaFile
-from stages.plan.request.assistant import KEY as ASSISTANT
-from stages.plan.request.batch_size import AUTO
-from stages.plan.request.lockstep import check_lockstep
-from stages.plan.request.messages import Message, text_of
-from stages.plan.request.prompt_media import MEDIA, find_beside, place_media
-from stages.plan.request.speculation import KEY as SPECULATION, check_speculation
+from offstage.pipeline.errors import ConfigError, Fault, closest
+from offstage.pipeline.standard_input import SIGN
+from offstage.stages.inputs.line_file import LineFile, is_text
+from offstage.stages.inputs.media_files import MediaFile
+from offstage.stages.plan.request.assistant import KEY as ASSISTANT
+from offstage.stages.plan.request.batch_size import AUTO
+from offstage.stages.plan.request.lockstep import check_lockstep
+from offstage.stages.plan.request.messages import Message, text_of
+from offstage.stages.plan.request.prompt_media import MEDIA, find_beside, place_media
+from offstage.stages.plan.request.speculation import KEY as SPECULATION, check_speculation
 
 OWN_KEYS = (
     "prompts", "prompts_file", "batch_size", "lockstep", "chat", "system", "exact", "output_logprobs", ASSISTANT,

@@ -13,25 +13,31 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError
-from pipeline.regular_files import read_object
-from pipeline.stage import Config
-from pipeline.typed_config import read
-from stages.calls.options import ForwardOptions, count_rows, read_texts
-from stages.checkpoints.adapters import adapter_folder
-from stages.checkpoints.generation_defaults import GENERATION_CONFIG
-from stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
-from stages.checkpoints.tokenizer_limits import check_tokenizer
-from stages.checkpoints.tokenizers import tokenizing
-from stages.plan.request.assistant import assistant_bytes
-from stages.plan.request.batch_size import AUTO, batch_sizes
-from stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, round_up
-from stages.plan.request.lockstep import KEY as LOCKSTEP, LARGEST, is_in_lockstep, lockstep_is_chosen, lockstep_sizes
-from stages.plan.request.media_demand import MediaDemand
-from stages.plan.request.prompts import Prompt, read_prompts
-from stages.plan.request.speculation import GUESSED, LOOKUP, guesses_ahead, is_exact, most_guesses
-from stages.plan.request.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
-from stages.plan.request.training import FinetuneOptions, Learns
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.regular_files import read_object
+from offstage.pipeline.stage import Config
+from offstage.pipeline.typed_config import read
+from offstage.stages.calls.options import ForwardOptions, count_rows, read_texts
+from offstage.stages.checkpoints.adapters import adapter_folder
+from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG
+from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
+from offstage.stages.checkpoints.tokenizers import tokenizing
+from offstage.stages.plan.request.assistant import assistant_bytes
+from offstage.stages.plan.request.batch_size import AUTO, batch_sizes
+from offstage.stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, round_up
+from offstage.stages.plan.request.lockstep import (
+    KEY as LOCKSTEP,
+    LARGEST,
+    is_in_lockstep,
+    lockstep_is_chosen,
+    lockstep_sizes,
+)
+from offstage.stages.plan.request.media_demand import MediaDemand
+from offstage.stages.plan.request.prompts import Prompt, read_prompts
+from offstage.stages.plan.request.speculation import GUESSED, LOOKUP, guesses_ahead, is_exact, most_guesses
+from offstage.stages.plan.request.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
+from offstage.stages.plan.request.training import FinetuneOptions, Learns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

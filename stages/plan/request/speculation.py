@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipeline.errors import Fault
-from stages.plan.request.assistant import GUESSES, KEY as ASSISTANT
+from offstage.pipeline.errors import Fault
+from offstage.stages.plan.request.assistant import GUESSES, KEY as ASSISTANT
 
 KEY = "speculation"
 LOOKUP = "prompt_lookup_num_tokens"

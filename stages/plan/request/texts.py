@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.errors import ConfigError, Fault, closest
-from pipeline.regular_files import read_regular
-from stages.inputs.line_file import LineFile, is_text
-from stages.plan.request.prompts import is_token_ids
+from offstage.pipeline.errors import ConfigError, Fault, closest
+from offstage.pipeline.regular_files import read_regular
+from offstage.stages.inputs.line_file import LineFile, is_text
+from offstage.stages.plan.request.prompts import is_token_ids
 
 LONGEST_WINDOW = 2048
 """The tokens of a window where nobody says how many, and the model's context is longer or not known."""

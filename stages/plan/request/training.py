@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.errors import ConfigError, Fault
-from stages.plan.request.prompts import MOST
-from stages.plan.request.texts import read_text
+from offstage.pipeline.errors import ConfigError, Fault
+from offstage.stages.plan.request.prompts import MOST
+from offstage.stages.plan.request.texts import read_text
 
 LONGEST_SEQUENCE = 512
 """The tokens of a sequence where nobody says how many, and the model's context is longer or not known."""

@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.errors import OffstageError
-from pipeline.stage import MEASURED, Config
-from pipeline.typed_config import fits, read
-from stages.checkpoints.adapters import adapter_folder
-from stages.empty_init.step_peaks import TrainingPeaks
-from stages.machine.kept_figures import kept_or_measured
-from stages.plan.request.geometry import Geometry, geometry_of, read_geometry
-from stages.plan.request.training import FinetuneOptions
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.errors import OffstageError
+from offstage.pipeline.stage import MEASURED, Config
+from offstage.pipeline.typed_config import fits, read
+from offstage.stages.checkpoints.adapters import adapter_folder
+from offstage.stages.empty_init.step_peaks import TrainingPeaks
+from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.plan.request.geometry import Geometry, geometry_of, read_geometry
+from offstage.stages.plan.request.training import FinetuneOptions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,9 +95,9 @@ def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window
     """Return the figure of one step, rehearsed on a copy of the model."""
     import torch
 
-    from stages.empty_init.fake_weights import REFUSALS
-    from stages.empty_init.training_peaks import rehearse_step
-    from stages.plan.request.learning import adapt, choose_learning
+    from offstage.stages.empty_init.fake_weights import REFUSALS
+    from offstage.stages.empty_init.training_peaks import rehearse_step
+    from offstage.stages.plan.request.learning import adapt, choose_learning
 
     model: Any = copy.deepcopy(live())
     adapt(model, options)

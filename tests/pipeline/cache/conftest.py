@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from pipeline.cache import locks
+from offstage.pipeline.cache import locks
 
 
 @pytest.fixture

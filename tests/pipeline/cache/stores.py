@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.cache.store import Store
+from offstage.pipeline.cache.store import Store
 
 KEY = "0123456789abcdef" * 4
 CONTENT = {"answer.json": b'{"answer": 42}', "shards/0.bin": b"x" * 5000}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.cache.fingerprint import fingerprint
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -173,7 +173,7 @@ def test_it_is_64_hex_characters_that_never_change() -> None:
 
 def test_another_process_with_another_hash_seed_agrees() -> None:
     value = {"names": {"a", "b", "c", "d"}, "x": 1, "y": {1: "z", "z": 1}}
-    program = f"from pipeline.cache.fingerprint import fingerprint; print(fingerprint({value!r}))"
+    program = f"from offstage.pipeline.cache.fingerprint import fingerprint; print(fingerprint({value!r}))"
     for seed in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", program],

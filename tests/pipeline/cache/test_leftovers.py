@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from pipeline.cache.store import Store
+from offstage.pipeline.cache.store import Store
 from tests.pipeline.cache.stores import KEY, names, write
 
 

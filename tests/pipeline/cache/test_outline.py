@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.outline import Change, changes, outline
+from offstage.pipeline.cache.outline import Change, changes, outline
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.cache import manifest
-from pipeline.cache.store import Store
+from offstage.pipeline.cache import manifest
+from offstage.pipeline.cache.store import Store
 from tests.pipeline.cache.stores import CONTENT, KEY, names, never, write
 
 

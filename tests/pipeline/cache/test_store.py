@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, SoftFileLock
 
-from pipeline.cache import locks, manifest, store
-from pipeline.cache.store import Store
-from pipeline.errors import CheckpointError, StorageError
+from offstage.pipeline.cache import locks, manifest, store
+from offstage.pipeline.cache.store import Store
+from offstage.pipeline.errors import CheckpointError, StorageError
 from tests.pipeline.cache.stores import CONTENT, KEY, assert_right, names, never, write
 
 REPOSITORY = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.store import Store
+from offstage.pipeline.cache.store import Store
 from tests.pipeline.cache.stores import KEY, assert_right, names, never, write
 
 REPOSITORY = Path(__file__).parents[3]
@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[3]
 PROGRAM = """
 import errno, json, os, random, sys, time, traceback
 from pathlib import Path
-from pipeline.cache import locks as locking, store
+from offstage.pipeline.cache import locks as locking, store
 
 root, locks, keys, count = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
 
@@ -131,7 +131,7 @@ def test_a_process_that_waits_for_another_says_so_once(root: Path, caplog: pytes
 KILLED_AT_EACH_STEP = """
 import os, signal, sys
 from pathlib import Path
-from pipeline.cache.store import Store
+from offstage.pipeline.cache.store import Store
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
@@ -182,7 +182,7 @@ def test_a_kill_at_any_step_of_a_build_leaves_a_cache_that_works(tmp_path: Path)
 BUILDING_FOREVER = """
 import os, sys, itertools
 from pathlib import Path
-from pipeline.cache.store import Store
+from offstage.pipeline.cache.store import Store
 
 def write(folder):
     (folder / "shards").mkdir()

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.record import RunRecord, StageRecord
-from pipeline.stage import Report
+from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.stage import Report
 
 STAGES = ("empty_init", "plan", "shard_load", "dispatch", "generate")
 ENVIRONMENT = {"offstage": "0.1.0", "torch": "2.13.0", "memory_bytes": 8 * 10**9, "accelerators": []}

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.checkpoint_groups import group_jobs
-from pipeline.report.command import run
-from pipeline.report.run_folders import find
+from offstage.pipeline.report.checkpoint_groups import group_jobs
+from offstage.pipeline.report.command import run
+from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.sample_runs import sample, write_run
 
 

@@ -13,22 +13,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.command_exit import guarded
-from pipeline.report.command import run
-from pipeline.report.comparison import compare_answers
-from pipeline.report.records import Answer
-from pipeline.report.run_folders import find
-from pipeline.report.summary import summarise
-from pipeline.report.terminal import show_summary
+from offstage.pipeline.command_exit import guarded
+from offstage.pipeline.report.command import run
+from offstage.pipeline.report.comparison import compare_answers
+from offstage.pipeline.report.records import Answer
+from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.report.summary import summarise
+from offstage.pipeline.report.terminal import show_summary
 from tests.pipeline.report.sample_runs import write_many, write_run, write_sweep
 
 EVIL = "<script>alert(1)</script>&\"'$x_1$ {{ 7*7 }}"
-WITHOUT = "import sys; sys.modules['matplotlib'] = None; from pipeline.report.command import main; main()"
+WITHOUT = "import sys; sys.modules['matplotlib'] = None; from offstage.pipeline.report.command import main; main()"
 MEASURE = """
 import re, sys, time
 from pathlib import Path
 began = time.process_time()
-from pipeline.report.command import run
+from offstage.pipeline.report.command import run
 run(sys.argv[1:])
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())  # rusage's begins at the parent's
 print("SECONDS", time.process_time() - began, "BYTES", int(peak[1]) * 1024)

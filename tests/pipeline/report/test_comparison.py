@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.comparison import ChangedValue, compare
-from pipeline.report.quantities import MISSING
-from pipeline.report.run_folders import find_one
+from offstage.pipeline.report.comparison import ChangedValue, compare
+from offstage.pipeline.report.quantities import MISSING
+from offstage.pipeline.report.run_folders import find_one
 from tests.pipeline.report.sample_runs import write_run
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.command import run
-from pipeline.report.conditions import conditions, told_differences
-from pipeline.report.run_folders import find
+from offstage.pipeline.report.command import run
+from offstage.pipeline.report.conditions import conditions, told_differences
+from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.sample_runs import write_failure, write_run
 
 VERSIONS = {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.command import run
-from pipeline.report.plots.experts import hit_share
-from pipeline.report.records import Number, RecordError, read_run
+from offstage.pipeline.report.command import run
+from offstage.pipeline.report.plots.experts import hit_share
+from offstage.pipeline.report.records import Number, RecordError, read_run
 from tests.pipeline.report.sample_runs import write_run
 
 USES = {

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.exports import as_csv
-from pipeline.report.run_folders import find
-from pipeline.report.summary import summarise
+from offstage.pipeline.report.exports import as_csv
+from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.report.summary import summarise
 from tests.pipeline.report.sample_runs import write_run
 
 FORMULAS = (

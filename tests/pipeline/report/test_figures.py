@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.command import run
+from offstage.pipeline.report.command import run
 from tests.e2e.conftest import enter
 from tests.pipeline.report.sample_runs import write_sweep
 

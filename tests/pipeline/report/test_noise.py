@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.report.command import run
-from pipeline.report.noise import noise, rank_test
-from pipeline.report.records import RecordError, read_run
-from pipeline.report.run_folders import find
+from offstage.pipeline.report.command import run
+from offstage.pipeline.report.noise import noise, rank_test
+from offstage.pipeline.report.records import RecordError, read_run
+from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.sample_runs import sample, write_run
 
 FAST, SLOW = [0.50, 0.51, 0.52, 0.53, 0.54], [0.60, 0.61, 0.62, 0.63, 0.64]
@@ -39,7 +39,7 @@ def test_of_many_samples_the_approximation_says_what_counting_would(monkeypatch:
         one, other = range(0, 24, 2), range(shift, 24 + shift, 2)
         counted = rank_test(one, other)
         with monkeypatch.context() as patch:
-            patch.setattr("pipeline.report.noise._MOST_COUNTED", 0)
+            patch.setattr("offstage.pipeline.report.noise._MOST_COUNTED", 0)
             assert rank_test(one, other) == pytest.approx(counted, abs=0.04)
     assert rank_test([1.0] * 20, [1.0] * 20) == 1.0
 

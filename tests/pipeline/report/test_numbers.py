@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from pipeline.report.differences import config_differences, flatten, spread
-from pipeline.report.placements import PlacedLayer, read_placements
-from pipeline.report.quantities import listed, scale_for, tell
-from pipeline.report.records import Run
-from pipeline.report.run_folders import Job, find
-from pipeline.report.speed import (
+from offstage.pipeline.report.differences import config_differences, flatten, spread
+from offstage.pipeline.report.placements import PlacedLayer, read_placements
+from offstage.pipeline.report.quantities import listed, scale_for, tell
+from offstage.pipeline.report.records import Run
+from offstage.pipeline.report.run_folders import Job, find
+from offstage.pipeline.report.speed import (
     BANDWIDTHS,
     MOST_POINTS,
     OTHERS,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import StorageError
-from pipeline.report.run_folders import find, find_one
+from offstage.pipeline.errors import StorageError
+from offstage.pipeline.report.run_folders import find, find_one
 from tests.pipeline.report.sample_runs import write_run, write_sweep
 
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipeline.objective import Limit, Objective
-from pipeline.report.run_folders import find
-from pipeline.report.searches import RESULTS, search_facts, tell_objective
-from pipeline.report.summary import headline, summarise
+from offstage.pipeline.objective import Limit, Objective
+from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.report.searches import RESULTS, search_facts, tell_objective
+from offstage.pipeline.report.summary import headline, summarise
 from tests.pipeline.report.sample_runs import write_run
 
 LEAST = {"figure": "memory.budget.cpu", "at_most": {"decode_seconds_per_token": 0.5}}

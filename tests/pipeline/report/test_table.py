@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.command import run
-from pipeline.report.comparison import ChangedValue, compare
-from pipeline.report.noise import noise
-from pipeline.report.quantities import MISSING
-from pipeline.report.records import read_run
-from pipeline.report.run_folders import find
-from pipeline.report.table import job_table
+from offstage.pipeline.report.command import run
+from offstage.pipeline.report.comparison import ChangedValue, compare
+from offstage.pipeline.report.noise import noise
+from offstage.pipeline.report.quantities import MISSING
+from offstage.pipeline.report.records import read_run
+from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.report.table import job_table
 from tests.pipeline.report.sample_runs import write_failure, write_run
 
 FIGURES: Mapping[str, float | str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.report.command import run
+from offstage.pipeline.report.command import run
 from tests.pipeline.report.sample_runs import write_run
 
 

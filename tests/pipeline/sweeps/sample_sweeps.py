@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.sweeps.record import SweepJob, SweepRecord
+from offstage.pipeline.sweeps.record import SweepJob, SweepRecord
 
 
 def sweep_of(count: int, *, code: tuple[str, ...] = (), foreseen: bool = True) -> SweepRecord:

@@ -10,7 +10,7 @@ import pytest
 from tests.long_form import in_ci
 
 ROOT = Path(__file__).parents[2]
-PATHS = [str(ROOT), str(ROOT / "pipeline" / "plugins")]
+PATHS = [str(ROOT), str(ROOT / ".src")]
 SCAN = f"""
 import json, sys
 sys.path[:0] = {PATHS}
@@ -21,11 +21,11 @@ print(json.dumps([found, list(sys.modules)]))
 """
 CHOSEN = """
 from hydra import compose, initialize_config_module
-from pipeline.config import register
-from pipeline.sweeps.launchers import register_launchers
+from offstage.pipeline.config import register
+from offstage.pipeline.sweeps.launchers import register_launchers
 register_launchers()
 register()
-with initialize_config_module("conf", version_base="1.3"):
+with initialize_config_module("offstage.conf", version_base="1.3"):
     config = compose("config", [f"hydra/launcher={sys.argv[1]}"], return_hydra_config=True)
 print(json.dumps(config.hydra.launcher._target_))
 """
@@ -45,7 +45,9 @@ def test_hydra_finds_them_among_its_plugins() -> None:
 
 def test_looking_for_plugins_imports_nothing_that_only_a_sweep_or_a_run_needs() -> None:
     _, modules = printed(SCAN)
-    assert {"torch", "transformers", "submitit", "optuna", "rich", "pipeline.runner", "stages"} & set(modules) == set()
+    assert {"torch", "transformers", "submitit", "optuna", "rich", "offstage.pipeline.runner", "stages"} & set(
+        modules
+    ) == set()
 
 
 @pytest.mark.parametrize(

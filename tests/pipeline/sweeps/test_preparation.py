@@ -10,8 +10,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
-from pipeline.config import register
-from pipeline.sweeps.preparation import MachinePreparation
+from offstage.pipeline.config import register
+from offstage.pipeline.sweeps.preparation import MachinePreparation
 
 
 class Loader:
@@ -24,7 +24,7 @@ class Loader:
         with self.log.open("a") as file:
             file.write(f"{' '.join(overrides)}\n")
         register()
-        with initialize_config_module("conf", version_base="1.3"):
+        with initialize_config_module("offstage.conf", version_base="1.3"):
             return compose("config", [*config, *overrides], return_hydra_config=True)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.record import RunRecord
-from pipeline.sweeps.progress import SweepProgress, duration
-from pipeline.sweeps.sweep import Sweep
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.sweeps.progress import SweepProgress, duration
+from offstage.pipeline.sweeps.sweep import Sweep
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.record import RunRecord
-from pipeline.sweeps.results import show_sweep
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.sweeps.results import show_sweep
 from tests.pipeline.report.sample_runs import sample, write_failure, write_run
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 

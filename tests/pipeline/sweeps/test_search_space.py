@@ -6,15 +6,15 @@ import pytest
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
-from pipeline.errors import ConfigError
-from pipeline.sweeps.search_space import SearchSpace, read_space
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.sweeps.search_space import SearchSpace, read_space
 
 optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
 
 
 def read(*overrides: str) -> SearchSpace:
-    with initialize_config_module("conf", version_base="1.3"):
+    with initialize_config_module("offstage.conf", version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         return read_space(overrides, hydra.config_loader)

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.objective import Limit, Objective
-from pipeline.sweeps.search_config import SAMPLERS
+from offstage.pipeline.objective import Limit, Objective
+from offstage.pipeline.sweeps.search_config import SAMPLERS
 
 optuna = pytest.importorskip("optuna")
 from optuna.distributions import CategoricalDistribution, IntDistribution  # noqa: E402
 
-from pipeline.sweeps.search_space import SearchSpace  # noqa: E402
-from pipeline.sweeps.search_study import Direction, SearchStudy  # noqa: E402
+from offstage.pipeline.sweeps.search_space import SearchSpace  # noqa: E402
+from offstage.pipeline.sweeps.search_study import Direction, SearchStudy  # noqa: E402
 from tests.long_form import in_ci  # noqa: E402
 
 MEGABYTE = 10**6

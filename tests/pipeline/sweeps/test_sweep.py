@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ConfigError, StorageError
-from pipeline.record import RunRecord
-from pipeline.sweeps.record import SWEEP, SweepRecord
-from pipeline.sweeps.sweep import Sweep
+from offstage.pipeline.errors import ConfigError, StorageError
+from offstage.pipeline.record import RunRecord
+from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
+from offstage.pipeline.sweeps.sweep import Sweep
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 

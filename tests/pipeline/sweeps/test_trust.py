@@ -10,14 +10,14 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_automatic_config_search_path
 
-from pipeline.config import register
-from pipeline.errors import ConfigError
-from pipeline.sweeps.command import main
-from pipeline.sweeps.launchers import register_launchers
-from pipeline.sweeps.record import SWEEP, SweepRecord
-from pipeline.sweeps.trust import named_by_folder, refuse_command, resume_command
-from pipeline.tracking.run_ids import RunId, note_id
-from pipeline.trust import Trust
+from offstage.pipeline.config import register
+from offstage.pipeline.errors import ConfigError
+from offstage.pipeline.sweeps.command import main
+from offstage.pipeline.sweeps.launchers import register_launchers
+from offstage.pipeline.sweeps.record import SWEEP, SweepRecord
+from offstage.pipeline.sweeps.trust import named_by_folder, refuse_command, resume_command
+from offstage.pipeline.tracking.run_ids import RunId, note_id
+from offstage.pipeline.trust import Trust
 from tests.pipeline.sweeps.sample_sweeps import sweep_of
 
 
@@ -29,7 +29,7 @@ def judge(folder: Path, *arguments: str, trusted: tuple[str, ...] = (), own: boo
     """Judge the command with these ``arguments`` as a resumed sweep's in ``folder``."""
     register_launchers()
     register()
-    loader = ConfigLoaderImpl(create_automatic_config_search_path(None, None, "pkg://conf"))
+    loader = ConfigLoaderImpl(create_automatic_config_search_path(None, None, "pkg://offstage.conf"))
     refuse_command(Trust(folder, trusted, own), {}, loader, "config", [*arguments, f"hydra.sweep.dir={folder}"])
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import check
-from pipeline.tracking.options import TrackerConfig, check_tracker, located, read_tracker
-from pipeline.typed_config import defaults
+from offstage.pipeline.config import check
+from offstage.pipeline.tracking.options import TrackerConfig, check_tracker, located, read_tracker
+from offstage.pipeline.typed_config import defaults
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.tracking.options.find_spec", lambda name: name != "trackio_of_old")
+    monkeypatch.setattr("offstage.pipeline.tracking.options.find_spec", lambda name: name != "trackio_of_old")
 
 
 def config(**tracker: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def test_what_names_a_store_is_no_fault(tracker: dict[str, Any]) -> None:
 
 
 def test_a_tracker_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.tracking.options.find_spec", lambda name: None)
+    monkeypatch.setattr("offstage.pipeline.tracking.options.find_spec", lambda name: None)
     (fault,) = check_tracker(config())
     assert "pip install 'offstage-pipeline[mlflow]'" in fault.message
 

@@ -12,9 +12,9 @@ from threading import Thread
 
 import pytest
 
-from pipeline.errors import StorageError
-from pipeline.tracking import server
-from pipeline.tracking.server import credentials, require_server
+from offstage.pipeline.errors import StorageError
+from offstage.pipeline.tracking import server
+from offstage.pipeline.tracking.server import credentials, require_server
 
 NO_SUCH = json.dumps({"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "none"})
 

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pipeline.record import RunRecord, StageRecord
-from pipeline.stage import Report
-from pipeline.tracking.tracked_run import MetricPoint, TrackedRun, metrics
+from offstage.pipeline.record import RunRecord, StageRecord
+from offstage.pipeline.stage import Report
+from offstage.pipeline.tracking.tracked_run import MetricPoint, TrackedRun, metrics
 
 
 def started(folder: Path, **config: Any) -> RunRecord:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.record import RunRecord, StageRecord, Status
-from pipeline.stage import Report
-from pipeline.tracking.options import usable_tracker
-from pipeline.tracking.run_ids import find_id, read_ids
-from pipeline.tracking.trackers import track
+from offstage.pipeline.record import RunRecord, StageRecord, Status
+from offstage.pipeline.stage import Report
+from offstage.pipeline.tracking.options import usable_tracker
+from offstage.pipeline.tracking.run_ids import find_id, read_ids
+from offstage.pipeline.tracking.trackers import track
 
 
 def finished(

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
-from pipeline.errors import ConfigError
-from stages.calls.options import ForwardOptions
-from stages.calls.results import kept_cache, named_tensors, pool, select
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.calls.options import ForwardOptions
+from offstage.stages.calls.results import kept_cache, named_tensors, pool, select
 from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS
 
 A, B = torch.zeros(2, 3, 4), torch.ones(2)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.calls.signature import Signature, fitted
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.calls.signature import Signature, fitted
 
 
 class Net(nn.Module):

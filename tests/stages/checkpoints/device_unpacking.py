@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from stages.checkpoints.codecs.fp8 import BlockScaled
-from stages.checkpoints.codecs.ggml_formats import FORMATS
-from stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
-from stages.checkpoints.codecs.mxfp4 import Mxfp4
-from stages.checkpoints.codecs.table_scaled import PackedScales, TableScaled
-from stages.checkpoints.device_codec import DeviceCodec
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.memory_file import MemoryFile
-from stages.checkpoints.packed import Codec, PackedTensor, in_memory
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import align_up
-from stages.units import DEVICE_ALIGNMENT
+from offstage.stages.checkpoints.codecs.fp8 import BlockScaled
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
+from offstage.stages.checkpoints.codecs.mxfp4 import Mxfp4
+from offstage.stages.checkpoints.codecs.table_scaled import PackedScales, TableScaled
+from offstage.stages.checkpoints.device_codec import DeviceCodec
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.memory_file import MemoryFile
+from offstage.stages.checkpoints.packed import Codec, PackedTensor, in_memory
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import align_up
+from offstage.stages.units import DEVICE_ALIGNMENT
 
 _FILE = ShardFile("made up", Path("made up"), 0, None, "")
 _RANDOM = np.random.default_rng(0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 
 STRING, ARRAY, UINT32 = 8, 9, 4
 HALVES = {

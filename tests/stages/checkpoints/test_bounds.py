@@ -10,9 +10,9 @@ from contextlib import suppress
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError, ConfigError
-from stages.checkpoints import bounds
-from stages.checkpoints.bounds import bounded, bounded_in_time
+from offstage.pipeline.errors import CheckpointError, ConfigError
+from offstage.stages.checkpoints import bounds
+from offstage.stages.checkpoints.bounds import bounded, bounded_in_time
 from tests.deadline import deadline
 
 

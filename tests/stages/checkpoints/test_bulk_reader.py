@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints import bulk_reader as bulk
-from stages.checkpoints.bulk_reader import BulkReader, TensorRead, read_into_new_memory
-from stages.checkpoints.direct_file import DirectFile
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import in_pieces, rest_bytes
-from stages.checkpoints.page_cache import cached_pages
-from stages.checkpoints.readers import read_extent
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine import aligned_memory as memory
-from stages.machine.devices import Devices
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints import bulk_reader as bulk
+from offstage.stages.checkpoints.bulk_reader import BulkReader, TensorRead, read_into_new_memory
+from offstage.stages.checkpoints.direct_file import DirectFile
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import in_pieces, rest_bytes
+from offstage.stages.checkpoints.page_cache import cached_pages
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine import aligned_memory as memory
+from offstage.stages.machine.devices import Devices
 from tests.stages.packed_models import PackedFile, ScaledRows, coded
 
 

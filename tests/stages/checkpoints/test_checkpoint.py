@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import fingerprint_of, open_checkpoint
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import fingerprint_of, open_checkpoint
 from tests.deadline import seconds_of_children
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -226,7 +226,8 @@ def test_the_fingerprint_of_a_bin_changes_with_its_values(tmp_path: Path, old: b
 
 def test_the_fingerprint_needs_no_torch_and_little_time(folder: Path) -> None:
     code = (
-        "import sys, pathlib; from stages.checkpoints.checkpoint import fingerprint_of; import stages.shard_load.stage;"
+        "import sys, pathlib, offstage.stages.shard_load.stage;"
+        "from offstage.stages.checkpoints.checkpoint import fingerprint_of;"
         f"fingerprint_of(pathlib.Path({str(folder)!r}));"
         "assert not {'torch', 'transformers', 'numpy'} & {*sys.modules}"
     )

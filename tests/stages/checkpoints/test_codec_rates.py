@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.checkpoints.codec_rates import mean_rate, unpacking_rates
+from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 
 
 def test_a_rate_is_measured_once_and_kept_by_the_codecs_name(tmp_path: Path) -> None:
@@ -41,5 +41,5 @@ def test_codecs_that_unpack_nothing_have_no_rate(count: int) -> None:
 
 
 def test_to_plan_what_is_not_packed_neither_numpy_nor_torch_is_imported() -> None:
-    script = "import sys, stages.plan.stage; assert not {'numpy', 'torch', 'ctypes'} & {*sys.modules}"
+    script = "import sys, offstage.stages.plan.stage; assert not {'numpy', 'torch', 'ctypes'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.config_files import parse_config
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.config_files import parse_config
 
 FILE = Path("somewhere/config.json")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.converted_modules import converted_modules
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.converted_modules import converted_modules
 
 UP, GATE, HEAD = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate", "lm_head"
 EXPERT = "model.layers.11.mlp.experts.3.gate_proj"

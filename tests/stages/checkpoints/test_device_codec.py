@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stages.checkpoints.codecs.planes import PlaneCodec
-from stages.checkpoints.device_codec import DeviceCodec, block_scratch, device_bytes, moved_bytes
-from stages.checkpoints.packed import PackedTensor
-from stages.checkpoints.packed_reads import read_packed
-from stages.empty_init.live_storages import CountingMode, LiveStorages
+from offstage.stages.checkpoints.codecs.planes import PlaneCodec
+from offstage.stages.checkpoints.device_codec import DeviceCodec, block_scratch, device_bytes, moved_bytes
+from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.empty_init.live_storages import CountingMode, LiveStorages
 from tests.stages.checkpoints.device_unpacking import TENSORS, same_numbers, unpacked_on
 
 HOST = torch.device("cpu")

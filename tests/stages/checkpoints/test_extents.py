@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.direct_file import cut
-from stages.checkpoints.dtypes import dtype_name, torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.readers import fill_from, read_extent
-from stages.checkpoints.shard_files import ShardFile
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.direct_file import cut
+from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.readers import fill_from, read_extent
+from offstage.stages.checkpoints.shard_files import ShardFile
 
 PAGE = 4096
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 import transformers
 
-from pipeline.errors import CheckpointError, ConfigError
-from stages.checkpoints import gguf_model
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.codecs.ggml_formats import FORMATS
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.gguf_entries import gguf_entries
-from stages.checkpoints.gguf_model import NAMES, gguf_folder
-from stages.checkpoints.hub import checkpoint_folder, weights_path
-from stages.checkpoints.packed import PackedTensor, in_dtype
-from stages.checkpoints.readers import open_reader
+from offstage.pipeline.errors import CheckpointError, ConfigError
+from offstage.stages.checkpoints import gguf_model
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.gguf_entries import gguf_entries
+from offstage.stages.checkpoints.gguf_model import NAMES, gguf_folder
+from offstage.stages.checkpoints.hub import checkpoint_folder, weights_path
+from offstage.stages.checkpoints.packed import PackedTensor, in_dtype
+from offstage.stages.checkpoints.readers import open_reader
 from tests.packed_references import without_asking_for_accelerate
 from tests.stages.checkpoints.ggufs import make_gguf, raw_gguf, settings, tensor
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.gguf_header import MAX_HEADER_BYTES, read_gguf_header
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.gguf_header import MAX_HEADER_BYTES, read_gguf_header
 from tests.stages.checkpoints.ggufs import KEYS, STRING, key, raw_gguf, settings, tensor, text
 
 A = tensor("a", [4, 2])

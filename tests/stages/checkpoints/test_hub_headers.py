@@ -12,9 +12,9 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.hub_headers import FILE_NAME, fetch_headers
-from stages.checkpoints.safetensors_header import read_header
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.hub_headers import FILE_NAME, fetch_headers
+from offstage.stages.checkpoints.safetensors_header import read_header
 from tests.e2e.fake_hub import COMMIT, REPOSITORY, FakeHub, Lie, serving, without_ranges
 
 NAME = "model.safetensors"

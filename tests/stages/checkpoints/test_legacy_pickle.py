@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.readers import open_reader
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.readers import open_reader
 
 
 def saved(path: Path) -> tuple[Path, dict[str, torch.Tensor]]:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.cache.sealed_files import read_sealed, write_sealed
-from pipeline.errors import CheckpointError
-from stages.checkpoints import hashes, looks
-from stages.checkpoints.checkpoint import fingerprint_of, open_checkpoint
-from stages.checkpoints.hashes import whole_digests
-from stages.checkpoints.samples import sample
+from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints import hashes, looks
+from offstage.stages.checkpoints.checkpoint import fingerprint_of, open_checkpoint
+from offstage.stages.checkpoints.hashes import whole_digests
+from offstage.stages.checkpoints.samples import sample
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.direct_file import DirectFile
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.mapped_file import MappedFile
-from stages.checkpoints.shard_files import ShardFile
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.direct_file import DirectFile
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.mapped_file import MappedFile
+from offstage.stages.checkpoints.shard_files import ShardFile
 
 VALUES = torch.arange(6, dtype=torch.float32)
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.safetensors_header import DTYPES, MAX_HEADER_BYTES, read_header
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.safetensors_header import DTYPES, MAX_HEADER_BYTES, read_header
 from tests.stages.shard_load.checkpoints import entry, raw_safetensors
 
 A = entry([2, 2], 0, 16)
@@ -67,7 +67,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, case: str) -> None:
 
 
 def test_over_a_million_tensors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.checkpoints.safetensors_header.MAX_TENSORS", 2)
+    monkeypatch.setattr("offstage.stages.checkpoints.safetensors_header.MAX_TENSORS", 2)
     path = tmp_path / "a.safetensors"
     path.write_bytes(raw_safetensors({f"t{i}": entry([1], 4 * i, 4 * i + 4) for i in range(3)}, bytes(12)))
     with pytest.raises(CheckpointError, match="3 tensors; at most 2"):

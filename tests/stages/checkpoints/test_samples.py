@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stages.checkpoints.checkpoint import entries_by_file, open_checkpoint
-from stages.checkpoints.samples import BLOCK_BYTES, BLOCKS, places, sample
+from offstage.stages.checkpoints.checkpoint import entries_by_file, open_checkpoint
+from offstage.stages.checkpoints.samples import BLOCK_BYTES, BLOCKS, places, sample
 
 WHOLE = BLOCKS * BLOCK_BYTES
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.tokenizer_limits import check_tokenizer
-from stages.checkpoints.tokenizers import load_tokenizer
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from tests.deadline import deadline
 from tests.e2e.pipelines import config_for
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.weight_files import find_weights, shard_names, weight_files
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.weight_files import find_weights, shard_names, weight_files
 
 INDEX = "model.safetensors.index.json"
 

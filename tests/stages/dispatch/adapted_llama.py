@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.units import DeviceId
+from offstage.stages.units import DeviceId
 from tests.stages.dispatch.placed_models import Setup
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])

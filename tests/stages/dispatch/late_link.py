@@ -19,9 +19,9 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from stages.dispatch.transfer.link import Operators
-from stages.machine.aligned_memory import Bytes, private_bytes
-from stages.units import DEVICE_ALIGNMENT
+from offstage.stages.dispatch.transfer.link import Operators
+from offstage.stages.machine.aligned_memory import Bytes, private_bytes
+from offstage.stages.units import DEVICE_ALIGNMENT
 
 POISON = 0xA5
 Kernel = Callable[[], object]

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.shard_files import ShardFile
-from stages.dispatch.dispatch_plan import DispatchPlan, make_dispatch_plan
-from stages.dispatch.streaming.streamer import Streamer
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import Skeleton, parent
-from stages.machine.devices import Devices, Ledger
-from stages.plan.outline import Outline
-from stages.plan.placement import Placement, reserves
-from stages.plan.plan import Plan
-from stages.plan.serving import serve
-from stages.shard_load.disk_weights import DiskWeights
-from stages.units import DeviceId
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan, make_dispatch_plan
+from offstage.stages.dispatch.streaming.streamer import Streamer
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import Skeleton, parent
+from offstage.stages.machine.devices import Devices, Ledger
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement, reserves
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.serving import serve
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.units import DeviceId
 
 X = torch.randn(3, 64)
 ROOM = 10**7

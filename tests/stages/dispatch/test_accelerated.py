@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from pipeline.errors import BudgetError, CheckpointError
-from stages.dispatch.dispatch_plan import from_json
-from stages.dispatch.streaming.bindings import data_of
-from stages.dispatch.transfer.links import FreshMemory, SynchronousLink
-from stages.dispatch.transfer.trace import Trace
-from stages.machine.aligned_memory import HostBlock
-from stages.machine.devices import Devices
-from stages.units import DeviceId
+from offstage.pipeline.errors import BudgetError, CheckpointError
+from offstage.stages.dispatch.dispatch_plan import from_json
+from offstage.stages.dispatch.streaming.bindings import data_of
+from offstage.stages.dispatch.transfer.links import FreshMemory, SynchronousLink
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.machine.aligned_memory import HostBlock
+from offstage.stages.machine.devices import Devices
+from offstage.stages.units import DeviceId
 from tests.stages.dispatch.late_link import LateLink
 from tests.stages.dispatch.placed_models import LAYOUTS, Setup, X, net
 

@@ -6,13 +6,13 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from stages.checkpoints.safetensors_header import read_header
-from stages.machine.aligned_memory import TENSOR_ALIGNMENT
+import offstage
+from offstage.stages.checkpoints.safetensors_header import read_header
+from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT
 from tests.long_form import in_ci
 
 SIZES = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 3, "num_attention_heads": 4}

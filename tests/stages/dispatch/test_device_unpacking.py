@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from pipeline.errors import BudgetError
+import offstage
+from offstage.pipeline.errors import BudgetError
 from tests.e2e.fp8_checkpoints import save_fp8
 from tests.long_form import in_ci
 from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture

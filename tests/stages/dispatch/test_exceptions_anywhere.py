@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.dispatch import cpu_offload, disk_offload, dispatch_model
+from offstage.stages.dispatch import cpu_offload, disk_offload, dispatch_model
 from tests.stages.dispatch.models_to_offload import waiting
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])

@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from transformers import (
@@ -17,7 +16,8 @@ from transformers import (
     T5Config,
 )
 
-from stages.units import CPU
+import offstage
+from offstage.stages.units import CPU
 from tests.long_form import in_ci
 
 PROMPTS = [torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[9, 2, 6]]), torch.tensor([[5, 3, 5, 8, 9, 7]])]

@@ -19,9 +19,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import stages.dispatch
-import stages.empty_init
-import stages.shard_load
+import offstage.stages.dispatch
+import offstage.stages.empty_init
+import offstage.stages.shard_load
 from tests.stages.dispatch.models_to_offload import Borrower, Net, Tied, seeded, waiting
 
 accelerate = pytest.importorskip("accelerate")
@@ -33,7 +33,7 @@ Script = Callable[[Any, Path], Any]
 
 def imported(*modules: Any) -> SimpleNamespace:
     names = [
-        *(name for name in stages.dispatch.__all__ if name != "load"),
+        *(name for name in offstage.stages.dispatch.__all__ if name != "load"),
         "offload_state_dict",
         "OffloadedWeightsLoader",
         "init_empty_weights",
@@ -48,7 +48,7 @@ def apis() -> tuple[SimpleNamespace, SimpleNamespace]:
     import accelerate.utils
 
     theirs = imported(accelerate.big_modeling, accelerate.hooks, accelerate.utils)
-    return theirs, imported(stages.dispatch, stages.shard_load, stages.empty_init)
+    return theirs, imported(offstage.stages.dispatch, offstage.stages.shard_load, offstage.stages.empty_init)
 
 
 def cpu(api: Any, _: Path) -> Any:
@@ -261,7 +261,7 @@ def test_the_signatures_are_the_same() -> None:
     import inspect
 
     theirs, ours = apis()
-    names = [name for name in vars(theirs) if hasattr(ours, name) and name in stages.dispatch.__all__]
+    names = [name for name in vars(theirs) if hasattr(ours, name) and name in offstage.stages.dispatch.__all__]
     assert len(names) > 12
 
     def shape(function: Any) -> list[tuple[str, Any]]:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import BudgetError
-from stages.calls.results import kept_cache
-from stages.dispatch.loaded_model import LoadedModel, load
-from stages.dispatch.streaming.streamer import streamer_of
-from stages.empty_init.skeleton import parent
-from stages.plan.serving import is_streamed
-from stages.units import CPU, DeviceId
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.dispatch.loaded_model import LoadedModel, load
+from offstage.stages.dispatch.streaming.streamer import streamer_of
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.plan.serving import is_streamed
+from offstage.stages.units import CPU, DeviceId
 from tests.stages.dispatch.streaming.lockstep_grid import WORDS, saved
 
 SETTINGS = int(os.environ.get("OFFSTAGE_GRID", "0"))

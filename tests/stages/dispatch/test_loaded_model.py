@@ -9,15 +9,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.errors import BudgetError, CheckpointError, ConfigError
-from stages.dispatch.transfer.carrier import reader_pool
+import offstage
+from offstage.pipeline.errors import BudgetError, CheckpointError, ConfigError
+from offstage.stages.dispatch.transfer.carrier import reader_pool
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 OFFLOADED = {

@@ -9,11 +9,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 import transformers
 
+import offstage
 from tests.long_form import in_ci
 
 SIZES = {"vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +14,8 @@ from torch import nn
 from torch.nn.utils import prune
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from stages.dispatch.streaming.waiting_tensor import WaitingTensor
+import offstage
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 ON_DISK = {"": "cpu", "model.layers": "disk", "lm_head": "disk"}

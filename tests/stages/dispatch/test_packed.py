@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
-from stages.dispatch.streaming.streamer import Streamer
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import parent
-from stages.machine.devices import Devices
-from stages.shard_load.disk_weights import DiskWeights
-from stages.shard_load.expert_rows import locate_rows
-from stages.units import DeviceId
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor, rest_bytes
+from offstage.stages.dispatch.streaming.streamer import Streamer
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.devices import Devices
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.expert_rows import locate_rows
+from offstage.stages.units import DeviceId
 from tests.stages.dispatch.experts.mixtures import mixture, waiting_experts
 from tests.stages.dispatch.experts.test_expert_stack import answers, equal
 from tests.stages.dispatch.placed_models import LAYOUTS, ROOM, Setup, X, net, score_for

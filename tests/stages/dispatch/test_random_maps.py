@@ -6,7 +6,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+import offstage
 from tests.long_form import in_ci
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from pipeline.errors import BudgetError, CheckpointError
-from stages.dispatch.streaming.bindings import data_of
-from stages.dispatch.transfer.trace import Trace
-from stages.machine.devices import Devices
-from stages.plan.host_buffers import PINNED_BYTES
-from stages.units import CPU, DeviceId
+from offstage.pipeline.errors import BudgetError, CheckpointError
+from offstage.stages.dispatch.streaming.bindings import data_of
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.machine.devices import Devices
+from offstage.stages.plan.host_buffers import PINNED_BYTES
+from offstage.stages.units import CPU, DeviceId
 from tests.stages.dispatch.late_link import LateLink
 from tests.stages.dispatch.placed_models import Setup, X, net
 

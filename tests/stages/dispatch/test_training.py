@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from stages.finetune import CPUOffload
+from offstage.stages.finetune import CPUOffload
 from tests.stages.dispatch.adapted_llama import TOKENS, adapted_llama, equal, on_stage, trained
 from tests.stages.dispatch.late_link import LateLink
 from tests.stages.dispatch.placed_models import LAYOUTS, Setup, X, net

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, RwkvConfig
 
-from pipeline.errors import ConfigError
-from stages.dispatch.loaded_model import load
-from stages.empty_init.describe import describe
-from stages.empty_init.init import init_empty_weights
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.dispatch.loaded_model import load
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.init import init_empty_weights
 from tests.e2e.pipelines import dispatched_model
 from tests.long_form import in_ci
 

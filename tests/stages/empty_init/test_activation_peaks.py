@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
-from stages.calls.results import kept_cache
-from stages.empty_init.activation_peaks import kernel_of, weigh
-from stages.empty_init.describe import describe
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.empty_init.activation_peaks import kernel_of, weigh
+from offstage.stages.empty_init.describe import describe
 from tests.long_form import in_ci
 from tests.stages.empty_init.test_describe import CONFIGS, Branching, on_meta
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-import stages.empty_init.model  # noqa: F401  torch and transformers take seconds, which no test's deadline is about
-from pipeline.errors import CheckpointError
-from stages.empty_init.config_limits import check_numbers
+import offstage.stages.empty_init.model  # noqa: F401  torch and transformers take seconds, which no test's deadline is about
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.empty_init.config_limits import check_numbers
 from tests.deadline import deadline
 from tests.e2e.pipelines import config_for, dispatched
 

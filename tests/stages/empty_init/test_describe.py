@@ -19,10 +19,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from stages.empty_init import init_empty_weights
-from stages.empty_init.activation_peaks import weigh
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import FILE_NAME, Skeleton, from_json
+from offstage.stages.empty_init import init_empty_weights
+from offstage.stages.empty_init.activation_peaks import weigh
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import FILE_NAME, Skeleton, from_json
 from tests.long_form import in_ci
 
 LLAMA_LIKE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

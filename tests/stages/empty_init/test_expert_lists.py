@@ -11,10 +11,10 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
-from stages.empty_init import init_empty_weights
-from stages.empty_init.describe import describe
-from stages.empty_init.rehearsal import rehearse
-from stages.empty_init.skeleton import FILE_NAME, Skeleton, from_json
+from offstage.stages.empty_init import init_empty_weights
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.rehearsal import rehearse
+from offstage.stages.empty_init.skeleton import FILE_NAME, Skeleton, from_json
 from tests.stages.listed_experts import EXPERTS, LAYERS, STYLES, TOP, Block, HitExperts, Mixture, mixture
 
 LISTS = [f"layers.{layer}.mlp.experts" for layer in range(LAYERS)]

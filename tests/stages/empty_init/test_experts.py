@@ -20,9 +20,9 @@ from transformers import (
     Step3p7TextModel,
 )
 
-from stages.empty_init import init_empty_weights
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import FILE_NAME, ExpertsSpec, from_json
+from offstage.stages.empty_init import init_empty_weights
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import FILE_NAME, ExpertsSpec, from_json
 from tests.long_form import in_ci
 
 SIZES = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,

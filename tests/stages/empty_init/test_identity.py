@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.errors import CheckpointError
-from stages.empty_init.identity import identity, quantization_fault, resolve_dtype
-from stages.empty_init.stage import EmptyInitStage
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.empty_init.identity import identity, quantization_fault, resolve_dtype
+from offstage.stages.empty_init.stage import EmptyInitStage
 
 
 def resolved(folder: Path, dtype: str = "auto") -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.empty_init import init_empty_weights, init_on_device
+from offstage.stages.empty_init import init_empty_weights, init_on_device
 
 
 class WithTable(nn.Module):

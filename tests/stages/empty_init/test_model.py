@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from pipeline.errors import CheckpointError, ConfigError, OffstageError
-from stages.empty_init.model import build_model
+from offstage.pipeline.errors import CheckpointError, ConfigError, OffstageError
+from offstage.stages.empty_init.model import build_model
 
 SMALL = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from torch import nn
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from stages.checkpoints.checkpoint import Checkpoint
-from stages.checkpoints.codecs.planes import PlaneCodec
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import SCRATCH_BYTES, AtRest
-from stages.checkpoints.shard_files import ShardFile
-from stages.empty_init.describe import describe
-from stages.empty_init.packing import with_packed
-from stages.empty_init.skeleton import PackedSpec, Skeleton, from_json
+from offstage.stages.checkpoints.checkpoint import Checkpoint
+from offstage.stages.checkpoints.codecs.planes import PlaneCodec
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import SCRATCH_BYTES, AtRest
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.packing import with_packed
+from offstage.stages.empty_init.skeleton import PackedSpec, Skeleton, from_json
 from tests.stages.empty_init.test_experts import on_meta
 
 FILE = ShardFile("model.safetensors", Path("model.safetensors"), 0, None, "")

@@ -9,11 +9,11 @@ import pytest
 import torch
 import transformers
 
-from stages.calls.arguments import calls
-from stages.calls.call import RehearsedCall, answer
-from stages.calls.options import ForwardOptions
-from stages.empty_init.init import init_empty_weights
-from stages.empty_init.rehearsed_call import describe_call
+from offstage.stages.calls.arguments import calls
+from offstage.stages.calls.call import RehearsedCall, answer
+from offstage.stages.calls.options import ForwardOptions
+from offstage.stages.empty_init.init import init_empty_weights
+from offstage.stages.empty_init.rehearsed_call import describe_call
 from tests.e2e import checkpoints_of_kinds as kinds
 from tests.stages.empty_init.test_activation_peaks import Counting
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.errors import CheckpointError
-from stages.empty_init.siblings import missing_sibling
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.empty_init.siblings import missing_sibling
 from tests.stages.shard_load.test_rows import make_mixture, offloaded
 
 EXPERTS = "model.layers.0.block_sparse_moe.experts"

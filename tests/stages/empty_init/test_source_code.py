@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ConfigError
-from stages.empty_init.source_code import ABSENT, code_identity
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.empty_init.source_code import ABSENT, code_identity
 
 FILES = {
     "net_a.py": "import helper_a\nfrom pack_a import part\nimport json, torch\nraise RuntimeError('code has run')\n",
@@ -69,7 +69,7 @@ def test_a_file_that_shadows_what_is_installed_is_looked_at(folder: Path, monkey
 
 
 def test_an_editable_install_is_looked_at() -> None:
-    found = code_identity(["stages.units.parse_size"])
+    found = code_identity(["offstage.stages.units.parse_size"])
     assert any(name.endswith("stages/units.py") for name in found)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.empty_init.model import build_model
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.empty_init.model import build_model
 
 
 def build(**arguments: Any) -> nn.Module:

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
-from stages.empty_init import (
+from offstage.stages.empty_init import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
     find_tied_parameters,

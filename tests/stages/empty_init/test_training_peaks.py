@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from pipeline.errors import BudgetError
-from stages.empty_init.live_storages import CountingMode, LiveStorages
-from stages.empty_init.step_peaks import TrainingPeaks
-from stages.empty_init.training_peaks import rehearse_step, run_backward
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.empty_init.live_storages import CountingMode, LiveStorages
+from offstage.stages.empty_init.step_peaks import TrainingPeaks
+from offstage.stages.empty_init.training_peaks import rehearse_step, run_backward
 from tests.stages.empty_init.test_describe import CONFIGS, on_meta
 
 FLOAT = 4

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from stages.finetune import CPUOffload
-from stages.machine.devices import Devices
+from offstage.stages.finetune import CPUOffload
+from offstage.stages.machine.devices import Devices
 
 GIB = 2**30
 

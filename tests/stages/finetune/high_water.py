@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipeline.malloc import return_freed_memory, return_heap
-from stages.empty_init.training_peaks import run_backward
-from stages.finetune import profile_memory
+from offstage.pipeline.malloc import return_freed_memory, return_heap
+from offstage.stages.empty_init.training_peaks import run_backward
+from offstage.stages.finetune import profile_memory
 
 
 def convolutions() -> nn.Sequential:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stages.dispatch.transfer.trace import Trace
-from stages.finetune import CPUOffload
-from stages.machine.devices import Devices
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.finetune import CPUOffload
+from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import INPUTS, KINDS, Residual, expected, gradients, llama, net, same
 
 GIB = 2**30

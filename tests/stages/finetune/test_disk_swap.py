@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.errors import StorageError
-from stages.finetune import CPUOffload
-from stages.finetune.disk_swap import BLOCK_BYTES, DiskSwap, ScratchFile
-from stages.finetune.host_swap import rooms_on
-from stages.machine.aligned_memory import ALIGNMENT
-from stages.machine.devices import Devices
+from offstage.pipeline.errors import StorageError
+from offstage.stages.finetune import CPUOffload
+from offstage.stages.finetune.disk_swap import BLOCK_BYTES, DiskSwap, ScratchFile
+from offstage.stages.finetune.host_swap import rooms_on
+from offstage.stages.machine.aligned_memory import ALIGNMENT
+from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import expected, gradients, net, same
 from tests.stages.reading_threads import settle
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from stages.dispatch.transfer.trace import Trace
-from stages.finetune.host_swap import HostSwap, open_host_swap
-from stages.machine.devices import Devices
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.finetune.host_swap import HostSwap, open_host_swap
+from offstage.stages.machine.devices import Devices
 from tests.stages.dispatch.late_link import POISON, LateLink, at
 
 SIZE = 70_000

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from offstage import MemoryProfile, least_ratio, profile_memory
 from torch import nn
 from torch.nn import functional
 
-from pipeline.errors import BudgetError, ConfigError
+from offstage import MemoryProfile, least_ratio, profile_memory
+from offstage.pipeline.errors import BudgetError, ConfigError
 from tests.stages.dispatch.placed_models import Setup, net
 from tests.stages.empty_init.test_training_peaks import Blocks
 from tests.stages.finetune.high_water import NETS

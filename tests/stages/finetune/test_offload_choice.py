@@ -2,7 +2,7 @@
 
 from hypothesis import example, given, strategies as st
 
-from stages.finetune.offload_choice import PIECE, SMALL_SHARE, TOLERANCE, SavedSizes, ShareChoice
+from offstage.stages.finetune.offload_choice import PIECE, SMALL_SHARE, TOLERANCE, SavedSizes, ShareChoice
 
 SIZES = st.lists(st.integers(min_value=1, max_value=10**9), min_size=1, max_size=60)
 RATIOS = st.one_of(st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.floats(min_value=0, max_value=1))

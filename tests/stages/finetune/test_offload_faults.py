@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import BudgetError, ConfigError
-from stages.finetune import CPUOffload
-from stages.finetune.destination import say_that_nothing_goes
-from stages.machine.devices import Devices
+from offstage.pipeline.errors import BudgetError, ConfigError
+from offstage.stages.finetune import CPUOffload
+from offstage.stages.finetune.destination import say_that_nothing_goes
+from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import INPUTS, expected, gradients, net, same
 from tests.stages.reading_threads import settle
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from stages.dispatch.transfer.trace import Trace
-from stages.finetune import CPUOffload, destination
-from stages.finetune.host_swap import HostSwap, rooms_on
-from stages.machine.aligned_memory import Bytes
-from stages.machine.devices import Devices
+from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.finetune import CPUOffload, destination
+from offstage.stages.finetune.host_swap import HostSwap, rooms_on
+from offstage.stages.machine.aligned_memory import Bytes
+from offstage.stages.machine.devices import Devices
 from tests.stages.finetune.trained_models import INPUTS, expected, gradients, net, same
 
 GIB = 2**30

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import BertConfig, LlamaConfig, PretrainedConfig, T5Config, WhisperConfig
 
-from stages.finetune.served import check_served
-from stages.plan.request.training import FinetuneOptions, LoraOptions
+from offstage.stages.finetune.served import check_served
+from offstage.stages.plan.request.training import FinetuneOptions, LoraOptions
 
 REFUSED = [
     (T5Config(architectures=["T5ForConditionalGeneration"]), "has an encoder, which a text says nothing of"),

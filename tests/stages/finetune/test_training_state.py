@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.cache.sealed_files import write_sealed
-from stages.finetune.training_state import POINTER, TrainingState
+from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.stages.finetune.training_state import POINTER, TrainingState
 
 STEPS = 8
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.errors import ConfigError
-from stages.calls.arguments import ForwardCall
-from stages.forward.joined import Joined
-from stages.forward.labels import say
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.calls.arguments import ForwardCall
+from offstage.stages.forward.joined import Joined
+from offstage.stages.forward.labels import say
 
 MASKS = torch.ones(2, 3, dtype=torch.long), torch.ones(1, 2, dtype=torch.long)
 

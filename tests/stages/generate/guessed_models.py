@@ -22,13 +22,13 @@ from transformers import (
     T5Config,
 )
 
-from stages.dispatch.loaded_model import LoadedModel, load
-from stages.dispatch.streaming.streamer import streamer_of
-from stages.generate.decode import Clock, decode_with_transformers
-from stages.generate.judged import Judged
-from stages.generate.logprobs import ChosenLogprobs
-from stages.generate.sampling import SeededRows, seeded_rows
-from stages.generate.speculation import ExactSpeculation
+from offstage.stages.dispatch.loaded_model import LoadedModel, load
+from offstage.stages.dispatch.streaming.streamer import streamer_of
+from offstage.stages.generate.decode import Clock, decode_with_transformers
+from offstage.stages.generate.judged import Judged
+from offstage.stages.generate.logprobs import ChosenLogprobs
+from offstage.stages.generate.sampling import SeededRows, seeded_rows
+from offstage.stages.generate.speculation import ExactSpeculation
 
 WORDS = 96
 SIZES: dict[str, Any] = {

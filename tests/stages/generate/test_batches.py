@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.generate.batches import Asked, make_batches
+from offstage.stages.generate.batches import Asked, make_batches
 
 
 def asked(*lengths: int, **options: object) -> list[Asked]:

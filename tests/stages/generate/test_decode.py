@@ -6,8 +6,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
-from pipeline.errors import ConfigError
-from stages.generate.decode import (
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.generate.decode import (
     FILLED,
     Clock,
     choose,
@@ -17,8 +17,8 @@ from stages.generate.decode import (
     has_generate,
     trim,
 )
-from stages.inference.logits import logits_of
-from stages.inference.padding import make_batch
+from offstage.stages.inference.logits import logits_of
+from offstage.stages.inference.padding import make_batch
 
 WORDS = 50
 

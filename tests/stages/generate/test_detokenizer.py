@@ -11,7 +11,7 @@ from hypothesis import example, given, strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stages.generate.detokenizer import Detokenizer, decode_after
+from offstage.stages.generate.detokenizer import Detokenizer, decode_after
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 TINY = Path(__file__).parents[3] / "conf" / "checkpoints" / "tiny"

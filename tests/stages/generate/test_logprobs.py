@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from stages.generate.decode import Clock, decode_plainly, decode_with_transformers, trim
-from stages.generate.logprobs import ChosenLogprobs
-from stages.inference.padding import Batch, make_batch
+from offstage.stages.generate.decode import Clock, decode_plainly, decode_with_transformers, trim
+from offstage.stages.generate.logprobs import ChosenLogprobs
+from offstage.stages.inference.padding import Batch, make_batch
 
 WORDS, END = 50, 7
 CPU = torch.device("cpu")

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from stages.dispatch.transfer.carrier import Traffic
-from stages.generate.metrics import Cost, TimedBatch
-from stages.plan.plan import Plan
-from stages.units import DeviceId
+from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.generate.metrics import Cost, TimedBatch
+from offstage.stages.plan.plan import Plan
+from offstage.stages.units import DeviceId
 
 NOTHING = Traffic()
 PLAN = Plan(

@@ -5,12 +5,12 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.errors import CheckpointError, ConfigError
-from stages.checkpoints.generation_defaults import read_generation_config
-from stages.checkpoints.tokenizers import load_tokenizer
-from stages.generate.options import check_options, check_own_options, check_served, plain_options
-from stages.generate.prompts import Encoder, check_encoded
-from stages.plan.request.prompts import Prompt, check_prompts, read_prompts
+from offstage.pipeline.errors import CheckpointError, ConfigError
+from offstage.stages.checkpoints.generation_defaults import read_generation_config
+from offstage.stages.checkpoints.tokenizers import load_tokenizer
+from offstage.stages.generate.options import check_options, check_own_options, check_served, plain_options
+from offstage.stages.generate.prompts import Encoder, check_encoded
+from offstage.stages.plan.request.prompts import Prompt, check_prompts, read_prompts
 
 
 @pytest.mark.parametrize(

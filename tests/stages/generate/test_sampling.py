@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.generate.sampling import SeededRows, seeded_rows
-from stages.inference.padding import make_batch
+from offstage.stages.generate.sampling import SeededRows, seeded_rows
+from offstage.stages.inference.padding import make_batch
 
 PROMPTS = [[5, 6, 7, 8], [9, 4, 3, 1], [2, 2, 6, 7]]
 SAMPLED = {"do_sample": True, "min_new_tokens": 8, "max_new_tokens": 8}

@@ -10,8 +10,8 @@ import transformers
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from stages.dispatch.streaming.turns import Shared
-from stages.generate.shared_cache import LayerView, strange_layer, take_back, view_of, why_not_shared
+from offstage.stages.dispatch.streaming.turns import Shared
+from offstage.stages.generate.shared_cache import LayerView, strange_layer, take_back, view_of, why_not_shared
 
 CONFIG = transformers.Gemma3TextConfig(
     num_hidden_layers=2, sliding_window=4, layer_types=["sliding_attention", "full_attention"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from stages.generate import speculation
-from stages.generate.drafts import DraftLength
+from offstage.stages.generate import speculation
+from offstage.stages.generate.drafts import DraftLength
 from tests.long_form import in_ci
 from tests.stages.generate.guessed_models import (
     CONFIGS,

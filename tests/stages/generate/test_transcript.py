@@ -1,6 +1,6 @@
 import pytest
 
-from stages.generate.transcript import transcript
+from offstage.stages.generate.transcript import transcript
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stages.dispatch.transfer.carrier import Traffic
-from stages.inference.cost import ForwardCost
+from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.inference.cost import ForwardCost
 
 
 def test_only_what_streams_while_the_forwards_go_on_is_counted() -> None:

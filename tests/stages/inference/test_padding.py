@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from stages.inference.padding import make_batch
+from offstage.stages.inference.padding import make_batch
 
 
 def test_batches_pad_on_the_side_they_are_asked_to() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.sealed_files import sealed_line
-from stages.inference.progress import Progress
+from offstage.pipeline.cache.sealed_files import sealed_line
+from offstage.stages.inference.progress import Progress
 
 BATCHES = [
     [{"index": 2, "batch": 0, "rows": 2, "text": "ä"}, {"index": 0, "batch": 0, "rows": 2, "text": "b"}],

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.measure import MeasureConfig
-from stages.inference.repeats import counted, lacking
-from stages.inference.timed_samples import TimedSample, figures, percentiles, read_sample
+from offstage.pipeline.measure import MeasureConfig
+from offstage.stages.inference.repeats import counted, lacking
+from offstage.stages.inference.timed_samples import TimedSample, figures, percentiles, read_sample
 
 
 def sample(seconds: float = 1.0, **given: Any) -> TimedSample:

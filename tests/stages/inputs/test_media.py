@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.errors import ConfigError
-from stages.inputs.audio import read_audio
-from stages.inputs.images import check_image, read_image
-from stages.inputs.media_files import find_media
-from stages.inputs.processors import load_processor
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.inputs.audio import read_audio
+from offstage.stages.inputs.images import check_image, read_image
+from offstage.stages.inputs.media_files import find_media
+from offstage.stages.inputs.processors import load_processor
 
 Image = pytest.importorskip("PIL.Image")
 

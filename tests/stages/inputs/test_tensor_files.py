@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.errors import ConfigError
-from stages.inputs.tensor_files import TensorHead, read_heads, read_tensors
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.inputs.tensor_files import TensorHead, read_heads, read_tensors
 
 NAMED = {"input_ids": torch.arange(6).reshape(2, 3), "scale": torch.tensor([0.5, 2.0]), "flag": torch.tensor(True)}
 
@@ -100,7 +100,7 @@ def test_a_hostile_npz_is_refused_in_one_line(case: str, tmp_path: Path, monkeyp
 
 
 def test_what_unpacks_to_too_much_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.inputs.tensor_files.MOST_BYTES", 1000)
+    monkeypatch.setattr("offstage.stages.inputs.tensor_files.MOST_BYTES", 1000)
     np.savez_compressed(tmp_path / "zeros.npz", a=np.zeros(10_000))
     with pytest.raises(ConfigError, match="at most 1000 are accepted"):
         read_heads("forward.inputs", tmp_path / "zeros.npz")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.machine.aligned_memory import buffer_bytes, byte_view, private_bytes, room_for, tensor_in
+from offstage.stages.machine.aligned_memory import buffer_bytes, byte_view, private_bytes, room_for, tensor_in
 
 DATA = np.arange(64, dtype=np.uint8)
 

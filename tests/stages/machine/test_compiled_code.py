@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.machine import compiled_code
+from offstage.stages.machine import compiled_code
 
 SOURCE = "int answer(void) { return 42; }\n"
 FUNCTIONS = ("answer",)

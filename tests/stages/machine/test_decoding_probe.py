@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.sealed_files import read_sealed
-from stages.machine import decoding_probe
-from stages.machine.decoding_probe import decoding_speed, measure
-from stages.machine.kernels import identity
-from stages.machine.rates import DECODING_NAME, Rates, are_host_rates, coarse_rate, local_rates
+from offstage.pipeline.cache.sealed_files import read_sealed
+from offstage.stages.machine import decoding_probe
+from offstage.stages.machine.decoding_probe import decoding_speed, measure
+from offstage.stages.machine.kernels import identity
+from offstage.stages.machine.rates import DECODING_NAME, Rates, are_host_rates, coarse_rate, local_rates
 
 NARROW = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 SPEED = '{"host": 18000000000, "calls": 12345}'

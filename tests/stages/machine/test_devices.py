@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import BudgetError
-from stages.machine.devices import Devices
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.machine.devices import Devices
 
 
 def tensor(count: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stages.machine.hardware_faults import hardware_faults
-from stages.machine.rates import Rates, known_rates, read_rates
+from offstage.stages.machine.hardware_faults import hardware_faults
+from offstage.stages.machine.rates import Rates, known_rates, read_rates
 
 DEVICE_KEYS = "here may stand memory, name, link, rates, ledger"
 GB = 10**9

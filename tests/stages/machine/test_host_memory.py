@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.machine.hardware import coarse
-from stages.machine.host_memory import PROCESS_BYTES, host_memory
+from offstage.stages.machine.hardware import coarse
+from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
 from tests.benchmarks.caps import can_cap, run_capped
 
 GIB = 2**30
@@ -94,7 +94,7 @@ def test_shared_memory_counts_against_a_group_and_its_page_cache_does_not(
 
 SHARED = """
 import os
-from stages.machine.host_memory import host_memory
+from offstage.stages.machine.host_memory import host_memory
 before = host_memory().available_bytes
 descriptor = os.memfd_create("shared")
 os.write(descriptor, bytes(64 * 2**20))

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.cache.sealed_files import read_sealed, write_sealed
-from pipeline.cache.user_cache import user_cache
-from stages.machine.kept_figures import kept_for_user, kept_or_measured
-from stages.machine.kernels import are_factors
-from stages.machine.rates import is_rate
+from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.stages.machine.kept_figures import kept_for_user, kept_or_measured
+from offstage.stages.machine.kernels import are_factors
+from offstage.stages.machine.rates import is_rate
 from tests.deadline import deadline
 
 MEASURED = {"host": 10**10}
@@ -161,8 +161,8 @@ def test_where_nothing_can_be_kept_or_locked_each_run_measures(obstacle: str, tm
 UNPRIVILEGED = """
 import json, os, sys
 from pathlib import Path
-from stages.machine.kept_figures import kept_or_measured
-from stages.machine.rates import is_rate
+from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.machine.rates import is_rate
 if os.geteuid() == 0:
     os.setgid(65534), os.setuid(65534)
 print(json.dumps(kept_or_measured(Path(sys.argv[1]), {sys.argv[2]: lambda: 10**9}, is_sound=is_rate)))

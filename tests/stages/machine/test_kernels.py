@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.cache.sealed_files import write_sealed
-from stages.machine.kernel_probes import PeakMeter, measure_kernels
-from stages.machine.kernels import FILE_NAME, NOMINAL, Kernels, identity, local_kernels
+from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.stages.machine.kernel_probes import PeakMeter, measure_kernels
+from offstage.stages.machine.kernels import FILE_NAME, NOMINAL, Kernels, identity, local_kernels
 from tests.long_form import in_ci
 
 MIB = 2**20
@@ -27,11 +27,11 @@ VARIANTS = [
 TRIAL = """
 import sys
 from pathlib import Path
-from pipeline.malloc import return_freed_memory
+from offstage.pipeline.malloc import return_freed_memory
 return_freed_memory()
 import torch
-from stages.machine.kernel_probes import PeakMeter
-from stages.machine.kernels import local_kernels
+from offstage.stages.machine.kernel_probes import PeakMeter
+from offstage.stages.machine.kernels import local_kernels
 result_factor = local_kernels(Path(sys.argv[1])).get("mm bfloat16", (0, 0, 0))[2]
 left, right = torch.zeros(1024, 640).bfloat16(), torch.zeros(3072, 640).bfloat16()
 with PeakMeter(Path("/proc/self")) as meter:
@@ -75,7 +75,7 @@ def test_a_product_of_another_shape_takes_what_the_probe_found(variant: dict[str
 def test_it_is_measured_once_and_read_without_torch_ever_after(tmp_path: Path) -> None:
     first = local_kernels(tmp_path)
     script = (
-        "import sys; from pathlib import Path; from stages.machine.kernels import local_kernels;"
+        "import sys; from pathlib import Path; from offstage.stages.machine.kernels import local_kernels;"
         "print(dict(local_kernels(Path(sys.argv[1])))); assert 'torch' not in sys.modules"
     )
     if tmp_path.joinpath(FILE_NAME).is_file():

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import os, threading, torch
-from stages.machine.operator_threads import alone, elements_alone
+from offstage.stages.machine.operator_threads import alone, elements_alone
 
 torch.set_num_threads(3)
 values = torch.ones(elements_alone(2**20))
@@ -38,7 +38,7 @@ def test_operators_start_no_threads_where_they_are_told_to_stay_alone_and_others
 
 TEAMS = """
 import os, torch
-from stages.machine.operator_threads import let_idle_teams_sleep
+from offstage.stages.machine.operator_threads import let_idle_teams_sleep
 
 for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
     os.environ.pop(name, None)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.machine import own_process
-from stages.machine.host_memory import PROCESS_BYTES, host_memory
-from stages.machine.own_process import has_room, measure_apart
+from offstage.stages.machine import own_process
+from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
+from offstage.stages.machine.own_process import has_room, measure_apart
 
 
 def test_what_it_prints_is_heard_and_of_one_that_fails_nothing() -> None:
@@ -27,7 +27,7 @@ def test_one_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="the system ranks no processes")
 def test_it_is_the_first_to_be_ended_where_memory_is_short() -> None:
     code = (
-        "from stages.machine.own_process import be_expendable; be_expendable(); "
+        "from offstage.stages.machine.own_process import be_expendable; be_expendable(); "
         "print(open('/proc/self/oom_score_adj').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

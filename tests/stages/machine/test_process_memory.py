@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.sealed_files import read_sealed, write_sealed
-from pipeline.cache.user_cache import user_cache
-from pipeline.stage import MEASURED
-from stages.machine import kernels, own_process, process_memory
-from stages.machine.host_memory import PROCESS_BYTES
-from stages.machine.process_memory import FILE_NAME, identity, is_process, process_bytes
-from stages.machine.rates import DECODING_NAME, are_host_rates
+from offstage.pipeline.cache.sealed_files import read_sealed, write_sealed
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.stage import MEASURED
+from offstage.stages.machine import kernels, own_process, process_memory
+from offstage.stages.machine.host_memory import PROCESS_BYTES
+from offstage.stages.machine.process_memory import FILE_NAME, identity, is_process, process_bytes
+from offstage.stages.machine.rates import DECODING_NAME, are_host_rates
 
 OTHER = 404_000_000
 

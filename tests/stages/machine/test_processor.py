@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.environment import allowed_cores
-from stages.machine.processor import BUSY_SHARE, ProcessorMeter, ProcessorUse
+from offstage.pipeline.environment import allowed_cores
+from offstage.stages.machine.processor import BUSY_SHARE, ProcessorMeter, ProcessorUse
 
 CORE = min(allowed_cores())
 

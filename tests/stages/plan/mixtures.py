@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from stages.empty_init.describe import describe
-from stages.plan.outline import Outline
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.plan.outline import Outline
 from tests.stages.empty_init.test_experts import CONFIGS, on_meta
 
 

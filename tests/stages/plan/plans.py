@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pipeline.stage import Config
-from pipeline.typed_config import read
-from stages.machine.hardware import hardware
-from stages.machine.kernels import NOMINAL, Kernels
-from stages.machine.rates import Rates, read_rates
-from stages.plan.inputs import gather_inputs
-from stages.plan.lossless import choose_packing, possible_packing, with_copies
-from stages.plan.options import PlanConfig
-from stages.plan.outline import Outline
-from stages.plan.plan import Plan
-from stages.plan.stage import plan_from
+from offstage.pipeline.stage import Config
+from offstage.pipeline.typed_config import read
+from offstage.stages.machine.hardware import hardware
+from offstage.stages.machine.kernels import NOMINAL, Kernels
+from offstage.stages.machine.rates import Rates, read_rates
+from offstage.stages.plan.inputs import gather_inputs
+from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
+from offstage.stages.plan.options import PlanConfig
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.stage import plan_from
 
 
 def make_plan(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stages.empty_init.skeleton import DeviceUnpacking, ModuleSpec, PackedSpec, Skeleton, TensorSpec
-from stages.plan.outline import Outline
+from offstage.stages.empty_init.skeleton import DeviceUnpacking, ModuleSpec, PackedSpec, Skeleton, TensorSpec
+from offstage.stages.plan.outline import Outline
 
 
 def outline(

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from stages.empty_init.skeleton import DeviceUnpacking
-from stages.machine.rates import Rates
-from stages.plan.outline import Outline
-from stages.plan.plan import Plan, from_json
-from stages.plan.table import packed_told
-from stages.plan.token_bound import bound_seconds
-from stages.plan.token_time import Brought, token_seconds
+from offstage.stages.empty_init.skeleton import DeviceUnpacking
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.plan import Plan, from_json
+from offstage.stages.plan.table import packed_told
+from offstage.stages.plan.token_bound import bound_seconds
+from offstage.stages.plan.token_time import Brought, token_seconds
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, stack

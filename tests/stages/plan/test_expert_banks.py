@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, strategies as st
 
-from stages.dispatch.experts.bank import Bank
-from stages.dispatch.experts.eviction import DEFAULT, POLICIES, Expert
-from stages.plan.expert_banks import bank_bounds, kept_share, wanted
+from offstage.stages.dispatch.experts.bank import Bank
+from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES, Expert
+from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
 
 TENSORS = ("gate_up_proj", "down_proj")
 """What there is of each expert."""

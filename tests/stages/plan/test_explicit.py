@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.errors import ConfigError
-from stages.plan.placement import fold
-from stages.plan.policies.explicit import explicit, override
-from stages.plan.policies.sequential import sequential
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.plan.placement import fold
+from offstage.stages.plan.policies.explicit import explicit, override
+from offstage.stages.plan.policies.sequential import sequential
 from tests.stages.plan.skeletons import outline, stack
 
 FC = {"fc.weight": 4, "fc.bias": 1, "head.weight": 4}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import BudgetError
-from stages.plan import (
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.plan import (
     check_device_map,
     clean_device_map,
     get_balanced_memory,

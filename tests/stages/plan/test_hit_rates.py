@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.cache.sealed_files import write_sealed
-from pipeline.stage import MEASURED
-from stages.machine.hardware import hardware
-from stages.machine.kernels import NOMINAL
-from stages.machine.rates import Rates
-from stages.plan.expert_slots import Pool, Routing
-from stages.plan.hit_rates import FILE_NAME, is_news, is_share, kept_hit_rates, note_hit_rate
-from stages.plan.inputs import gather_inputs
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.pipeline.stage import MEASURED
+from offstage.stages.machine.hardware import hardware
+from offstage.stages.machine.kernels import NOMINAL
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.expert_slots import Pool, Routing
+from offstage.stages.plan.hit_rates import FILE_NAME, is_news, is_share, kept_hit_rates, note_hit_rate
+from offstage.stages.plan.inputs import gather_inputs
 from tests.stages.plan.mixtures import mixture
 
 POOL = Pool(experts=96, bytes=960, unit_bytes=10)

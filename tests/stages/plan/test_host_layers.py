@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from stages.machine.rates import Rates
-from stages.plan.outline import Outline
-from stages.plan.placement import execution_devices, find_shortage
-from stages.plan.plan import Plan
-from stages.plan.policies import host_layers
-from stages.plan.policies.explicit import override
-from stages.plan.policies.host_layers import with_host_layers
-from stages.plan.policies.optimal import optimal
-from stages.plan.policies.placed_seconds import placed_seconds
-from stages.plan.stage import PlanStage
-from stages.plan.table import render
-from stages.plan.token_time import Brought, LayerOutput, waiting_seconds
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import execution_devices, find_shortage
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.policies import host_layers
+from offstage.stages.plan.policies.explicit import override
+from offstage.stages.plan.policies.host_layers import with_host_layers
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.placed_seconds import placed_seconds
+from offstage.stages.plan.stage import PlanStage
+from offstage.stages.plan.table import render
+from offstage.stages.plan.token_time import Brought, LayerOutput, waiting_seconds
+from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, outline, stack

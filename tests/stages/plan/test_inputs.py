@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.stage import keyed
-from stages.machine.hardware import Hardware
-from stages.machine.host_memory import PROCESS_BYTES, Host
-from stages.machine.kernels import NOMINAL
-from stages.machine.rates import read_rates
-from stages.plan.inputs import PlanInputs, gather_inputs
+from offstage.pipeline.stage import keyed
+from offstage.stages.machine.hardware import Hardware
+from offstage.stages.machine.host_memory import PROCESS_BYTES, Host
+from offstage.stages.machine.kernels import NOMINAL
+from offstage.stages.machine.rates import read_rates
+from offstage.stages.plan.inputs import PlanInputs, gather_inputs
 from tests.stages.plan.skeletons import stack
 from tests.stages.plan.test_stage import config
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stages.plan.lasting_parts import place_lasting
+from offstage.stages.plan.lasting_parts import place_lasting
 
 MIXER = {"mixer": ("mixer",), "conv": ("mixer.conv", "mixer"), "in": ("mixer.in",), "out": ("mixer.out",)}
 

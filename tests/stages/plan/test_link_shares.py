@@ -13,19 +13,19 @@ from itertools import pairwise
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from pipeline.errors import BudgetError
-from stages.empty_init.skeleton import parent
-from stages.machine.rates import Rates, known_rates
-from stages.plan.outline import Outline
-from stages.plan.picture import draw
-from stages.plan.placement import find_shortage
-from stages.plan.plan import Plan
-from stages.plan.policies.link_shares import share_layers
-from stages.plan.policies.optimal import optimal
-from stages.plan.policies.placed_seconds import placed_seconds
-from stages.plan.table import render
-from stages.plan.token_bound import bound_seconds
-from stages.units import CPU, DISK, DeviceId
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.rates import Rates, known_rates
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.picture import draw
+from offstage.stages.plan.placement import find_shortage
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.policies.link_shares import share_layers
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.placed_seconds import placed_seconds
+from offstage.stages.plan.table import render
+from offstage.stages.plan.token_bound import bound_seconds
+from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, outline
 from tests.stages.plan.test_optimal import llama

@@ -5,17 +5,17 @@ from functools import cache
 
 import pytest
 
-from stages.empty_init.describe import describe
-from stages.machine.rates import Rates
-from stages.plan.expert_slots import ROOMY, Routing
-from stages.plan.outline import Outline
-from stages.plan.placement import Placement, find_shortage, layer_reserves, streamed_bytes
-from stages.plan.plan import Plan
-from stages.plan.policies.optimal import optimal
-from stages.plan.policies.sequential import sequential
-from stages.plan.predict import Work, predict
-from stages.plan.serving import serve
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.expert_slots import ROOMY, Routing
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement, find_shortage, layer_reserves, streamed_bytes
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.sequential import sequential
+from offstage.stages.plan.predict import Work, predict
+from offstage.stages.plan.serving import serve
+from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.empty_init.test_expert_lists import described
 from tests.stages.listed_experts import EXPERTS, LAYERS, TOP, WIDTH, mixture
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec
-from stages.machine.rates import Rates
-from stages.plan import options
-from stages.plan.lossless import NOMINAL, choose_packing, pays, possible_packing, with_copies
-from stages.plan.options import PlanConfig, StorageConfig
-from stages.plan.outline import Outline
+from offstage.stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan import options
+from offstage.stages.plan.lossless import NOMINAL, choose_packing, pays, possible_packing, with_copies
+from offstage.stages.plan.options import PlanConfig, StorageConfig
+from offstage.stages.plan.outline import Outline
 from tests.stages.plan.plans import make_plan
 
 SHARE = 0.67

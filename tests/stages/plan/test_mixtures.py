@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from pipeline.errors import BudgetError
-from stages.dispatch import dispatch_plan
-from stages.plan import plan as plans
-from stages.plan.expert_slots import Pool, Routing, roomy_slots
-from stages.plan.outline import Outline
-from stages.plan.picture import draw
-from stages.plan.plan import Plan
-from stages.plan.policies import POLICIES
-from stages.plan.table import render
-from stages.units import CPU, DISK, DeviceId
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.dispatch import dispatch_plan
+from offstage.stages.plan import plan as plans
+from offstage.stages.plan.expert_slots import Pool, Routing, roomy_slots
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.picture import draw
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.policies import POLICIES
+from offstage.stages.plan.table import render
+from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest
@@ -323,13 +323,13 @@ def test_what_is_unpacked_for_slots_of_an_accelerator_passes_through_buffers_of_
 ) -> None:
     plain = mixture("Mixtral")
     model = at_rest(plain, {name: plain.sizes[name] // 2 for name in plain.expert_tensors})
-    monkeypatch.setattr("stages.plan.predict.CHUNK_BYTES", 1)
+    monkeypatch.setattr("offstage.stages.plan.predict.CHUNK_BYTES", 1)
     plan = plan_for(model, _0=dense_bytes(model) + 4 * expert_bytes(model), cpu=0)
     largest = max(plain.sizes[name] for name in plain.expert_tensors) // 6
     assert plan.predicted[CPU]["staging"] - plan_for(plain, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"] == (
         8 * (largest - 1)
     )
-    monkeypatch.setattr("stages.plan.host_buffers.PINNED_BYTES", 1)
+    monkeypatch.setattr("offstage.stages.plan.host_buffers.PINNED_BYTES", 1)
     small = plan_for(model, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"]
     assert small == largest, "one is enough, which several threads unpack into"
 

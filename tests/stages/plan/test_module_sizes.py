@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.plan import (
+from offstage.stages.plan import (
     calculate_maximum_sizes,
     compute_module_sizes,
     compute_module_total_buffer_size,

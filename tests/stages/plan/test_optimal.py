@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.errors import BudgetError
-from stages.plan.checks import require_fit
-from stages.plan.outline import Outline
-from stages.plan.placement import (
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import (
     Placement,
     find_shortage,
     held_bytes,
@@ -17,10 +17,10 @@ from stages.plan.placement import (
     resident_bytes,
     streamed_bytes,
 )
-from stages.plan.policies.optimal import optimal
-from stages.plan.policies.sequential import sequential
-from stages.plan.policies.subset_sums import subset_sums
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.policies.sequential import sequential
+from offstage.stages.plan.policies.subset_sums import subset_sums
+from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.skeletons import outline
 
 MLP, ATTENTION, EMBEDDING = 23_068_672, 8_388_608, 131_072_000

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from pipeline.errors import BudgetError
-from stages.machine.hardware import Hardware
-from stages.machine.host_memory import Host
-from stages.machine.rates import Rates
-from stages.plan.budgets import allow
-from stages.plan.checks import require_fit
-from stages.plan.outline import Outline
-from stages.plan.placement import Placement, reserves, resident_bytes, streamed_bytes
-from stages.plan.plan import Plan
-from stages.plan.policies import POLICIES
-from stages.plan.predict import Work, predict
-from stages.plan.serving import serve
-from stages.plan.table import packed_told
-from stages.plan.token_bound import bound_seconds
-from stages.plan.token_time import Brought, slowest, token_seconds
-from stages.units import DeviceId
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.machine.hardware import Hardware
+from offstage.stages.machine.host_memory import Host
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.budgets import allow
+from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement, reserves, resident_bytes, streamed_bytes
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.policies import POLICIES
+from offstage.stages.plan.predict import Work, predict
+from offstage.stages.plan.serving import serve
+from offstage.stages.plan.table import packed_told
+from offstage.stages.plan.token_bound import bound_seconds
+from offstage.stages.plan.token_time import Brought, slowest, token_seconds
+from offstage.stages.units import DeviceId
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, stack

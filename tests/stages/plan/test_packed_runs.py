@@ -6,13 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
+import offstage
 from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
 
 CONFIG = LlamaConfig(

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 
-from stages.plan.outline import Outline
-from stages.plan.picture import draw, gib
-from stages.plan.plan import Plan
-from stages.plan.table import ranges, render, rows
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.picture import draw, gib
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.table import ranges, render, rows
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline
 

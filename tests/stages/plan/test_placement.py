@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from stages.dispatch.dispatch_plan import make_dispatch_plan
-from stages.plan.outline import Outline
-from stages.plan.placement import Placement, execution_devices, layer_reserves
-from stages.plan.plan import Plan
-from stages.plan.policies.explicit import override
-from stages.units import CPU, DISK
+from offstage.stages.dispatch.dispatch_plan import make_dispatch_plan
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement, execution_devices, layer_reserves
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.policies.explicit import override
+from offstage.stages.units import CPU, DISK
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline, stack
 

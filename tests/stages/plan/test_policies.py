@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from pipeline.errors import BudgetError
-from stages.plan.checks import require_fit
-from stages.plan.outline import Outline
-from stages.plan.placement import execution_devices, fold, layer_reserves
-from stages.plan.policies import POLICIES
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import execution_devices, fold, layer_reserves
+from offstage.stages.plan.policies import POLICIES
 from tests.stages.plan.skeletons import outline, stack
 
 Budgets = Mapping[int | str, int | None]

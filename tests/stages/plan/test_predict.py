@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from pipeline.cache.sealed_files import write_sealed
-from stages.calls.results import kept_cache
-from stages.empty_init.skeleton import Moment, TensorSpec
-from stages.machine.host_memory import PROCESS_BYTES
-from stages.machine.kernels import Kernels, identity
-from stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates, read_rates
-from stages.plan.outline import Outline
-from stages.plan.plan import Plan
-from stages.plan.predict import Work, predict, work
-from stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
+from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.empty_init.skeleton import Moment, TensorSpec
+from offstage.stages.machine.host_memory import PROCESS_BYTES
+from offstage.stages.machine.kernels import Kernels, identity
+from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates, read_rates
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.predict import Work, predict, work
+from offstage.stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline
 

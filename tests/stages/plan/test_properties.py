@@ -11,12 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
-from pipeline.errors import BudgetError
-from stages.empty_init.describe import describe
-from stages.machine.rates import Rates
-from stages.plan.checks import require_fit
-from stages.plan.outline import Outline
-from stages.plan.placement import (
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.checks import require_fit
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import (
     Budgets,
     Placement,
     computed_bytes,
@@ -28,10 +28,10 @@ from stages.plan.placement import (
     resident_bytes,
     streamed_bytes,
 )
-from stages.plan.policies import POLICIES
-from stages.plan.policies.explicit import explicit, spread
-from stages.plan.token_time import slowest, token_seconds
-from stages.units import DeviceId, in_tier_order
+from offstage.stages.plan.policies import POLICIES
+from offstage.stages.plan.policies.explicit import explicit, spread
+from offstage.stages.plan.token_time import slowest, token_seconds
+from offstage.stages.units import DeviceId, in_tier_order
 from tests.conftest import LONG_FORM
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, strategies as st
 from torch import nn
 
-from pipeline.errors import BudgetError
-from stages.empty_init.describe import describe
-from stages.empty_init.init import init_empty_weights
-from stages.empty_init.skeleton import PackedSpec
-from stages.machine.row_ranges import LEAST_ROWS
-from stages.plan.outline import Outline
-from stages.plan.placement import Placement, find_shortage, layer_reserves, reserves, resident_bytes
-from stages.plan.row_blocks import block_sizes, divisible
-from stages.units import CPU, DISK
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.init import init_empty_weights
+from offstage.stages.empty_init.skeleton import PackedSpec
+from offstage.stages.machine.row_ranges import LEAST_ROWS
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement, find_shortage, layer_reserves, reserves, resident_bytes
+from offstage.stages.plan.row_blocks import block_sizes, divisible
+from offstage.stages.units import CPU, DISK
 from tests.stages.plan.plans import make_plan
 
 WIDTH, WORDS = 16, 8200

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from stages.empty_init.describe import describe
-from stages.machine.host_memory import PROCESS_BYTES
-from stages.plan.outline import Outline
-from stages.plan.placement import Placement, streamed_bytes
-from stages.plan.serving import Io, choose_io, serve
-from stages.units import DeviceId
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.machine.host_memory import PROCESS_BYTES
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement, streamed_bytes
+from offstage.stages.plan.serving import Io, choose_io, serve
+from offstage.stages.units import DeviceId
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import stack
 

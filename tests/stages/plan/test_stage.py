@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import BudgetError, ConfigError
-from stages.plan import options
-from stages.plan.stage import PlanStage
+from offstage.pipeline.errors import BudgetError, ConfigError
+from offstage.stages.plan import options
+from offstage.stages.plan.stage import PlanStage
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline, stack
 
@@ -124,7 +124,7 @@ def test_automatic_budgets_are_the_sum_of_their_terms() -> None:
 
 
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
-    from stages.plan.plan import from_json
+    from offstage.stages.plan.plan import from_json
 
     plan = make_plan(stack(7), config(max_memory={"0": "20", "cpu": "15"}, hardware=two_accelerators()))
     plan.save(tmp_path)
@@ -140,7 +140,7 @@ def test_every_tensor_and_every_module_with_tensors_has_a_device() -> None:
 
 
 def test_the_cached_path_imports_no_torch() -> None:
-    code = "import sys, stages.plan, stages.plan.stage; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, offstage.stages.plan.stage; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from stages.machine.rates import Rates, read_rates
-from stages.plan.token_time import HOST, Brought, expected_seconds, late_bytes, link_seconds, slowest, token_seconds
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.machine.rates import Rates, read_rates
+from offstage.stages.plan.token_time import (
+    HOST,
+    Brought,
+    expected_seconds,
+    late_bytes,
+    link_seconds,
+    slowest,
+    token_seconds,
+)
+from offstage.stages.units import CPU, DISK, DeviceId
 
 RATES = Rates(storage=10, host=1000, link=100, device=1000)
 

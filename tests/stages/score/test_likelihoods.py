@@ -23,12 +23,12 @@ from transformers import (
     T5Config,
 )
 
-from pipeline.errors import ConfigError
-from stages.inputs.batches import by_length
-from stages.plan.request.requests import NORMALISED
-from stages.score.likelihoods import TokenScores, require_causal, score_windows
-from stages.score.metrics import TextScore
-from stages.score.windows import EncodedText, Window, cut
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.inputs.batches import by_length
+from offstage.stages.plan.request.requests import NORMALISED
+from offstage.stages.score.likelihoods import TokenScores, require_causal, score_windows
+from offstage.stages.score.metrics import TextScore
+from offstage.stages.score.windows import EncodedText, Window, cut
 
 WORDS = 97
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from transformers import AutoTokenizer
 
-from pipeline.errors import ConfigError
-from stages.plan.request.texts import ScoredText, ScoreOptions, check_texts, read_scored_texts
-from stages.score.windows import EncodedText, check_encoded_texts, cut, encode
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.plan.request.texts import ScoredText, ScoreOptions, check_texts, read_scored_texts
+from offstage.stages.score.windows import EncodedText, check_encoded_texts, cut, encode
 
 TINY = Path(__file__).parents[3] / "conf" / "checkpoints" / "tiny"
 

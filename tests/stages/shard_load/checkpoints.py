@@ -14,14 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from pipeline.errors import raise_faults
-from pipeline.stage import Artifact, FileEntry
-from stages.empty_init.describe import describe
-from stages.empty_init.init import init_empty_weights
-from stages.empty_init.skeleton import Skeleton
-from stages.plan.plan import Plan
-from stages.shard_load.stage import ShardLoadStage
-from stages.units import DeviceId
+from offstage.pipeline.errors import raise_faults
+from offstage.pipeline.stage import Artifact, FileEntry
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.init import init_empty_weights
+from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.plan.plan import Plan
+from offstage.stages.shard_load.stage import ShardLoadStage
+from offstage.stages.units import DeviceId
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {

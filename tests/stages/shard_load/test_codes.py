@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from pipeline.errors import CheckpointError
-from stages.shard_load import load_checkpoint_in_model, load_state_dict
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.shard_load import load_checkpoint_in_model, load_state_dict
 
 
 class CodedLinear(nn.Module):

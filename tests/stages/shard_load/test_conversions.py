@@ -11,12 +11,12 @@ from transformers.core_model_loading import (
     WeightConverter,
 )
 
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.shard_files import ShardFile
-from stages.empty_init.merges import sources_in_order
-from stages.empty_init.names import Step
-from stages.shard_load import conversions
-from stages.shard_load.conversions import build
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.empty_init.merges import sources_in_order
+from offstage.stages.empty_init.names import Step
+from offstage.stages.shard_load import conversions
+from offstage.stages.shard_load.conversions import build
 
 FILE = ShardFile("f", Path("f"), 0, None, "")
 

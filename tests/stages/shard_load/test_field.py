@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from pipeline.errors import CheckpointError, ConfigError, StorageError
-from stages.checkpoints.safetensors_header import read_header
-from stages.shard_load import (
+from offstage.pipeline.errors import CheckpointError, ConfigError, StorageError
+from offstage.stages.checkpoints.safetensors_header import read_header
+from offstage.stages.shard_load import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

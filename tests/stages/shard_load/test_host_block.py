@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.machine.aligned_memory import HostBlock
+from offstage.stages.machine.aligned_memory import HostBlock
 from tests.stages.shard_load.checkpoints import (
     CONFIGS,
     assert_same,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.readers import open_reader
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.readers import open_reader
 
 TENSORS = {"a.weight": torch.arange(24.0).view(4, 6), "a.bias": torch.arange(4).int(), "b": torch.ones(3).half()}
 ROUNDS = 3000

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.errors import StorageError
+from offstage.pipeline.errors import StorageError
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.long_form import in_ci
 from tests.stages.shard_load.checkpoints import (

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from stages.empty_init.init import init_empty_weights
+from offstage.stages.empty_init.init import init_empty_weights
 from tests.stages.shard_load.checkpoints import load, make_context
 
 MIB = 2**20

@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pipeline.errors import CheckpointError
-from stages.empty_init.init import init_empty_weights
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.empty_init.init import init_empty_weights
 from tests.stages.shard_load.checkpoints import (
     CONFIGS,
     artifact_of,

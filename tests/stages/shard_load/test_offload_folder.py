@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.errors import CheckpointError
-from stages.shard_load.offload_folder import OffloadedWeightsLoader, offload_state_dict
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.shard_load.offload_folder import OffloadedWeightsLoader, offload_state_dict
 
 GOOD = {"dtype": "float32", "shape": [2, 3]}
 

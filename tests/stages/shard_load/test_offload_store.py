@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache import block_sums
-from pipeline.cache.block_sums import INDEX_NAME
-from pipeline.errors import CheckpointError, StorageError
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.readers import read_extent
-from stages.shard_load.offload_store import MARKER_NAME, OffloadStore, StoredTensor, open_store
+from offstage.pipeline.cache import block_sums
+from offstage.pipeline.cache.block_sums import INDEX_NAME
+from offstage.pipeline.errors import CheckpointError, StorageError
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.shard_load.offload_store import MARKER_NAME, OffloadStore, StoredTensor, open_store
 
 TENSOR = StoredTensor("float32", (2,), ("source",))
 DATA = memoryview(b"12345678")
@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 KILLED = """
 import sys, os, pathlib
-from stages.shard_load.offload_store import StoredTensor, open_store
+from offstage.stages.shard_load.offload_store import StoredTensor, open_store
 store = open_store(pathlib.Path(sys.argv[1]), "k")
 for i in range(10**6):
     store.put(f"t{i % 50}", StoredTensor("float32", (256,), ("s",)), memoryview(bytes([i % 50]) * 1024))

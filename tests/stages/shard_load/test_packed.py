@@ -11,18 +11,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig, Qwen3MoeConfig
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.memory_file import MemoryFile
-from stages.checkpoints.packed import AtRest, PackedTensor, files_of
-from stages.checkpoints.readers import read_extent
-from stages.empty_init import init_empty_weights
-from stages.empty_init.describe import describe
-from stages.shard_load.load import Load, prepare
-from stages.shard_load.offload_store import open_store
-from stages.shard_load.placed_weights import place
-from stages.shard_load.stored_weights import fill_store
-from stages.units import DeviceId
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.memory_file import MemoryFile
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor, files_of
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.empty_init import init_empty_weights
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.shard_load.load import Load, prepare
+from offstage.stages.shard_load.offload_store import open_store
+from offstage.stages.shard_load.placed_weights import place
+from offstage.stages.shard_load.stored_weights import fill_store
+from offstage.stages.units import DeviceId
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -20,17 +20,17 @@ import transformers
 from rich.filesize import decimal
 from safetensors.torch import load_file
 
-from pipeline.cache.block_sums import INDEX_NAME, find_store_damage
-from pipeline.cache.command import main
-from pipeline.cache.housekeeping import entries
-from pipeline.errors import CheckpointError, StorageError
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import PackedTensor, rest_bytes
-from stages.checkpoints.readers import read_extent
-from stages.empty_init.init import init_empty_weights
-from stages.shard_load import OffloadedWeightsLoader
-from stages.shard_load.offload_store import StoredTensor, open_store
-from stages.shard_load.packed_copies import find_packed
+from offstage.pipeline.cache.block_sums import INDEX_NAME, find_store_damage
+from offstage.pipeline.cache.command import main
+from offstage.pipeline.cache.housekeeping import entries
+from offstage.pipeline.errors import CheckpointError, StorageError
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import PackedTensor, rest_bytes
+from offstage.stages.checkpoints.readers import read_extent
+from offstage.stages.empty_init.init import init_empty_weights
+from offstage.stages.shard_load import OffloadedWeightsLoader
+from offstage.stages.shard_load.offload_store import StoredTensor, open_store
+from offstage.stages.shard_load.packed_copies import find_packed
 from tests.stages.shard_load.checkpoints import FakeContext, assert_same, load, make_context, revive, state_of
 from tests.stages.shard_load.test_offload_store import flipped
 
@@ -213,9 +213,9 @@ KILLED = """
 import sys
 from pathlib import Path
 import torch
-from stages.shard_load import offload_store
-from stages.shard_load.packed_copies import put_packed
-from stages.shard_load.packer import InMemory, Packer, Unpacked
+from offstage.stages.shard_load import offload_store
+from offstage.stages.shard_load.packed_copies import put_packed
+from offstage.stages.shard_load.packer import InMemory, Packer, Unpacked
 offload_store._PUBLISH_BYTES = 30000
 store = offload_store.open_store(Path(sys.argv[1]), "k")
 tensor = offload_store.StoredTensor("bfloat16", (64, 256), ("source",))

@@ -14,23 +14,23 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, Transpose, WeightConverter
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.adapters import open_adapter
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.shard_files import ShardFile
-from stages.empty_init import init_empty_weights
-from stages.empty_init.adapted_model import add_adapter
-from stages.empty_init.describe import describe
-from stages.empty_init.merges import sources_in_order
-from stages.empty_init.names import Step
-from stages.shard_load import OffloadedWeightsLoader
-from stages.shard_load.adapter import prepare_adapted
-from stages.shard_load.checkpoint_in_model import fill_model
-from stages.shard_load.expert_rows import locate_rows, read_rows
-from stages.shard_load.load import prepare
-from stages.shard_load.placed_weights import expert_rows
-from stages.shard_load.stage import ShardLoadStage
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.adapters import open_adapter
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.empty_init import init_empty_weights
+from offstage.stages.empty_init.adapted_model import add_adapter
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.merges import sources_in_order
+from offstage.stages.empty_init.names import Step
+from offstage.stages.shard_load import OffloadedWeightsLoader
+from offstage.stages.shard_load.adapter import prepare_adapted
+from offstage.stages.shard_load.checkpoint_in_model import fill_model
+from offstage.stages.shard_load.expert_rows import locate_rows, read_rows
+from offstage.stages.shard_load.load import prepare
+from offstage.stages.shard_load.placed_weights import expert_rows
+from offstage.stages.shard_load.stage import ShardLoadStage
 from tests.stages.empty_init.test_experts import CONFIGS
 from tests.stages.shard_load.checkpoints import assert_same, load, make_context, save_bin
 from tests.stages.shard_load.test_conversions import MemoryReader

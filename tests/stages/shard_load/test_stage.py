@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.cache.fingerprint import fingerprint
-from pipeline.errors import CheckpointError, ConfigError, StorageError
-from pipeline.stage import Stage, keyed
-from stages.shard_load.stage import ShardLoadStage
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.errors import CheckpointError, ConfigError, StorageError
+from offstage.pipeline.stage import Stage, keyed
+from offstage.stages.shard_load.stage import ShardLoadStage
 from tests.stages.shard_load.checkpoints import (
     FakeContext,
     artifact_of,

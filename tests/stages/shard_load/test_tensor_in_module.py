@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.shard_load import (
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.shard_load import (
     load_offloaded_weights,
     offload_weight,
     set_module_tensor_to_device,

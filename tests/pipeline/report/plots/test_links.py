@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.checkpoint_groups import group_jobs
-from pipeline.report.figures import Picture
-from pipeline.report.page import pictures
-from pipeline.report.run_folders import find
+from offstage.pipeline.report.checkpoint_groups import group_jobs
+from offstage.pipeline.report.figures import Picture
+from offstage.pipeline.report.page import pictures
+from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.sample_runs import sample, write_run
 
 EXPERTS = {"model.layers.0.mlp.experts": {"hits": 3, "misses": 1, "streamed_bytes": 7, "evictions": 0}}

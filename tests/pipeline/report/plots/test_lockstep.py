@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.figures import Picture
-from pipeline.report.plots.lockstep import lockstep_picture
-from pipeline.report.run_folders import find
-from pipeline.report.speed import members
+from offstage.pipeline.report.figures import Picture
+from offstage.pipeline.report.plots.lockstep import lockstep_picture
+from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.report.speed import members
 from tests.pipeline.report.sample_runs import write_failure, write_run
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.figures import EARLIER, Picture
-from pipeline.report.plots.memory import BASE, base_bytes, memory_picture
-from pipeline.report.run_folders import Job, find
+from offstage.pipeline.report.figures import EARLIER, Picture
+from offstage.pipeline.report.plots.memory import BASE, base_bytes, memory_picture
+from offstage.pipeline.report.run_folders import Job, find
 from tests.pipeline.report.sample_runs import write_run
 
 BASE_BYTES = 280 * 10**6

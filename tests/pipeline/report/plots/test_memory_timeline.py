@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.report.figures import Picture
-from pipeline.report.plots.memory import BASE
-from pipeline.report.plots.memory_timeline import timeline_picture
-from pipeline.report.run_folders import find
+from offstage.pipeline.report.figures import Picture
+from offstage.pipeline.report.plots.memory import BASE
+from offstage.pipeline.report.plots.memory_timeline import timeline_picture
+from offstage.pipeline.report.run_folders import find
 from tests.pipeline.report.sample_runs import write_failure, write_run
 
 SERIES = [(0.0, 30_000_000), (1.0, 300_000_000), (2.0, 900_000_000)]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.plots.pareto import pareto_picture
-from pipeline.report.run_folders import find
-from pipeline.report.speed import pareto
+from offstage.pipeline.report.plots.pareto import pareto_picture
+from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.report.speed import pareto
 from tests.pipeline.report.sample_runs import write_run
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.report.differences import config_differences
-from pipeline.report.figures import Picture
-from pipeline.report.plots.series import BUSY, CACHED_READS
-from pipeline.report.plots.speed import speed_picture
-from pipeline.report.run_folders import find
-from pipeline.report.speed import MOST_POINTS, MOST_SERIES, speed_series
+from offstage.pipeline.report.differences import config_differences
+from offstage.pipeline.report.figures import Picture
+from offstage.pipeline.report.plots.series import BUSY, CACHED_READS
+from offstage.pipeline.report.plots.speed import speed_picture
+from offstage.pipeline.report.run_folders import find
+from offstage.pipeline.report.speed import MOST_POINTS, MOST_SERIES, speed_series
 from tests.pipeline.report.sample_runs import sample, write_run
 
 STORED = {"storage_bandwidth_bytes_per_second": 2e9}

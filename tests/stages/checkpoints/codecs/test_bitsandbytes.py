@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.codecs.bitsandbytes import fold_bitsandbytes
-from stages.checkpoints.codecs.table_scaled import sample
-from stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
-from stages.checkpoints.packed_reads import read_packed
-from stages.checkpoints.readers import open_reader
-from stages.empty_init.identity import quantization_fault
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.codecs.bitsandbytes import fold_bitsandbytes
+from offstage.stages.checkpoints.codecs.table_scaled import sample
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.readers import open_reader
+from offstage.stages.empty_init.identity import quantization_fault
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 STATE = f"{NAME}.quant_state.bitsandbytes__nf4"

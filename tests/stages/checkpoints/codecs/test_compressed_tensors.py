@@ -3,19 +3,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.codecs.compressed_scheme import weight_scheme
-from stages.checkpoints.codecs.compressed_tensors import fold_compressed
-from stages.checkpoints.packed import PackedTensor, in_dtype
-from stages.checkpoints.packed_reads import read_packed
-from stages.empty_init.identity import quantization_fault
+import offstage
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.codecs.compressed_scheme import weight_scheme
+from offstage.stages.checkpoints.codecs.compressed_tensors import fold_compressed
+from offstage.stages.checkpoints.packed import PackedTensor, in_dtype
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.empty_init.identity import quantization_fault
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -170,7 +170,7 @@ def compress(model: PreTrainedModel, scheme: str, folder: Path) -> dict[str, tor
 
 
 def read_whole(entry: Any) -> torch.Tensor:
-    from stages.checkpoints.readers import read_extent
+    from offstage.stages.checkpoints.readers import read_extent
 
     return read_extent(entry)
 

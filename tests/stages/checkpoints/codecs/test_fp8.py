@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.codecs.fp8 import FORMATS, TILE, BlockScaled, sample
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import BLOCK_BYTES, SCRATCH_BYTES, PackedTensor
-from stages.checkpoints.packed_reads import read_packed
-from stages.checkpoints.quantised import logical_entries
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.codecs.fp8 import FORMATS, TILE, BlockScaled, sample
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, SCRATCH_BYTES, PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.quantised import logical_entries
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 DEQUANTIZE = Fp8Dequantize(None)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from stages.checkpoints.codecs.float_tiles import DTYPES, TILE_ELEMENTS
-from stages.checkpoints.codecs.ggml_formats import FORMATS
-from stages.checkpoints.codecs.gguf import Arrangement, GgufCodec, sample
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import BLOCK_BYTES, PackedTensor
-from stages.checkpoints.packed_reads import read_packed
-from stages.checkpoints.shard_files import ShardFile
+from offstage.stages.checkpoints.codecs.float_tiles import DTYPES, TILE_ELEMENTS
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec, sample
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.shard_files import ShardFile
 from tests.stages.checkpoints.ggufs import dequantized, random_blocks
 
 pytest.importorskip("gguf")

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from stages.checkpoints.codecs import loops, planes
-from stages.checkpoints.codecs.fp8 import BlockScaled
-from stages.checkpoints.codecs.ggml_formats import FORMATS
-from stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
-from stages.checkpoints.codecs.mxfp4 import Mxfp4
-from stages.checkpoints.codecs.table_scaled import RUNS, TableScaled
-from stages.checkpoints.dtypes import torch_dtype
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import PackedTensor
-from stages.checkpoints.packed_reads import read_packed
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import byte_view
+from offstage.stages.checkpoints.codecs import loops, planes
+from offstage.stages.checkpoints.codecs.fp8 import BlockScaled
+from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
+from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
+from offstage.stages.checkpoints.codecs.mxfp4 import Mxfp4
+from offstage.stages.checkpoints.codecs.table_scaled import RUNS, TableScaled
+from offstage.stages.checkpoints.dtypes import torch_dtype
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import byte_view
 
 DTYPES = ("bfloat16", "float16", "float32")
 ODD = [0.0, -0.0, 1e-45, 1e-41, 1.2e-38, 6e-8, 1e-5, 3.0, -0.7, 300.0, 1e30, 3e38, np.inf, -np.inf, np.nan]

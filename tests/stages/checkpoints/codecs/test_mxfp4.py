@@ -6,11 +6,11 @@ import torch
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.checkpoints.codecs.mxfp4 import Mxfp4, fold_mxfp4, sample
-from stages.checkpoints.packed import AtRest, PackedTensor
-from stages.checkpoints.packed_reads import read_packed
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.codecs.mxfp4 import Mxfp4, fold_mxfp4, sample
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.stages.checkpoints.packed_reads import read_packed
 
 STACK = "model.layers.0.mlp.experts.gate_up_proj"
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}

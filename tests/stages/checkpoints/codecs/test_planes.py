@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.codecs import planes
-from stages.checkpoints.codecs.planes import PlaneCodec, codec_of, new_compressor, pack_tile, tile_borders
-from stages.checkpoints.dtypes import dtype_name
-from stages.checkpoints.packed import BLOCK_BYTES, PackedTensor, rest_bytes
-from stages.checkpoints.packed_reads import read_packed
-from stages.checkpoints.shard_files import ShardFile
-from stages.machine.aligned_memory import byte_view
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.codecs import planes
+from offstage.stages.checkpoints.codecs.planes import PlaneCodec, codec_of, new_compressor, pack_tile, tile_borders
+from offstage.stages.checkpoints.dtypes import dtype_name
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedTensor, rest_bytes
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.machine.aligned_memory import byte_view
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.dispatch import (
+from offstage.stages.dispatch import (
     AlignDevicesHook,
     ModelHook,
     add_hook_to_module,
@@ -16,7 +16,7 @@ from stages.dispatch import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from stages.dispatch.accelerate_api.align import resolve_device
+from offstage.stages.dispatch.accelerate_api.align import resolve_device
 from tests.stages.dispatch.models_to_offload import Borrower, Net, Tied, anatomy, same_anatomy, seeded, waiting
 
 X = torch.randn(2, 3)

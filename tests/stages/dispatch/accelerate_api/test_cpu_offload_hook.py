@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.dispatch import CpuOffload, UserCpuOffloadHook, add_hook_to_module, cpu_offload_with_hook
+from offstage.stages.dispatch import CpuOffload, UserCpuOffloadHook, add_hook_to_module, cpu_offload_with_hook
 from tests.stages.dispatch.models_to_offload import Net, anatomy, same_anatomy, seeded
 
 X = torch.randn(2, 4)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.dispatch import (
+from offstage.stages.dispatch import (
     ModelHook,
     add_hook_to_module,
     cpu_offload,
@@ -15,7 +15,7 @@ from stages.dispatch import (
     load_checkpoint_and_dispatch,
     remove_hook_from_submodules,
 )
-from stages.shard_load import offload_state_dict
+from offstage.stages.shard_load import offload_state_dict
 from tests.stages.dispatch.models_to_offload import (
     Borrower,
     Net,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.dispatch import (
+from offstage.stages.dispatch import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,

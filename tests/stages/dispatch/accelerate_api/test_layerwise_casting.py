@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.dispatch import (
+from offstage.stages.dispatch import (
     AlignDevicesHook,
     LayerwiseCastingHook,
     add_hook_to_module,

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from stages.dispatch import OffloadBudget, maybe_offload_to_cpu, remove_hook_from_module
+from offstage.stages.dispatch import OffloadBudget, maybe_offload_to_cpu, remove_hook_from_module
 from tests.stages.dispatch.models_to_offload import Net, Tied, anatomy, same_anatomy, seeded
 
 X = torch.randn(2, 3)

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.checkpoint import open_checkpoint
-from stages.dispatch.accelerate_api.offload_dir import locate_weights
-from stages.dispatch.accelerate_api.streamed_model import Wanted, plan_for
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import Skeleton
-from stages.plan.plan import Plan
-from stages.shard_load.checkpoint_in_model import fill_model
-from stages.shard_load.disk_weights import DiskWeights
-from stages.shard_load.expert_rows import read_rows
-from stages.shard_load.load import prepare
-from stages.shard_load.offload_store import read_index
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.dispatch.accelerate_api.offload_dir import locate_weights
+from offstage.stages.dispatch.accelerate_api.streamed_model import Wanted, plan_for
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.plan.plan import Plan
+from offstage.stages.shard_load.checkpoint_in_model import fill_model
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.expert_rows import read_rows
+from offstage.stages.shard_load.load import prepare
+from offstage.stages.shard_load.offload_store import read_index
 from tests.stages.shard_load.checkpoints import assert_same
 from tests.stages.shard_load.test_rows import empty_mixture, make_mixture
 

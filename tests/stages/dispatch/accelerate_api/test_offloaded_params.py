@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.dispatch import (
+from offstage.stages.dispatch import (
     AlignDevicesHook,
     add_hook_to_module,
     align_module_device,
@@ -15,7 +15,7 @@ from stages.dispatch import (
     get_state_dict_offloaded_model,
     has_offloaded_params,
 )
-from stages.shard_load import OffloadedWeightsLoader, offload_state_dict
+from offstage.stages.shard_load import OffloadedWeightsLoader, offload_state_dict
 from tests.stages.shard_load.checkpoints import assert_same
 
 META = torch.device("meta")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from stages.dispatch import load_checkpoint_and_dispatch
-from stages.dispatch.streaming.streamer import streamer_of
-from stages.empty_init import init_empty_weights
-from stages.shard_load import OffloadedWeightsLoader, load_checkpoint_in_model
+from offstage.stages.dispatch import load_checkpoint_and_dispatch
+from offstage.stages.dispatch.streaming.streamer import streamer_of
+from offstage.stages.empty_init import init_empty_weights
+from offstage.stages.shard_load import OffloadedWeightsLoader, load_checkpoint_in_model
 from tests.stages.shard_load.test_packed import SIZES, write
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stages.dispatch.accelerate_api.streamed_model import Wanted, plan_for
-from stages.empty_init.skeleton import Skeleton
-from stages.plan.plan import Plan
-from stages.units import CPU, DISK, DeviceId
+from offstage.stages.dispatch.accelerate_api.streamed_model import Wanted, plan_for
+from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.plan.plan import Plan
+from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
 
 MODEL = mixture("Mixtral")

@@ -19,16 +19,16 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
-from stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
-from stages.dispatch.experts.eviction import DEFAULT, POLICIES
-from stages.dispatch.streaming.device_lookaheads import Links
-from stages.dispatch.streaming.device_unpackers import open_unpackers
-from stages.dispatch.transfer.carrier import Traffic
-from stages.empty_init.describe import describe
-from stages.machine.devices import Devices
-from stages.shard_load.disk_weights import DiskWeights
-from stages.units import DeviceId
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
+from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
+from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
+from offstage.stages.dispatch.streaming.device_lookaheads import Links
+from offstage.stages.dispatch.streaming.device_unpackers import open_unpackers
+from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.machine.devices import Devices
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.units import DeviceId
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

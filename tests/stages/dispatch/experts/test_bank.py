@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from stages.dispatch.experts.bank import Bank
-from stages.dispatch.experts.eviction import DEFAULT, POLICIES
-from stages.plan.expert_banks import bank_bounds, kept_share, wanted
+from offstage.stages.dispatch.experts.bank import Bank
+from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
+from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
 
 
 def bank(size: int) -> Bank:

@@ -7,8 +7,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from stages.dispatch.experts.eviction import HALF_LIFE_PASSES, POLICIES, Eviction, Expert, LeastFrequentlyUsed
-from stages.dispatch.stage import DispatchConfig
+from offstage.stages.dispatch.experts.eviction import HALF_LIFE_PASSES, POLICIES, Eviction, Expert, LeastFrequentlyUsed
+from offstage.stages.dispatch.stage import DispatchConfig
 
 LAYERS, EXPERTS = 5, 12
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from stages.dispatch.experts.expert_stack import _multiply_one
-from stages.dispatch.streaming.state_on_host import state_on_host
-from stages.empty_init.experts import is_experts
+from offstage.stages.dispatch.experts.expert_stack import _multiply_one
+from offstage.stages.dispatch.streaming.state_on_host import state_on_host
+from offstage.stages.empty_init.experts import is_experts
 from tests.stages.dispatch.experts.mixtures import CONFIGS, mixture, waiting_experts
 
 TOKENS = torch.arange(2, 82).reshape(2, 40)

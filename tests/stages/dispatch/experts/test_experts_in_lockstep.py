@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 
-from pipeline.errors import BudgetError
-from stages.dispatch.experts.routed_experts import RoutedExperts
-from stages.dispatch.loaded_model import LoadedModel
-from stages.dispatch.streaming.streamer import streamer_of
+import offstage
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
+from offstage.stages.dispatch.loaded_model import LoadedModel
+from offstage.stages.dispatch.streaming.streamer import streamer_of
 from tests.stages.dispatch.experts.mixtures import mixture
 
 PROMPTS = [torch.arange(2 + first, 34 + first)[None] for first in (0, 9, 20, 31)]

@@ -6,24 +6,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.shard_files import ShardFile
-from stages.dispatch.experts import routed_experts
-from stages.dispatch.experts.eviction import LeastRecentlyUsed
-from stages.dispatch.experts.guess_precision import WORTH, GuessPrecision
-from stages.dispatch.experts.pool import ExpertLayer, ExpertPool
-from stages.dispatch.experts.router_guess import RouterGuess
-from stages.dispatch.experts.slot_memory import RowShape
-from stages.dispatch.streaming.streamer import streamer_of
-from stages.dispatch.transfer.carrier import Traffic, reader_pool
-from stages.dispatch.transfer.host_link import HostLink
-from stages.empty_init.experts import is_experts
-from stages.machine.probes import READING_THREADS
+import offstage
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.dispatch.experts import routed_experts
+from offstage.stages.dispatch.experts.eviction import LeastRecentlyUsed
+from offstage.stages.dispatch.experts.guess_precision import WORTH, GuessPrecision
+from offstage.stages.dispatch.experts.pool import ExpertLayer, ExpertPool
+from offstage.stages.dispatch.experts.router_guess import RouterGuess
+from offstage.stages.dispatch.experts.slot_memory import RowShape
+from offstage.stages.dispatch.streaming.streamer import streamer_of
+from offstage.stages.dispatch.transfer.carrier import Traffic, reader_pool
+from offstage.stages.dispatch.transfer.host_link import HostLink
+from offstage.stages.empty_init.experts import is_experts
+from offstage.stages.machine.probes import READING_THREADS
 from tests.stages.dispatch.experts.mixtures import mixture
 from tests.stages.reading_threads import settle
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.errors import CheckpointError
+import offstage
+from offstage.pipeline.errors import CheckpointError
 from tests.stages.dispatch.experts.packed_mixture import CONFIG, save_packed_mixture, unpacked_by_transformers
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [0, 0, 2, 7, 1, 8, 2, 8]])

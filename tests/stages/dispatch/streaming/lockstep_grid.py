@@ -28,9 +28,9 @@ from transformers import (
     T5Config,
 )
 
-from pipeline.errors import BudgetError
-from stages.dispatch.loaded_model import LoadedModel, load
-from stages.dispatch.streaming.streamer import streamer_of
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.dispatch.loaded_model import LoadedModel, load
+from offstage.stages.dispatch.streaming.streamer import streamer_of
 
 WORDS = 96
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

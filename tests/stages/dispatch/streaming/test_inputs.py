@@ -10,13 +10,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_outputs import BaseModelOutput
 
-from stages.calls.results import kept_cache
-from stages.dispatch.dispatch_plan import make_dispatch_plan
-from stages.dispatch.streaming.inputs import move_inputs
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import Skeleton
-from stages.plan.plan import Plan
-from stages.units import CPU, DeviceId
+from offstage.stages.calls.results import kept_cache
+from offstage.stages.dispatch.dispatch_plan import make_dispatch_plan
+from offstage.stages.dispatch.streaming.inputs import move_inputs
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.plan.plan import Plan
+from offstage.stages.units import CPU, DeviceId
 from tests.stages.dispatch.fake_accelerators import fake_accelerators, place
 from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS
 

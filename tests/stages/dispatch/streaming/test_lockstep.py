@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 
-from stages.dispatch.streaming.streamer import streamer_of
+import offstage
+from offstage.stages.dispatch.streaming.streamer import streamer_of
 from tests.long_form import in_ci
 from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS, WORDS, Asked, calls, drawn, opened, prepare, saved
 

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import greenlet
-import offstage
 import psutil
 import pytest
 import torch
 
-from stages.dispatch.loaded_model import LoadedModel
-from stages.dispatch.streaming.streamer import streamer_of
+import offstage
+from offstage.stages.dispatch.loaded_model import LoadedModel
+from offstage.stages.dispatch.streaming.streamer import streamer_of
 from tests.stages.dispatch.streaming.lockstep_grid import Setting, opened, options_of, saved
 
 ROUNDS = 1000 if os.environ.get("OFFSTAGE_GRID") else 100

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from stages.dispatch.streaming.lockstep import Lockstep
-from stages.dispatch.streaming.streamed_part import StreamedPart
-from stages.dispatch.streaming.turns import Group, Member
+from offstage.stages.dispatch.streaming.lockstep import Lockstep
+from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
+from offstage.stages.dispatch.streaming.turns import Group, Member
 from tests.stages.dispatch.streaming.lockstep_grid import Prepared, Setting, prepare
 
 _choose, _next, _resume = Group._choose, Group._next, Lockstep._resume

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 
-from stages.dispatch.loaded_model import LoadedModel
-from stages.dispatch.streaming.streamer import streamer_of
+import offstage
+from offstage.stages.dispatch.loaded_model import LoadedModel
+from offstage.stages.dispatch.streaming.streamer import streamer_of
 from tests.stages.dispatch.streaming.lockstep_grid import MODES, Setting, alone, calls, opened, saved
 
 SETTING = Setting("llama", torch.float32, mode="sampled")

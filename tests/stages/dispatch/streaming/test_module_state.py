@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import ConfigError
-from stages.dispatch.streaming.module_state import ModuleState
+import offstage
+from offstage.pipeline.errors import ConfigError
+from offstage.stages.dispatch.streaming.module_state import ModuleState
 from tests.stages.dispatch.streaming.lockstep_grid import WORDS, opened, saved
 
 LENGTHS = (20, 60, 12, 5, 30)

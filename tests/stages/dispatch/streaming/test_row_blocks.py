@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from stages.dispatch.dispatch_plan import DispatchPlan, from_json
-from stages.dispatch.streaming.row_blocks import BlockedWeight
-from stages.dispatch.streaming.streamer import Streamer
-from stages.machine.devices import Devices
-from stages.machine.row_product_probe import is_exact_by_rows
-from stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan, from_json
+from offstage.stages.dispatch.streaming.row_blocks import BlockedWeight
+from offstage.stages.dispatch.streaming.streamer import Streamer
+from offstage.stages.machine.devices import Devices
+from offstage.stages.machine.row_product_probe import is_exact_by_rows
+from offstage.stages.shard_load.disk_weights import DiskWeights
 from tests.stages.dispatch.placed_models import Setup, to_disk
 
 WIDTH, WORDS, ROWS = 32, 5003, 1024

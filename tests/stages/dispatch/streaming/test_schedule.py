@@ -1,6 +1,6 @@
 from itertools import islice
 
-from stages.dispatch.streaming.schedule import Schedule
+from offstage.stages.dispatch.streaming.schedule import Schedule
 
 
 def ask(schedule: Schedule, count: int) -> list[int]:

@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.errors import CheckpointError
-from stages.dispatch.dispatch_plan import DispatchPlan, from_json, make_dispatch_plan
-from stages.dispatch.streaming.streamer import Streamer
-from stages.empty_init.describe import describe
-from stages.empty_init.skeleton import Skeleton, parent
-from stages.machine.devices import Devices
-from stages.plan.outline import Outline
-from stages.plan.plan import Plan
-from stages.plan.serving import Io, serve
-from stages.shard_load.disk_weights import DiskWeights
-from stages.units import DeviceId
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan, from_json, make_dispatch_plan
+from offstage.stages.dispatch.streaming.streamer import Streamer
+from offstage.stages.empty_init.describe import describe
+from offstage.stages.empty_init.skeleton import Skeleton, parent
+from offstage.stages.machine.devices import Devices
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.serving import Io, serve
+from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.units import DeviceId
 from tests.stages.dispatch.placed_models import to_disk
 
 

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stages.dispatch.streaming.lockstep import Lockstep
-from stages.dispatch.streaming.module_state import ModuleState
+import offstage
+from offstage.stages.dispatch.streaming.lockstep import Lockstep
+from offstage.stages.dispatch.streaming.module_state import ModuleState
 from tests.stages.dispatch.streaming.lockstep_grid import WORDS, opened, saved
 from tests.stages.dispatch.streaming.test_module_state import by_threads
 

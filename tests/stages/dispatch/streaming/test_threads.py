@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 from torch import nn
 
-from stages.checkpoints.direct_file import DirectFile
-from stages.dispatch.streaming.streamer import streamer_of
+import offstage
+from offstage.stages.checkpoints.direct_file import DirectFile
+from offstage.stages.dispatch.streaming.streamer import streamer_of
 from tests.deadline import deadline
 from tests.long_form import in_ci
 from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS, ON_DISK, Call, Setting, calls, opened, saved

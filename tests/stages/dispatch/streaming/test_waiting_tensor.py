@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
-from stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
+from offstage.stages.shard_load.disk_weights import DiskWeights
 from tests.stages.dispatch.models_to_offload import Transformer, seeded
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from stages.dispatch.streaming.lookahead import Lookahead
-from stages.dispatch.transfer.arena import Arena
-from stages.dispatch.transfer.carrier import Delivery, Traffic
+from offstage.stages.dispatch.streaming.lookahead import Lookahead
+from offstage.stages.dispatch.transfer.arena import Arena
+from offstage.stages.dispatch.transfer.carrier import Delivery, Traffic
 
 
 class Span:

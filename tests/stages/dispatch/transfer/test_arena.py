@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from stages.dispatch.transfer.arena import Arena, HostMemory
-from stages.dispatch.transfer.links import FreshMemory, LedgerMemory
-from stages.machine.aligned_memory import ALIGNMENT
-from stages.machine.devices import Ledger
+from offstage.stages.dispatch.transfer.arena import Arena, HostMemory
+from offstage.stages.dispatch.transfer.links import FreshMemory, LedgerMemory
+from offstage.stages.machine.aligned_memory import ALIGNMENT
+from offstage.stages.machine.devices import Ledger
 
 
 def test_regions_are_aligned_and_apart() -> None:

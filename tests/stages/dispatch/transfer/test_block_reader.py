@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.errors import CheckpointError
-from stages.checkpoints import packed_reads
-from stages.checkpoints.codecs.fp8 import BlockScaled
-from stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
-from stages.checkpoints.codecs.mxfp4 import Mxfp4
-from stages.checkpoints.codecs.table_scaled import TableScaled
-from stages.checkpoints.extents import Extent
-from stages.checkpoints.packed import PackedTensor, in_memory
-from stages.checkpoints.packed_reads import read_packed
-from stages.checkpoints.shard_files import ShardFile
-from stages.dispatch.transfer import block_reader
-from stages.dispatch.transfer.block_reader import BlockReader
-from stages.dispatch.transfer.carrier import ChunkReader
-from stages.machine.aligned_memory import byte_view, private_bytes
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints import packed_reads
+from offstage.stages.checkpoints.codecs.fp8 import BlockScaled
+from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
+from offstage.stages.checkpoints.codecs.mxfp4 import Mxfp4
+from offstage.stages.checkpoints.codecs.table_scaled import TableScaled
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import PackedTensor, in_memory
+from offstage.stages.checkpoints.packed_reads import read_packed
+from offstage.stages.checkpoints.shard_files import ShardFile
+from offstage.stages.dispatch.transfer import block_reader
+from offstage.stages.dispatch.transfer.block_reader import BlockReader
+from offstage.stages.dispatch.transfer.carrier import ChunkReader
+from offstage.stages.machine.aligned_memory import byte_view, private_bytes
 
 RANDOM = np.random.default_rng(0)
 VALUES = tuple(map(float, np.linspace(-1, 1, 16, dtype=np.float32)))
@@ -141,10 +141,10 @@ def test_a_failed_read_leaves_the_error_to_the_usual_way(tmp_path: Path, monkeyp
         ways: list[str] = []
         bring = packed_reads.bring_block
         monkeypatch.setattr(
-            "stages.dispatch.transfer.block_reader.bring_block",
+            "offstage.stages.dispatch.transfer.block_reader.bring_block",
             lambda *args, **kwargs: (ways.append("usual"), bring(*args, **kwargs))[1],
         )
-        monkeypatch.setattr("stages.checkpoints.codecs.loops.LoopAfterReads.run", lambda *_: False)
+        monkeypatch.setattr("offstage.stages.checkpoints.codecs.loops.LoopAfterReads.run", lambda *_: False)
         assert brought(reader, tensor)[0] == wanted
         assert len(ways) == len(tensor.codec.blocks(tensor))
 

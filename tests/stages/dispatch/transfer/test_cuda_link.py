@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.errors import BudgetError
-from stages.dispatch.transfer import cuda_link
-from stages.dispatch.transfer.cuda_link import CudaLink, CudaMemory
-from stages.dispatch.transfer.link import pin
-from stages.dispatch.transfer.links import open_link
-from stages.machine.aligned_memory import private_bytes
-from stages.machine.devices import Devices
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.dispatch.transfer import cuda_link
+from offstage.stages.dispatch.transfer.cuda_link import CudaLink, CudaMemory
+from offstage.stages.dispatch.transfer.link import pin
+from offstage.stages.dispatch.transfer.links import open_link
+from offstage.stages.machine.aligned_memory import private_bytes
+from offstage.stages.machine.devices import Devices
 
 DEVICE = torch.device("cuda", 1)
 

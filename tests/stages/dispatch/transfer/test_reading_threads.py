@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stages.dispatch.transfer.reading_threads import ReadingThreads
+from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads
 
 
 class Held:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from stages.dispatch.transfer.values import first_device, send_to_device
+from offstage.stages.dispatch.transfer.values import first_device, send_to_device
 
 META = torch.device("meta")
 CPU = torch.device("cpu")

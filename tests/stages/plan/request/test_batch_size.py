@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import BudgetError
-from stages.empty_init.skeleton import Moment
-from stages.machine.hardware import coarse
-from stages.machine.rates import Rates
-from stages.plan.budgets import LIBRARY_BYTES
-from stages.plan.outline import Outline
-from stages.plan.plan import Plan
-from stages.plan.request.batch_size import batch_sizes
-from stages.units import parse_size
+from offstage.pipeline.errors import BudgetError
+from offstage.stages.empty_init.skeleton import Moment
+from offstage.stages.machine.hardware import coarse
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.budgets import LIBRARY_BYTES
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.request.batch_size import batch_sizes
+from offstage.stages.units import parse_size
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import stack
 

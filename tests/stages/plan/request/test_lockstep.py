@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from stages.empty_init.skeleton import Moment
-from stages.machine.rates import Rates
-from stages.plan.outline import Outline
-from stages.plan.plan import Plan
-from stages.plan.request.lockstep import check_lockstep, lockstep_sizes
+from offstage.stages.empty_init.skeleton import Moment
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.request.lockstep import check_lockstep, lockstep_sizes
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import stack
 

@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from stages.plan.predict import work
-from stages.plan.request.geometry import Geometry, Request, round_up
-from stages.plan.request.requests import NORMALISED, generate_request, read_request, read_requests, score_request
+from offstage.stages.plan.predict import work
+from offstage.stages.plan.request.geometry import Geometry, Request, round_up
+from offstage.stages.plan.request.requests import (
+    NORMALISED,
+    generate_request,
+    read_request,
+    read_requests,
+    score_request,
+)
 from tests.stages.plan.skeletons import outline
 
 
@@ -58,7 +64,7 @@ def test_a_checkpoints_own_generation_config_is_reckoned_with_where_the_run_says
 
 
 def test_the_tokens_of_a_long_text_are_counted_by_its_models_tokenizer(tmp_path: Path) -> None:
-    tiny = {"path": str(resources.files("conf") / "checkpoints" / "tiny")}
+    tiny = {"path": str(resources.files("offstage.conf") / "checkpoints" / "tiny")}
     text = "weights wait offstage until their cue, " * 40
     counted = len(AutoTokenizer.from_pretrained(tiny["path"])(text)["input_ids"])
     assert generate_request({"prompts": [text]}, tiny).prompt == round_up(counted)

@@ -7,11 +7,12 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 
-import offstage
 import pytest
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+import offstage
 
 pytest.importorskip("accelerate")
 HOOKS, BIG_MODELING, MODELING, OFFLOAD = MODULES = tuple(

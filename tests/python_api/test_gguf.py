@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import offstage
 import pytest
 import torch
 import transformers
 
-from pipeline.cache.user_cache import user_cache
-from pipeline.stage import MEASURED
-from stages.checkpoints.checkpoint import open_checkpoint
+import offstage
+from offstage.pipeline.cache.user_cache import user_cache
+from offstage.pipeline.stage import MEASURED
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
 
 pytest.importorskip("gguf")
 

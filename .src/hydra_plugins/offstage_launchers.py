@@ -4,7 +4,7 @@ It imports every module there when it starts, in offstage and in every other pro
 this one imports is little: no submitit, nothing of a run. The build puts this folder's ``hydra_plugins`` at the top.
 """
 
-from pipeline.sweeps import launchers
+from offstage.pipeline.sweeps import launchers
 
 
 class LocalLauncher(launchers.LocalJobLauncher):

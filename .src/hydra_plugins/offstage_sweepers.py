@@ -3,7 +3,7 @@
 It imports no optuna, which only a search needs.
 """
 
-from pipeline.sweeps import search
+from offstage.pipeline.sweeps import search
 
 
 class OptunaSweeper(search.OptunaSearch):
