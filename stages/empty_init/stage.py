@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from offstage.pipeline.errors import CheckpointError, Fault
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
@@ -36,6 +36,9 @@ from offstage.stages.empty_init.identity import (
 from offstage.stages.empty_init.skeleton import FILE_NAME, from_json
 from offstage.stages.empty_init.source_code import find_module
 from offstage.stages.units import format_bytes
+
+if TYPE_CHECKING:
+    from offstage.stages.empty_init.declared import DeclaredCheckpoint
 
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "path": (str | None, "is no text; give the folder that holds the checkpoint"),
@@ -170,7 +173,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         )
 
 
-def _declared(inputs: EmptyInitInputs, model: Any) -> Checkpoint | None:
+def _declared(inputs: EmptyInitInputs, model: Any) -> DeclaredCheckpoint | None:
     """Return the checkpoint that the config declares quantised of which no weights are here; null for any other."""
     quantization = declared_packed(inputs.node)
     if quantization is None:
