@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -138,6 +139,10 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def build(self, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
         """Write ``skeleton.json`` and return the model on meta."""
+        with _uncollected():
+            return self._build(inputs, folder)
+
+    def _build(self, inputs: EmptyInitInputs, folder: Path) -> Any:
         from offstage.stages.empty_init.describe import describe
         from offstage.stages.empty_init.model import build_model
         from offstage.stages.empty_init.rehearsed_call import describe_call, rehearsed_call
@@ -156,10 +161,11 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def revive(self, inputs: EmptyInitInputs, context: Context) -> Any:
         """Return the model on meta."""
-        from offstage.stages.empty_init.model import build_model
+        with _uncollected():
+            from offstage.stages.empty_init.model import build_model
 
-        with _bounds(inputs.node):
-            return build_model(inputs.node, inputs.dtype)
+            with _bounds(inputs.node):
+                return build_model(inputs.node, inputs.dtype)
 
     def report(self, artifact: Artifact) -> Report:
         """Say what the model is and how large, and whether its order is that of a rehearsal."""
@@ -171,6 +177,20 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}{packed}, {order}",
             model={"class": skeleton.model_class, "parameters": skeleton.parameters, "bytes": skeleton.bytes},
         )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep Python from looking for cycles: imports and tens of thousands of names leave none, and have it look a
+    hundred times at all there is.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _declared(inputs: EmptyInitInputs, model: Any) -> DeclaredCheckpoint | None:

@@ -262,11 +262,13 @@ def _output(outline: Outline, config: Config, request: Request) -> LayerOutput:
 
 
 def known_machine(config: Config, cache: Path) -> Hardware:
-    """Return the machine that ``config`` describes, its host with what the process of a run was measured to hold here.
+    """Return the machine that ``config`` describes; this host with what the process of a run was measured to hold.
 
-    Of another host that is the best guess, and what it takes on the one that stands in for it.
+    Of another host nothing is measured here: what its process holds is the nominal figure.
     """
     machine, described = hardware(config), config.get("hardware") or {}
+    if described.get("host") is not None:
+        return machine
     process = process_bytes(cache / MEASURED, rates=described.get("devices") is None)
     return replace(machine, host=replace(machine.host, process_bytes=process))
 
