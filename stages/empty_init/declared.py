@@ -94,12 +94,12 @@ def _saved(model: Any) -> Iterator[tuple[str, TensorHeader]]:
 
 def _laid_out(file: ShardFile, headers: Mapping[str, TensorHeader]) -> dict[str, Extent]:
     """Return ``headers`` as extents of ``file``, one after the other; those that have data have it in memory."""
-    found, begin = {}, 0
+    found, begin = dict[str, Extent](), 0
     for name, header in headers.items():
-        extent = Extent(file, begin, header.dtype, header.shape)
+        found[name] = extent = Extent(file, begin, header.dtype, header.shape)
         begin = extent.end
-        held = memory_file(extent, np.frombuffer(header.data, np.uint8)) if header.data else file
-        found[name] = replace(extent, file=held)
+        if header.data:
+            found[name] = replace(extent, file=memory_file(extent, np.frombuffer(header.data, np.uint8)))
     return found
 
 
