@@ -25,7 +25,6 @@ from offstage.stages.inference.repeats import Outputs, Pass
 from offstage.stages.inference.timed_samples import TimedSample
 from offstage.stages.inference.tokens import check_words
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.hit_rates import note_decoding
 
 _TOLD = ("prompt", "prompt_tokens", "text", "token_ids", "logprobs", "batch")
 """What the record has of each sequence."""
@@ -140,9 +139,6 @@ def perform(session: GenerationSession, context: Context, folder: Path) -> Gener
     with session.decoding() as make:
         decoding = make()
         sample = session.run(decoding, progress, show=context.show_text)
-    if not decoding.cost.passes:  # of several in lockstep it is another rate than the next run's alone
-        cost = decoding.cost
-        note_decoding(context, session.plan, steps=cost.steps, calls=cost.expert_calls, rate=cost.hit_rate)
     return Generation(
         outputs_of(progress),
         session.is_chat,

@@ -136,23 +136,20 @@ def gather_inputs(
     kernels: Kernels,
     skeleton: str = "",
     media: MediaDemand | None = None,
-    hit_rates: Mapping[str, float] | None = None,
     training: TrainingWork | None = None,
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
     ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``training``
-    what a step of training does, ``hit_rates`` how often runs of this checkpoint found experts in slots. Where the
-    batch size is open they have no part in it: sizes that ran would be held against sizes that never did.
+    what a step of training does.
     """
     given = read(options.PlanConfig, config)
     (requests, one_by_one), apart = _requests(outline, config), [media_request(config, media)] if media else []
     chosen, largest = None not in requests, next(iter(requests.values()))
     works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
-    known = {} if chosen else hit_rates or {}
     demands = {
         size: _demand(
-            outline, config, machine, works[size]({}), _routing(request, known) if outline.experts else None, request
+            outline, config, machine, works[size]({}), _routing(request) if outline.experts else None, request
         )
         for size, request in requests.items()
     }
@@ -218,10 +215,9 @@ def _works(
     return {None: lambda _blocks: needs}, ratio
 
 
-def _routing(request: Request, hit_rates: Mapping[str, float]) -> Routing:
-    """Return how the tokens of ``request`` use a mixture's experts, with what was measured of it."""
-    tokens, before = request.pass_tokens, request.prompt_tokens
-    return Routing(tokens, hit_rates, prompt_tokens=before, passes=request.passes)
+def _routing(request: Request) -> Routing:
+    """Return how the tokens of ``request`` use a mixture's experts."""
+    return Routing(request.pass_tokens, prompt_tokens=request.prompt_tokens, passes=request.passes)
 
 
 def _demand(

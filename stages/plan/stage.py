@@ -18,7 +18,7 @@ from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.machine.kernels import identity
-from offstage.stages.plan import budgets, options, picture, plan as plans, table
+from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.assembly import assemble, lying_bytes
 from offstage.stages.plan.checks import (
     ShortageError,
@@ -29,7 +29,6 @@ from offstage.stages.plan.checks import (
     require_writable,
 )
 from offstage.stages.plan.expert_slots import SINGLE
-from offstage.stages.plan.hit_rates import kept_hit_rates
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
@@ -67,10 +66,10 @@ _Placements = dict[tuple[object, ...], Placement]
 
 
 class PlanStage(Stage[PlanInputs]):
-    """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
+    """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 22
+    version = 23
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -109,7 +108,6 @@ class PlanStage(Stage[PlanInputs]):
         packing = possible_packing(storage, outline, config)
         rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
         kernels = host_kernels(config, context.cache)
-        hit_rates = kept_hit_rates(context.cache, config["model"]) if outline.experts else None
         media = None
         if asking(config) == "generate":
             live = partial(context.live, EmptyInitStage.name)
@@ -124,7 +122,6 @@ class PlanStage(Stage[PlanInputs]):
             kernels=kernels,
             skeleton=stored.key,
             media=media,
-            hit_rates=hit_rates,
             training=training,
         )
         return replace(inputs, packing=packing, kernels=identity() if inputs.outline.exact else "")
@@ -147,11 +144,10 @@ class PlanStage(Stage[PlanInputs]):
         )
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
-        """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""
+        """Write ``plan.json``, ``device_map.json``, and the sizes that the table is made from."""
         plan = plan_from(inputs)
         sizes = lying_bytes(inputs.outline, plan)
         plan.save(folder)
-        write_text(folder / picture.FILE_NAME, picture.draw(plan, sizes))
         write_text(folder / SIZES_NAME, json.dumps(sizes, indent=1) + "\n")
 
     def report(self, artifact: Artifact) -> Report:

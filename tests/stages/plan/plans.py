@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from offstage.pipeline.stage import Config
@@ -24,17 +23,13 @@ def make_plan(
     *,
     rates: Rates | None = None,
     kernels: Kernels = NOMINAL,
-    hit_rates: Mapping[str, float] | None = None,
 ) -> Plan:
     """Return the plan of the model under ``config`` on the machine that it describes; see ``plan_from``.
 
-    ``rates`` and ``kernels`` are those of the machine; by default what the config gives, or nominal ones. Runs of the
-    checkpoint had ``hit_rates``.
+    ``rates`` and ``kernels`` are those of the machine; by default what the config gives, or nominal ones.
     """
     rates = rates or read_rates(config.get("hardware") or {})
     storage, machine = read(PlanConfig, config).storage, hardware(config)
     packing = choose_packing(storage, possible_packing(storage, outline, config), outline, rates)
-    inputs = gather_inputs(
-        with_copies(outline, packing), config, machine=machine, rates=rates, kernels=kernels, hit_rates=hit_rates
-    )
+    inputs = gather_inputs(with_copies(outline, packing), config, machine=machine, rates=rates, kernels=kernels)
     return plan_from(replace(inputs, packing=packing))
