@@ -18,7 +18,7 @@ from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 from offstage.stages.checkpoints.hub import local_weights
 from offstage.stages.machine.hardware import Accelerator, Hardware, coarse, hardware
-from offstage.stages.machine.host_memory import PEFT_BYTES
+from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from offstage.stages.machine.process_memory import process_bytes
 from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
@@ -45,7 +45,7 @@ from offstage.stages.plan.row_blocks import possible_dtypes
 from offstage.stages.plan.serving import Io, choose_io
 from offstage.stages.plan.token_time import LayerOutput
 from offstage.stages.plan.training_work import TrainingWork, product_bytes
-from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId
+from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, format_bytes
 
 ByBlocks = Callable[[Mapping[int, int]], Work]
 """The work of a request, by the bytes of weights that are multiplied by blocks of rows, and those of a block."""
@@ -267,6 +267,14 @@ def known_machine(config: Config, cache: Path) -> Hardware:
         return machine
     process = process_bytes(cache / MEASURED, rates=described.get("devices") is None)
     return replace(machine, host=replace(machine.host, process_bytes=process))
+
+
+def assumed_of_host(config: Config) -> tuple[str, ...]:
+    """Return in words what is assumed of a host that ``config`` describes: it isn't asked, nor is this one for it."""
+    if (config.get("hardware") or {}).get("host") is None:
+        return ()
+    held = format_bytes(PROCESS_BYTES)
+    return (f"hardware.host is described: a process is taken to hold {held} there, its kernels what the widest do",)
 
 
 def machine_rates(config: Config, machine: Hardware, cache: Path, outline: Outline | None = None) -> Rates:

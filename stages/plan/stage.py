@@ -32,6 +32,7 @@ from offstage.stages.plan.expert_slots import SINGLE
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
+    assumed_of_host,
     gather_inputs,
     host_kernels,
     known_machine,
@@ -124,6 +125,7 @@ class PlanStage(Stage[PlanInputs]):
             media=media,
             training=training,
         )
+        inputs = replace(inputs, notes=(*inputs.notes, *assumed_of_host(config)))
         return replace(inputs, packing=packing, kernels=identity() if inputs.outline.exact else "")
 
     def _training(self, context: Context, machine: Hardware) -> TrainingWork:
