@@ -33,10 +33,13 @@ def with_packed(
 
     A model that is ``adapted`` has the checkpoint's tensors under other names.
     """
-    declared = checkpoint if isinstance(checkpoint, DeclaredCheckpoint) else None
-    entries = open_reader(checkpoint if declared is None else declared.checkpoint).entries
+    naming = None
+    if isinstance(checkpoint, DeclaredCheckpoint):
+        entries = open_reader(checkpoint.checkpoint).entries
+        naming = checkpoint.naming_of(entries)
+    else:
+        entries = open_reader(checkpoint).entries
     unadapted = without_adapter(model) if adapted else None
-    naming = None if declared is None else declared.naming_of(entries)
     naming = naming or name_tensors(model if unadapted is None else unadapted.model, entries)
     outer = {} if unadapted is None else unadapted.names
     made = {outer.get(target, target): step for step in naming.steps for target in step.targets}

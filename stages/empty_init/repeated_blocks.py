@@ -118,7 +118,7 @@ def are_alike(mine: Any, others: Any, apart: int) -> bool:
     if type(mine) is not type(others):
         return False
     if type(mine) is int:
-        return mine == others or others - mine == apart
+        return bool(mine == others or others - mine == apart)
     if isinstance(mine, _PLAIN):
         return bool(mine == others)
     if isinstance(mine, Mapping):
@@ -128,6 +128,6 @@ def are_alike(mine: Any, others: Any, apart: int) -> bool:
     if isinstance(mine, (set, frozenset)):
         return bool(mine == others) and all(isinstance(value, _PLAIN) for value in mine)
     if isinstance(mine, partial):
-        parts = ((each.func, each.args, each.keywords) for each in (mine, others))
-        return are_alike(*parts, apart)
+        ours, theirs = ((each.func, each.args, each.keywords) for each in (mine, others))
+        return are_alike(ours, theirs, apart)
     return False
