@@ -8,7 +8,7 @@ from torch import nn
 
 from offstage.pipeline.errors import OffstageError
 from offstage.stages.checkpoints.dtypes import dtype_name
-from offstage.stages.empty_init.activation_peaks import weigh
+from offstage.stages.empty_init.activation_peaks import Weighed, weigh
 from offstage.stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
 from offstage.stages.empty_init.experts import describe_experts
 from offstage.stages.empty_init.fake_weights import REFUSALS, rehearsing, unchanged_buffers
@@ -35,7 +35,7 @@ def describe(
     tied = find_tied_parameters(model)
     with unchanged_buffers(model):
         seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
-        moments = weigh(model, declared or ()) if seen and call is None else ()
+        weighed = weigh(model, declared or ()) if seen and call is None else Weighed()
         once = _called_once(model, seen) if seen and call is None else ()
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     borrowers = _borrowers(seen, tied) if seen else _likely_borrowers(model)
@@ -51,7 +51,8 @@ def describe(
         calls=tuple(seen.calls) if seen else tuple(name for name in names if holds_tensors(model.get_submodule(name))),
         borrowers=borrowers,
         unrehearsed=refusal,
-        moments=moments,
+        moments=weighed.moments,
+        caches=weighed.caches,
         model_class=type(model).__name__,
         written=seen.written if seen else {},
         experts=tuple(_experts(model, seen, tied, borrowers)),

@@ -85,10 +85,10 @@ def _rehearse(
     return seen, all(repeated.proven for repeated in repeats)
 
 
-def call_with_tokens(model: nn.Module, *, sequences: int = 1, length: int = 8) -> object:
+def call_with_tokens(model: nn.Module, *, sequences: int = 1, length: int = 8, **beside: object) -> object:
     """Call ``model`` on ``sequences`` prompts of ``length`` token ids, the way ``generate`` calls a language model.
 
-    Logits are asked for the last position alone, where the model can give those.
+    Logits are asked for the last position alone, where the model can give those. ``beside`` is given too.
     """
     tokens = torch.ones((sequences, length), dtype=torch.long)
     config = getattr(model, "config", None)
@@ -99,7 +99,7 @@ def call_with_tokens(model: nn.Module, *, sequences: int = 1, length: int = 8) -
         given["decoder_input_ids"] = tokens[:, :1]
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         given["logits_to_keep"] = 1
-    return model(**given)
+    return model(**given, **beside)
 
 
 def rehearse_next_token(model: nn.Module, first: Rehearsal) -> list[str]:

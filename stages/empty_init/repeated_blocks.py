@@ -50,17 +50,21 @@ def find_alike(model: nn.Module) -> list[AlikeBlocks]:
     """
     shared, found = _shared(model), []
     for name, blocks in _outermost_lists(model):
-        kinds: list[tuple[int, nn.Module, list[str]]] = []
-        for place, (key, block) in enumerate(blocks._modules.items()):
-            if block is None or shared & _identities(block):
-                continue
-            known = next((names for at, one, names in kinds if _alike(one, block, place - at)), None)
-            if known is None:
-                known = []
-                kinds.append((place, block, known))
-            known.append(f"{name}.{key}")
-        found += [AlikeBlocks(tuple(names)) for _, _, names in kinds if len(names) > _RUN]
+        kinds = kinds_of({key: block for key, block in enumerate(blocks) if not shared & _identities(block)})
+        found += [AlikeBlocks(tuple(f"{name}.{key}" for key in kind)) for kind in kinds if len(kind) > _RUN]
     return found
+
+
+def kinds_of(blocks: Mapping[int, nn.Module]) -> list[list[int]]:
+    """Return the places of ``blocks`` in their list, of those that compute alike together."""
+    kinds: list[list[int]] = []
+    for place, block in blocks.items():
+        known = next((kind for kind in kinds if _alike(blocks[kind[0]], block, place - kind[0])), None)
+        if known is None:
+            kinds.append([place])
+        else:
+            known.append(place)
+    return kinds
 
 
 def _outermost_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
