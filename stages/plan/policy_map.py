@@ -65,6 +65,6 @@ def _free(model: nn.Module, outline: Outline) -> Budgets:
     config: Any = getattr(model, "config", None)
     shape: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     rehearsed = describe(model, no_split=outline.skeleton.no_split)
-    forward = Outline(replace(outline.skeleton, moments=rehearsed.moments))
+    forward = Outline(replace(outline.skeleton, moments=rehearsed.moments, caches=rehearsed.caches))
     needs = work(forward, geometry_of(shape), REQUEST, local_kernels(user_cache() / MEASURED))
     return allow(None, Hardware(local_accelerators(), host_memory()), needed=needs.bytes).budgets

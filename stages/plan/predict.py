@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from operator import mul
 
 from offstage.stages.empty_init.skeleton import parent
@@ -14,6 +15,7 @@ from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.assembly import lying_bytes
+from offstage.stages.plan.cache_ledger import BlockCache, block_caches, cache_bytes
 from offstage.stages.plan.expert_slots import (
     SINGLE,
     ExpertTraffic,
@@ -44,7 +46,7 @@ from offstage.stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_orde
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request takes on the device that computes a layer, in bytes: keys and values, and activations.
+    """What a request takes on the device that computes a layer, in bytes: activations, and what blocks keep in caches.
 
     ``scratch_bytes`` are what the host's kernels take beside them, ``result_bytes`` what the host keeps to the end,
     and ``assistant_bytes`` what a second model takes on the main device. ``library_bytes`` are those of libraries that
@@ -52,7 +54,6 @@ class Work:
     weights that learn; ``offloaded_bytes`` of an accelerator's activations wait on the host.
     """
 
-    cache_bytes: int
     activation_bytes: int
     scratch_bytes: int = 0
     result_bytes: int = 0
@@ -60,17 +61,30 @@ class Work:
     library_bytes: int = 0
     learning_bytes: int = 0
     offloaded_bytes: int = 0
+    caches: tuple[BlockCache, ...] = ()
+
+    @property
+    def cache_bytes(self) -> int:
+        """The most that all caches take at once."""
+        return sum(cache_bytes(self.caches, lambda _: CPU).values())
 
     @property
     def bytes(self) -> int:
         """All of it."""
-        return sum(astuple(self))
+        return self.cache_bytes + sum(self.parts)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """All but caches, in the order of the fields."""
+        return tuple(getattr(self, one.name) for one in fields(self) if one.name != "caches")
 
 
 def most(works: Iterable[Work]) -> Work:
     """Return what the one of ``works`` takes that takes the most, of each part."""
-    parts = zip(*(astuple(one) for one in works), strict=True)
-    return Work(*map(max, parts))
+    works = list(works)
+    parts = zip(*(one.parts for one in works), strict=True)
+    largest = max(works, key=lambda one: one.cache_bytes)
+    return Work(*map(max, parts), caches=largest.caches)
 
 
 def work(
@@ -90,8 +104,10 @@ def work(
     """
     dtype = compute_dtype(outline)
     width = int(DTYPE_BYTES[dtype])
-    cache = request.members * geometry.layers * geometry.cached * request.tokens * width
-    grown = request.tokens * (geometry.cached + max(2 * geometry.hidden, geometry.expanded)) * width
+    caches = block_caches(outline, geometry, request, width=width)
+    layers = {"": max(1, geometry.layers)}  # of what isn't known by blocks
+    copied = max((one.finished // layers.get(one.block, 1) for one in caches), default=0) // request.members
+    grown = copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width
     moments = outline.skeleton.moments
     found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
     if not found:
@@ -105,9 +121,9 @@ def work(
     activations = max(grown, *(held for held, _ in found))
     scratch = max(map(sum, found)) - activations
     beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
-    beside += request.judged * request.length * geometry.cached * width  # each has a layer's keys and values in hand
+    beside += request.judged * copied // request.sequences  # each has a block's keys and values in hand
     beside += (request.members - 1) * _parked_bytes(outline, request, at_most=activations)
-    return Work(cache, activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes)
+    return Work(activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes, caches=caches)
 
 
 def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:
@@ -294,8 +310,7 @@ def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: R
 def _peaks(outline: Outline, plan: Plan, needs: Work, *, process: int) -> dict[DeviceId, dict[str, int]]:
     """Return the bytes of each device at its peak, by what they are for; the host's own process takes ``process``."""
     staged = _staged_bytes(outline, plan)
-    layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
-    computing = [_computes(outline, plan, name) for name in layers]
+    caches = cache_bytes(needs.caches, partial(_computes, outline, plan))
     bounced = _bounced(outline, plan)
     peaks: dict[DeviceId, dict[str, int]] = {}
     for device in in_tier_order([*plan.resident_bytes, plan.main_device, CPU]):
@@ -304,7 +319,7 @@ def _peaks(outline: Outline, plan: Plan, needs: Work, *, process: int) -> dict[D
             held["reserve"] = plan.reserves.get(device, 0)
             held |= {"slots": plan.slots[device]} if device in plan.slots else {}
             held |= {"unpacking": plan.unpacking[device]} if device in plan.unpacking else {}
-            held["cache"] = needs.cache_bytes * computing.count(device) // len(computing)
+            held["cache"] = caches.get(device, 0)
             held["activations"] = needs.activation_bytes if device in plan.execution.values() else 0
             if needs.learning_bytes:
                 held["learning"] = round(needs.learning_bytes * _computed_share(outline, plan, device))

@@ -70,7 +70,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 23
+    version = 24
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 

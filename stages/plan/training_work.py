@@ -60,7 +60,6 @@ class TrainingWork:
         """Return what the training takes at that ``ratio``; the host's kernels take ``scratch`` beside."""
         to_host = self._leaves_its_device and self.asked.target == "host"
         return Work(
-            cache_bytes=0,
             activation_bytes=self.demand.step_bytes(ratio if self._leaves_its_device else 0.0),
             scratch_bytes=scratch,
             library_bytes=TRAINING_BYTES,

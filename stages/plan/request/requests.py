@@ -104,7 +104,8 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     prompts = [prompt for prompt in _prompts(generate) if not prompt.media] or [Prompt("")]
     alone = 1 if generate.get("exact") or guesses_ahead(generate) else len(prompts)
     together = min(alone, _number(generate, "batch_size", len(prompts) if generate.get("batch_size") == AUTO else 1))
-    request = _answers(generate, prompts, together=together, tokens=max(_tokens(prompt, model) for prompt in prompts))
+    tokens, apart = max(_tokens(prompt, model) for prompt in prompts), read_geometry(model).has_encoder
+    request = _answers(generate, prompts, together=together, tokens=tokens, apart=apart)
     return replace(request, members=_members(generate, -(-len(prompts) // together)), rows=round_up(len(prompts)))
 
 
@@ -130,29 +131,35 @@ def media_request(config: Config, demand: MediaDemand) -> Request:
     """Return how much one prompt with media asks at once: that of the longest, beside its encoder's moments."""
     generate = with_checkpoint_defaults(config.get("generate") or {}, config.get("model") or {})
     prompts = [prompt for prompt in _prompts(generate) if prompt.media]
-    request = _answers(generate, prompts, together=1, tokens=demand.tokens)
-    return replace(request, moments=demand.for_copies(request.copies))
+    apart = read_geometry(config.get("model") or {}).has_encoder
+    request = _answers(generate, prompts, together=1, tokens=demand.tokens, apart=apart)
+    return replace(request, moments=demand.for_copies(request.copies), caches=demand.caches)
 
 
-def _answers(generate: Mapping[str, Any], prompts: Sequence[Prompt], *, together: int, tokens: int) -> Request:
-    """Return what answering so many of ``prompts`` ``together`` asks, the longest of so many ``tokens``."""
+def _answers(
+    generate: Mapping[str, Any], prompts: Sequence[Prompt], *, together: int, tokens: int, apart: bool
+) -> Request:
+    """Return what answering so many of ``prompts`` ``together`` asks, the longest of so many ``tokens``; they may be
+    ``apart`` from those of the answer, in an encoder.
+    """
     asked = [generate, *(prompt.options for prompt in prompts if prompt.options)]
     copies = max(_number(one, key, 1) for one in asked for key in ("num_beams", "num_return_sequences"))
     new = max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
     told = generate.get("output_logprobs") is True
     keeps = told and any(keeps_logits({**generate, **one}) for one in asked)
     guesses = max(most_guesses(generate, one) for one in asked)
-    prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new))
+    prompt, both, answer = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new, 1 + new))
+    length = answer if apart else both
     is_cached = all({**generate, **one}.get("use_cache") is not False for one in asked)
     return Request(
         together * copies,
-        prompt if is_cached else length,
+        prompt if is_cached else both,
         length if is_cached else 0,
         positions=1 + guesses,
         copies=copies,
         judged=guesses if is_exact(generate) else 0,
         kept=round_up(new) if keeps else 0,
-        assistant_bytes=assistant_bytes(generate, prompt=prompt, length=length),
+        assistant_bytes=assistant_bytes(generate, prompt=prompt, length=both),
         routed=round_up(tokens),
         steps=round_up(max(0, new - 1)),
     )

@@ -33,7 +33,7 @@ def planned(here: Outline, *, tokens: int = 1) -> dict[str, float | int | str]:
     homes = dict.fromkeys(here.sizes, DISK)
     execution = {name.rpartition(".")[0]: CPU for name in homes}
     plan = Plan("explicit", CPU, homes, homes, execution, serve(here, homes, execution, io="direct"), {}, {}, {}, {})
-    return dict(predict(here, plan, Work(0, 0), Rates(), routing=Routing(tokens)).forecast)
+    return dict(predict(here, plan, Work(0), Rates(), routing=Routing(tokens)).forecast)
 
 
 def dense_bytes(here: Outline) -> int:

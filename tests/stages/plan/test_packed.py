@@ -41,7 +41,7 @@ def planned(model: Outline, *, io: str = "direct", rates: Rates = RATES, **max_m
     hardware = {"devices": [{"memory": "1GB"}] * 2}
     budgets = {key.lstrip("_"): size for key, size in max_memory.items()}
     config = {"max_memory": budgets, "device_map": "sequential", "device_map_overrides": {}, "hardware": hardware}
-    return predict(model, make_plan(model, {**config, "generate": {}, "storage": {"io": io}}), Work(0, 0), rates)
+    return predict(model, make_plan(model, {**config, "generate": {}, "storage": {"io": io}}), Work(0), rates)
 
 
 def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_the_unpacking() -> None:
