@@ -119,10 +119,10 @@ def new_cache(model: nn.Module) -> dict[str, Any]:
     """Return an empty cache for ``model`` by its argument's name, as ``generate`` makes it; nothing where the model
     makes its own.
     """
-    config, kind = getattr(model, "config", None), type(model)
-    makes_none = getattr(kind, "_supports_default_dynamic_cache", lambda: False)
+    config: Any = getattr(model, "config", None)
+    is_given_one = getattr(model, "_supports_default_dynamic_cache", lambda: False)()
     generates = hasattr(config, "get_text_config") and getattr(model, "can_generate", lambda: False)()
-    if not generates or not makes_none() or getattr(config, "is_encoder_decoder", False):
+    if not generates or not is_given_one or getattr(config, "is_encoder_decoder", False):
         return {}
     from transformers import DynamicCache
 

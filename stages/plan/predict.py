@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from operator import mul
 
@@ -15,7 +15,7 @@ from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.assembly import lying_bytes
-from offstage.stages.plan.cache_ledger import BlockCache, block_caches, cache_bytes
+from offstage.stages.plan.cache_ledger import block_caches, cache_bytes
 from offstage.stages.plan.expert_slots import (
     SINGLE,
     ExpertTraffic,
@@ -41,50 +41,8 @@ from offstage.stages.plan.token_time import (
     slowest,
     token_seconds,
 )
+from offstage.stages.plan.work import Work
 from offstage.stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a request takes on the device that computes a layer, in bytes: activations, and what blocks keep in caches.
-
-    ``scratch_bytes`` are what the host's kernels take beside them, ``result_bytes`` what the host keeps to the end,
-    and ``assistant_bytes`` what a second model takes on the main device. ``library_bytes`` are those of libraries that
-    the host's process has for this model alone. ``learning_bytes`` are what a training keeps from step to step of the
-    weights that learn; ``offloaded_bytes`` of an accelerator's activations wait on the host.
-    """
-
-    activation_bytes: int
-    scratch_bytes: int = 0
-    result_bytes: int = 0
-    assistant_bytes: int = 0
-    library_bytes: int = 0
-    learning_bytes: int = 0
-    offloaded_bytes: int = 0
-    caches: tuple[BlockCache, ...] = ()
-
-    @property
-    def cache_bytes(self) -> int:
-        """The most that all caches take at once."""
-        return sum(cache_bytes(self.caches, lambda _: CPU).values())
-
-    @property
-    def bytes(self) -> int:
-        """All of it."""
-        return self.cache_bytes + sum(self.parts)
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """All but caches, in the order of the fields."""
-        return tuple(getattr(self, one.name) for one in fields(self) if one.name != "caches")
-
-
-def most(works: Iterable[Work]) -> Work:
-    """Return what the one of ``works`` takes that takes the most, of each part."""
-    works = list(works)
-    parts = zip(*(one.parts for one in works), strict=True)
-    largest = max(works, key=lambda one: one.cache_bytes)
-    return Work(*map(max, parts), caches=largest.caches)
 
 
 def work(

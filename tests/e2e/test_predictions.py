@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     OPTConfig,
     PretrainedConfig,
@@ -32,6 +33,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
                          num_key_value_heads=2, vocab_size=16000),
     "opt": OPTConfig(hidden_size=512, ffn_dim=2048, num_hidden_layers=3, num_attention_heads=8, vocab_size=16000,
                      word_embed_proj_dim=512, max_position_embeddings=4096),
+    "mistral": MistralConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=4,
+                             num_key_value_heads=4, vocab_size=1000, sliding_window=256),
 }  # fmt: skip
 MIXTURE = MixtralConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
                         num_key_value_heads=2, vocab_size=512, num_local_experts=8)  # fmt: skip
@@ -53,7 +56,7 @@ def bytes_as_predicted(done: Finished) -> tuple[int, int]:
 
 
 @OF_THE_PROCESS
-@pytest.mark.parametrize("name", ["llama", pytest.param("opt", marks=pytest.mark.long_form)])
+@pytest.mark.parametrize("name", ["llama", "mistral", pytest.param("opt", marks=pytest.mark.long_form)])
 def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     name: str, tmp_path: Path, offstage: Callable[..., Finished]
 ) -> None:

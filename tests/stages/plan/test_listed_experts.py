@@ -13,8 +13,9 @@ from offstage.stages.plan.placement import Placement, find_shortage, layer_reser
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.policies.sequential import sequential
-from offstage.stages.plan.predict import Work, predict
+from offstage.stages.plan.predict import predict
 from offstage.stages.plan.serving import serve
+from offstage.stages.plan.work import Work
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.empty_init.test_expert_lists import described
 from tests.stages.listed_experts import EXPERTS, LAYERS, TOP, WIDTH, mixture

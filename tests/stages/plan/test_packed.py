@@ -19,11 +19,12 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement, reserves, resident_bytes, streamed_bytes
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
-from offstage.stages.plan.predict import Work, predict
+from offstage.stages.plan.predict import predict
 from offstage.stages.plan.serving import serve
 from offstage.stages.plan.table import packed_told
 from offstage.stages.plan.token_bound import bound_seconds
 from offstage.stages.plan.token_time import Brought, slowest, token_seconds
+from offstage.stages.plan.work import Work
 from offstage.stages.units import DeviceId
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan

@@ -18,8 +18,9 @@ from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, loc
 from offstage.stages.plan.cache_ledger import BlockCache
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.predict import Work, predict, work
+from offstage.stages.plan.predict import predict, work
 from offstage.stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
+from offstage.stages.plan.work import Work
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import outline
 
