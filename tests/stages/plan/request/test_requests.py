@@ -130,3 +130,11 @@ def test_guesses_are_judged_in_lockstep_or_in_one_forward() -> None:
     exact, batched = (generate_request({**asked, "speculation": mode}, {}) for mode in ("exact", "batched"))
     assert (exact.positions, exact.judged, exact.sequences) == (8, 7, 1)
     assert (batched.positions, batched.judged, batched.sequences) == (8, 0, 1)
+
+
+def test_beside_an_encoder_the_answer_has_positions_of_its_own(tmp_path: Path) -> None:
+    generate = {"prompts": [[5] * 200], "max_new_tokens": 95}
+    for apart, length in ((False, 320), (True, 96)):
+        tmp_path.joinpath("config.json").write_text(json.dumps({"is_encoder_decoder": apart, "num_layers": 2}))
+        request = generate_request(generate, {"path": str(tmp_path)})
+        assert (request.prompt, request.length) == (208, length)
