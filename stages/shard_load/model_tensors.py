@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -11,10 +11,11 @@ from offstage.stages.checkpoints.byte_bar import byte_bar
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
 from offstage.stages.empty_init.names import Step
+from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.conversions import build
-from offstage.stages.shard_load.load import Load
-from offstage.stages.units import CPU, DISK
+from offstage.stages.shard_load.sources import Load, Sources
+from offstage.stages.units import CPU
 
 Progress = Callable[[int], object]
 """Is told of bytes as they are read."""
@@ -24,37 +25,37 @@ WINDOW_BYTES = 32 * 2**20
 
 
 def make_tensors(
-    load: Load, wanted: Collection[str], doing: str, *, devices: Devices
+    load: Load, wanted: Sources, doing: str, *, devices: Devices, host: HostBlock | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor of ``wanted`` (names of leaders) in its dtype, in the order of the files.
+    """Yield each tensor of ``wanted`` in its dtype, in the order of the files.
 
-    ``doing`` names the progress bar. Tensors that lie in safetensors files are read in bulk: those that stay on a
-    device straight to there and all at once, those that only pass through the host on their way to the offload store
-    ``WINDOW_BYTES`` at a time or one by one if they are larger. Tensors that are built come on the cpu.
+    ``doing`` names the progress bar. Tensors that lie in safetensors files are read in bulk: resident ones straight to
+    their devices, those of the host into ``host`` if there is such a block, and all at once; those that only pass
+    through the host on their way to the offload store ``WINDOW_BYTES`` at a time or one by one if they are larger.
+    Tensors that are built come on the cpu.
     """
-    names = set(wanted)
-    total = sum(load.source_bytes(step) for step in _steps(load, names))
+    total = sum(load.source_bytes(step) for step in _steps(load, wanted))
     with byte_bar(doing, total) as bar, BulkReader() as bulk:
-        for steps in _batches(load, names):
+        for steps in _batches(load, wanted):
             if _is_plain(load, steps[0]):
-                pieces = _pieces(load, steps, devices)
+                pieces = _pieces(load, steps, wanted, devices=devices, host=host)
                 bulk.read(pieces.values(), bar.update)
                 yield from _let_go(pieces)
             else:
                 built = _Built(bar.update)
-                yield from _build(load, steps[0], names, bulk, built.add)
+                yield from _build(load, steps[0], wanted, bulk, built.add)
                 built.settle(load.source_bytes(steps[0]))
 
 
-def _batches(load: Load, names: set[str]) -> Iterator[list[Step]]:
-    """Yield the steps that make ``names``, those that can be read in bulk together."""
+def _batches(load: Load, wanted: Sources) -> Iterator[list[Step]]:
+    """Yield the steps that make what is ``wanted``, those that can be read in bulk together."""
     batch: list[Step] = []
     waiting = 0
-    for step in _steps(load, names):
+    for step in _steps(load, wanted):
         if not _is_plain(load, step):
             yield [step]
             continue
-        size = _passing_bytes(load, step)
+        size = _passing_bytes(load, step, wanted)
         if batch and waiting + size > WINDOW_BYTES:
             yield batch
             batch, waiting = [], 0
@@ -64,14 +65,15 @@ def _batches(load: Load, names: set[str]) -> Iterator[list[Step]]:
         yield batch
 
 
-def _steps(load: Load, names: set[str]) -> list[Step]:
-    return [step for step in load.match.steps if names.intersection(load.match.leaders[id(step)].values())]
+def _steps(load: Load, wanted: Sources) -> list[Step]:
+    leaders = load.match.leaders
+    return [step for step in load.match.steps if any(name in wanted for name in leaders[id(step)].values())]
 
 
-def _passing_bytes(load: Load, step: Step) -> int:
+def _passing_bytes(load: Load, step: Step, wanted: Sources) -> int:
     """Return the bytes that a plain step puts into memory for a while only: none if they stay on a device."""
     (name,) = load.match.leaders[id(step)].values()
-    return load.skeleton.by_name[name].bytes if load.homes[name] == DISK else 0
+    return 0 if wanted[name].way == "resident" else wanted[name].spec.bytes
 
 
 def _is_plain(load: Load, step: Step) -> bool:
@@ -87,18 +89,19 @@ def _plain_source(load: Load, step: Step) -> AtRest | None:
     return source if source is not None and can_be_cut(source) else None
 
 
-def _pieces(load: Load, steps: Iterable[Step], devices: Devices) -> dict[str, TensorRead]:
+def _pieces(
+    load: Load, steps: Iterable[Step], wanted: Sources, *, devices: Devices, host: HostBlock | None
+) -> dict[str, TensorRead]:
     """Return the pieces that read the tensors of plain steps into the places where they are to stay."""
     pieces: dict[str, TensorRead] = {}
     for step in steps:
         (leader,) = load.match.leaders[id(step)].values()
-        spec, extent, home = load.skeleton.by_name[leader], _plain_source(load, step), load.homes[leader]
+        extent, spec, stays = _plain_source(load, step), wanted[leader].spec, wanted[leader].way == "resident"
         assert extent is not None
-        dtype = torch_dtype(spec.dtype)
-        if load.host is not None and home == CPU:
-            pieces[leader] = TensorRead(extent, load.host.empty(spec.shape, dtype))
+        dtype, device = torch_dtype(spec.dtype), wanted[leader].home if stays else CPU
+        if host is not None and stays and device == CPU:
+            pieces[leader] = TensorRead(extent, host.empty(spec.shape, dtype))
         else:
-            device = CPU if home == DISK else home
             pieces[leader] = read_into_new_memory(extent, dtype, devices=devices, device=device, aligned=load.aligned)
     return pieces
 
@@ -127,10 +130,10 @@ class _Built:
 
 
 def _build(
-    load: Load, step: Step, names: set[str], bulk: BulkReader, progress: Progress
+    load: Load, step: Step, wanted: Sources, bulk: BulkReader, progress: Progress
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    leaders = {target: name for target, name in load.match.leaders[id(step)].items() if name in names}
-    dtypes = {target: load.skeleton.by_name[name].dtype for target, name in leaders.items()}
+    leaders = {target: name for target, name in load.match.leaders[id(step)].items() if name in wanted}
+    dtypes = {target: wanted[name].spec.dtype for target, name in leaders.items()}
 
     def fill(places: Iterable[tuple[str, torch.Tensor]]) -> None:
         _fill(load, places, bulk, progress)

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from types import TracebackType
@@ -23,6 +24,7 @@ from offstage.stages.checkpoints.codecs.planes import TILE_ELEMENTS, new_compres
 from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import BLOCK_BYTES
+from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_memory
 from offstage.stages.units import DTYPE_BYTES
 
@@ -34,7 +36,7 @@ _SAMPLE_ELEMENTS = 2**15
 _SAMPLES = 3
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """The bytes of a tensor that is to be packed."""
 
     def read(self, begin: int, end: int) -> Bytes:
@@ -58,7 +60,12 @@ class InFiles:
     def __init__(self, extents: Sequence[Extent]) -> None:
         self._extents = [extent for extent in extents if extent.bytes]
         self._begins = list(accumulate((extent.bytes for extent in self._extents), initial=0))
-        self._files = {file: DirectFile(file) for file in dict.fromkeys(extent.file for extent in self._extents)}
+        self._files: dict[ShardFile, DirectFile] = {}
+        with ExitStack() as undo:  # those that are open, where a file further on can't be opened
+            undo.callback(self.close)
+            for file in dict.fromkeys(extent.file for extent in self._extents):
+                self._files[file] = DirectFile(file)
+            undo.pop_all()
 
     def read(self, begin: int, end: int) -> Bytes:
         """Read from as many of the extents as have some of it."""
@@ -86,7 +93,7 @@ class InFiles:
 class Unpacked:
     """A tensor to be packed: so many ``elements`` of ``dtype``, of which each ``run`` is to be read alone."""
 
-    source: Source
+    source: ByteSource
     dtype: str
     elements: int
     run: int

@@ -15,7 +15,7 @@ from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker
 from offstage.stages.dispatch.transfer.link import pin
 from offstage.stages.machine.aligned_memory import Bytes
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
 
 
