@@ -322,7 +322,7 @@ def describe_index(load: Load, sources: Sources) -> dict[str, object]:
         else:
             kind = "store" if source.is_stored else "checkpoint"
             entry = {"source": kind, "file": at.file.name, "dtype": at.dtype, "shape": list(at.shape), **_offsets(at)}
-            index |= {name: entry for name in load.outer_names(source)}
+            index.update(dict.fromkeys(load.outer_names(source), entry))
     return index
 
 
