@@ -87,15 +87,17 @@ def store_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """
     index = plain_index(folder)
     stored = OffloadedWeightsLoader(save_folder=folder, index=index)
+    lacking: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if not tensor.is_meta:
             if name not in index or not _same(stored, index, name=name, tensor=tensor):
-                offload_state_dict(folder, {name: tensor})
+                lacking[name] = tensor
         elif name not in index or index[name].get("shape", list(tensor.shape)) != list(tensor.shape):
             raise CheckpointError(
                 f"{folder}: has no tensor {name!r} of shape {list(tensor.shape)}, and neither has the model; "
                 "load the weights, or give the folder that they were offloaded to"
             )
+    offload_state_dict(folder, lacking)
 
 
 def _same(

@@ -32,7 +32,7 @@ from offstage.stages.shard_load.sources import LoadPlan, find_sources, prepare
 from offstage.stages.shard_load.stage import ShardLoadStage
 from tests.stages.empty_init.test_experts import CONFIGS
 from tests.stages.shard_load.checkpoints import assert_same, load, make_context, save_bin
-from tests.stages.shard_load.test_conversions import MemoryReader
+from tests.stages.shard_load.test_model_tensors import MemoryReader
 from tests.stages.shard_load.test_stage import flip_last_bit
 
 
