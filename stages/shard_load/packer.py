@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from types import TracebackType
@@ -24,7 +23,6 @@ from offstage.stages.checkpoints.codecs.planes import TILE_ELEMENTS, new_compres
 from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import BLOCK_BYTES
-from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.aligned_memory import Bytes, align_down, align_up, byte_view, private_memory
 from offstage.stages.units import DTYPE_BYTES
 
@@ -60,12 +58,7 @@ class InFiles:
     def __init__(self, extents: Sequence[Extent]) -> None:
         self._extents = [extent for extent in extents if extent.bytes]
         self._begins = list(accumulate((extent.bytes for extent in self._extents), initial=0))
-        self._files: dict[ShardFile, DirectFile] = {}
-        with ExitStack() as undo:  # those that are open, where a file further on can't be opened
-            undo.callback(self.close)
-            for file in dict.fromkeys(extent.file for extent in self._extents):
-                self._files[file] = DirectFile(file)
-            undo.pop_all()
+        self._files = {file: DirectFile(file) for file in dict.fromkeys(extent.file for extent in self._extents)}
 
     def read(self, begin: int, end: int) -> Bytes:
         """Read from as many of the extents as have some of it."""
