@@ -60,11 +60,12 @@ class ShardLoadInputs:
     """The weights depend on the checkpoint, on what the model is, where each tensor goes, and what fits there.
 
     ``skeleton`` is the key of that artifact, so of all that made the model, its code too; ``device_map`` is the hash of
-    that file, ``ledgers`` are the plan's. ``spills`` says whether weights bound for the host wait on disk; ``model`` is
-    the config's node of that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint``
-    identifies by its content, and ``digests`` by the SHA-256 of every file where that is asked for. Where only the
-    index is looked at, ``place`` is where it lies: files that were unpacked with times of their own may look alike in
-    two places. ``opened_adapter`` is the adapter, which ``adapter`` identifies by its bytes, if there is one.
+    that file, ``homes`` what it comes to for each tensor; ``ledgers`` and ``main_device`` are the plan's. ``spills``
+    says whether weights bound for the host wait on disk; ``model`` is the config's node of that name; ``opened`` is the
+    checkpoint as deep as ``verify`` says, which ``checkpoint`` identifies by its content, and ``digests`` by the
+    SHA-256 of every file where that is asked for. Where only the index is looked at, ``place`` is where it lies: files
+    that were unpacked with times of their own may look alike in two places. ``opened_adapter`` is the adapter, which
+    ``adapter`` identifies by its bytes, if there is one.
     ``routed`` has the tensors of which single experts are read from disk, ``packed`` those that wait on the host as
     they rest on disk, and ``packs`` those that rest packed in the offload store.
     """
@@ -87,7 +88,8 @@ class ShardLoadInputs:
     model: Mapping[str, Any] = field(compare=False)
     opened: Checkpoint = field(compare=False)
     opened_adapter: Checkpoint | None = field(compare=False)
-    plan: plans.Plan = field(compare=False)
+    homes: Mapping[str, DeviceId] = field(compare=False)
+    main_device: DeviceId = field(compare=False)
 
 
 class ShardLoadStage(Stage[ShardLoadInputs]):
@@ -136,7 +138,8 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             model=model,
             opened=opened,
             opened_adapter=adapter,
-            plan=found,
+            homes=found.homes,
+            main_device=found.main_device,
         )
 
     def sources(self, inputs: ShardLoadInputs, context: Context) -> SourceFiles:
@@ -178,7 +181,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
                 sources,
                 devices=devices,
                 # What lies on the host of the checkpoint itself is streamed from there, where it isn't used there.
-                host=host_block(sources) if number == 0 and inputs.plan.main_device != CPU else None,
+                host=host_block(sources) if number == 0 and inputs.main_device != CPU else None,
                 spill_folder=_spill_folder(inputs, context, load),
                 check_finite=inputs.check_finite,
             )
@@ -222,7 +225,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
         adapter = inputs.opened_adapter
         loads = prepare_adapted(model, skeleton, checkpoint=checkpoint, adapter=adapter, strict=strict)
     plan = LoadPlan(
-        inputs.plan.homes,
+        inputs.homes,
         by_expert=frozenset(inputs.routed),
         packed_on_host=frozenset(inputs.packed),
         packs=frozenset(inputs.packs),
