@@ -20,7 +20,7 @@ from offstage.stages.checkpoints.byte_bar import byte_bar
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
 from offstage.stages.checkpoints.readers import SourceReader
-from offstage.stages.empty_init.merges import Piece, as_piece
+from offstage.stages.empty_init.merges import as_piece
 from offstage.stages.empty_init.names import Step, convert
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.aligned_memory import HostBlock, room_for
@@ -135,29 +135,21 @@ def build(
 
     ``fill`` reads what goes to known places of a result; ``reader`` all else.
     """
-    for name, dtype in dtypes.items() if step.converter is None else ():
-        kind = torch_dtype(dtype)
-        yield name, reader.read(step.source_names[0], kind) if step.sources else computed(model, name, kind)
-    if step.converter is not None:
-        yield from _merged(model, step, reader=reader, dtypes=dtypes, fill=fill)
-
-
-def _merged(
-    model: nn.Module, step: Step, *, reader: SourceReader, dtypes: Mapping[str, str], fill: Fill
-) -> Iterator[tuple[str, torch.Tensor]]:
-    piece = as_piece(step, reader.entries)
+    piece = None if step.converter is None else as_piece(step, reader.entries)
     made: dict[str, torch.Tensor] = {}
-    if piece is None:
+    if step.converter is not None and piece is None:
         made = _converted(model, step, reader=reader, dtype=torch_dtype(next(iter(dtypes.values()))))
     for name, dtype in dtypes.items():
         kind = torch_dtype(dtype)
-        yield name, _gathered(piece, kind, fill) if piece else made.pop(name).to(kind).contiguous()
-
-
-def _gathered(piece: Piece, dtype: torch.dtype, fill: Fill) -> torch.Tensor:
-    result = room_for(piece.shape, dtype).tensor
-    fill(piece.places(result))
-    return result
+        if piece is not None:
+            tensor = room_for(piece.shape, kind).tensor
+            fill(piece.places(tensor))
+        elif step.converter is not None:
+            tensor = made.pop(name).to(kind).contiguous()
+        else:
+            tensor = reader.read(step.source_names[0], kind) if step.sources else computed(model, name, kind)
+        yield name, tensor
+        del tensor  # or it would be held while the next one is made
 
 
 def _converted(model: nn.Module, step: Step, *, reader: SourceReader, dtype: torch.dtype) -> dict[str, torch.Tensor]:
