@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from offstage.stages.checkpoints.bulk_reader import BulkReader, TensorRead, can_be_cut, read_into_new_memory
 from offstage.stages.checkpoints.byte_bar import byte_bar
@@ -50,20 +52,13 @@ def make_tensors(
     with byte_bar(doing, sum(map(load.source_bytes, steps))) as bar, BulkReader() as bulk:
         for batch in _batches(load, steps, wanted):
             if isinstance(batch, Step):
-                before = bar.n
-                of_step = {target: name for target, name in leaders[id(batch)].items() if name in wanted}
-                dtypes = {target: wanted[name].spec.dtype for target, name in of_step.items()}
-                fill = partial(_fill, load, bulk, bar.update)
-                for target, tensor in build(load.model, batch, reader=load.reader, dtypes=dtypes, fill=fill):
-                    yield of_step[target], tensor
-                    del tensor  # or it would be held while the next one is made
-                bar.update(load.source_bytes(batch) - (bar.n - before))  # some of it is read where nobody counts
-            else:
-                pieces = _pieces(load, batch, wanted, devices=devices, host=host)
-                bulk.read(pieces.values(), bar.update)
-                while pieces:  # each forgotten as it is taken
-                    name = next(iter(pieces))
-                    yield name, pieces.pop(name).target
+                yield from _build(load, batch, wanted, bulk, bar)
+                continue
+            pieces = _pieces(load, batch, wanted, devices=devices, host=host)
+            bulk.read(pieces.values(), bar.update)
+            while pieces:  # each forgotten as it is taken
+                name = next(iter(pieces))
+                yield name, pieces.pop(name).target
 
 
 def _batches(load: Load, steps: Sequence[Step], wanted: Sources) -> Iterator[dict[str, AtRest] | Step]:
@@ -108,6 +103,19 @@ def _pieces(
         else:
             pieces[name] = read_into_new_memory(at, dtype, devices=devices, device=device, aligned=load.aligned)
     return pieces
+
+
+def _build(
+    load: Load, step: Step, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    leaders = {target: name for target, name in load.match.leaders[id(step)].items() if name in wanted}
+    dtypes = {target: wanted[name].spec.dtype for target, name in leaders.items()}
+    before = bar.n
+    fill = partial(_fill, load, bulk, bar.update)
+    for target, tensor in build(load.model, step, reader=load.reader, dtypes=dtypes, fill=fill):
+        yield leaders[target], tensor
+        del tensor  # or it would be held while the next one is made
+    bar.update(load.source_bytes(step) - (bar.n - before))  # some of it is read where nobody counts
 
 
 def _fill(
