@@ -216,8 +216,8 @@ def _find(load: Load, plan: LoadPlan, spec: TensorSpec) -> TensorSource:
     if home != DISK and outer not in plan.packed_on_host:
         return source
     lies = _lies_as_used(load, source, unpacks=plan.unpacks)
-    whole, plain = len(lies.at) == 1 and lies.way == "in_place", all(isinstance(at, Extent) for at in lies.at)
-    served = lies if lies.at and (whole or outer in plan.by_expert) else source
+    plain = all(isinstance(at, Extent) for at in lies.at)
+    served = lies if lies.way == "in_place" or (lies.way == "by_expert" and outer in plan.by_expert) else source
     if home != DISK:  # only what rests packed in all its pieces waits so
         packed = bool(served.at) and all(isinstance(at, PackedTensor) for at in served.at)
         served = replace(served, way="packed_on_host") if packed else source

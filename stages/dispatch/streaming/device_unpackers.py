@@ -53,11 +53,10 @@ def open_unpackers(
 def _packed_in(bindings: Iterable[Binding], stored: DiskWeights) -> Iterator[PackedTensor]:
     """Yield what rests packed of what is brought to ``bindings``: whole tensors, or an expert's part of one."""
     for binding in bindings:
-        if binding.host is not None:
-            continue
-        extent = stored.extents.get(binding.name)
-        rows = stored.rows.get(binding.name, ()) if extent is None or binding.name in stored.rows else ((extent,),)
-        yield from (place for row in rows for place in row if isinstance(place, PackedTensor))
+        if binding.host is None:
+            source = stored.sources[binding.name]
+            rows = source.rows or (source.at,)
+            yield from (place for row in rows for place in row if isinstance(place, PackedTensor))
 
 
 def _memories(tensors: Iterable[PackedTensor]) -> list[Bytes]:
