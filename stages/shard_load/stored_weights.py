@@ -72,7 +72,7 @@ def _fill(
     make: Callable[[Tensors], None],
 ) -> dict[str, Found]:
     """Return what ``find`` finds of all that is ``wanted``, once ``make`` has put into the store what it lacks."""
-    found = find(wanted)
+    found = find(wanted) if wanted else {}
     absent = {name: tensor for name, tensor in wanted.items() if name not in found}
     if absent:
         make(absent)
