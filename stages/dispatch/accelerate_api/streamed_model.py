@@ -32,7 +32,7 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, layer_reserves, reserves, resident_bytes
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import choose_io, serve
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import CPU, DISK, DeviceId
 
 STAGED_LAYERS = 2
@@ -66,26 +66,24 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class OffloadedData:
     """Where the data of what is away is: ``stored`` on disk, ``weights`` on the host, by name; else in the model."""
 
     stored: DiskWeights
     weights: Mapping[str, torch.Tensor]
 
 
-def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sources: Sources) -> None:
+def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, data: OffloadedData) -> None:
     """Place the weights of ``model`` as ``plan`` says and attach the engine; where that fails it is as it was."""
     dispatch_plan = make_dispatch_plan(_with_preloaded(skeleton, wanted.preload), plan)
     devices = Devices()
     hook = EngineHook(devices.torch_device(wanted.main), skip_keys=wanted.skip_keys)
     with ExitStack() as undo:
         undo.callback(hook.detach_hook, model)
-        placer = _Placer(model, hook, sources, devices)
+        placer = _Placer(model, hook, data, devices)
         for name, part in dispatch_plan.parts.items():
             placer.place(name, part)
-        hook.streamer = Streamer(
-            model, dispatch_plan, stored=sources.stored, devices=devices, skip_keys=wanted.skip_keys
-        )
+        hook.streamer = Streamer(model, dispatch_plan, stored=data.stored, devices=devices, skip_keys=wanted.skip_keys)
         undo.pop_all()
     add_hook_to_module(model, hook, append=True)
 
@@ -164,7 +162,7 @@ class _Placer:
 
     model: nn.Module
     hook: EngineHook
-    sources: Sources
+    data: OffloadedData
     devices: Devices
     moved: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=WeakIdKeyDictionary)
 
@@ -181,8 +179,8 @@ class _Placer:
 
     def _waiting(self, tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
         """Return what stands for ``tensor`` while it is away: read from disk, or from the host's memory."""
-        if name in self.sources.stored:
-            return send_waiting(tensor, WaitingSource(self.sources.stored, name, device), keep=False)
+        if name in self.data.stored:
+            return send_waiting(tensor, WaitingSource(self.data.stored, name, device), keep=False)
         value = self._value(tensor, name)
         host = value.detach().to(device=CPU, dtype=tensor.dtype if value.is_floating_point() else value.dtype)
         waiting = send_waiting(tensor, WaitingSource({name: host}, name, device), keep=False)
@@ -198,7 +196,7 @@ class _Placer:
         return self.moved[tensor]
 
     def _value(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        value = self.sources.weights.get(name, tensor)
+        value = self.data.weights.get(name, tensor)
         if value.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no data; load it, or give it in state_dict")
         return value

@@ -42,7 +42,7 @@ from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.devices import Devices
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
 
 _streamers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Streamer]] = weakref.WeakKeyDictionary()

@@ -21,8 +21,8 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement, reserves
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import serve
-from offstage.stages.shard_load.disk_weights import DiskWeights
 from offstage.stages.units import DeviceId
+from tests.stages.shard_load.checkpoints import disk_weights
 
 X = torch.randn(3, 64)
 ROOM = 10**7
@@ -124,7 +124,7 @@ class Setup:
         self.resident = sum(tensor.bytes for tensor in skeleton.tensors if placed[tensor.name] == 0)
         store = options.pop("store", to_disk)
         extents = store(model, {name for name, home in placed.items() if home == "disk"}, folder / "weights")
-        self.streamer = Streamer(model, self.score, stored=DiskWeights(extents), devices=self.devices, **options)
+        self.streamer = Streamer(model, self.score, stored=disk_weights(extents), devices=self.devices, **options)
 
     def ledger(self, device: int) -> Ledger:
         found = self.devices.ledger(device)

@@ -14,9 +14,9 @@ from offstage.stages.machine.devices import Devices
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Io, serve
-from offstage.stages.shard_load.disk_weights import DiskWeights
 from offstage.stages.units import DeviceId
 from tests.stages.dispatch.placed_models import to_disk
+from tests.stages.shard_load.checkpoints import disk_weights
 
 
 def plan_with(skeleton: Skeleton, on_disk: set[str], io: Io) -> Plan:
@@ -39,7 +39,7 @@ def dispatch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Dispatc
         skeleton = describe(model, call=lambda m: m(example.to("cpu")))
         plan = make_dispatch_plan(skeleton, plan_with(skeleton, on_disk, io))
         extents = to_disk(model, on_disk, tmp_path / f"weights{len(streamers)}")
-        streamer = Streamer(model, plan, stored=DiskWeights(extents), devices=Devices())
+        streamer = Streamer(model, plan, stored=disk_weights(extents), devices=Devices())
         streamers.append(streamer)
         return streamer, plan
 
