@@ -150,10 +150,9 @@ def gather_inputs(
     chosen, largest = None not in requests, next(iter(requests.values()))
     works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
     known = {} if chosen else hit_rates or {}
+    mixed = bool(outline.experts or outline.listed)
     demands = {
-        size: _demand(
-            outline, config, machine, works[size]({}), _routing(request, known) if outline.experts else None, request
-        )
+        size: _demand(outline, config, machine, works[size]({}), _routing(request, known) if mixed else None, request)
         for size, request in requests.items()
     }
     return PlanInputs(
