@@ -56,6 +56,13 @@ STANDARD_INPUT = "standard input"
 field's mapping, and the key that its lines stand under then, in a list. They are read once, as the config is resolved,
 so that the record has them, and whoever runs the record again."""
 
+LEAST = "least"
+"""What a field's metadata has under this name is the least of the numbers that it may hold."""
+
+OPEN = "open"
+"""What a field's metadata has under this name is a dataclass: those of the mapping's keys that it has are of its types,
+or null, which is its default. What the other keys are is for the stage to say."""
+
 Keys = TypeVar("Keys")
 
 _SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
@@ -65,6 +72,7 @@ _RULES: Mapping[type, str] = {
     float: "is no number",
     str: "is no text",
 }
+_ONE: Mapping[type, str] = {bool: "true, false", int: "a whole number", float: "a number", str: "a text"}
 _MANY: Mapping[type, str] = {bool: "flags", int: "whole numbers", float: "numbers", str: "texts"}
 
 
@@ -98,6 +106,13 @@ def read(kind: type[Keys], config: Mapping[str, Any]) -> Keys:
     return kind(**{name: _read(hints[name], value) for name, value in given.items()})
 
 
+def read_open(kind: type[Keys], config: Mapping[str, Any], *, others: str) -> Keys:
+    """Return the keys of ``config`` that aren't null as one of ``kind``, which holds those it hasn't as ``others``."""
+    known, given = key_names([kind]), _without_null(config)
+    rest = {str(name): value for name, value in given.items() if name not in known or name == others}
+    return read(kind, {**{name: value for name, value in given.items() if name not in rest}, others: rest})
+
+
 def _read(hint: Any, value: Any) -> Any:
     group = _group_of(hint)
     return value if group is None or value is None else read(group, value)
@@ -112,7 +127,7 @@ def _group_of(hint: Any) -> type[Any] | None:
 
 def type_faults(kind: type[Any], config: Mapping[str, Any], *, above: str = "") -> Iterator[Fault]:
     """Yield the keys of ``config`` whose values aren't of their types in ``kind``, and unknown ones in its groups."""
-    hints = get_type_hints(kind)
+    hints, meta = get_type_hints(kind), {entry.name: entry.metadata for entry in fields(kind)}
     for name, default in defaults(kind).items():
         key, hint = f"{above}{name}", hints[name]
         if name not in config:
@@ -121,8 +136,18 @@ def type_faults(kind: type[Any], config: Mapping[str, Any], *, above: str = "") 
         if group is not None and isinstance(value, Mapping):
             yield from unknown_keys(value, [inner.name for inner in fields(group)], above=f"{key}.")
             yield from type_faults(group, value, above=f"{key}.")
-        elif not fits(hint, value):
-            yield Fault(key, f"{value!r} {_rule(hint, value)}; the default is {default!r}")
+        elif not fits(hint, value) or _is_less(value, meta[name].get(LEAST)):
+            yield Fault(key, f"{value!r} {_rule(hint, value, meta[name].get(LEAST))}; the default is {default!r}")
+        elif OPEN in meta[name]:
+            yield from type_faults(meta[name][OPEN], _without_null(value), above=f"{key}.")
+
+
+def _without_null(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _is_less(value: object, least: int | None) -> bool:
+    return least is not None and isinstance(value, int | float) and value < least
 
 
 def unknown_keys(config: Mapping[str, Any], known: Sequence[str], *, above: str = "") -> Iterator[Fault]:
@@ -154,23 +179,49 @@ def fits(hint: Any, value: object) -> bool:
     return True
 
 
-def _rule(hint: Any, value: object) -> str:
-    """Return what ``value`` breaks that ``hint`` says, in words."""
+def _rule(hint: Any, value: object, least: int | None = None) -> str:
+    """Return what ``value`` breaks that ``hint`` says, in words; of numbers it is one from ``least``."""
     kind = get_origin(hint) or hint
     if kind in (Union, UnionType):
         arms = [arm for arm in get_args(hint) if arm is not type(None)]
-        return _rule(arms[0], value) + (" or null" if len(arms) < len(get_args(hint)) else "")
+        if len(arms) == 1:
+            return f"{_rule(arms[0], value, least)} or null"
+        *others, last = [choice for arm in get_args(hint) for choice in _choices(arm, least)]
+        near = closest(str(value), [str(choice) for arm in arms for choice in _literals(arm)])
+        return f"is neither {', '.join(others)} nor {last}{near}"
     if kind is Literal:
         choices = [str(choice) for choice in get_args(hint)]
         return f"is none of {', '.join(choices)}{closest(str(value), choices)}"
     if kind in _RULES:
-        return _RULES[kind]
+        return _RULES[kind] + _from(kind, least)
     if is_dataclass(kind):
         return f"is no group of the keys {', '.join(entry.name for entry in fields(kind))}"
     if issubclass(kind, Mapping):
         return "is no mapping of keys to values"
     many = next((_MANY[arm] for arm in get_args(hint) if arm in _MANY), None)
     return "is no list" + (f" of {many}" if many else "")
+
+
+def _choices(arm: Any, least: int | None) -> list[str]:
+    """Return in words what may stand where ``arm`` is one of several types."""
+    kind = get_origin(arm) or arm
+    if kind is Literal:
+        return [str(choice) for choice in _literals(arm)]
+    if kind in _ONE:
+        return [_ONE[kind] + _from(kind, least)]
+    return (
+        ["null"]
+        if kind is type(None)
+        else ["a mapping" if is_dataclass(kind) or issubclass(kind, Mapping) else "a list"]
+    )
+
+
+def _literals(arm: Any) -> tuple[Any, ...]:
+    return get_args(arm) if get_origin(arm) is Literal else ()
+
+
+def _from(kind: Any, least: int | None) -> str:
+    return f" from {least}" if least is not None and kind in (int, float) else ""
 
 
 def key_names(kinds: Iterable[type[Any]]) -> list[str]:

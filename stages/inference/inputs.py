@@ -13,9 +13,9 @@ from offstage.pipeline.stage import Config, Context, SourceFiles
 from offstage.stages.calls.options import hash_of
 from offstage.stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from offstage.stages.empty_init.identity import text_identity
+from offstage.stages.inputs.generate_options import AUTO
 from offstage.stages.machine.kernels import choosers
 from offstage.stages.plan.plan import FILE_NAME as PLAN
-from offstage.stages.plan.request.batch_size import AUTO
 
 DATA_KEYS = (
     "generate.prompts_file", "score.texts_file", "score.text_file", "finetune.text_file", "forward.inputs",
@@ -80,8 +80,7 @@ def _named_files(config: Config) -> dict[str, str]:
     return found
 
 
-def chosen_number(key: str, node: Mapping[str, Any], context: Context) -> int | None:
-    """Return the number that a stage's ``node`` of the config gives for ``key``, or where that is auto, the plan."""
-    given = node.get(key)
+def chosen_number(key: str, given: int | str | None, context: Context) -> int | None:
+    """Return the number that is ``given`` for ``key``, or where that is auto, the plan's."""
     size: int | None = context.artifact("plan").json(PLAN)[key] if given == AUTO else given
     return size
