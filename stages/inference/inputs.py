@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offstage.pipeline.plain_data import walk
 from offstage.pipeline.stage import Config, Context, SourceFiles
 from offstage.stages.calls.options import hash_of
 from offstage.stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from offstage.stages.empty_init.identity import text_identity
-from offstage.stages.inputs.generate_options import AUTO
 from offstage.stages.machine.kernels import choosers
 from offstage.stages.plan.plan import FILE_NAME as PLAN
 
@@ -80,7 +79,9 @@ def _named_files(config: Config) -> dict[str, str]:
     return found
 
 
-def chosen_number(key: str, given: int | str | None, context: Context) -> int | None:
+def chosen_number(key: str, given: int | Literal["auto"] | None, context: Context) -> int | None:
     """Return the number that is ``given`` for ``key``, or where that is auto, the plan's."""
-    size: int | None = context.artifact("plan").json(PLAN)[key] if given == AUTO else given
+    if given != "auto":
+        return given
+    size: int | None = context.artifact("plan").json(PLAN)[key]
     return size

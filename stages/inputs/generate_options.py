@@ -84,7 +84,7 @@ class GenerateOptions:
         if self.lockstep is not None:
             return self.lockstep
         alone = self.batch_size is not None or self.guesses_ahead or any(self._apart())
-        return 1 if alone else AUTO
+        return 1 if alone else "auto"
 
     @property
     def lockstep_is_chosen(self) -> bool:

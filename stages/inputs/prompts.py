@@ -104,8 +104,8 @@ class Prompt:
         if not self.media:
             return self.text
         placed = bool(place) and str(place) in self.text
-        media = [{"type": file.kind} for file in self.media if not (file.kind == "image" and placed)]
-        return [*media, *([_text_part(self.text)] if self.text else [])]
+        kinds: list[str] = [file.kind for file in self.media if not (file.kind == "image" and placed)]
+        return [*({"type": kind} for kind in kinds), *([_text_part(self.text)] if self.text else [])]
 
 
 def _text_part(text: str) -> dict[str, str]:

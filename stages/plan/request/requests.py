@@ -97,11 +97,11 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
     """
     given = effective_options(generate, model)
     prompts = [prompt for prompt in _prompts(given) if not prompt.media] or [Prompt("")]
-    size = len(prompts) if given.batch_size == AUTO else given.batch_size or 1
+    size = len(prompts) if given.batch_size == "auto" else given.batch_size or 1
     together = 1 if given.exact or given.guesses_ahead else min(len(prompts), size)
     request = _answers(given, prompts, together=together, model=model)
-    batches, members = -(-len(prompts) // together), given.batches_together
-    members = min(batches, MOST_TOGETHER if members == AUTO else members)
+    batches, asked = -(-len(prompts) // together), given.batches_together
+    members = min(batches, MOST_TOGETHER if asked == "auto" else asked)
     return replace(request, members=members, rows=round_up(len(prompts)))
 
 
