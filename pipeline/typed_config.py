@@ -66,13 +66,7 @@ or null, which is its default. What the other keys are is for the stage to say."
 Keys = TypeVar("Keys")
 
 _SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
-_RULES: Mapping[type, str] = {
-    bool: "is neither true nor false",
-    int: "is no whole number",
-    float: "is no number",
-    str: "is no text",
-}
-_ONE: Mapping[type, str] = {bool: "true, false", int: "a whole number", float: "a number", str: "a text"}
+_ONE: Mapping[type, str] = {int: "a whole number", float: "a number", str: "a text"}
 _MANY: Mapping[type, str] = {bool: "flags", int: "whole numbers", float: "numbers", str: "texts"}
 
 
@@ -179,49 +173,36 @@ def fits(hint: Any, value: object) -> bool:
     return True
 
 
-def _rule(hint: Any, value: object, least: int | None = None) -> str:
+def _rule(hint: Any, value: object, least: int | None) -> str:
     """Return what ``value`` breaks that ``hint`` says, in words; of numbers it is one from ``least``."""
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = [word for arm in arms for word in _words(arm, least)]
+    choices = [str(choice) for arm in arms if get_origin(arm) is Literal for choice in get_args(arm)]
+    near = closest(str(value), choices)
+    if words == choices:
+        return f"is none of {', '.join(words)}{near}"
+    if words[1:] in ([], ["null"]):
+        return f"is no {words[0].removeprefix('a ')}{' or null' * len(words[1:])}"
+    return f"is neither {', '.join(words[:-1])} nor {words[-1]}{near}"
+
+
+def _words(hint: Any, least: int | None) -> list[str]:
+    """Return what is of the type ``hint``, in words."""
     kind = get_origin(hint) or hint
-    if kind in (Union, UnionType):
-        arms = [arm for arm in get_args(hint) if arm is not type(None)]
-        if len(arms) == 1:
-            return f"{_rule(arms[0], value, least)} or null"
-        *others, last = [choice for arm in get_args(hint) for choice in _choices(arm, least)]
-        near = closest(str(value), [str(choice) for arm in arms for choice in _literals(arm)])
-        return f"is neither {', '.join(others)} nor {last}{near}"
     if kind is Literal:
-        choices = [str(choice) for choice in get_args(hint)]
-        return f"is none of {', '.join(choices)}{closest(str(value), choices)}"
-    if kind in _RULES:
-        return _RULES[kind] + _from(kind, least)
-    if is_dataclass(kind):
-        return f"is no group of the keys {', '.join(entry.name for entry in fields(kind))}"
-    if issubclass(kind, Mapping):
-        return "is no mapping of keys to values"
-    many = next((_MANY[arm] for arm in get_args(hint) if arm in _MANY), None)
-    return "is no list" + (f" of {many}" if many else "")
-
-
-def _choices(arm: Any, least: int | None) -> list[str]:
-    """Return in words what may stand where ``arm`` is one of several types."""
-    kind = get_origin(arm) or arm
-    if kind is Literal:
-        return [str(choice) for choice in _literals(arm)]
+        return [str(choice) for choice in get_args(hint)]
+    if kind is bool:
+        return ["true", "false"]
+    if kind is type(None):
+        return ["null"]
     if kind in _ONE:
-        return [_ONE[kind] + _from(kind, least)]
-    return (
-        ["null"]
-        if kind is type(None)
-        else ["a mapping" if is_dataclass(kind) or issubclass(kind, Mapping) else "a list"]
-    )
-
-
-def _literals(arm: Any) -> tuple[Any, ...]:
-    return get_args(arm) if get_origin(arm) is Literal else ()
-
-
-def _from(kind: Any, least: int | None) -> str:
-    return f" from {least}" if least is not None and kind in (int, float) else ""
+        return [_ONE[kind] + (f" from {least}" if least is not None and kind is not str else "")]
+    if is_dataclass(kind):
+        return [f"a group of the keys {', '.join(entry.name for entry in fields(kind))}"]
+    if issubclass(kind, Mapping):
+        return ["a mapping of keys to values"]
+    many = next((_MANY[arm] for arm in get_args(hint) if arm in _MANY), None)
+    return ["a list" + (f" of {many}" if many else "")]
 
 
 def key_names(kinds: Iterable[type[Any]]) -> list[str]:

@@ -259,28 +259,14 @@ def _part(name: str, part: Any, waiting: list[MediaFile], folder: Path) -> tuple
     return {"type": kind}, file
 
 
-def located_prompts(prompts: Sequence[Any]) -> list[Any]:
+def located_prompts(prompts: Any) -> Any:
     """Return ``prompts``, as the config gives them, with the paths of images and audio absolute."""
-    return [_located(prompt) if isinstance(prompt, Mapping) else prompt for prompt in prompts]
-
-
-def _located(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    beside = {key: _absolute(prompt[key]) for key in MEDIA if key in prompt}
-    messages = prompt.get("messages")
-    if isinstance(messages, list):
-        beside["messages"] = [_with_paths(message) for message in messages]
-    return {**prompt, **beside}
-
-
-def _with_paths(message: Any) -> Any:
-    parts = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(parts, list):
-        return message
-    found = [
-        {**part, "path": _absolute(part["path"])} if isinstance(part, Mapping) and "path" in part else part
-        for part in parts
-    ]
-    return {**message, "content": found}
+    if isinstance(prompts, list):
+        return [located_prompts(one) for one in prompts]
+    if not isinstance(prompts, Mapping):
+        return prompts
+    keys = (*MEDIA, "path")
+    return {key: _absolute(one) if key in keys else located_prompts(one) for key, one in prompts.items()}
 
 
 def _absolute(given: Any) -> Any:

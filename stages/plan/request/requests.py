@@ -6,7 +6,7 @@ A stage that runs the model has a reader here, below itself, by its name: from i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -138,7 +138,7 @@ def _answers(
     """
     if tokens is None:
         tokens = max(_tokens(prompt, model) for prompt in prompts)
-    asked = [given.of_prompt(own) for own in _distinct(prompt.options for prompt in prompts)]
+    asked = [given.of_prompt(prompt.options) for prompt in prompts]
     copies = max(_copies(one.options) for one in asked)
     has_encoder = bool(read_object(checkpoint_folder(model) / "config.json").get("is_encoder_decoder"))
     new = max(_new_tokens(one.options, 0 if has_encoder else tokens) for one in asked)
@@ -160,14 +160,6 @@ def _answers(
         routed=round_up(tokens),
         steps=round_up(max(0, new - 1)),
     )
-
-
-def _distinct(options: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
-    for one in options:
-        if one not in found:
-            found.append(one)
-    return found
 
 
 def _copies(options: Mapping[str, Any]) -> int:
