@@ -82,7 +82,7 @@ BERT = {
     "nothing to normalise": (["forward.texts=[a]", "forward.normalize=true"], "forward.normalize: there is no vector"),
     "no batch size": (
         ["forward.texts=[a]", "forward.batch_size=0"],
-        "forward.batch_size: 0 is no whole number from 1 or null",
+        "batch_size: 0 is no whole number from 1 or null",
     ),
     "what it makes itself, given twice": (
         ["forward.texts=[a]", "forward.inputs=mask.npz"],
