@@ -8,7 +8,7 @@ time and lets nobody override what a frozen class declares.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -121,19 +121,22 @@ def _group_of(hint: Any) -> type[Any] | None:
 
 def type_faults(kind: type[Any], config: Mapping[str, Any], *, above: str = "") -> Iterator[Fault]:
     """Yield the keys of ``config`` whose values aren't of their types in ``kind``, and unknown ones in its groups."""
-    hints, meta = get_type_hints(kind), {entry.name: entry.metadata for entry in fields(kind)}
-    for name, default in defaults(kind).items():
-        key, hint = f"{above}{name}", hints[name]
-        if name not in config:
-            continue
-        value, group = config[name], _group_of(hint)
-        if group is not None and isinstance(value, Mapping):
-            yield from unknown_keys(value, [inner.name for inner in fields(group)], above=f"{key}.")
-            yield from type_faults(group, value, above=f"{key}.")
-        elif not fits(hint, value) or _is_less(value, meta[name].get(LEAST)):
-            yield Fault(key, f"{value!r} {_rule(hint, value, meta[name].get(LEAST))}; the default is {default!r}")
-        elif OPEN in meta[name]:
-            yield from type_faults(meta[name][OPEN], _without_null(value), above=f"{key}.")
+    hints, plain = get_type_hints(kind), defaults(kind)
+    for entry in (entry for entry in fields(kind) if entry.name in config):
+        yield from _value_faults(
+            f"{above}{entry.name}", hints[entry.name], config[entry.name], entry, plain[entry.name]
+        )
+
+
+def _value_faults(key: str, hint: Any, value: Any, entry: Field[Any], default: object) -> Iterator[Fault]:
+    group, least = _group_of(hint), entry.metadata.get(LEAST)
+    if group is not None and isinstance(value, Mapping):
+        yield from unknown_keys(value, [inner.name for inner in fields(group)], above=f"{key}.")
+        yield from type_faults(group, value, above=f"{key}.")
+    elif not fits(hint, value) or _is_less(value, least):
+        yield Fault(key, f"{value!r} {_rule(hint, value, least)}; the default is {default!r}")
+    elif OPEN in entry.metadata:
+        yield from type_faults(entry.metadata[OPEN], _without_null(value), above=f"{key}.")
 
 
 def _without_null(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,11 +181,11 @@ def _rule(hint: Any, value: object, least: int | None) -> str:
     arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     words = [word for arm in arms for word in _words(arm, least)]
     choices = [str(choice) for arm in arms if get_origin(arm) is Literal for choice in get_args(arm)]
-    near = closest(str(value), choices)
-    if words == choices:
-        return f"is none of {', '.join(words)}{near}"
+    near, null = closest(str(value), choices), " or null" if words[-1] == "null" else ""
+    if words[: len(choices)] == choices and len(words) == len(choices) + bool(null):
+        return f"is none of {', '.join(choices)}{null}{near}"
     if words[1:] in ([], ["null"]):
-        return f"is no {words[0].removeprefix('a ')}{' or null' * len(words[1:])}"
+        return f"is no {words[0].removeprefix('a ')}{null}"
     return f"is neither {', '.join(words[:-1])} nor {words[-1]}{near}"
 
 

@@ -78,7 +78,7 @@ class Decoding:
         The answer to a single prompt is given to ``show`` while it comes; ``is_chat`` as in ``Generation``; ``title``
         stands before the bar.
         """
-        given, members = self._inputs.options, int(self._inputs.options.lockstep or 1)
+        given, members = self._inputs.asked, int(self._inputs.asked.lockstep or 1)
         batches = make_batches(
             [self._asked(index, ids) for index, ids in enumerate(encoded)],
             size=int(given.batch_size or 1),
@@ -117,7 +117,7 @@ class Decoding:
 
     def _goes_alone(self, asked: Asked) -> bool:
         """Return whether a batch like ``asked`` goes through the model without others in lockstep."""
-        return asked.with_media or (self._inputs.options.judges_exactly and self._guesses(asked.options))
+        return asked.with_media or (self._inputs.asked.judges_exactly and self._guesses(asked.options))
 
     def _guesses(self, given: Mapping[str, Any]) -> bool:
         """Return whether tokens are guessed under the options ``given``, or under the model's defaults."""
@@ -151,7 +151,7 @@ class Decoding:
 
     def _asked(self, index: int, ids: Sequence[int]) -> Asked:
         """Return prompt ``index`` with the options that it is answered with: its own, then those of all."""
-        own = {**self._inputs.options.options, **self._inputs.prompts[index].options}
+        own = {**self._inputs.asked.options, **self._inputs.prompts[index].options}
         seed = own.pop("seed", (self._inputs.seed + index) % MOST)
         if not self._uses_transformers:
             own = options.plain_options(own, self._defaults)
@@ -197,7 +197,7 @@ class Decoding:
         given, traffic = batch[0].options, self._dispatched.streamer.traffic
         ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
         asked = self._tensors(batch, pad=self._pad(given, ends))
-        logprobs = ChosenLogprobs() if self._inputs.options.output_logprobs else None
+        logprobs = ChosenLogprobs() if self._inputs.asked.output_logprobs else None
         marks: list[tuple[Traffic, float]] = []
         clock = decode.Clock(
             tick=bar.update,
@@ -229,7 +229,7 @@ class Decoding:
             return {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask}
         index = batch[0].index
         name, prompt = self._inputs.names[index], self._inputs.prompts[index]
-        made = prompt_inputs(name, prompt, self._processor, self._inputs.options)
+        made = prompt_inputs(name, prompt, self._processor, self._inputs.asked)
         check_words(self._dispatched.model, [made.ids], key=name)
         return made.tensors
 
@@ -243,7 +243,7 @@ class Decoding:
 
     def _speculation(self, given: Mapping[str, Any], logprobs: ChosenLogprobs | None) -> ExactSpeculation | None:
         """Return what guesses and judges under the options ``given``; null where transformers does, or nothing does."""
-        if not (self._uses_transformers and self._inputs.options.judges_exactly and self._guesses(given)):
+        if not (self._uses_transformers and self._inputs.asked.judges_exactly and self._guesses(given)):
             return None
         assistant = self._assistant.for_prompt(given) if self._assistant is not None else None
         cost = _bytes(assistant) / max(1, _bytes(self._dispatched.model)) if assistant is not None else 0.0

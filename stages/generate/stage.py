@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from offstage.stages.generate.generation import GenerationSession
 
 FILE_NAME = "generation.json"
+_APART = ("prompts", "prompts_file", "assistant_model")
+"""The keys of ``generate`` that a generation doesn't depend on as they are, but by what they name."""
 _SHOWN = 20
 """How many generations are shown on the screen."""
 
@@ -91,20 +93,15 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
         given = read(GenerateConfig, context.config)
         asked = read_generate(given.generate)
         prompts = read_prompts(asked)
-        options = replace(
-            asked,
-            prompts=None,
-            prompts_file=None,
-            assistant_model=None,
-            batch_size=chosen_number("batch_size", asked.batch_size, context),
-            lockstep=chosen_number("lockstep", asked.batches_together, context) or 1,
-        )
+        size = chosen_number("batch_size", asked.batch_size, context)
+        together = chosen_number("lockstep", asked.batches_together, context) or 1
+        options = {**given.generate, "batch_size": size, "lockstep": together}
         return GenerateInputs(
             prompts=list(prompts.values()),
             names=list(prompts),
-            options=options,
+            options={key: one for key, one in options.items() if key not in _APART and (key, one) != ("lockstep", 1)},
+            asked=replace(asked, batch_size=size, lockstep=together),
             assistant=assistant_identity(asked.assistant_model),
-            assistant_path=asked.assistant_model,
             lockstep_is_chosen=asked.lockstep_is_chosen,
             seed=given.seed,
             decoders=media_libraries() if any(prompt.media for prompt in prompts.values()) else {},
