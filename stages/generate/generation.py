@@ -74,7 +74,7 @@ class GenerationSession:
         self.plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
         self._storage_rate = storage_rate(inputs, self.plan)  # before the weights take the memory that is planned
         self._tokenizer = load_tokenizer(inputs.model)
-        encoder = prompts.Encoder.of(inputs.options, self._tokenizer)
+        encoder = prompts.Encoder.of(inputs.asked, self._tokenizer)
         self._encoded = [
             [] if prompt.media else encoder.encode(name, prompt)
             for name, prompt in zip(inputs.names, inputs.prompts, strict=True)
@@ -92,7 +92,7 @@ class GenerationSession:
     @contextmanager
     def decoding(self) -> Iterator[Callable[[], Decoding]]:
         """Yield what makes the decoding of each pass; inside, the assistant is there, if one is asked for."""
-        with loaded_assistant(self._inputs.assistant_path, self._context) as assistant:
+        with loaded_assistant(self._inputs.asked.assistant_model, self._context) as assistant:
             free = float(self.plan.forecast.get("forwards_for_free", 0))
             yield lambda: Decoding(self.dispatched, self._inputs, self._tokenizer, assistant, free=free)
 

@@ -29,11 +29,12 @@ from offstage.stages.plan.expert_slots import Routing
 from offstage.stages.plan.lossless import LosslessPacking
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.predict import compute_dtype, work
+from offstage.stages.plan.request.choose import why_not_in_lockstep
 from offstage.stages.plan.request.geometry import Request, read_geometry
-from offstage.stages.plan.request.lockstep import lockstep_is_chosen, why_not_in_lockstep
 from offstage.stages.plan.request.media_demand import MediaDemand
 from offstage.stages.plan.request.requests import (
     asking,
+    lockstep_is_chosen,
     media_request,
     read_request,
     read_requests,
@@ -148,10 +149,9 @@ def gather_inputs(
     (requests, one_by_one), apart = _requests(outline, config), [media_request(config, media)] if media else []
     chosen, largest = None not in requests, next(iter(requests.values()))
     works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
+    mixed = bool(outline.experts or outline.listed)
     demands = {
-        size: _demand(
-            outline, config, machine, works[size]({}), _routing(request) if outline.experts else None, request
-        )
+        size: _demand(outline, config, machine, works[size]({}), _routing(request) if mixed else None, request)
         for size, request in requests.items()
     }
     return PlanInputs(
@@ -160,7 +160,7 @@ def gather_inputs(
         overrides=options.read_overrides(given.device_map_overrides),
         execution=given.execution,
         demands=demands,
-        lockstep=chosen and lockstep_is_chosen(config.get(asking(config)) or {}),
+        lockstep=chosen and lockstep_is_chosen(config),
         notes=(one_by_one,) if one_by_one else (),
         count=read_request(config).sequences // largest.copies if chosen else 0,
         copies=largest.copies * largest.positions if chosen else 0,
@@ -183,7 +183,7 @@ def gather_inputs(
 def _requests(outline: Outline, config: Config) -> tuple[dict[int | None, Request], str]:
     """Return what is asked, as ``read_requests`` does, and why it isn't in lockstep where the model rules that out."""
     requests = read_requests(config)
-    if None in requests or not lockstep_is_chosen(config.get(asking(config)) or {}):
+    if None in requests or not lockstep_is_chosen(config):
         return requests, ""
     why = why_not_in_lockstep(outline.skeleton)
     return ({None: replace(next(iter(requests.values())), members=1)} if why else requests), why

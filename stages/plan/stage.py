@@ -52,8 +52,7 @@ from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.policies.placed_seconds import placed_seconds
 from offstage.stages.plan.predict import predict
-from offstage.stages.plan.request.batch_size import soonest
-from offstage.stages.plan.request.lockstep import brings_more, soonest_in_lockstep
+from offstage.stages.plan.request.choose import brings_more, choose_batch, choose_lockstep
 from offstage.stages.plan.request.media_demand import media_demand
 from offstage.stages.plan.request.requests import asking, what_learns
 from offstage.stages.plan.request.training import FinetuneOptions
@@ -181,7 +180,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     elif least is not None:
         found = {size: other for size in larger if size and (other := _larger_plan(inputs, size, placements))}
         counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.token_bytes}
-        plan = soonest({**found, least: plan}, **counts)
+        plan = choose_batch({**found, least: plan}, **counts)
     require_room(plan, inputs.machine)
     return replace(plan, notes=(*plan.notes, *inputs.notes))
 
@@ -194,7 +193,7 @@ def _soonest_in_lockstep(inputs: PlanInputs, least: plans.Plan, placements: _Pla
         if plan is None or not brings_more(plan, found):
             break
         found[size] = plan
-    return soonest_in_lockstep(found)
+    return choose_lockstep(found)
 
 
 def _larger_plan(inputs: PlanInputs, size: int, placements: _Placements) -> plans.Plan | None:

@@ -60,4 +60,4 @@ def test_auto_says_how_many_and_a_bad_number_is_refused(offstage_here: Run, line
     assert "5 in lockstep" in found.out
     refused = offstage_here(*STREAMED, "generate.lockstep=0")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "generate.lockstep: 0 is no number of batches" in refused.err
+    assert "generate.lockstep: 0 is neither a whole number from 1, auto nor null" in refused.err

@@ -14,9 +14,11 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     LlamaConfig,
+    MarianConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
+    PegasusConfig,
     PretrainedConfig,
     T5Config,
 )
@@ -69,6 +71,39 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     )  # fmt: skip
     request, predicted = bytes_as_predicted(done)
     assert request > 0.2 * predicted, "the prompts take too little for the test to prove anything"
+
+
+BEAMS = 6
+SEVERAL: dict[str, type[PretrainedConfig]] = {"bart": BartConfig, "pegasus": PegasusConfig, "marian": MarianConfig}
+
+
+@OF_THE_PROCESS
+@pytest.mark.parametrize(
+    "name", ["bart", *(pytest.param(name, marks=pytest.mark.long_form) for name in ("pegasus", "marian"))]
+)
+def test_the_beams_that_a_checkpoint_asks_for_are_planned_for(
+    name: str, tmp_path: Path, offstage: Callable[..., Finished]
+) -> None:
+    sizes = {"d_model": 256, "vocab_size": 2000, "max_position_embeddings": 1024}
+    halves = {"layers": 3, "attention_heads": 4, "ffn_dim": 512}
+    sizes |= {f"{half}_{what}": count for half in ("encoder", "decoder") for what, count in halves.items()}
+    folder = tmp_path / "checkpoint"
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0, "forced_eos_token_id": 1}
+    AutoModelForSeq2SeqLM.from_config(SEVERAL[name](**sizes, **tokens), dtype=torch.float32).save_pretrained(folder)
+    said = json.loads((folder / "generation_config.json").read_text())
+    given = (
+        f"model.path={folder}", "max_memory.cpu=8MB", "storage.io=direct", f"generate.prompts=[{[7] * 900}]",
+        "generate.max_new_tokens=16", "generate.min_new_tokens=16",
+    )  # fmt: skip
+    one = offstage(*given)
+    folder.joinpath("generation_config.json").write_text(json.dumps({**said, "num_beams": BEAMS}))
+    several, asked = offstage(*given), offstage(*given, f"generate.num_beams={BEAMS}", "stop_after=plan")
+    (alone, _), (request, predicted) = map(bytes_as_predicted, (one, several))
+    assert request > 4 * alone, "each beam is a sequence"
+    assert request > 0.07 * predicted, "the beams take too little for the test to prove anything"
+    plan = several.record["stages"][1]["key"]
+    assert plan != one.record["stages"][1]["key"]
+    assert plan == asked.record["stages"][1]["key"], "it is the same whoever asks for them"
 
 
 @OF_THE_PROCESS

@@ -26,7 +26,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from offstage.stages.plan.request.texts import ScoreOptions, read_scored_texts
+from offstage.stages.inputs.texts import ScoreOptions, read_scored_texts
 from offstage.stages.score.windows import Window, cut, encode
 from tests.e2e.conftest import Finished, Replay, kill_when, start
 from tests.e2e.test_keys import MODULES, save_weights

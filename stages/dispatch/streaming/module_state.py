@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
-from offstage.stages.plan.request.lockstep import COPIED_BYTES
+from offstage.stages.plan.request.choose import COPIED_BYTES
 
 
 class LockstepError(ConfigError, RuntimeError):

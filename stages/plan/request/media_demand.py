@@ -19,10 +19,11 @@ from offstage.pipeline.stage import MEASURED, Config
 from offstage.pipeline.typed_config import fits
 from offstage.stages.empty_init.identity import text_identity
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
+from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
 from offstage.stages.inputs.libraries import media_libraries
+from offstage.stages.inputs.prompts import Prompt, prompt_inputs, read_prompts
 from offstage.stages.machine.kept_figures import kept_or_measured
 from offstage.stages.plan.request.geometry import encoder_rows_bytes
-from offstage.stages.plan.request.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -65,16 +66,16 @@ def media_demand(config: Config, cache: Path, *, skeleton: str, live: Callable[[
     ``skeleton`` is the key of the model, and ``live`` returns it on meta. What is bad of prompts is for ``generate`` to
     report.
     """
-    generate, model = config.get("generate") or {}, config.get("model") or {}
+    given, model = read_generate(config.get("generate") or {}), config.get("model") or {}
     try:
-        prompts = {name: prompt for name, prompt in read_prompts(generate).items() if prompt.media}
+        prompts = {name: prompt for name, prompt in read_prompts(given).items() if prompt.media}
     except ConfigError:
         return None
     if not prompts:
         return None
-    asked = {key: generate.get(key) for key in ("chat", "system")}
+    asked = {"chat": given.chat, "system": given.system}
     key = fingerprint([list(prompts.values()), asked, skeleton, text_identity(model), media_libraries()])
-    probe = partial(_measure, prompts, generate, model, live)
+    probe = partial(_measure, prompts, given, model, live)
     try:
         figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=_is_sound).get(key)
     except ConfigError:
@@ -88,18 +89,17 @@ def _demand(figure: Mapping[str, Any]) -> MediaDemand:
 
 
 def _measure(
-    prompts: Mapping[str, Prompt], generate: Mapping[str, Any], model: Mapping[str, Any], live: Callable[[], nn.Module]
+    prompts: Mapping[str, Prompt], given: GenerateOptions, model: Mapping[str, Any], live: Callable[[], nn.Module]
 ) -> dict[str, Any]:
     """Return the figure of ``prompts``: of all of them the tokens, the moments of the one whose inputs are largest."""
     from offstage.stages.empty_init.media_call import weigh_media
     from offstage.stages.inputs.prompt_processor import PromptProcessor
-    from offstage.stages.plan.request.prompt_inputs import prompt_inputs
 
     processor = PromptProcessor(model, key=next(iter(prompts)))
     tokens, preparing = 0, 0
     largest: dict[str, torch.Tensor] = {}
     for name, prompt in prompts.items():
-        made = prompt_inputs(name, prompt, processor, generate)
+        made = prompt_inputs(name, prompt, processor, given)
         tokens, size = max(tokens, len(made.ids)), _bytes(made.tensors)
         preparing = max(preparing, _DECODING * made.decoded_bytes + _PROCESSING * size)
         largest = dict(made.tensors) if size > _bytes(largest) else largest

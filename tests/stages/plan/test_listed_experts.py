@@ -19,6 +19,7 @@ from offstage.stages.plan.work import Work
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.empty_init.test_expert_lists import described
 from tests.stages.listed_experts import EXPERTS, LAYERS, TOP, WIDTH, mixture
+from tests.stages.plan.plans import make_plan
 
 EXPERT = 3 * 4 * WIDTH * 2 * WIDTH
 """The bytes of one expert."""
@@ -48,6 +49,29 @@ def test_a_token_is_expected_to_bring_the_experts_that_it_is_routed_to() -> None
 def test_two_tokens_of_a_pass_share_some_of_their_experts() -> None:
     routed = planned(outline(), tokens=2)["streamed_bytes_per_token"] - dense_bytes(outline())
     assert routed == pytest.approx(LAYERS * EXPERT * EXPERTS * (1 - (1 - TOP / EXPERTS) ** 2), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "members"),
+    [
+        ({"batch_size": None, "lockstep": 1}, 1, 1),
+        ({"batch_size": 8}, 8, 1),
+        ({"lockstep": 8}, 8, 8),
+        ({"batch_size": 2, "lockstep": 3}, 6, 3),
+        ({"num_beams": 4, "lockstep": 1}, 4, 1),
+    ],
+)
+def test_the_stage_expects_the_experts_of_all_tokens_of_a_pass(
+    asked: dict[str, object], tokens: int, members: int
+) -> None:
+    generate = {"prompts": [[5]] * 8, "max_new_tokens": 1, **asked}
+    machine = {"devices": [], "host": {"memory": "8GiB"}}
+    plan = make_plan(
+        outline(), {"generate": generate, "device_map": "disk", "max_memory": {"cpu": "1GB"}, "hardware": machine}
+    )
+    expected = planned(outline(), tokens=tokens)["streamed_bytes_per_token"]
+    assert isinstance(expected, float | int)
+    assert plan.forecast["streamed_bytes_per_token"] == pytest.approx(expected / members, rel=1e-6)
 
 
 def test_all_experts_are_expected_where_nothing_says_how_many_a_token_uses() -> None:
