@@ -19,8 +19,7 @@ class GenerateInputs(InferenceInputs):
 
     ``options`` are those of the config but for the prompts. ``decoders`` has the versions of the libraries that read
     images and recordings, where a prompt has some. ``assistant`` is which checkpoint guesses ahead, null where none
-    does, and lies at ``assistant_path``. ``lockstep_is_chosen`` says whether how many go together was left
-    to us.
+    does, and lies at ``assistant_path``.
     """
 
     prompts: Sequence[Prompt]
@@ -30,4 +29,3 @@ class GenerateInputs(InferenceInputs):
     decoders: Mapping[str, str | None] = field(default_factory=dict)
     assistant: Mapping[str, object] | None = None
     assistant_path: str | None = field(default=None, compare=False)
-    lockstep_is_chosen: bool = field(default=False, compare=False)

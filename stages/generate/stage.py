@@ -18,7 +18,7 @@ from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inference.progress import earlier_told
 from offstage.stages.inputs.libraries import media_libraries
 from offstage.stages.plan.request.assistant import KEY as ASSISTANT
-from offstage.stages.plan.request.lockstep import KEY as LOCKSTEP, batches_in_lockstep, lockstep_is_chosen
+from offstage.stages.plan.request.lockstep import KEY as LOCKSTEP, batches_in_lockstep
 from offstage.stages.plan.request.prompt_media import located_prompts
 from offstage.stages.plan.request.prompts import check_prompts, check_seed, read_prompts
 
@@ -102,7 +102,6 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
             options={key: value for key, value in options.items() if key not in _APART},
             assistant=assistant_identity(given.generate),
             assistant_path=given.generate.get(ASSISTANT),
-            lockstep_is_chosen=lockstep_is_chosen(given.generate),
             seed=given.seed,
             decoders=media_libraries() if any(prompt.media for prompt in prompts.values()) else {},
             **gather_model(context),
