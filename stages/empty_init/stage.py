@@ -83,7 +83,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 15
+    version = 16
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
