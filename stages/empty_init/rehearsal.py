@@ -148,6 +148,7 @@ class _Watching(Faking):  # type: ignore[no-untyped-call]
         """The names of each weight, by the id of the fake tensor that stands for it."""
         self.stored: dict[int, list[str]] = {}
         """The names of each weight and buffer, by the id of the storage that it and its views have."""
+        self._kept: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -156,7 +157,18 @@ class _Watching(Faking):  # type: ignore[no-untyped-call]
         for changed in changed_tensors(func, args, kwargs or {}):
             for name in self.stored.get(changed.untyped_storage()._cdata, ()):
                 self._noted.written.setdefault(name, self._module())
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.is_view:
+            self._note_views(args[0], result)
+        return result
+
+    def _note_views(self, whole: torch.Tensor, result: object) -> None:
+        """Note that ``result`` is in the place of ``whole``: a fake view of a real buffer has a storage of its own."""
+        names = self.stored.get(whole.untyped_storage()._cdata, [])
+        for view in _leaves(result) if names else ():
+            storage = view.untyped_storage()
+            self.stored.setdefault(storage._cdata, names)
+            self._kept.append(storage)  # else another one would have its id
 
     def _note(self, leaf: object) -> None:
         for name in self.names.get(id(leaf), ()):
