@@ -70,7 +70,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
 
     name = "plan"
-    version = 22
+    version = 23
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
