@@ -55,7 +55,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     """
 
     name = "generate"
-    version = 9
+    version = 10
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = (GENERATIONS,)
