@@ -36,7 +36,7 @@ def describe(
     with unchanged_buffers(model):
         seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
         weighed = weigh(model, declared or ()) if seen and call is None else Weighed()
-        once = _called_once(model, seen) if seen and call is None else ()
+        once = _called_once(model, seen) if rehearsed and call is None else ()
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     borrowers = _borrowers(seen, tied) if seen else _likely_borrowers(model)
     return Skeleton(
@@ -61,7 +61,7 @@ def describe(
     )
 
 
-def _called_once(model: nn.Module, seen: Rehearsal) -> tuple[str, ...]:
+def _called_once(model: nn.Module, seen: Rehearsal | None) -> tuple[str, ...]:
     """Return the modules with tensors of an encoder-decoder that only the first token's forward calls.
 
     None where it can't be rehearsed how the next one is made.
@@ -73,7 +73,8 @@ def _called_once(model: nn.Module, seen: Rehearsal) -> tuple[str, ...]:
             again = rehearse_next_token(model, seen)
     except (AttributeError, *REFUSALS):
         return ()
-    return tuple(dict.fromkeys(name for name in seen.calls if name not in again)) if again else ()
+    called = seen.calls if seen else [name for name, module in model.named_modules() if holds_tensors(module)]
+    return tuple(dict.fromkeys(name for name in called if name not in again)) if again else ()
 
 
 def _multiplies(module: nn.Module) -> bool:

@@ -102,17 +102,26 @@ def call_with_tokens(model: nn.Module, *, sequences: int = 1, length: int = 8, *
     return model(**given, **beside)
 
 
-def rehearse_next_token(model: nn.Module, first: Rehearsal) -> list[str]:
+def rehearse_next_token(model: nn.Module, first: Rehearsal | None) -> list[str]:
     """Return the calls of modules with tensors for a token after the one that ``first`` saw, of an encoder-decoder.
 
+    What an encoder says that takes no tokens, so that there is no ``first``, is made up.
     Raises as ``rehearse`` does, and whatever else the model's code raises that keeps no cache.
     """
-    return rehearse(model, _call_for_two_tokens, decides=first.decided).calls[len(first.calls) :]
+    call = _call_decoder if first is None else call_with_tokens
+    before = first or rehearse(model, call)
+    return rehearse(model, partial(_call_for_two_tokens, call), decides=before.decided).calls[len(before.calls) :]
 
 
-def _call_for_two_tokens(model: nn.Module) -> object:
-    """Call ``model`` as ``call_with_tokens`` does, and for one more token with what that kept."""
-    kept: Any = call_with_tokens(model)
+def _call_decoder(model: Any) -> object:
+    """Call ``model`` on a token and what its encoder might have said."""
+    states = torch.zeros((1, 8, model.config.hidden_size), dtype=model.dtype)
+    return model(encoder_outputs=(states,), decoder_input_ids=torch.ones((1, 1), dtype=torch.long))
+
+
+def _call_for_two_tokens(call: Callable[[nn.Module], object], model: nn.Module) -> object:
+    """Call ``model`` as ``call`` does, and for one more token with what that kept."""
+    kept: Any = call(model)
     return model(
         encoder_outputs=(kept.encoder_last_hidden_state,),
         decoder_input_ids=torch.ones((1, 1), dtype=torch.long),
@@ -270,7 +279,18 @@ class _Watching(Faking):  # type: ignore[no-untyped-call]
         for changed in changed_tensors(func, args, kwargs or {}):
             for name in self.stored.get(changed.untyped_storage()._cdata, ()):
                 self._notes.note("write", name, self._module())
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.is_view:
+            self._note_views(args[0], result)
+        return result
+
+    def _note_views(self, whole: torch.Tensor, result: object) -> None:
+        """Note that ``result`` is in the place of ``whole``: a fake view of a real buffer has a storage of its own."""
+        names = self.stored.get(whole.untyped_storage()._cdata, [])
+        for view in _leaves(result) if names else ():
+            storage = view.untyped_storage()
+            self.stored.setdefault(storage._cdata, names)
+            self.storages.append(storage)
 
     def _note(self, leaf: object) -> None:
         for name in self.names.get(id(leaf), ()):

@@ -109,10 +109,10 @@ class Decoding:
             try:
                 self._answer_together([partial(answer, number) for number in together], members)
             except LockstepError as error:
-                if not self._inputs.lockstep_is_chosen:
-                    raise
-                _log.warning("prompts go one after another from here on: %s", error.reason)
-                for number in (number for number in together if number not in progress.done):
+                again = [number for number in together if number not in progress.done]
+                _log.warning("%d batches begin again and go one after another: %s", len(again), error.reason)
+                self.cost.begun_again = len(again)
+                for number in again:
                     self._answer_alone(partial(answer, number))
 
     def _goes_alone(self, asked: Asked) -> bool:
@@ -138,7 +138,11 @@ class Decoding:
         def make(answer: Callable[[], list[TimedBatch]]) -> None:
             spans.extend(answer())
 
-        group = self._dispatched.streamer.go_together([partial(make, answer) for answer in answers], size=size)
+        try:
+            group = self._dispatched.streamer.go_together([partial(make, answer) for answer in answers], size=size)
+        except LockstepError:  # those that have their answer keep it
+            self.cost.add(*spans)
+            raise
         self.cost.add(*spans, passes=group.passes)
 
     def _live(self, asked: Asked, show: ShowText, *, is_chat: bool) -> LiveTranscript | None:

@@ -21,7 +21,6 @@ class GenerateInputs(InferenceInputs):
     ``options`` are those of the config, with the numbers that the plan chose, and without what names files: ``asked``
     has all of them, as they are read. ``decoders`` has the versions of the libraries that read images and recordings,
     where a prompt has some. ``assistant`` is which checkpoint guesses ahead, null where none does.
-    ``lockstep_is_chosen`` says whether how many go together was left to us.
     """
 
     prompts: Sequence[Prompt]
@@ -31,4 +30,3 @@ class GenerateInputs(InferenceInputs):
     seed: int
     decoders: Mapping[str, str | None] = field(default_factory=dict)
     assistant: Mapping[str, object] | None = None
-    lockstep_is_chosen: bool = field(default=False, compare=False)

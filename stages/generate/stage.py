@@ -54,7 +54,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     """
 
     name = "generate"
-    version = 9
+    version = 10
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = (GENERATIONS,)
@@ -102,7 +102,6 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
             options={key: one for key, one in options.items() if key not in _APART and (key, one) != ("lockstep", 1)},
             asked=replace(asked, batch_size=size, lockstep=together),
             assistant=assistant_identity(asked.assistant_model),
-            lockstep_is_chosen=asked.lockstep_is_chosen,
             seed=given.seed,
             decoders=media_libraries() if any(prompt.media for prompt in prompts.values()) else {},
             **gather_model(context),

@@ -135,8 +135,9 @@ def _reserves(outline: Outline, placement: Placement, sizes: Mapping[str, int]) 
     """Return the bytes of the largest layer that each device computes of what is streamed, and the least it can keep.
 
     That is the largest part, where each is alone while its module runs: a part is what one module holds, so much of
-    each tensor at once as ``sizes`` say. Where several are there together, where no rehearsal saw how it is, and where
-    experts are modules in a list, it is as much as for a layer. What is there beside a layer or part counts.
+    each tensor at once as ``sizes`` say; where several are there together, it is what these take. Where no rehearsal
+    saw how it is, and where experts are modules in a list, it is as much as for a layer. What is there beside a layer
+    counts.
     """
     layers: Counter[DeviceId] = Counter()
     whole: dict[str, Counter[DeviceId]] = {}
@@ -160,10 +161,11 @@ def _reserves(outline: Outline, placement: Placement, sizes: Mapping[str, int]) 
         return layers, layers
     layers = _largest([layers, *whole.values()])  # a module that isn't kept whole is a layer for each of its tensors
     beside = _beside(outline, whole)
-    kept = (layers + beside) | _least_staging(outline, whole) if beside else layers
-    if outline.listed or beside:
+    together = _least_staging(outline, whole) if beside else _largest(whole.values())
+    kept = (layers + beside) | together
+    if outline.listed:
         return kept, kept
-    return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else _largest(parts.values())
+    return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else together
 
 
 def _largest(counts: Iterable[Mapping[DeviceId, int]]) -> Counter[DeviceId]:

@@ -69,7 +69,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 24
+    version = 25
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 

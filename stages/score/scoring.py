@@ -119,7 +119,8 @@ class ScoringSession:
             for number, batch in left.items():
                 chosen = [self._windows[index] for index in batch]
                 began = time.perf_counter()
-                scores = score_windows(self.dispatched.model, chosen, self.dispatched.device)
+                with self.dispatched.streamer.alone():
+                    scores = score_windows(self.dispatched.model, chosen, self.dispatched.device)
                 cost.add(time.perf_counter() - began, results=sum(len(score.values) for score in scores))
                 progress.add([_row(number, len(batch), *pair) for pair in zip(chosen, scores, strict=True)])
                 bar.update(len(batch))

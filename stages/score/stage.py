@@ -47,7 +47,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
     """
 
     name = "score"
-    version = 3
+    version = 4
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ScoreConfig
     resumes = (SCORES,)

@@ -144,15 +144,19 @@ def test_the_peak_of_a_mixture_and_what_a_token_streams_are_predicted_within_a_t
         assert predicted == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["bart", pytest.param("t5", marks=pytest.mark.long_form)])
+@pytest.mark.parametrize("name", ["bart", "whisper", pytest.param("t5", marks=pytest.mark.long_form)])
 def test_what_a_token_of_an_encoder_decoder_streams_is_its_decoders(
     name: str, tmp_path: Path, offstage_here: Callable[..., Finished]
 ) -> None:
     """The encoder, and the keys and values that the decoder makes of what it says, are for the first token alone."""
-    folder = tmp_path / "checkpoint"
-    AutoModelForSeq2SeqLM.from_config(PAIRS[name], dtype=torch.float32).save_pretrained(folder)
+    folder, prompt = tmp_path / "checkpoint", "[5,6,7,8]"
+    if name == "whisper":
+        save(folder, name)
+        prompt = f"{{audio: [{recording(tmp_path / 'a.wav')}]}}"
+    else:
+        AutoModelForSeq2SeqLM.from_config(PAIRS[name], dtype=torch.float32).save_pretrained(folder)
     done = offstage_here(
-        f"model.path={folder}", "device_map=disk", "storage.io=direct", "generate.prompts=[[5,6,7,8]]",
+        f"model.path={folder}", "device_map=disk", "storage.io=direct", f"generate.prompts=[{prompt}]",
         "generate.max_new_tokens=5", "generate.min_new_tokens=5",
     )  # fmt: skip
     assert done.code == 0, done.err

@@ -133,6 +133,8 @@ WRONG_CONFIGS = (
          "root begins with a slash: - override /model: pretrained")),
     experiment("a group chosen twice", "defaults:\n  - /model: pretrained\n",
         "model: its file is chosen twice; a choice that replaces another is - override /model: pretrained"),
+    experiment("more defaults than Hydra reads in a second", "defaults:\n" + "  - /model: pretrained\n" * 1000,
+        "'FOLDER/conf/experiment/mine.yaml': 1000 defaults; give 250 at most"),
     experiment("a path in the place of a group", "model: /ckpt/llama\n",
         ("model: '/ckpt/llama' in FOLDER/conf/experiment/mine.yaml is no mapping; write its keys below it, each "
          "as KEY: VALUE")),

@@ -29,7 +29,6 @@ from offstage.stages.dispatch.streaming.guard import guard, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Task
 from offstage.stages.dispatch.streaming.lookahead import Lookahead
-from offstage.stages.dispatch.streaming.module_state import ModuleState
 from offstage.stages.dispatch.streaming.passes import ModelPasses
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
@@ -134,7 +133,7 @@ class Streamer:
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context of calls that keep in the modules of the model nothing that later ones see."""
-        return ModuleState(self._model).of_one_call()
+        return self._passes.alone()
 
     def wait_for(self, shared: Shared) -> None:
         """Return when it is the turn of the caller, one of several calls in lockstep, to use ``shared``."""
