@@ -15,9 +15,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from offstage.stages.plan.request.choose import COPIED_BYTES
 
 from offstage.pipeline.errors import StorageError, words_of
+from offstage.stages.plan.request.choose import COPIED_BYTES
 
 
 @dataclass(slots=True, eq=False)
