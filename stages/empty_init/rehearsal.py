@@ -161,7 +161,7 @@ class _Notes:
 
 
 @dataclass(slots=True)
-class _Call:
+class _ModuleCall:
     """The last call of a block: with what, what it returned, and the part of the notes that is of it."""
 
     given: tuple[Any, ...]
@@ -178,7 +178,7 @@ class _Repeats:
 
     blocks: AlikeBlocks
     notes: _Notes
-    _calls: dict[str, _Call] = field(default_factory=dict)
+    _calls: dict[str, _ModuleCall] = field(default_factory=dict)
     _last: int = -1
     _unproven: int = 0
     _refuted: bool = False
@@ -214,13 +214,13 @@ class _Repeats:
             return model.returned
         begin = len(self.notes.noted)
         returned = forward(*args, **kwargs)
-        self._calls[name] = _Call(given, returned, slice(begin, len(self.notes.noted)))
+        self._calls[name] = _ModuleCall(given, returned, slice(begin, len(self.notes.noted)))
         if name == self.blocks.proof and model is not None:
             self._refuted |= not self._did_alike(model, self._calls[name])
             self._unproven = 0
         return returned
 
-    def _did_alike(self, model: _Call, proof: _Call) -> bool:
+    def _did_alike(self, model: _ModuleCall, proof: _ModuleCall) -> bool:
         """Return whether two calls of blocks, with what is alike, did the same and returned what is alike."""
         done, noted = self.notes.noted[proof.noted], self.notes.noted[model.noted]
         moved = [
