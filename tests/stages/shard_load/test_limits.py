@@ -47,6 +47,7 @@ def save(folder: Path, suffix: str, dtype: torch.dtype) -> Path:
 
 def load_capped(root: Path, path: Path, on_host: int, limit: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.stages.shard_load.one_load", str(root), str(path), str(on_host)]
+    os.sync()  # what tests before wrote would have the pages that this one writes wait for the disk, within its cap
     return run_capped(command, limit, cwd=REPOSITORY, env=with_tests())
 
 
