@@ -73,12 +73,12 @@ def base_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
         ],
     ),
 )
-def test_a_load_survives_a_cap_of_the_process_its_host_share_and_128_mib(
+def test_a_load_survives_a_cap_of_the_process_its_host_share_and_192_mib(
     base_bytes: int, tmp_path: Path, suffix: str, dtype: torch.dtype, on_host: int
 ) -> None:
     path = save(tmp_path, suffix, dtype)
     share = on_host * 2 * SHAPE[0] * SHAPE[1]
-    done = load_capped(tmp_path / "capped", path, on_host, base_bytes + share + 128 * MIB)
+    done = load_capped(tmp_path / "capped", path, on_host, base_bytes + share + 192 * MIB)
     assert done.returncode == 0, done.stderr[-500:]
     assert json.loads(done.stdout)["right"] == on_host
 
