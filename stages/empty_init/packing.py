@@ -33,12 +33,11 @@ def with_packed(
 
     A model that is ``adapted`` has the checkpoint's tensors under other names.
     """
-    naming = None
-    if isinstance(checkpoint, DeclaredCheckpoint):
+    if isinstance(checkpoint, Checkpoint):
+        entries, naming = open_reader(checkpoint).entries, None
+    else:
         entries = open_reader(checkpoint.checkpoint).entries
         naming = checkpoint.naming_of(entries)
-    else:
-        entries = open_reader(checkpoint).entries
     unadapted = without_adapter(model) if adapted else None
     naming = naming or name_tensors(model if unadapted is None else unadapted.model, entries)
     outer = {} if unadapted is None else unadapted.names
