@@ -42,7 +42,8 @@ class ForwardSession(ModelSession[ForwardInputs]):
     def answer(self, progress: Progress, title: str) -> Answer:
         """Call the model with all that is given."""
         cost, joined, together = self._call(title)
-        tensors, told = joined.tensors(), _told_all(joined.tensors())
+        tensors = joined.tensors()
+        told = _told_all(tensors)
         rows: Metrics = {"rows": sum(map(len, together)), "rows_per_second": cost.results_per_second}
         return Answer(
             outputs=told,

@@ -127,9 +127,8 @@ class ModelSession(ABC, Generic[Given]):
 
     def _timed(self, answer: Answering, progress: Progress, title: str) -> tuple[Answer, TimedSample]:
         """Return the answer, and how its time went: when it began, who had the processor, how the machine was."""
-        is_whole, began, load = not progress.done, datetime.now(UTC), os.getloadavg()
-        meter, passes = ProcessorMeter(), self.passes
-        dispatched = self.dispatched
+        dispatched, passes, is_whole = self.dispatched, self.passes, not progress.done
+        began, load, meter = datetime.now(UTC), os.getloadavg(), ProcessorMeter()
         found = answer(progress, title)
         self.passes += 1
         use = meter.use()
