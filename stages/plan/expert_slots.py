@@ -180,16 +180,21 @@ def slot_bytes(pool: Pool, room: int | None, *, staged: int) -> int:
     return max(beside, min(pool.roomy * pool.unit_bytes, pool.fitting(room)))
 
 
-def _hit_rates(
-    outline: Outline, offstage: Offstage, *, slots: Mapping[DeviceId, int], routing: Routing
+def hit_rates(
+    outline: Outline,
+    offstage: Offstage,
+    *,
+    pools: Mapping[DeviceId, Pool],
+    slots: Mapping[DeviceId, int],
+    routing: Routing,
 ) -> dict[str, float]:
-    """Return which share of the experts that each module of ``offstage`` wants is expected to be in slots."""
+    """Return which share of the experts that each module of ``offstage`` wants is expected to be in ``slots`` bytes."""
     alike: dict[tuple[DeviceId, ExpertKind], list[ExpertsSpec]] = defaultdict(list)
     for module, device in offstage.items():
         alike[device, outline.expert_kinds[module]].append(outline.experts[module])
-    sharing, rates = pools(outline, offstage), dict[str, float]()
+    rates = dict[str, float]()
     for (device, _), members in alike.items():
-        pool, there = sharing[device], slots.get(device, 0)
+        pool, there = pools[device], slots.get(device, 0)
         rate = routing.measured(pool, there)
         if rate is None:
             experts = sum(each.count for each in members)
@@ -222,7 +227,7 @@ def expert_traffic(
     at_rest = set(packed)
     found, resident = (defaultdict[DeviceId, float](float) for _ in range(2))
     brought = Brought()
-    rates = _hit_rates(outline, offstage, slots=slots, routing=routing)
+    rates = hit_rates(outline, offstage, pools=pools(outline, offstage), slots=slots, routing=routing)
     for module, experts in outline.experts.items():
         for name in experts.tensors:
             share = routing.distinct(experts) / experts.count

@@ -19,7 +19,7 @@ from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.machine.kernels import identity
 from offstage.stages.plan import budgets, options, picture, plan as plans, table
-from offstage.stages.plan.assembly import assemble, lying_bytes
+from offstage.stages.plan.assembly import assemble
 from offstage.stages.plan.checks import (
     ShortageError,
     has_room,
@@ -59,6 +59,7 @@ from offstage.stages.plan.request.requests import asking, what_learns
 from offstage.stages.plan.request.training import FinetuneOptions
 from offstage.stages.plan.request.training_demand import training_demand
 from offstage.stages.plan.row_blocks import block_sizes
+from offstage.stages.plan.traffic import Step
 from offstage.stages.plan.training_work import TrainingWork
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
@@ -244,7 +245,7 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
     if inputs.execution == options.FASTEST and placement.main == CPU:
         idle = "execution=fastest changes nothing: no accelerator computes"
         allowance = replace(allowance, notes=(*allowance.notes, idle))
-    plan = assemble(outline, placement, allowance, policy=policy, io=demand.io)
+    plan, layout = assemble(outline, placement, allowance, policy=policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.work.activation_bytes if inputs.trains else 0)
@@ -253,16 +254,14 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
     plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     return predict(
-        outline,
+        layout,
         plan,
         inputs.works[size](block_sizes(outline, plan.block_rows)),
         inputs.rates,
-        routing=demand.routing or SINGLE,
-        members=demand.members,
-        pages_stay=demand.pages_stay,
+        step=Step(
+            demand.routing or SINGLE, demand.members, demand.output, decodes=demand.decodes, pages_stay=demand.pages_stay
+        ),
         process_bytes=inputs.process_bytes,
-        output=demand.output,
-        decodes=demand.decodes,
     )
 
 
