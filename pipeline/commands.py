@@ -6,6 +6,7 @@ is made one in which the rest can rely on its streams, its arguments and its cur
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from importlib import import_module
 
@@ -16,7 +17,10 @@ from offstage.pipeline.process_setup import set_up
 def _enter(name: str, module: str) -> None:
     exit_at_signals(name)
     set_up(name)
-    import_module(module).main()
+    try:
+        import_module(module).main()
+    finally:
+        gc.freeze()  # all of it ends now: to look for cycles in what torch and transformers are takes most of a second
 
 
 offstage = partial(_enter, "offstage", "offstage.pipeline.app")

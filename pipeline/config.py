@@ -308,7 +308,7 @@ def made_sound(config: Mapping[str, Any], faults: Iterable[Fault]) -> dict[str, 
 def _sound_group(name: str, given: Any, plain: Any, faulty: Collection[tuple[str, ...]]) -> Any:
     if not isinstance(given, Mapping) or not isinstance(plain, Mapping):
         return plain
-    return {**plain, **{key: value for key, value in given.items() if key in plain and (name, key) not in faulty}}
+    return {**plain, **{key: value for key, value in given.items() if (name, key) not in faulty}}
 
 
 def _check_variables(given: object) -> Iterable[Fault]:

@@ -15,10 +15,13 @@ from typing import Any
 from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
+from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.hydra_messages import COMPOSING_ERRORS
 
+_MOST_DEFAULTS = 250
+"""Each takes Hydra milliseconds, or those of all that it names."""
 _IS_RUN = f"hydra.mode={RunMode.RUN.name}"
 """What Hydra adds to the overrides of a run whose config says nothing of a mode."""
 
@@ -66,7 +69,8 @@ def composed_once(refuse: Callable[[Any, str | None, Sequence[str]], None] | Non
 def noted_files(files: dict[str, str]) -> Iterator[None]:
     """Note in ``files`` each config file of a folder that Hydra reads while this is entered: its SHA-256, by its name.
 
-    A name is that in its folder of configs: experiment/mine. What is installed isn't among them.
+    A name is that in its folder of configs: experiment/mine. What is installed isn't among them. Raises a
+    ``ConfigError`` for a list of defaults that would take Hydra seconds.
     """
     source: Any = SourcesRegistry.instance().resolve("file")
     load = source.load_config
@@ -74,6 +78,10 @@ def noted_files(files: dict[str, str]) -> Iterator[None]:
     def load_config(self: Any, config_path: str) -> Any:
         found = load(self, config_path)
         name = self._normalize_file_name(config_path)
+        defaults = found.config.get("defaults") if isinstance(found.config, DictConfig) else None
+        if isinstance(defaults, ListConfig) and len(defaults) > _MOST_DEFAULTS:
+            path = str(Path(self.path, name))
+            raise ConfigError(f"{path!r}: {len(defaults)} defaults; give {_MOST_DEFAULTS} at most")
         files[name.removesuffix(".yaml")] = hashlib.sha256(Path(self.path, name).read_bytes()).hexdigest()
         return found
 

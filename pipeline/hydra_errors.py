@@ -32,6 +32,8 @@ def guarded_composing(work: Callable[[], int], *, show_all: bool) -> int:
     def compose() -> int:
         try:
             return work()
+        except ConfigError:
+            raise
         except COMPOSING_ERRORS as error:
             raise ConfigError(one_line(error)) from error
         except UnboundLocalError as error:

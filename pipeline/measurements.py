@@ -98,10 +98,7 @@ def remarks(record: Mapping[str, Any]) -> Iterator[str]:
         )
     yield from record.get("compared", ())
     if record["metrics"].get("predicted_expert_routing") == "uniform":
-        yield (
-            "The plan assumed uniform routing: it had no rate that runs of this model had with so many slots for "
-            "experts. The bytes and seconds of a token may be far from those predicted."
-        )
+        yield ("The plan assumed uniform routing: the bytes and seconds of a token may be far from those predicted.")
     if enforcement.get("enforced") is False:
         yield f"No memory cap was tested: {enforcement['how']}."
 

@@ -8,7 +8,7 @@ time and lets nobody override what a frozen class declares.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import UnionType
@@ -56,15 +56,17 @@ STANDARD_INPUT = "standard input"
 field's mapping, and the key that its lines stand under then, in a list. They are read once, as the config is resolved,
 so that the record has them, and whoever runs the record again."""
 
+LEAST = "least"
+"""What a field's metadata has under this name is the least of the numbers that it may hold."""
+
+OPEN = "open"
+"""What a field's metadata has under this name is a dataclass: those of the mapping's keys that it has are of its types,
+or null, which is its default. What the other keys are is for the stage to say."""
+
 Keys = TypeVar("Keys")
 
 _SCALARS: Mapping[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
-_RULES: Mapping[type, str] = {
-    bool: "is neither true nor false",
-    int: "is no whole number",
-    float: "is no number",
-    str: "is no text",
-}
+_ONE: Mapping[type, str] = {int: "a whole number", float: "a number", str: "a text"}
 _MANY: Mapping[type, str] = {bool: "flags", int: "whole numbers", float: "numbers", str: "texts"}
 
 
@@ -98,6 +100,13 @@ def read(kind: type[Keys], config: Mapping[str, Any]) -> Keys:
     return kind(**{name: _read(hints[name], value) for name, value in given.items()})
 
 
+def read_open(kind: type[Keys], config: Mapping[str, Any], *, others: str) -> Keys:
+    """Return the keys of ``config`` that aren't null as one of ``kind``, which holds those it hasn't as ``others``."""
+    known, given = key_names([kind]), _without_null(config)
+    rest = {str(name): value for name, value in given.items() if name not in known or name == others}
+    return read(kind, {**{name: value for name, value in given.items() if name not in rest}, others: rest})
+
+
 def _read(hint: Any, value: Any) -> Any:
     group = _group_of(hint)
     return value if group is None or value is None else read(group, value)
@@ -112,17 +121,30 @@ def _group_of(hint: Any) -> type[Any] | None:
 
 def type_faults(kind: type[Any], config: Mapping[str, Any], *, above: str = "") -> Iterator[Fault]:
     """Yield the keys of ``config`` whose values aren't of their types in ``kind``, and unknown ones in its groups."""
-    hints = get_type_hints(kind)
-    for name, default in defaults(kind).items():
-        key, hint = f"{above}{name}", hints[name]
-        if name not in config:
-            continue
-        value, group = config[name], _group_of(hint)
-        if group is not None and isinstance(value, Mapping):
-            yield from unknown_keys(value, [inner.name for inner in fields(group)], above=f"{key}.")
-            yield from type_faults(group, value, above=f"{key}.")
-        elif not fits(hint, value):
-            yield Fault(key, f"{value!r} {_rule(hint, value)}; the default is {default!r}")
+    hints, plain = get_type_hints(kind), defaults(kind)
+    for entry in (entry for entry in fields(kind) if entry.name in config):
+        yield from _value_faults(
+            f"{above}{entry.name}", hints[entry.name], config[entry.name], entry, plain[entry.name]
+        )
+
+
+def _value_faults(key: str, hint: Any, value: Any, entry: Field[Any], default: object) -> Iterator[Fault]:
+    group, least = _group_of(hint), entry.metadata.get(LEAST)
+    if group is not None and isinstance(value, Mapping):
+        yield from unknown_keys(value, [inner.name for inner in fields(group)], above=f"{key}.")
+        yield from type_faults(group, value, above=f"{key}.")
+    elif not fits(hint, value) or _is_less(value, least):
+        yield Fault(key, f"{value!r} {_rule(hint, value, least)}; the default is {default!r}")
+    elif OPEN in entry.metadata:
+        yield from type_faults(entry.metadata[OPEN], _without_null(value), above=f"{key}.")
+
+
+def _without_null(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _is_less(value: object, least: int | None) -> bool:
+    return least is not None and isinstance(value, int | float) and value < least
 
 
 def unknown_keys(config: Mapping[str, Any], known: Sequence[str], *, above: str = "") -> Iterator[Fault]:
@@ -154,23 +176,36 @@ def fits(hint: Any, value: object) -> bool:
     return True
 
 
-def _rule(hint: Any, value: object) -> str:
-    """Return what ``value`` breaks that ``hint`` says, in words."""
+def _rule(hint: Any, value: object, least: int | None) -> str:
+    """Return what ``value`` breaks that ``hint`` says, in words; of numbers it is one from ``least``."""
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = [word for arm in arms for word in _words(arm, least)]
+    choices = [str(choice) for arm in arms if get_origin(arm) is Literal for choice in get_args(arm)]
+    near, null = closest(str(value), choices), " or null" if words[-1] == "null" else ""
+    if words[: len(choices)] == choices and len(words) == len(choices) + bool(null):
+        return f"is none of {', '.join(choices)}{null}{near}"
+    if words[1:] in ([], ["null"]):
+        return f"is no {words[0].removeprefix('a ')}{null}"
+    return f"is neither {', '.join(words[:-1])} nor {words[-1]}{near}"
+
+
+def _words(hint: Any, least: int | None) -> list[str]:
+    """Return what is of the type ``hint``, in words."""
     kind = get_origin(hint) or hint
-    if kind in (Union, UnionType):
-        arms = [arm for arm in get_args(hint) if arm is not type(None)]
-        return _rule(arms[0], value) + (" or null" if len(arms) < len(get_args(hint)) else "")
     if kind is Literal:
-        choices = [str(choice) for choice in get_args(hint)]
-        return f"is none of {', '.join(choices)}{closest(str(value), choices)}"
-    if kind in _RULES:
-        return _RULES[kind]
+        return [str(choice) for choice in get_args(hint)]
+    if kind is bool:
+        return ["true", "false"]
+    if kind is type(None):
+        return ["null"]
+    if kind in _ONE:
+        return [_ONE[kind] + (f" from {least}" if least is not None and kind is not str else "")]
     if is_dataclass(kind):
-        return f"is no group of the keys {', '.join(entry.name for entry in fields(kind))}"
+        return [f"a group of the keys {', '.join(entry.name for entry in fields(kind))}"]
     if issubclass(kind, Mapping):
-        return "is no mapping of keys to values"
+        return ["a mapping of keys to values"]
     many = next((_MANY[arm] for arm in get_args(hint) if arm in _MANY), None)
-    return "is no list" + (f" of {many}" if many else "")
+    return ["a list" + (f" of {many}" if many else "")]
 
 
 def key_names(kinds: Iterable[type[Any]]) -> list[str]:

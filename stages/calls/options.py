@@ -13,7 +13,7 @@ from typing import Any, Literal
 from offstage.pipeline.errors import ConfigError, Fault, named
 from offstage.pipeline.regular_files import open_regular
 from offstage.pipeline.stage import Config
-from offstage.pipeline.typed_config import PATHS, PATHS_INSIDE, absolute, read
+from offstage.pipeline.typed_config import LEAST, PATHS, PATHS_INSIDE, absolute, read
 from offstage.stages.inputs.images import check_image
 from offstage.stages.inputs.line_file import LineFile, is_text
 from offstage.stages.inputs.media_files import read_media
@@ -42,7 +42,7 @@ class ForwardOptions:
     texts_file: str | None = None
     images: Sequence[str] | None = None
     audio: Sequence[str] | None = None
-    batch_size: int | None = None
+    batch_size: int | None = field(default=None, metadata={LEAST: 1})
     truncation: bool = False
     pooling: Literal["mean", "cls", "last"] | None = None
     normalize: bool = False
@@ -79,8 +79,6 @@ def is_given(given: ForwardOptions) -> bool:
 def check_options(given: ForwardOptions) -> Iterator[Fault]:
     """Yield what is wrong with the keys, and with the files that they name, as far as no model must be known."""
     named = [name for name in _GIVEN if getattr(given, name)]
-    if given.batch_size is not None and given.batch_size < 1:
-        yield Fault(f"{KEY}.batch_size", f"{given.batch_size!r} is no batch size; give a whole number from 1, or null")
     kinds = {name.removesuffix("_file") for name in named}
     if given.batch_size is not None and len(kinds) > 1:
         yield Fault(

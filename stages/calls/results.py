@@ -19,7 +19,7 @@ _MASK = "attention_mask"
 ASKED = ("hidden_states", "attentions")
 """What transformers' models return of every layer, where they are told to; asked for by either name."""
 _NEVER = ("past_key_values",)
-_CACHES = (*_NEVER, "cache", "cache_params")
+CACHES = (*_NEVER, "cache", "cache_params", "state")
 """What transformers calls the cache, each of its releases and models by one of these names."""
 
 
@@ -54,7 +54,7 @@ def kept_cache(named: Any) -> dict[str, Any]:
 
     The call of that token takes it by this name too. Empty where nothing is kept.
     """
-    return {name: kept for name, kept in _parts(named).items() if name in _CACHES and kept is not None}
+    return {name: kept for name, kept in _parts(named).items() if name in CACHES and kept is not None}
 
 
 def call_options(model: nn.Module, given: ForwardOptions) -> dict[str, bool]:

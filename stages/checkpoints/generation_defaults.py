@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import CheckpointError, foreign
+from offstage.pipeline.regular_files import read_object
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 GENERATION_CONFIG = "generation_config.json"
+_IN_CONFIG = ("max_new_tokens", "use_cache", "cache_implementation", "guidance_scale", "prompt_lookup_num_tokens")
+"""The options that change what decoding takes and that transformers takes from a ``config.json`` too."""
 TOKEN_OPTION = "_token_id"
 """What the names of options end in that name tokens."""
 
@@ -33,6 +36,19 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         if name.endswith(TOKEN_OPTION) and named_tokens(value) is None:
             raise CheckpointError(f"{file}: {name}: {value!r} is no token id; give a whole number, or leave it out")
     return found
+
+
+def generation_defaults(folder: Path) -> dict[str, Any]:
+    """Return the options that the checkpoint in ``folder`` is decoded with where nobody says others, without nulls.
+
+    They are as its files have them, since to have transformers read them takes seconds; what is wrong with them is
+    said where a model is built. Where there is no ``generation_config.json`` its ``config.json`` may say some.
+    """
+    told = read_object(folder / GENERATION_CONFIG)
+    if not told:
+        config = read_object(folder / "config.json")
+        told = {name: config[name] for name in _IN_CONFIG if name in config}
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def named_tokens(value: object) -> list[int] | None:

@@ -5,14 +5,13 @@ a forward are polynomials of the number of sequences and their length. So a few 
 every storage is counted from its birth to its death, give for each moment of a forward the polynomial of what is
 alive then. Only the moments that are the peak of some shape, with some machine's kernels, are kept.
 
-Blocks of one kind take the same, so two of each kind are run, and what they leave in the cache is taken off: a plan
-counts the cache of all layers.
+Blocks of one kind take the same, so a list is run up to where each kind was seen. What they leave for the next forward
+is no part of a moment: a plan counts what all blocks keep, of which those that were run tell.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,9 +25,17 @@ from torch import nn
 from offstage.pipeline.errors import OffstageError
 from offstage.stages.calls.results import kept_cache
 from offstage.stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, rehearsing, swapped
-from offstage.stages.empty_init.live_storages import LiveStorages
+from offstage.stages.empty_init.kept_caches import (
+    Leftover,
+    Probe,
+    StoragesByBlock,
+    cache_specs,
+    encoded_positions,
+    new_cache,
+)
 from offstage.stages.empty_init.rehearsal import call_with_tokens
-from offstage.stages.empty_init.skeleton import Moment, monomials
+from offstage.stages.empty_init.repeated_blocks import kinds_of
+from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
 
 _PROBES = ((2, 128), (2, 256), (2, 512), (3, 128), (3, 256), (3, 512))
 """Sequences and length: as many as a polynomial has coefficients. Multiples of what models cut prompts into.
@@ -44,7 +51,6 @@ _FACTORS = (*itertools.product((0, 1), (0, 1), (0, 1, 2, 4)), (0, 0, -1))
 
 The last is what is there before the product is computed: so much is kept where a call waits for its weight.
 """
-_BLOCKS = 2
 _MOST_DECIDED = 10_000
 """The operators of one forward beyond which code that asks for values is left: it goes through token by token."""
 
@@ -73,7 +79,28 @@ class _Instant(NamedTuple):
         return self.live, *self.operands
 
 
-class _Tally(LiveStorages):
+class Weighed(NamedTuple):
+    """The moments of a forward that can be its peak, and what it leaves for the next one, of which its one call left
+    ``left_bytes`` where that was weighed.
+    """
+
+    moments: tuple[Moment, ...] = ()
+    caches: tuple[CacheSpec, ...] = ()
+    left_bytes: int = 0
+
+
+class _Run(NamedTuple):
+    """One forward: what is alive after each operator, without what it leaves for the next one; and that."""
+
+    moments: list[_Instant]
+    left: Leftover
+
+    def probe(self, sequences: int, length: int) -> Probe:
+        """Return what was left of so many ``sequences``; a decoder beside an encoder has one position of each."""
+        return Probe(sequences, 1 if self.left.encoded else length, self.left)
+
+
+class _Tally(StoragesByBlock):
     """The bytes alive in one forward: now, and after each operator, with that operator's kernel and operands."""
 
     def __init__(self) -> None:
@@ -108,61 +135,68 @@ class _Weighing(Faking):  # type: ignore[no-untyped-call]
         return result
 
 
-def weigh(model: nn.Module, blocks: Iterable[str]) -> tuple[Moment, ...]:
-    """Return the moments of a forward of ``model`` that can be its peak; none where its code refuses fake tensors.
+def weigh(model: nn.Module, blocks: Iterable[str]) -> Weighed:
+    """Return what a forward of ``model`` holds and leaves; nothing where its code refuses fake tensors.
 
     ``blocks`` names the classes of the repeated blocks. A model that runs other operators at another length (a loop
     over the tokens, or over pieces of the prompt) has no moments that can be followed from shape to shape: what it
     holds is taken to grow with the tokens from the widest moments of two shapes.
     """
+    classes = set(blocks)
     try:
-        with rehearsing(model), _shortened(model, set(blocks)):
-            runs, alike = _runs(model)
+        with rehearsing(model), _shortened(model, classes) as stands_for:
+            runs, alike = _runs(model, classes)
     except REFUSALS:
-        return ()
+        return Weighed()
     finally:
         Faking.cache_clear()  # it outlives the mode: one entry for each operator met
+    caches = cache_specs([run.probe(*shape) for run, shape in zip(runs, _PROBES, strict=False)], stands_for)
     if not alike:
-        return tuple(_growing(_PROBES[: len(runs)], runs))
-    rows = [[instant.sizes for instant in run] for run in runs]
+        return Weighed(tuple(_growing(_PROBES[: len(runs)], [run.moments for run in runs])), caches)
+    rows = [[instant.sizes for instant in run.moments] for run in runs]
     sizes = np.array(rows, dtype=np.float64)  # (probes, moments, 4)
     solved = np.linalg.solve(np.array([monomials(*probe) for probe in _PROBES], np.float64), sizes.reshape(6, -1))
     polynomials = np.round(solved, 2).reshape(sizes.shape) + 0.0  # no negative zeros
-    return _peaks(polynomials, [instant.kernel for instant in runs[0]])
+    return Weighed(_peaks(polynomials, [instant.kernel for instant in runs[0].moments]), caches)
 
 
-def weigh_call(model: nn.Module, blocks: Iterable[str], call: Callable[[nn.Module], object]) -> tuple[Moment, ...]:
-    """Return the moments of one forward that can be its peak, at the one shape that ``call`` has; what it returns is
-    counted. None where its code refuses fake tensors; see ``weigh``.
+def weigh_call(
+    model: nn.Module, blocks: Iterable[str], call: Callable[[nn.Module], object], *, positions: int = 1
+) -> Weighed:
+    """Return what one forward holds and leaves, at the one shape that ``call`` has, of one sequence of so many
+    ``positions`` for its caches; what it returns is counted. Nothing where its code refuses fake tensors; see
+    ``weigh``.
     """
+    classes = set(blocks)
     try:
-        with rehearsing(model), _shortened(model, set(blocks)):
-            run = _run(model, call)
+        with rehearsing(model), _shortened(model, classes) as stands_for:
+            run = _run(model, call, classes)
     except OffstageError:
         raise
     except REFUSALS:
-        return ()
+        return Weighed()
     finally:
         Faking.cache_clear()
-    polynomials = np.zeros((len(monomials(1, 1)), len(run), 4))
-    polynomials[0] = [instant.sizes for instant in run]
-    return _peaks(polynomials, [instant.kernel for instant in run])
+    polynomials = np.zeros((len(monomials(1, 1)), len(run.moments), 4))
+    polynomials[0] = [instant.sizes for instant in run.moments]
+    moments = _peaks(polynomials, [instant.kernel for instant in run.moments])
+    return Weighed(moments, cache_specs([run.probe(1, positions)], stands_for), run.left.bytes)
 
 
-def _runs(model: nn.Module) -> tuple[list[list[_Instant]], bool]:
-    """Return what is alive in the forward of each probe, and whether all of them compute the same products in turn.
+def _runs(model: nn.Module, blocks: set[str]) -> tuple[list[_Run], bool]:
+    """Return what the forward of each probe holds, and whether all of them compute the same products in turn.
 
     Where the second doesn't, the third is the last; where it takes the longer, the longer the prompt, none follows it.
     """
-    runs: list[list[_Instant]] = [_run(model, _probe(*_PROBES[0])), _run(model, _probe(*_PROBES[1]))]
-    first = [instant.kernel for instant in runs[0]]
-    if [instant.kernel for instant in runs[1]] != first:
-        if len(runs[1]) < _LOOPS * len(first):
-            runs.append(_run(model, _probe(*_PROBES[2])))
+    runs = [_run_probe(model, blocks, *probe) for probe in _PROBES[:2]]
+    first = [instant.kernel for instant in runs[0].moments]
+    if [instant.kernel for instant in runs[1].moments] != first:
+        if len(runs[1].moments) < _LOOPS * len(first):
+            runs.append(_run_probe(model, blocks, *_PROBES[2]))
         return runs, False
     for probe in _PROBES[2:]:
-        runs.append(_run(model, _probe(*probe)))
-        if [instant.kernel for instant in runs[-1]] != first:
+        runs.append(_run_probe(model, blocks, *probe))
+        if [instant.kernel for instant in runs[-1].moments] != first:
             return runs[:3], False
     return runs, True
 
@@ -193,63 +227,62 @@ def _widest(run: Sequence[_Instant]) -> dict[str, _Instant]:
     return {"": max(run, key=lambda instant: instant.live), **found}
 
 
-def _probe(sequences: int, length: int) -> Callable[[nn.Module], object]:
-    return partial(call_with_tokens, sequences=sequences, length=length)
+def _run_probe(model: nn.Module, blocks: set[str], sequences: int, length: int) -> _Run:
+    return _run(model, partial(call_with_tokens, sequences=sequences, length=length), blocks, caches=True)
 
 
-def _run(model: nn.Module, call: Callable[[nn.Module], object]) -> list[_Instant]:
-    """Return what is alive after each operator of one forward, without the cache that it leaves, and its kernel.
+def _run(model: nn.Module, call: Callable[..., object], blocks: set[str], *, caches: bool = False) -> _Run:
+    """Return what is alive after each operator of one forward, with its kernel, and what it leaves.
 
-    Code that asks for values is answered as ``deciding`` decides.
+    One that ``caches`` is given what ``generate`` would keep keys and values in. Code that asks for values is answered
+    as ``deciding`` decides.
     """
     try:
-        return _tally(model, call)
+        return _tally(model, call, blocks, caches=caches)
     except OffstageError:
         raise
     except REFUSALS:
-        return _tally(model, call, decides=True)
+        return _tally(model, call, blocks, caches=caches, decides=True)
 
 
-def _tally(model: nn.Module, call: Callable[[nn.Module], object], *, decides: bool = False) -> list[_Instant]:
+def _tally(
+    model: nn.Module, call: Callable[..., object], blocks: set[str], *, caches: bool, decides: bool = False
+) -> _Run:
     with torch.no_grad(), quiet(), _Weighing(decides=decides) as mode:
-        fakes = fake_weights(model)
+        fakes, given = fake_weights(model), new_cache(model) if caches else {}
         tally = _Tally()
         held = [*fakes.values(), *(mode.from_tensor(buffer) for buffer in model.buffers())]
         for tensor in held:
             tally.meet(tensor, counts=False)
         mode.tally = tally
-        with swapped(model, fakes):
-            output = call(model)
-        cache = [kept for kept in kept_cache(output).values() if _has_keys(kept)]
-        del output
-        left = tally.live if cache else 0
+        with tally.watching(model, blocks), swapped(model, fakes):
+            output = call(model, **given)
+            filled, encoded = [*given.values(), *kept_cache(output).values()], encoded_positions(output)
+            del output
+            left = tally.leftover(filled, encoded=encoded)
         mode.tally = None
-        return [instant._replace(live=instant.live - left) for instant in tally.moments]
-
-
-def _has_keys(cache: Any) -> bool:
-    """Return whether a plan counts ``cache``: keys and values, where some models keep a state of one size alone."""
-    layers = getattr(cache, "layers", None)
-    return not layers or any(hasattr(layer, "keys") for layer in layers)
+        return _Run([instant._replace(live=instant.live - left.bytes) for instant in tally.moments], left)
 
 
 @contextmanager
-def _shortened(model: nn.Module, blocks: set[str]) -> Iterator[None]:
-    """Leave two blocks of each kind in the model's lists of ``blocks``; they are all back afterwards."""
+def _shortened(model: nn.Module, blocks: set[str]) -> Iterator[dict[str, str]]:
+    """Cut the model's lists of ``blocks`` where each kind was seen and one more follows; they are whole afterwards.
+
+    Which block of its kind does for each that is cut off is yielded. The others have their places: what a model says
+    of its layers by number is true of them.
+    """
+    stands_for: dict[str, str] = {}
     with ExitStack() as undo:
-        for module in list(model.modules()):
+        for name, module in list(model.named_modules()):
             if not isinstance(module, nn.ModuleList) or not {type(child).__name__ for child in module} & blocks:
                 continue
             whole = dict(module._modules)
-            seen: Counter[object] = Counter()
-            kept = []
-            for child in module:
-                kind = (type(child), tuple((p.shape, p.dtype) for p in child.parameters()))
-                seen[kind] += 1
-                kept += [child] if seen[kind] <= _BLOCKS else []
-            module._modules = {str(index): child for index, child in enumerate(kept)}
+            kinds = kinds_of(dict(enumerate(module)))
+            kept = max(kind[0] for kind in kinds) + 2
+            stands_for |= {f"{name}.{place}": f"{name}.{kind[0]}" for kind in kinds for place in kind if place >= kept}
+            module._modules = dict(list(whole.items())[:kept])
             undo.callback(setattr, module, "_modules", whole)
-        yield
+        yield stands_for
 
 
 def kernel_of(func: Any, args: Sequence[Any], result: Any) -> tuple[str, tuple[int, int, int]]:

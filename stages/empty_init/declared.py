@@ -8,7 +8,7 @@ as, its config declares. What it doesn't say is said where entries are laid out
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from offstage.stages.checkpoints.converted_modules import converted_modules
 from offstage.stages.checkpoints.dtypes import dtype_name
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
 from offstage.stages.checkpoints.memory_file import memory_file
+from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.checkpoints.quantised import DECLARES
 from offstage.stages.checkpoints.quantization import method_of
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.empty_init.adapted_model import without_adapter
 from offstage.stages.empty_init.experts import is_experts
-from offstage.stages.empty_init.names import Step, name_tensors
+from offstage.stages.empty_init.names import Naming, Step, name_tensors
 
 _LINEAR = "Linear"
 _SECONDS, _NAME_SECONDS = 2.0, 0.001
@@ -36,9 +37,24 @@ _SECONDS, _NAME_SECONDS = 2.0, 0.001
 _SIMPLER = "as none does; make its patterns simpler"
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredCheckpoint:
+    """A checkpoint that a config declares, and of its tensors before they were quantised the ``shapes`` and ``naming``:
+    to name tens of thousands takes a second.
+    """
+
+    checkpoint: Checkpoint
+    shapes: Mapping[str, tuple[int, ...]]
+    naming: Naming
+
+    def naming_of(self, entries: Mapping[str, AtRest]) -> Naming | None:
+        """Return how tensors are made from ``entries``, if they have these names and shapes; else null."""
+        return self.naming if self.shapes == {name: entry.shape for name, entry in entries.items()} else None
+
+
 def declared_checkpoint(
     model: nn.Module, folder: Path, quantization: Mapping[str, object], *, dtype: str, adapted: bool
-) -> Checkpoint:
+) -> DeclaredCheckpoint:
     """Return the checkpoint that the config in ``folder`` declares of ``model``, quantised from ``dtype``.
 
     It has entries and no file: it is to be planned by, and never read. A model that is ``adapted`` is taken without its
@@ -48,13 +64,16 @@ def declared_checkpoint(
     file = ShardFile("config.json", folder / "config.json", 0, None, "")
     with foreign(CheckpointError, f"{file.path}: what a checkpoint of it holds is told by its weights alone"):
         saved = dict(_saved(plain))
-    quantised = _quantised(file.path, plain, _laid_out(file, saved), quantization)
+    entries = _laid_out(file, saved)
+    naming = name_tensors(plain, entries)
+    quantised = _quantised(file.path, plain, entries, naming=naming, quantization=quantization)
     declare = DECLARES[method_of(quantization)]
     headers: dict[str, TensorHeader] = {}
     for name, header in saved.items():
         at_rest = declare(name, replace(header, dtype=dtype), quantization) if name in quantised else {name: header}
         headers |= at_rest
-    return Checkpoint(folder, "safetensors", (file,), _laid_out(file, headers))
+    checkpoint = Checkpoint(folder, "safetensors", (file,), _laid_out(file, headers))
+    return DeclaredCheckpoint(checkpoint, {name: header.shape for name, header in saved.items()}, naming)
 
 
 def _saved(model: Any) -> Iterator[tuple[str, TensorHeader]]:
@@ -75,21 +94,23 @@ def _saved(model: Any) -> Iterator[tuple[str, TensorHeader]]:
 
 def _laid_out(file: ShardFile, headers: Mapping[str, TensorHeader]) -> dict[str, Extent]:
     """Return ``headers`` as extents of ``file``, one after the other; those that have data have it in memory."""
-    found, begin = {}, 0
+    found, begin = dict[str, Extent](), 0
     for name, header in headers.items():
-        extent = Extent(file, begin, header.dtype, header.shape)
+        found[name] = extent = Extent(file, begin, header.dtype, header.shape)
         begin = extent.end
-        held = memory_file(extent, np.frombuffer(header.data, np.uint8)) if header.data else file
-        found[name] = replace(extent, file=held)
+        if header.data:
+            found[name] = replace(extent, file=memory_file(extent, np.frombuffer(header.data, np.uint8)))
     return found
 
 
-def _quantised(path: Path, model: Any, entries: Mapping[str, Extent], quantization: Mapping[str, object]) -> set[str]:
+def _quantised(
+    path: Path, model: Any, entries: Mapping[str, Extent], *, naming: Naming, quantization: Mapping[str, object]
+) -> set[str]:
     """Return the names of those ``entries`` whose weights ``quantization`` means: of linear layers, and of experts."""
     modules = dict(model.named_modules())
     owners = {
         source: owner
-        for step in name_tensors(model, entries).steps
+        for step in naming.steps
         if (owner := _owner(step, modules)) is not None
         for source in step.source_names
         if len(entries[source].shape) > 1

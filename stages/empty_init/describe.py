@@ -8,7 +8,7 @@ from torch import nn
 
 from offstage.pipeline.errors import OffstageError
 from offstage.stages.checkpoints.dtypes import dtype_name
-from offstage.stages.empty_init.activation_peaks import weigh
+from offstage.stages.empty_init.activation_peaks import Weighed, weigh
 from offstage.stages.empty_init.expert_lists import find_expert_lists, guess_expert_lists
 from offstage.stages.empty_init.experts import describe_experts
 from offstage.stages.empty_init.fake_weights import REFUSALS, rehearsing, unchanged_buffers
@@ -35,8 +35,8 @@ def describe(
     tied = find_tied_parameters(model)
     with unchanged_buffers(model):
         seen, refusal = _try_rehearsal(model, call) if rehearsed else (None, "no rehearsal was asked for")
-        moments = weigh(model, declared or ()) if seen and call is None else ()
-        once = _called_once(model, seen) if seen and call is None else ()
+        weighed = weigh(model, declared or ()) if seen and call is None else Weighed()
+        once = _called_once(model, seen) if rehearsed and call is None else ()
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     borrowers = _borrowers(seen, tied) if seen else _likely_borrowers(model)
     return Skeleton(
@@ -51,7 +51,8 @@ def describe(
         calls=tuple(seen.calls) if seen else tuple(name for name in names if holds_tensors(model.get_submodule(name))),
         borrowers=borrowers,
         unrehearsed=refusal,
-        moments=moments,
+        moments=weighed.moments,
+        caches=weighed.caches,
         model_class=type(model).__name__,
         written=seen.written if seen else {},
         experts=tuple(_experts(model, seen, tied, borrowers)),
@@ -60,7 +61,7 @@ def describe(
     )
 
 
-def _called_once(model: nn.Module, seen: Rehearsal) -> tuple[str, ...]:
+def _called_once(model: nn.Module, seen: Rehearsal | None) -> tuple[str, ...]:
     """Return the modules with tensors of an encoder-decoder that only the first token's forward calls.
 
     None where it can't be rehearsed how the next one is made.
@@ -72,7 +73,8 @@ def _called_once(model: nn.Module, seen: Rehearsal) -> tuple[str, ...]:
             again = rehearse_next_token(model, seen)
     except (AttributeError, *REFUSALS):
         return ()
-    return tuple(dict.fromkeys(name for name in seen.calls if name not in again)) if again else ()
+    called = seen.calls if seen else [name for name, module in model.named_modules() if holds_tensors(module)]
+    return tuple(dict.fromkeys(name for name in called if name not in again)) if again else ()
 
 
 def _multiplies(module: nn.Module) -> bool:

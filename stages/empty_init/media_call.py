@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from offstage.stages.empty_init.activation_peaks import weigh_call
-from offstage.stages.empty_init.skeleton import Moment
+from offstage.stages.empty_init.activation_peaks import Weighed, weigh_call
+from offstage.stages.empty_init.kept_caches import encoded_positions
 
 _CHECKS = "TRANSFORMERS_DISABLE_TORCH_CHECK"
 """Switches off checks of transformers that look at values: fake tensors have none."""
 
 
-def media_moments(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[tuple[Moment, ...], int]:
-    """Return the moments of a forward of ``model``, on meta, over ``inputs`` that can be its peak, and how many
-    positions its encoder makes, 0 where it has none. No moments where the model's code refuses fake tensors.
+def weigh_media(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tuple[Weighed, int]:
+    """Return what a forward of ``model``, on meta, over ``inputs`` of one sequence holds and leaves, and how many
+    positions its encoder makes, 0 where it has none. Nothing where the model's code refuses fake tensors.
     """
-    call = _MediaCall(inputs)
+    call, positions = _MediaCall(inputs), inputs["input_ids"].shape[-1] if "input_ids" in inputs else 1
     with _without_checks():
-        moments = weigh_call(model, getattr(model, "_no_split_modules", None) or (), call)
-    return moments, call.encoded
+        weighed = weigh_call(model, getattr(model, "_no_split_modules", None) or (), call, positions=positions)
+    return weighed, call.encoded
 
 
 class _MediaCall:
@@ -48,8 +48,7 @@ class _MediaCall:
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             beside["decoder_input_ids"] = torch.ones((1, 1), dtype=torch.long)
         output = model(**cast, **beside)
-        states = getattr(output, "encoder_last_hidden_state", None)
-        self.encoded = 0 if states is None else int(states.shape[1])
+        self.encoded = encoded_positions(output)
         return output
 
 

@@ -127,6 +127,8 @@ class _Renamer:
         self.expected: Mapping[str, torch.Tensor] = model.state_dict()
         self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self.shapes: dict[object, tuple[int, ...]] = {}
+        """What comes of sources that look alike, where a converter makes one tensor and only moves data."""
 
     def __call__(self, source: str) -> tuple[str, str | None]:
         from transformers.core_model_loading import rename_source_key
@@ -153,6 +155,10 @@ def _step(
             raise CheckpointError(f"{entries[sources[1][1]].file}: {names} are both the model's {target!r}")
         return Step({target: entries[sources[0][1]].shape}, tuple(sources))
     converter: Converter = deepcopy(rename.converters[index])
+    looks = tuple((pattern, entries[name].shape, entries[name].dtype) for pattern, name in sources)
+    look = index, tuple(rename.expected[target].shape), looks
+    if look in rename.shapes:
+        return Step({target: rename.shapes[look]}, tuple(sources), converter)
     rehearsed = deepcopy(converter)
     for pattern, name in sources:
         entry = entries[name]
@@ -161,7 +167,16 @@ def _step(
         shapes = {name: tuple(tensor.shape) for name, tensor in convert(rehearsed, target, rename.model).items()}
     except CheckpointError as error:
         raise _unmade(target, sources, entries) or error from error
+    if list(shapes) == [target] and _only_moves(converter):
+        rename.shapes[look] = shapes[target]
     return Step(shapes, tuple(sources), converter)
+
+
+def _only_moves(converter: Any) -> bool:
+    """Return whether what ``converter`` makes hangs on the shapes of its sources and of its target alone."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+    return all(type(operation) in (Concatenate, MergeModulelist, Transpose) for operation in converter.operations)
 
 
 def _unmade(target: str, sources: list[tuple[str, str]], entries: Mapping[str, AtRest]) -> CheckpointError | None:

@@ -7,6 +7,7 @@ in, by the same steps that its weights will be loaded by.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -19,19 +20,27 @@ from offstage.stages.checkpoints.packed import SCRATCH_BYTES, AtRest, PackedTens
 from offstage.stages.checkpoints.packed_reads import working_bytes
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.empty_init.adapted_model import without_adapter
+from offstage.stages.empty_init.declared import DeclaredCheckpoint
 from offstage.stages.empty_init.merges import sources_in_order
 from offstage.stages.empty_init.names import Step, name_tensors
 from offstage.stages.empty_init.skeleton import DeviceUnpacking, PackedSpec, Skeleton, TensorSpec
 
 
-def with_packed(skeleton: Skeleton, model: nn.Module, checkpoint: Checkpoint, *, adapted: bool) -> Skeleton:
+def with_packed(
+    skeleton: Skeleton, model: nn.Module, checkpoint: Checkpoint | DeclaredCheckpoint, *, adapted: bool
+) -> Skeleton:
     """Return ``skeleton``, which is that of ``model``, with what each tensor rests in of ``checkpoint``.
 
     A model that is ``adapted`` has the checkpoint's tensors under other names.
     """
-    entries = open_reader(checkpoint).entries
+    naming = None
+    if isinstance(checkpoint, DeclaredCheckpoint):
+        entries = open_reader(checkpoint.checkpoint).entries
+        naming = checkpoint.naming_of(entries)
+    else:
+        entries = open_reader(checkpoint).entries
     unadapted = without_adapter(model) if adapted else None
-    naming = name_tensors(model if unadapted is None else unadapted.model, entries)
+    naming = naming or name_tensors(model if unadapted is None else unadapted.model, entries)
     outer = {} if unadapted is None else unadapted.names
     made = {outer.get(target, target): step for step in naming.steps for target in step.targets}
     experts = {name for spec in skeleton.experts for name in spec.tensors}
@@ -58,20 +67,38 @@ def _packed(step: Step, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_e
     by_row = bulk.codec.rows(bulk, 0, 1) is not None if alone else _are_rows(parts, spec.shape)
     if not (by_row if by_expert else alone):
         return None
-    packed = [part for part in parts if isinstance(part, PackedTensor)]
+    packed = Counter(_Look(part) for part in parts if isinstance(part, PackedTensor))
     one = bulk.codec.rows(bulk, 0, 1) if alone and by_expert else None
-    device = _on_device(packed, packed if one is None else [one])
+    device = _on_device(packed, [look.tensor for look in packed] if one is None else [one])
     working = working_bytes(bulk.codec.blocks(bulk), SCRATCH_BYTES)
     return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), working, by_row, device)
 
 
-def _on_device(packed: Sequence[PackedTensor], brought: Sequence[PackedTensor]) -> DeviceUnpacking | None:
-    """Return what it takes an accelerator to unpack all of ``packed``, by pieces like those ``brought``; null where
-    only the host can.
+class _Look:
+    """What unpacking ``tensor`` takes hangs on: all but where it lies. A layer's experts have one look, or a few."""
+
+    def __init__(self, tensor: PackedTensor) -> None:
+        self.tensor = tensor
+        parts = tuple((part.dtype, part.shape) for part in tensor.parts)
+        self._told = tensor.codec, tensor.dtype, tensor.shape, parts
+        self._hash = hash(self._told)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Look) and self._told == other._told
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def _on_device(packed: Mapping[_Look, int], brought: Sequence[PackedTensor]) -> DeviceUnpacking | None:
+    """Return what it takes an accelerator to unpack as many tensors of each look as ``packed`` says, by pieces like
+    those ``brought``; null where only the host can.
     """
-    if not all(map(can_unpack, packed)):
+    if not all(can_unpack(look.tensor) for look in packed):
         return None
-    return DeviceUnpacking(*device_parts(brought), sum(map(moved_bytes, packed)))
+    return DeviceUnpacking(
+        *device_parts(brought), sum(count * moved_bytes(look.tensor) for look, count in packed.items())
+    )
 
 
 def _are_rows(parts: Sequence[AtRest], shape: tuple[int, ...]) -> bool:

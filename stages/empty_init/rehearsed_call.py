@@ -44,8 +44,9 @@ def describe_call(model: nn.Module, call: RehearsedCall, no_split: Iterable[str]
         raise ConfigError(f"{about}: {reason}{_advice(model, call)}")
     if reason is not None:
         return described
-    moments = weigh_call(model, () if call.has_every_layer else described.no_split, call)
-    return replace(described, moments=tuple(_lifted(moment, call.results_bytes) for moment in moments))
+    weighed = weigh_call(model, () if call.has_every_layer else described.no_split, call)
+    held = call.results_bytes + weighed.left_bytes
+    return replace(described, moments=tuple(_lifted(moment, held) for moment in weighed.moments))
 
 
 def _advice(model: nn.Module, call: RehearsedCall) -> str:

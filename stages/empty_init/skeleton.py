@@ -148,6 +148,34 @@ class Moment:
         return max(0, round(held)), max(0, round(beside))
 
 
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """What each of ``blocks``, modules that are alike, keeps of a sequence from one forward to the next, in bytes.
+
+    That is ``state_bytes`` whatever its length, ``position_bytes`` for each of its tokens, or for the last ones that a
+    ``window`` holds, and ``encoded_bytes`` for each position that an encoder beside made of it. What the model keeps
+    outside of its blocks has the name of the model, which is empty.
+    """
+
+    blocks: tuple[str, ...]
+    state_bytes: float = 0
+    position_bytes: float = 0
+    encoded_bytes: float = 0
+    window: int | None = None
+
+    def after_prompt(self, positions: int, *, encoded: int) -> float:
+        """Return the bytes of one block and sequence after the first forward: of all ``positions``.
+
+        A window's keys are then a view of all of them; the next token's forward lets go of those outside of it.
+        """
+        return self.state_bytes + self.position_bytes * positions + self.encoded_bytes * encoded
+
+    def after_token(self, positions: int, *, encoded: int) -> float:
+        """Return the bytes of one block and sequence after a forward of one token, with so many ``positions`` then."""
+        kept = positions if self.window is None else min(positions, self.window)
+        return self.after_prompt(kept, encoded=encoded)
+
+
 @dataclass(frozen=True)
 class Skeleton:
     """A model without its data.
@@ -159,7 +187,8 @@ class Skeleton:
     ``unrehearsed`` says why the order had to be that of registration, and is null where a rehearsal gave it.
     ``borrowers`` lists, for a module whose tensors other modules' code reads directly, those other modules (a
     mixer that reads the weight of its convolution without calling it). ``moments`` are those of a forward that can be
-    the peak of what it holds beside weights; none where no rehearsal gave them.
+    the peak of what it holds beside weights; none where no rehearsal gave them. ``caches`` are what such a forward
+    leaves for the next one, by kind of block.
     ``written`` has the tensors that the model's own code changes in place, each with the module that does.
     ``experts`` are those of a mixture whose experts can be brought one by one, in the order of registration.
     ``expert_lists`` are those whose experts are modules in a list, of which a forward calls some: each such list, and
@@ -177,6 +206,7 @@ class Skeleton:
     unrehearsed: str | None = None
     model_class: str = ""
     moments: tuple[Moment, ...] = ()
+    caches: tuple[CacheSpec, ...] = ()
     written: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[ExpertsSpec, ...] = ()
     expert_lists: Mapping[str, int] = field(default_factory=dict)
@@ -254,6 +284,7 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
     fields["moments"] = tuple(
         Moment(tuple(m["activations"]), m["kernel"], tuple(map(tuple, m["operands"]))) for m in data["moments"]
     )
+    fields["caches"] = tuple(CacheSpec(**{**c, "blocks": tuple(c["blocks"])}) for c in data["caches"])
     fields["experts"] = tuple(ExpertsSpec(**{**e, "tensors": tuple(e["tensors"])}) for e in data["experts"])
     return Skeleton(**fields)
 

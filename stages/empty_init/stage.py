@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from offstage.pipeline.errors import CheckpointError, Fault
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
@@ -36,6 +37,9 @@ from offstage.stages.empty_init.identity import (
 from offstage.stages.empty_init.skeleton import FILE_NAME, from_json
 from offstage.stages.empty_init.source_code import find_module
 from offstage.stages.units import format_bytes
+
+if TYPE_CHECKING:
+    from offstage.stages.empty_init.declared import DeclaredCheckpoint
 
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "path": (str | None, "is no text; give the folder that holds the checkpoint"),
@@ -83,7 +87,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 15
+    version = 16
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 
@@ -135,6 +139,10 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def build(self, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
         """Write ``skeleton.json`` and return the model on meta."""
+        with _uncollected():
+            return self._build(inputs, folder)
+
+    def _build(self, inputs: EmptyInitInputs, folder: Path) -> Any:
         from offstage.stages.empty_init.describe import describe
         from offstage.stages.empty_init.model import build_model
         from offstage.stages.empty_init.rehearsed_call import describe_call, rehearsed_call
@@ -153,10 +161,11 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def revive(self, inputs: EmptyInitInputs, context: Context) -> Any:
         """Return the model on meta."""
-        from offstage.stages.empty_init.model import build_model
+        with _uncollected():
+            from offstage.stages.empty_init.model import build_model
 
-        with _bounds(inputs.node):
-            return build_model(inputs.node, inputs.dtype)
+            with _bounds(inputs.node):
+                return build_model(inputs.node, inputs.dtype)
 
     def report(self, artifact: Artifact) -> Report:
         """Say what the model is and how large, and whether its order is that of a rehearsal."""
@@ -170,7 +179,21 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
         )
 
 
-def _declared(inputs: EmptyInitInputs, model: Any) -> Checkpoint | None:
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep Python from looking for cycles: imports and tens of thousands of names leave none, and have it look a
+    hundred times at all there is.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _declared(inputs: EmptyInitInputs, model: Any) -> DeclaredCheckpoint | None:
     """Return the checkpoint that the config declares quantised of which no weights are here; null for any other."""
     quantization = declared_packed(inputs.node)
     if quantization is None:

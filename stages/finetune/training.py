@@ -31,8 +31,8 @@ from offstage.stages.inference.measured import held_now, measured_peaks
 from offstage.stages.inference.progress import Progress, Row, say_earlier
 from offstage.stages.inference.tokens import check_words
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.request.learning import Parameters
 from offstage.stages.plan.request.training import TEXT
+from offstage.stages.plan.request.training_demand import Parameters
 from offstage.stages.units import DeviceId
 
 _TAG = "finetune"

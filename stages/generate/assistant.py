@@ -21,23 +21,22 @@ from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.checkpoints.weight_files import gguf_file
 from offstage.stages.empty_init.identity import quantization_fault, text_identity
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.request.assistant import KEY, assistant_node, assistant_weights
+from offstage.stages.plan.request.assistant import assistant_node, assistant_weights
 from offstage.stages.plan.request.geometry import read_geometry
 
-_KEY = f"generate.{KEY}"
+_KEY = "generate.assistant_model"
 _OWN_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 """Options that transformers takes from what the assistant itself has as its defaults."""
 
 
-def check_assistant_folder(generate: Mapping[str, Any]) -> Iterable[Fault]:
-    """Yield why the folder that ``generate`` names can't be an assistant's, as far as its files show it."""
-    path = generate.get(KEY)
+def check_assistant_folder(path: str | None) -> Iterable[Fault]:
+    """Yield why the folder ``path`` can't be an assistant's, as far as its files show it; null: there is none."""
     if path is None:
         return
-    if isinstance(path, str) and gguf_file(Path(path)) is not None:
+    if gguf_file(Path(path)) is not None:
         yield Fault(_KEY, f"{path!r} is in GGUF, which a model is read from, not an assistant; give one of safetensors")
         return
-    if not isinstance(path, str) or not checkpoint_folder({"path": path}).is_dir():
+    if not path or not checkpoint_folder({"path": path}).is_dir():
         yield Fault(_KEY, f"{path!r} is no folder; give that of a small checkpoint with the same tokenizer")
         return
     try:
@@ -49,10 +48,10 @@ def check_assistant_folder(generate: Mapping[str, Any]) -> Iterable[Fault]:
         yield Fault(_KEY, fault)
 
 
-def check_assistant(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
-    """Yield what of its kind, words or tokenizer an assistant doesn't have in common with ``model``."""
-    node = assistant_node(generate)
-    if node is None or list(check_assistant_folder(generate)):
+def check_assistant(path: str | None, model: Mapping[str, Any]) -> Iterable[Fault]:
+    """Yield what of its kind, words or tokenizer the assistant in ``path`` doesn't have in common with ``model``."""
+    node = assistant_node(path)
+    if node is None or list(check_assistant_folder(path)):
         return
     if model.get("kind") != "pretrained":
         yield Fault(_KEY, "a model of model=module has no generate() that takes an assistant; leave it out")
@@ -79,9 +78,9 @@ def _share_tokens(model: Mapping[str, Any], node: Mapping[str, Any]) -> bool:
     return True
 
 
-def assistant_identity(generate: Mapping[str, Any]) -> Mapping[str, object] | None:
-    """Return which checkpoint the assistant is, as a key holds it; null where there is none."""
-    node = assistant_node(generate)
+def assistant_identity(path: str | None) -> Mapping[str, object] | None:
+    """Return which checkpoint the assistant in ``path`` is, as a key holds it; null where there is none."""
+    node = assistant_node(path)
     if node is None:
         return None
     return {"checkpoint": identity(_open(node["path"])), "text": text_identity(node)}

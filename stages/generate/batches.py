@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from offstage.stages.inputs.batches import by_length
-from offstage.stages.plan.request.speculation import LOOKUP
+from offstage.stages.inputs.generate_options import LOOKUP
 
 ALONE = (LOOKUP,)
 """Options that transformers takes for one sequence at a time only. Prompts with media are taken one at a time too."""

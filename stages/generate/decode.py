@@ -17,8 +17,8 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 from offstage.stages.generate.logprobs import ChosenLogprobs
 from offstage.stages.generate.prompts import token_ids
 from offstage.stages.inference.logits import logits_of
+from offstage.stages.inputs.generate_options import LOOKUP
 from offstage.stages.plan.request.requests import keeps_logits
-from offstage.stages.plan.request.speculation import BATCHED, KEY as SPECULATION
 
 END = "eos_token_id"
 FILLED = -1
@@ -92,8 +92,9 @@ def decode_with_transformers(
     given = _given(model, inputs, device)
     skipped = _skipped(model, given)
     criteria: list[StoppingCriteria] = [_ClockCriteria(clock, skipped)]
-    asked = {**model.generation_config.to_dict(), **options, SPECULATION: BATCHED}
-    keeps = logprobs is not None and keeps_logits(asked)
+    asked = {**model.generation_config.to_dict(), **options}
+    guesses = bool(asked.get("assistant_model") or asked.get(LOOKUP))
+    keeps = logprobs is not None and keeps_logits(asked, guesses=guesses)
     watching: AbstractContextManager[object] = nullcontext()
     if logprobs is not None and not keeps:
         criteria.append(logprobs)

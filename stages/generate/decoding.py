@@ -34,11 +34,9 @@ from offstage.stages.generate.transcript import LiveTranscript, before_answer
 from offstage.stages.inference.padding import make_batch
 from offstage.stages.inference.progress import Progress, Row
 from offstage.stages.inference.tokens import check_words
+from offstage.stages.inputs.generate_options import LOOKUP
 from offstage.stages.inputs.prompt_processor import PromptProcessor
-from offstage.stages.plan.request.lockstep import KEY as LOCKSTEP
-from offstage.stages.plan.request.prompt_inputs import prompt_inputs
-from offstage.stages.plan.request.prompts import MOST
-from offstage.stages.plan.request.speculation import LOOKUP, guesses_ahead, is_exact
+from offstage.stages.inputs.prompts import MOST, prompt_inputs
 
 _log = logging.getLogger("offstage")
 
@@ -80,11 +78,11 @@ class Decoding:
         The answer to a single prompt is given to ``show`` while it comes; ``is_chat`` as in ``Generation``; ``title``
         stands before the bar.
         """
-        given, members = self._inputs.options, self._inputs.options.get(LOCKSTEP, 1)
+        given, members = self._inputs.asked, int(self._inputs.asked.lockstep or 1)
         batches = make_batches(
             [self._asked(index, ids) for index, ids in enumerate(encoded)],
-            size=given.get("batch_size") or 1,
-            alone=bool(given.get("exact") or self._assistant),
+            size=int(given.batch_size or 1),
+            alone=given.exact or self._assistant is not None,
             padded=self._uses_transformers,
         )
         left = {number: batch for number, batch in enumerate(batches) if number not in progress.done}
@@ -111,19 +109,19 @@ class Decoding:
             try:
                 self._answer_together([partial(answer, number) for number in together], members)
             except LockstepError as error:
-                if not self._inputs.lockstep_is_chosen:
-                    raise
-                _log.warning("prompts go one after another from here on: %s", error.reason)
-                for number in (number for number in together if number not in progress.done):
+                again = [number for number in together if number not in progress.done]
+                _log.warning("%d batches begin again and go one after another: %s", len(again), error.reason)
+                self.cost.begun_again = len(again)
+                for number in again:
                     self._answer_alone(partial(answer, number))
 
     def _goes_alone(self, asked: Asked) -> bool:
         """Return whether a batch like ``asked`` goes through the model without others in lockstep."""
-        return asked.with_media or (is_exact(self._inputs.options) and self._guesses(asked.options))
+        return asked.with_media or (self._inputs.asked.judges_exactly and self._guesses(asked.options))
 
     def _guesses(self, given: Mapping[str, Any]) -> bool:
         """Return whether tokens are guessed under the options ``given``, or under the model's defaults."""
-        return self._assistant is not None or guesses_ahead({LOOKUP: self._default(LOOKUP), **given})
+        return self._assistant is not None or bool(given.get(LOOKUP, self._default(LOOKUP)))
 
     def _default(self, option: str) -> Any:
         return getattr(getattr(self._dispatched.model, "generation_config", None), option, None)
@@ -140,7 +138,11 @@ class Decoding:
         def make(answer: Callable[[], list[TimedBatch]]) -> None:
             spans.extend(answer())
 
-        group = self._dispatched.streamer.go_together([partial(make, answer) for answer in answers], size=size)
+        try:
+            group = self._dispatched.streamer.go_together([partial(make, answer) for answer in answers], size=size)
+        except LockstepError:  # those that have their answer keep it
+            self.cost.add(*spans)
+            raise
         self.cost.add(*spans, passes=group.passes)
 
     def _live(self, asked: Asked, show: ShowText, *, is_chat: bool) -> LiveTranscript | None:
@@ -153,7 +155,7 @@ class Decoding:
 
     def _asked(self, index: int, ids: Sequence[int]) -> Asked:
         """Return prompt ``index`` with the options that it is answered with: its own, then those of all."""
-        own = options.given_options({**self._inputs.options, **self._inputs.prompts[index].options})
+        own = {**self._inputs.asked.options, **self._inputs.prompts[index].options}
         seed = own.pop("seed", (self._inputs.seed + index) % MOST)
         if not self._uses_transformers:
             own = options.plain_options(own, self._defaults)
@@ -199,7 +201,7 @@ class Decoding:
         given, traffic = batch[0].options, self._dispatched.streamer.traffic
         ends = decode.end_tokens(given, self._defaults, getattr(self._dispatched.model, "generation_config", None))
         asked = self._tensors(batch, pad=self._pad(given, ends))
-        logprobs = ChosenLogprobs() if self._inputs.options.get("output_logprobs") else None
+        logprobs = ChosenLogprobs() if self._inputs.asked.output_logprobs else None
         marks: list[tuple[Traffic, float]] = []
         clock = decode.Clock(
             tick=bar.update,
@@ -231,7 +233,7 @@ class Decoding:
             return {"input_ids": padded.input_ids, "attention_mask": padded.attention_mask}
         index = batch[0].index
         name, prompt = self._inputs.names[index], self._inputs.prompts[index]
-        made = prompt_inputs(name, prompt, self._processor, self._inputs.options)
+        made = prompt_inputs(name, prompt, self._processor, self._inputs.asked)
         check_words(self._dispatched.model, [made.ids], key=name)
         return made.tensors
 
@@ -245,7 +247,7 @@ class Decoding:
 
     def _speculation(self, given: Mapping[str, Any], logprobs: ChosenLogprobs | None) -> ExactSpeculation | None:
         """Return what guesses and judges under the options ``given``; null where transformers does, or nothing does."""
-        if not (self._uses_transformers and is_exact(self._inputs.options) and self._guesses(given)):
+        if not (self._uses_transformers and self._inputs.asked.judges_exactly and self._guesses(given)):
             return None
         assistant = self._assistant.for_prompt(given) if self._assistant is not None else None
         cost = _bytes(assistant) / max(1, _bytes(self._dispatched.model)) if assistant is not None else 0.0

@@ -25,7 +25,6 @@ from offstage.stages.inference.repeats import Outputs, Pass
 from offstage.stages.inference.timed_samples import TimedSample
 from offstage.stages.inference.tokens import check_words
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.hit_rates import note_decoding
 
 _TOLD = ("prompt", "prompt_tokens", "text", "token_ids", "logprobs", "batch")
 """What the record has of each sequence."""
@@ -75,7 +74,7 @@ class GenerationSession:
         self.plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
         self._storage_rate = storage_rate(inputs, self.plan)  # before the weights take the memory that is planned
         self._tokenizer = load_tokenizer(inputs.model)
-        encoder = prompts.Encoder.of(inputs.options, self._tokenizer)
+        encoder = prompts.Encoder.of(inputs.asked, self._tokenizer)
         self._encoded = [
             [] if prompt.media else encoder.encode(name, prompt)
             for name, prompt in zip(inputs.names, inputs.prompts, strict=True)
@@ -93,7 +92,7 @@ class GenerationSession:
     @contextmanager
     def decoding(self) -> Iterator[Callable[[], Decoding]]:
         """Yield what makes the decoding of each pass; inside, the assistant is there, if one is asked for."""
-        with loaded_assistant(self._inputs.assistant_path, self._context) as assistant:
+        with loaded_assistant(self._inputs.asked.assistant_model, self._context) as assistant:
             free = float(self.plan.forecast.get("forwards_for_free", 0))
             yield lambda: Decoding(self.dispatched, self._inputs, self._tokenizer, assistant, free=free)
 
@@ -140,9 +139,6 @@ def perform(session: GenerationSession, context: Context, folder: Path) -> Gener
     with session.decoding() as make:
         decoding = make()
         sample = session.run(decoding, progress, show=context.show_text)
-    if not decoding.cost.passes:  # of several in lockstep it is another rate than the next run's alone
-        cost = decoding.cost
-        note_decoding(context, session.plan, steps=cost.steps, calls=cost.expert_calls, rate=cost.hit_rate)
     return Generation(
         outputs_of(progress),
         session.is_chat,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offstage.stages.inference.cost import Metrics
-from offstage.stages.plan.request.speculation import BATCHED, EXACT
+from offstage.stages.inputs.generate_options import BATCHED, EXACT
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ class Cost:
     ``cpu_seconds`` are those of all threads while it was decoded. ``first_token_seconds`` has an entry a batch,
     ``token_seconds`` one a token after that: how long it let itself be waited for. Of batches in lockstep, decoding
     begins with the first token of all, and what ends with another's first is prefill too; they shared ``passes`` of the
-    model. ``judged`` sums up what came of guesses.
+    model. ``judged`` sums up what came of guesses. ``begun_again`` are batches that couldn't go on in lockstep.
     """
 
     batches: int = 0
@@ -66,6 +66,7 @@ class Cost:
     expert_misses: int = 0
     cpu_seconds: float = 0.0
     passes: int = 0
+    begun_again: int = 0
     links: dict[DeviceId, LinkTraffic] = field(default_factory=dict)
     judged: Judged = field(default_factory=Judged)
     first_token_seconds: list[float] = field(default_factory=list)
@@ -143,6 +144,7 @@ class Cost:
             **link_metrics(self.links, unit="token", count=steps),
             **({} if self.hit_rate is None else {"expert_hit_rate": self.hit_rate}),
             **({} if not self.passes else {"passes": self.passes}),
+            **({} if not self.begun_again else {"lockstep": 1, "batches_begun_again": self.begun_again}),
             **self.judged.metrics(),
         }
 

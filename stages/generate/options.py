@@ -17,14 +17,12 @@ from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.empty_init.identity import read_config
 from offstage.stages.generate.prompts import token_ids
 from offstage.stages.generate.shared_cache import why_not_shared
-from offstage.stages.plan.request.assistant import KEY as ASSISTANT
-from offstage.stages.plan.request.prompts import OWN_KEYS, Prompt, check_seed
-from offstage.stages.plan.request.speculation import BATCHED, KEY as SPECULATION, LOOKUP, is_exact
+from offstage.stages.inputs.generate_options import LOOKUP, OWN_KEYS, GenerateOptions
+from offstage.stages.inputs.prompts import Prompt, check_seed
 
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
 """What the plain loop understands, for models without a ``generate`` of their own."""
 
-_BATCHED = f"generate.{SPECULATION}={BATCHED}"
 CACHES = ("dynamic", "static")
 """The values of ``cache_implementation`` whose caches stay where the model computes."""
 
@@ -57,18 +55,13 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def given_options(generate: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the config node ``generate`` gives; null means: not given."""
-    return {str(k): v for k, v in generate.items() if k not in OWN_KEYS and v is not None}
-
-
-def check_options(generate: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Iterable[Fault]:
-    """Yield the options that transformers doesn't know, and those whose values it refuses.
+def check_options(given: GenerateOptions, model: Mapping[str, Any] | None = None) -> Iterable[Fault]:
+    """Yield the ``given`` options that transformers doesn't know, and those whose values it refuses.
 
     A ``model`` may have options of its own.
     """
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_") and name != "transformers_version"}
-    options, own = given_options(generate), _own_options(model or {})
+    options, own = given.options, _own_options(model or {})
     for name in (name for name in options if name not in known | own.keys()):
         near = closest(name, [*known, *OWN_KEYS, *own])
         yield Fault(f"generate.{name}", f"no such option{near}; see GenerationConfig")
@@ -107,7 +100,7 @@ def _token_faults(options: Mapping[str, Any]) -> Iterable[Fault]:
 
 
 def check_own_options(
-    prompts: Mapping[str, Prompt], generate: Mapping[str, Any], model: Mapping[str, Any]
+    prompts: Mapping[str, Prompt], given: GenerateOptions, model: Mapping[str, Any]
 ) -> Iterable[Fault]:
     """Yield what is wrong with the options that single ``prompts`` bring, each set of them once."""
     seen: list[Mapping[str, Any]] = []
@@ -117,32 +110,32 @@ def check_own_options(
         seen.append(prompt.options)
         own = dict(prompt.options)
         yield from check_seed(f"{name}.seed", own.pop("seed", 0))
-        both = {**generate, **own}
+        both = given.of_prompt(own)
         for fault in list(check_options(both, model)) or check_served(both, model):
             yield Fault(f"{name}{fault.key.removeprefix('generate')}", fault.message, fault.error)
 
 
-def check_served(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[Fault]:
+def check_served(given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield the options, given or the checkpoint's own defaults, that a run can't serve: seen before weights are read.
 
     A ``model`` of ``kind=module`` is left out: which options it takes, its own code says.
     """
     if model.get("kind") != "pretrained":
         return
-    folder, options = checkpoint_folder(model), given_options(generate)
+    folder = checkpoint_folder(model)
     try:
         defaults = read_generation_config(folder)
-        effective = {**(defaults.to_dict() if defaults is not None else {}), **options}
+        effective = {**(defaults.to_dict() if defaults is not None else {}), **given.options}
         with foreign(ConfigError, "generate: transformers refuses these options"):
-            found = [*_removed(effective), *_unserved(effective, model), *_unguessable(effective, generate, model)]
-            found += _untold(generate, model)
+            found = [*_removed(effective), *_unserved(effective, model), *_unguessable(effective, given, model)]
+            found += _untold(given, model)
     except (ConfigError, CheckpointError) as error:
         yield Fault("generate", str(error).removeprefix("generate: "), type(error))
         return
-    asked = {**effective, **{key: generate.get(key) for key in (ASSISTANT, "output_logprobs")}}
+    here = {**given.options, "assistant_model": given.assistant_model, "output_logprobs": given.output_logprobs}
     for name, message in found:
-        origin = "" if generate.get(name) is not None else f" ({folder / GENERATION_CONFIG} says so)"
-        yield Fault(f"generate.{name}", f"{asked[name]!r}{origin} {message}")
+        asked = repr(here[name]) if name in here else f"{effective[name]!r} ({folder / GENERATION_CONFIG} says so)"
+        yield Fault(f"generate.{name}", f"{asked} {message}")
 
 
 def _removed(options: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -176,10 +169,11 @@ def _unserved(options: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[
 
 
 def _unguessable(
-    options: Mapping[str, Any], generate: Mapping[str, Any], model: Mapping[str, Any]
+    options: Mapping[str, Any], given: GenerateOptions, model: Mapping[str, Any]
 ) -> Iterable[tuple[str, str]]:
     """Yield the options that transformers refuses where tokens are guessed, by an assistant or from the prompt."""
-    guessing = [name for name in (ASSISTANT, LOOKUP) if {**options, **generate}.get(name)]
+    asked = {"assistant_model": given.assistant_model, LOOKUP: options.get(LOOKUP)}
+    guessing = [name for name, value in asked.items() if value]
     if not guessing:
         return
     refused = {
@@ -194,13 +188,16 @@ def _unguessable(
     name = _architecture(model)
     if getattr(getattr(transformers, name, None), "_is_stateful", False):
         yield guessing[-1], f"asks to take tokens back, which {name} can't; leave it out"
-    elif is_exact(generate) and (why := why_not_shared(name, checkpoint_folder(model))):
-        yield guessing[-1], f"asks for several forwards over one cache, and {why}; leave it out, or set {_BATCHED}"
+    elif given.judges_exactly and (why := why_not_shared(name, checkpoint_folder(model))):
+        yield (
+            guessing[-1],
+            f"asks for several forwards over one cache, and {why}; leave it out, or set generate.speculation=batched",
+        )
 
 
-def _untold(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def _untold(given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Yield log-probabilities where they are asked of a model that decodes parts of a recording again and again."""
-    if generate.get("output_logprobs") and "Whisper" in _architecture(model):
+    if given.output_logprobs and "Whisper" in _architecture(model):
         yield "output_logprobs", "isn't served for Whisper, which may decode a part of a recording twice; leave it out"
 
 

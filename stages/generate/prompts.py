@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from offstage.pipeline.errors import ConfigError, Fault, OffstageError
 from offstage.stages.checkpoints.generation_defaults import named_tokens
@@ -12,11 +12,10 @@ from offstage.stages.checkpoints.hub import checkpoint_folder
 from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from offstage.stages.empty_init.model import read_class
 from offstage.stages.inference.tokens import encode_text
+from offstage.stages.inputs.generate_options import GenerateOptions
 from offstage.stages.inputs.prompt_processor import PromptProcessor
+from offstage.stages.inputs.prompts import Prompt, prompt_inputs
 from offstage.stages.plan.request.geometry import read_geometry
-from offstage.stages.plan.request.messages import Message
-from offstage.stages.plan.request.prompt_inputs import conversation, prompt_inputs
-from offstage.stages.plan.request.prompts import Prompt
 
 _TOKENS = "input_ids"
 _INSTEAD = "generate.prompts=[[5,6,7]]"
@@ -31,14 +30,13 @@ class Encoder:
     """
 
     tokenizer: Any
-    chat: bool | str = "auto"
+    chat: bool | Literal["auto"] = "auto"
     system: str | None = None
 
     @classmethod
-    def of(cls, generate: Mapping[str, Any], tokenizer: Any) -> Encoder:
-        """Return the encoder that the config node ``generate`` asks for."""
-        chat = generate.get("chat")
-        return cls(tokenizer, "auto" if chat is None else chat, generate.get("system"))
+    def of(cls, given: GenerateOptions, tokenizer: Any) -> Encoder:
+        """Return the encoder that ``given`` options ask for."""
+        return cls(tokenizer, given.chat, given.system)
 
     @property
     def is_chat(self) -> bool:
@@ -53,22 +51,17 @@ class Encoder:
         """Return the token ids of ``prompt``, which stands at ``name``, or raise ``ConfigError``."""
         if prompt.token_ids is not None:
             return prompt.token_ids
-        messages = None if self.tokenizer is None else self._messages(prompt)
+        messages = None
+        if self.tokenizer is not None:
+            messages = prompt.conversation(chat=self.chat, system=self.system, has_template=self._has_template)
         if messages is None:
             return encode_text(name, prompt.text, self.tokenizer, instead=_INSTEAD)
         with tokenizing(ConfigError, f"{name}: {prompt.text!r} can't be put in the tokenizer's template for chats"):
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return encode_text(name, text, self.tokenizer, instead=_INSTEAD, special=False)
 
-    def _messages(self, prompt: Prompt) -> list[Message] | None:
-        """Return the chat that ``prompt`` is or begins, null if it is text to go on with."""
-        asked = {"chat": self.chat, "system": self.system}
-        return conversation(prompt, asked, has_template=self._has_template)
 
-
-def check_encoded(
-    prompts: Mapping[str, Prompt], generate: Mapping[str, Any], model: Mapping[str, Any]
-) -> Iterable[Fault]:
+def check_encoded(prompts: Mapping[str, Prompt], given: GenerateOptions, model: Mapping[str, Any]) -> Iterable[Fault]:
     """Yield the first of ``prompts`` that can't be made what the model is given, and those longer than its context.
 
     What is wrong with the checkpoint or its tokenizer is said by who opens them.
@@ -82,7 +75,7 @@ def check_encoded(
     except OffstageError:
         return
     try:
-        lengths = dict(_lengths(prompts, Encoder.of(generate, tokenizer), generate, model))
+        lengths = dict(_lengths(prompts, Encoder.of(given, tokenizer), given, model))
     except ConfigError as error:
         yield Fault.of(error)
         return
@@ -94,14 +87,14 @@ def check_encoded(
 
 
 def _lengths(
-    prompts: Mapping[str, Prompt], encoder: Encoder, generate: Mapping[str, Any], model: Mapping[str, Any]
+    prompts: Mapping[str, Prompt], encoder: Encoder, given: GenerateOptions, model: Mapping[str, Any]
 ) -> Iterator[tuple[str, int]]:
     """Yield how many tokens each of ``prompts`` has; every image and recording is read for it, one after another."""
     processor = None
     for name, prompt in prompts.items():
         if prompt.media:
             processor = processor or PromptProcessor(model, key=name)
-            yield name, len(prompt_inputs(name, prompt, processor, generate).ids)
+            yield name, len(prompt_inputs(name, prompt, processor, given).ids)
         else:
             yield name, len(encoder.encode(name, prompt))
 

@@ -22,8 +22,7 @@ from offstage.stages.generate.drafts import DraftLength, Drafts
 from offstage.stages.generate.judged import Judged
 from offstage.stages.generate.logprobs import ChosenLogprobs
 from offstage.stages.generate.shared_cache import strange_layer, take_back, view_of
-from offstage.stages.plan.request.assistant import GUESSES
-from offstage.stages.plan.request.speculation import GUESSED, LOOKUP
+from offstage.stages.inputs.generate_options import GUESSED, GUESSES, LOOKUP
 
 
 class ExactSpeculation:

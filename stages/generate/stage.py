@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.errors import ConfigError, Fault
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles
-from offstage.pipeline.typed_config import PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
+from offstage.pipeline.typed_config import OPEN, PATHS, PATHS_INSIDE, STANDARD_INPUT, absolute, read
 from offstage.stages.generate.assistant import assistant_identity, check_assistant, check_assistant_folder
 from offstage.stages.generate.inputs import GENERATIONS, GenerateInputs
 from offstage.stages.generate.transcript import transcript
 from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inference.progress import earlier_told
+from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
 from offstage.stages.inputs.libraries import media_libraries
-from offstage.stages.plan.request.assistant import KEY as ASSISTANT
-from offstage.stages.plan.request.lockstep import KEY as LOCKSTEP, batches_in_lockstep, lockstep_is_chosen
-from offstage.stages.plan.request.prompt_media import located_prompts
-from offstage.stages.plan.request.prompts import check_prompts, check_seed, read_prompts
+from offstage.stages.inputs.prompts import check_prompts, check_seed, located_prompts, read_prompts
 
 if TYPE_CHECKING:
     from offstage.stages.generate.generation import GenerationSession
 
 FILE_NAME = "generation.json"
-_APART = ("prompts", "prompts_file", ASSISTANT)
+_APART = ("prompts", "prompts_file", "assistant_model")
 """The keys of ``generate`` that a generation doesn't depend on as they are, but by what they name."""
 _SHOWN = 20
 """How many generations are shown on the screen."""
@@ -39,7 +37,8 @@ class GenerateConfig:
     generate: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={
-            PATHS: {"prompts_file": absolute, ASSISTANT: absolute},
+            OPEN: GenerateOptions,
+            PATHS: {"prompts_file": absolute, "assistant_model": absolute},
             PATHS_INSIDE: {"prompts": located_prompts},
             STANDARD_INPUT: {"prompts_file": "prompts"},
         },
@@ -55,7 +54,7 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     """
 
     name = "generate"
-    version = 9
+    version = 10
     needs: tuple[str, ...] = ("dispatch",)
     config_class = GenerateConfig
     resumes = (GENERATIONS,)
@@ -66,8 +65,9 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the prompts and the seed."""
         given = read(GenerateConfig, config)
-        yield from check_prompts(given.generate)
-        yield from check_assistant_folder(given.generate)
+        asked = read_generate(given.generate)
+        yield from check_prompts(asked)
+        yield from check_assistant_folder(asked.assistant_model)
         yield from check_seed("seed", given.seed)
 
     def examine(self, config: Config) -> Iterable[Fault]:
@@ -75,34 +75,33 @@ class GenerateStage(MeasuredStage[GenerateInputs]):
         from offstage.stages.generate.options import check_options, check_own_options, check_served
         from offstage.stages.generate.prompts import check_encoded
 
-        generate, model = config["generate"], config["model"]
-        looks = (check_options(generate, model), check_served(generate, model), check_assistant(generate, model))
+        asked, model = read_generate(config["generate"]), config["model"]
+        assisted = check_assistant(asked.assistant_model, model)
+        looks = (check_options(asked, model), check_served(asked, model), assisted)
         faults = next(filter(None, map(list, looks)), [])
         yield from faults
         if faults:
             return
         try:
-            prompts = read_prompts(generate)
+            prompts = read_prompts(asked)
         except ConfigError:
             return  # ``check`` says it
-        yield from list(check_own_options(prompts, generate, model)) or check_encoded(prompts, generate, model)
+        yield from list(check_own_options(prompts, asked, model)) or check_encoded(prompts, asked, model)
 
     def gather(self, context: Context) -> GenerateInputs:
         """Return the model's identity and placement, the prompts and every option."""
         given = read(GenerateConfig, context.config)
-        prompts = read_prompts(given.generate)
-        options = {**given.generate, "batch_size": chosen_number("batch_size", given.generate, context)}
-        options[LOCKSTEP] = batches_in_lockstep(given.generate)
-        options[LOCKSTEP] = chosen_number(LOCKSTEP, options, context) or 1
-        if options[LOCKSTEP] == 1:
-            del options[LOCKSTEP]
+        asked = read_generate(given.generate)
+        prompts = read_prompts(asked)
+        size = chosen_number("batch_size", asked.batch_size, context)
+        together = chosen_number("lockstep", asked.batches_together, context) or 1
+        options = {**given.generate, "batch_size": size, "lockstep": together}
         return GenerateInputs(
             prompts=list(prompts.values()),
             names=list(prompts),
-            options={key: value for key, value in options.items() if key not in _APART},
-            assistant=assistant_identity(given.generate),
-            assistant_path=given.generate.get(ASSISTANT),
-            lockstep_is_chosen=lockstep_is_chosen(given.generate),
+            options={key: one for key, one in options.items() if key not in _APART and (key, one) != ("lockstep", 1)},
+            asked=replace(asked, batch_size=size, lockstep=together),
+            assistant=assistant_identity(asked.assistant_model),
             seed=given.seed,
             decoders=media_libraries() if any(prompt.media for prompt in prompts.values()) else {},
             **gather_model(context),

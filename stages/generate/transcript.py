@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offstage.stages.plan.request.messages import text_of
-from offstage.stages.plan.request.prompt_media import MEDIA
-from offstage.stages.plan.request.prompts import Content, Told
+from offstage.stages.inputs.prompts import MEDIA, Content, Told, text_of
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offstage.pipeline.plain_data import walk
 from offstage.pipeline.stage import Config, Context, SourceFiles
@@ -15,7 +15,6 @@ from offstage.stages.dispatch.dispatch_plan import FILE_NAME as DISPATCH_PLAN
 from offstage.stages.empty_init.identity import text_identity
 from offstage.stages.machine.kernels import choosers
 from offstage.stages.plan.plan import FILE_NAME as PLAN
-from offstage.stages.plan.request.batch_size import AUTO
 
 DATA_KEYS = (
     "generate.prompts_file", "score.texts_file", "score.text_file", "finetune.text_file", "forward.inputs",
@@ -80,8 +79,9 @@ def _named_files(config: Config) -> dict[str, str]:
     return found
 
 
-def chosen_number(key: str, node: Mapping[str, Any], context: Context) -> int | None:
-    """Return the number that a stage's ``node`` of the config gives for ``key``, or where that is auto, the plan."""
-    given = node.get(key)
-    size: int | None = context.artifact("plan").json(PLAN)[key] if given == AUTO else given
+def chosen_number(key: str, given: int | Literal["auto"] | None, context: Context) -> int | None:
+    """Return the number that is ``given`` for ``key``, or where that is auto, the plan's."""
+    if given != "auto":
+        return given
+    size: int | None = context.artifact("plan").json(PLAN)[key]
     return size

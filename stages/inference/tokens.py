@@ -7,7 +7,7 @@ from typing import Any
 
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.tokenizers import tokenizing
-from offstage.stages.plan.request.prompts import MOST
+from offstage.stages.inputs.prompts import MOST
 
 
 def encode_text(name: str, text: str, tokenizer: Any, *, instead: str, special: bool = True) -> list[int]:

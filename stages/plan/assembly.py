@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from offstage.stages.plan.budgets import Allowance
-from offstage.stages.plan.checks import require_room_for_weights
+from offstage.stages.plan.checks import require_fit
 from offstage.stages.plan.layout import Layout, lay_out
 from offstage.stages.plan.options import EXPLICIT, OFFLOAD
 from offstage.stages.plan.outline import Layer, Outline
@@ -23,7 +23,7 @@ def assemble(
 ) -> tuple[Plan, Layout]:
     """Return the plan of ``placement``. Raises ``BudgetError`` where it is more than the budgets can hold."""
     layout = lay_out(outline, placement, allowance.budgets, io=io)
-    require_room_for_weights(layout)
+    require_fit(layout)
     return plan_of(layout, policy=policy, notes=allowance.notes, budget_terms=allowance.terms), layout
 
 
@@ -38,7 +38,7 @@ def plan_of(
         device_map=fold(outline, layout.placement.homes),
         homes={name: lines[name].home for name in outline.sizes},
         execution=layout.execution,
-        serving={name: lines[name].serving for names in outline.direct.values() for name in names if lines[name].serving},
+        serving=layout.serving,
         budgets={device: room.budget for device, room in rooms.items()},
         resident_bytes={device: room.weights for device, room in rooms.items()},
         reserves=layout.reserves,
@@ -54,6 +54,12 @@ def plan_of(
         host_layers=layout.host_layers,
         budget_terms=budget_terms,
     )
+
+
+def lying_bytes(outline: Outline, plan: Plan) -> dict[str, int]:
+    """Return the bytes of every tensor where it lies."""
+    at_rest = {name for name, home in plan.homes.items() if home == DISK} | set(plan.packed_on_host)
+    return {name: (outline.rest_sizes if name in at_rest else outline.sizes)[name] for name in outline.sizes}
 
 
 def _packed(layout: Layout) -> dict[str, dict[str, int]]:

@@ -4,30 +4,25 @@ Each device that computes such experts has one pool of memory, cut into slots fo
 tensors are of the same shapes, can lie in each other's slots; where a mixture has several kinds, each has that part of
 the pool which it is of all of the experts. What a token brings is an expectation. Routing is taken as uniform, which is
 the worst case for any rule of eviction: an expert is then in a slot as often as any other of its layer, once slots are
-full. Where a run has measured how often, that counts.
+full. How skewed it really is shows in a run, and changes with what is asked.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from offstage.stages.empty_init.skeleton import ExpertsSpec, parent
 from offstage.stages.plan.expert_banks import kept_share, wanted
 from offstage.stages.plan.outline import ExpertKind, Outline
-from offstage.stages.plan.serving import Serving
-from offstage.stages.plan.token_time import Brought, HostShare, LayerOutput
-from offstage.stages.units import CPU, DISK, DeviceId
+from offstage.stages.units import DeviceId
 
 ROOMY, LEAST = 2, 1
 """The slots of each kind that one is read into while the other computes, and those that suffice."""
 
-UNIFORM, MEASURED = "uniform", "measured"
-"""What a prediction takes the routing of tokens to be, or goes by."""
-
-_STEP = 32
-"""Measured rates of hits are kept by the share of experts that have slots, in as many steps."""
+UNIFORM = "uniform"
+"""What a prediction takes the routing of tokens to be."""
 
 Offstage = Mapping[str, DeviceId]
 """Module whose experts lie elsewhere than where they compute → where they compute."""
@@ -57,14 +52,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How many ``tokens`` a pass of decoding has, and how often runs found their experts in slots.
+    """How many ``tokens`` a pass of decoding has, which are routed uniformly.
 
-    ``hit_rates`` are by ``rate_key``. The prompts before have ``prompt_tokens``, and so many ``passes`` follow; 0: so
-    many that it doesn't matter how slots are filled.
+    The prompts before have ``prompt_tokens``, and so many ``passes`` follow; 0: so many that it doesn't matter how
+    slots are filled.
     """
 
     tokens: int = 1
-    hit_rates: Mapping[str, float] = field(default_factory=dict)
     prompt_tokens: int = 0
     passes: int = 0
 
@@ -76,17 +70,13 @@ class Routing:
         """Return which share of ``count`` experts the tokens of a pass are expected to use."""
         return wanted(count, per_token, self.tokens) / count
 
-    def measured(self, pool: Pool, slots: int) -> float | None:
-        """Return which share of the experts that are wanted runs found in so many bytes of ``slots``, if any did."""
-        return self.hit_rates.get(rate_key(pool, slots, self.tokens))
-
     def before(self, experts: ExpertsSpec) -> float:
         """Return how many different experts the prompts are expected to use."""
         return wanted(experts.count, experts.per_token, self.prompt_tokens)
 
 
 SINGLE = Routing()
-"""One token a pass, of which nothing was measured."""
+"""One token a pass."""
 
 
 def read_bytes(outline: Outline, names: Iterable[str], routing: Routing = SINGLE) -> float:
@@ -105,49 +95,6 @@ def read_bytes(outline: Outline, names: Iterable[str], routing: Routing = SINGLE
             share = 0.0 if name in outline.lookups else 1.0
         total += outline.sizes[name] * share
     return total
-
-
-def host_share(
-    outline: Outline, computing: Mapping[str, DeviceId], output: LayerOutput, routing: Routing = SINGLE
-) -> HostShare:
-    """Return what the host computes of a token, where ``computing`` says which device computes each layer.
-
-    For each of its layers the ``output`` of another goes there, and its own comes back.
-    """
-    there = [layer for layer in outline.layers if computing[layer.name] == CPU]
-    names = (name for layer in there for name in layer.tensors)
-    return HostShare(read_bytes(outline, names, routing), 2 * len(there), output)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTraffic:
-    """The bytes of experts that a pass is expected to bring, by where they wait; and to find where they compute.
-
-    What lies there anyway, and not in a slot, is ``resident``. The ``routing`` is ``MEASURED`` where runs say how often
-    that is, on each device, else it is taken to be ``UNIFORM``.
-    """
-
-    brought: Brought
-    found: Mapping[DeviceId, float]
-    resident: Mapping[DeviceId, float]
-    routing: str
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of what isn't resident that is in slots."""
-        found, brought = sum(self.found.values()), self.brought.used.total()
-        return found / (found + brought) if found + brought else 0.0
-
-
-def rate_key(pool: Pool, slots: int, tokens: int) -> str:
-    """Return what a rate of hits is kept by: the share of experts in ``slots`` bytes, coarsely, and tokens a pass."""
-    return f"{round(_STEP * slots / pool.bytes)}/{_STEP} of {pool.experts}, {tokens} a pass"
-
-
-def offstage_in(outline: Outline, serving: Mapping[str, Serving], execution: Offstage) -> dict[str, DeviceId]:
-    """Return the modules whose experts are brought one by one, and where they compute; ``execution`` is of all."""
-    served = (module for module, spec in outline.experts.items() if serving.get(spec.tensors[0]) == "experts")
-    return {module: execution[module] for module in served}
 
 
 def pools(outline: Outline, offstage: Offstage) -> dict[DeviceId, Pool]:
@@ -194,68 +141,14 @@ def hit_rates(
         alike[device, outline.expert_kinds[module]].append(outline.experts[module])
     rates = dict[str, float]()
     for (device, _), members in alike.items():
-        pool, there = pools[device], slots.get(device, 0)
-        rate = routing.measured(pool, there)
-        if rate is None:
-            experts = sum(each.count for each in members)
-            rate = kept_share(
-                there * experts // pool.bytes,
-                layers=len(members),
-                count=max(each.count for each in members),
-                used=max(map(routing.distinct, members)),
-                before=max(map(routing.before, members)),
-                passes=routing.passes,
-            )
+        experts = sum(each.count for each in members)
+        rate = kept_share(
+            slots.get(device, 0) * experts // pools[device].bytes,
+            layers=len(members),
+            count=max(each.count for each in members),
+            used=max(map(routing.distinct, members)),
+            before=max(map(routing.before, members)),
+            passes=routing.passes,
+        )
         rates |= dict.fromkeys((each.module for each in members), rate)
     return rates
-
-
-def expert_traffic(
-    outline: Outline,
-    homes: Mapping[str, DeviceId],
-    offstage: Offstage,
-    *,
-    slots: Mapping[DeviceId, int],
-    routing: Routing,
-    packed: Collection[str] = (),
-) -> ExpertTraffic:
-    """Return what a pass uses of the experts that lie at ``homes``, of which those of ``offstage`` are brought.
-
-    ``slots`` are the bytes of the pool on each device that computes them. Tensors that are ``packed`` lie so on the
-    host.
-    """
-    at_rest = set(packed)
-    found, resident = (defaultdict[DeviceId, float](float) for _ in range(2))
-    brought = Brought()
-    rates = hit_rates(outline, offstage, pools=pools(outline, offstage), slots=slots, routing=routing)
-    for module, experts in outline.experts.items():
-        for name in experts.tensors:
-            share = routing.distinct(experts) / experts.count
-            used = routing.distinct(experts) * outline.sizes[name] / experts.count
-            if module not in offstage:
-                resident[homes[name]] += used
-                continue
-            device, missed = offstage[module], 1 - rates[module]
-            rests = name in outline.packed and (homes[name] == DISK or name in at_rest)
-            rest_bytes = outline.rest_sizes[name] * share if rests else used
-            unpacked = used * missed if rests else None
-            moved = outline.moved_bytes(name, device) if rests else None
-            moved_there = None if moved is None else moved * share * missed
-            brought.add(
-                homes[name],
-                rest_bytes * missed,
-                computes=device,
-                unpacked=unpacked,
-                moved=moved_there,
-                tensors=routing.distinct(experts) * missed,
-                ahead=False,
-            )
-            found[device] += used * rates[module]
-    measured = (routing.measured(pool, slots.get(device, 0)) for device, pool in pools(outline, offstage).items())
-    return ExpertTraffic(brought, found, resident, UNIFORM if None in measured else MEASURED)
-
-
-def host_calls(outline: Outline, execution: Mapping[str, DeviceId], routing: Routing) -> float:
-    """Return how many calls of modules that hold weights the host computes for a token."""
-    shares = {parent(name): routing.share(*experts_of) for name, experts_of in outline.listed.items()}
-    return sum(shares.get(name, 1) for name in outline.skeleton.calls if execution.get(name) == CPU)

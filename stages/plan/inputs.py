@@ -18,22 +18,23 @@ from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 from offstage.stages.checkpoints.hub import local_weights
 from offstage.stages.machine.hardware import Accelerator, Hardware, coarse, hardware
-from offstage.stages.machine.host_memory import PEFT_BYTES
+from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from offstage.stages.machine.process_memory import process_bytes
 from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from offstage.stages.machine.row_products import exact_dtypes
 from offstage.stages.plan import options
 from offstage.stages.plan.budgets import Allowance, allow, rooms
-from offstage.stages.plan.expert_slots import Routing
+from offstage.stages.plan.expert_slots import SINGLE, Routing
 from offstage.stages.plan.lossless import LosslessPacking
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.predict import Work, compute_dtype, most, work
+from offstage.stages.plan.predict import compute_dtype, work
+from offstage.stages.plan.request.choose import why_not_in_lockstep
 from offstage.stages.plan.request.geometry import Request, read_geometry
-from offstage.stages.plan.request.lockstep import lockstep_is_chosen, why_not_in_lockstep
 from offstage.stages.plan.request.media_demand import MediaDemand
 from offstage.stages.plan.request.requests import (
     asking,
+    lockstep_is_chosen,
     media_request,
     read_request,
     read_requests,
@@ -44,8 +45,10 @@ from offstage.stages.plan.request.training import Learns
 from offstage.stages.plan.row_blocks import possible_dtypes
 from offstage.stages.plan.serving import Io, choose_io
 from offstage.stages.plan.token_time import LayerOutput
+from offstage.stages.plan.traffic import Step
 from offstage.stages.plan.training_work import TrainingWork, product_bytes
-from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId
+from offstage.stages.plan.work import Work, most
+from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, format_bytes
 
 ByBlocks = Callable[[Mapping[int, int]], Work]
 """The work of a request, by the bytes of weights that are multiplied by blocks of rows, and those of a block."""
@@ -71,6 +74,12 @@ class Demand:
     members: int
     output: LayerOutput
     decodes: bool = True
+
+    @property
+    def step(self) -> Step:
+        """A pass of decoding, as far as placements go by it."""
+        routing = self.routing or SINGLE
+        return Step(routing, self.members, self.output, decodes=self.decodes, pages_stay=self.pages_stay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,24 +145,20 @@ def gather_inputs(
     kernels: Kernels,
     skeleton: str = "",
     media: MediaDemand | None = None,
-    hit_rates: Mapping[str, float] | None = None,
     training: TrainingWork | None = None,
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
     ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``training``
-    what a step of training does, ``hit_rates`` how often runs of this checkpoint found experts in slots. Where the
-    batch size is open they have no part in it: sizes that ran would be held against sizes that never did.
+    what a step of training does.
     """
     given = read(options.PlanConfig, config)
     (requests, one_by_one), apart = _requests(outline, config), [media_request(config, media)] if media else []
     chosen, largest = None not in requests, next(iter(requests.values()))
     works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
-    known = {} if chosen else hit_rates or {}
+    mixed = bool(outline.experts or outline.listed)
     demands = {
-        size: _demand(
-            outline, config, machine, works[size]({}), _routing(request, known) if outline.experts else None, request
-        )
+        size: _demand(outline, config, machine, works[size]({}), _routing(request) if mixed else None, request)
         for size, request in requests.items()
     }
     return PlanInputs(
@@ -162,7 +167,7 @@ def gather_inputs(
         overrides=options.read_overrides(given.device_map_overrides),
         execution=given.execution,
         demands=demands,
-        lockstep=chosen and lockstep_is_chosen(config.get(asking(config)) or {}),
+        lockstep=chosen and lockstep_is_chosen(config),
         notes=(one_by_one,) if one_by_one else (),
         count=read_request(config).sequences // largest.copies if chosen else 0,
         copies=largest.copies * largest.positions if chosen else 0,
@@ -185,7 +190,7 @@ def gather_inputs(
 def _requests(outline: Outline, config: Config) -> tuple[dict[int | None, Request], str]:
     """Return what is asked, as ``read_requests`` does, and why it isn't in lockstep where the model rules that out."""
     requests = read_requests(config)
-    if None in requests or not lockstep_is_chosen(config.get(asking(config)) or {}):
+    if None in requests or not lockstep_is_chosen(config):
         return requests, ""
     why = why_not_in_lockstep(outline.skeleton)
     return ({None: replace(next(iter(requests.values())), members=1)} if why else requests), why
@@ -218,10 +223,9 @@ def _works(
     return {None: lambda _blocks: needs}, ratio
 
 
-def _routing(request: Request, hit_rates: Mapping[str, float]) -> Routing:
-    """Return how the tokens of ``request`` use a mixture's experts, with what was measured of it."""
-    tokens, before = request.pass_tokens, request.prompt_tokens
-    return Routing(tokens, hit_rates, prompt_tokens=before, passes=request.passes)
+def _routing(request: Request) -> Routing:
+    """Return how the tokens of ``request`` use a mixture's experts."""
+    return Routing(request.pass_tokens, prompt_tokens=request.prompt_tokens, passes=request.passes)
 
 
 def _demand(
@@ -262,13 +266,23 @@ def _output(outline: Outline, config: Config, request: Request) -> LayerOutput:
 
 
 def known_machine(config: Config, cache: Path) -> Hardware:
-    """Return the machine that ``config`` describes, its host with what the process of a run was measured to hold here.
+    """Return the machine that ``config`` describes; this host with what the process of a run was measured to hold.
 
-    Of another host that is the best guess, and what it takes on the one that stands in for it.
+    Of another host nothing is measured here: what its process holds is the nominal figure.
     """
     machine, described = hardware(config), config.get("hardware") or {}
+    if described.get("host") is not None:
+        return machine
     process = process_bytes(cache / MEASURED, rates=described.get("devices") is None)
     return replace(machine, host=replace(machine.host, process_bytes=process))
+
+
+def assumed_of_host(config: Config) -> tuple[str, ...]:
+    """Return in words what is assumed of a host that ``config`` describes: it isn't asked, nor is this one for it."""
+    if (config.get("hardware") or {}).get("host") is None:
+        return ()
+    held = format_bytes(PROCESS_BYTES)
+    return (f"hardware.host is described: a process is taken to hold {held} there, its kernels what the widest do",)
 
 
 def machine_rates(config: Config, machine: Hardware, cache: Path, outline: Outline | None = None) -> Rates:

@@ -1,4 +1,4 @@
-"""The layout: where every tensor of a placement lies, how it gets to where it computes, and what each device has room for.
+"""The layout: where every tensor of a placement lies, how it gets to where it computes, what each device has room for.
 
 It is made by one walk over the layers, and everything else that is said of a placement is read from it: what a token
 brings (``traffic``), what each device holds at its peak (``memory``), whether budgets can hold it, and the plan.
@@ -101,6 +101,12 @@ class Layout:
         return {module: self.by_name[names[0]].computes for module, names in self.outline.direct.items() if names}
 
     @cached_property
+    def serving(self) -> dict[str, Serving]:
+        """How each tensor is served that isn't resident where it computes, by module."""
+        lines = (self.by_name[name] for names in self.outline.direct.values() for name in names)
+        return {line.name: line.serving for line in lines if line.serving is not None}
+
+    @cached_property
     def weights(self) -> dict[DeviceId, int]:
         """The bytes that lie on each device, in the order of the tiers; tied tensors count once."""
         held = dict.fromkeys(in_tier_order(line.home for line in self.lines), 0)
@@ -134,10 +140,8 @@ class Layout:
 
     def kept_free(self, slots: int = LEAST) -> dict[DeviceId, int]:
         """Return the bytes that each device is to keep free of weights: a layer's reserve, and so many ``slots``."""
-        waiting = Counter[DeviceId]()
-        for line in self.lines:
-            waiting[line.home] += line.bytes if line.name == line.leader and self._is_left_behind(line) else 0
-        return dict(Counter(self.layer_reserves) + Counter(self.least_slots(slots)) + waiting)
+        made = Counter({CPU: self._made_there})
+        return dict(Counter(self.layer_reserves) + Counter(self.least_slots(slots)) + made)
 
     def shortage(self, *, slots: int = LEAST, tight: bool = False) -> Shortage | None:
         """Return the first device that can't hold its weights, its reserve and so many ``slots``; null where all can.
@@ -145,9 +149,7 @@ class Layout:
         The reserve is a layer's; if ``tight``, the least.
         """
         kept, least = self.layer_reserves, self.least_slots(slots)
-        rooms = {
-            device: self._left(device, least) for device in in_tier_order([*self.weights, *kept, *least])
-        }
+        rooms = {device: self._left(device, least) for device in in_tier_order([*self.weights, *kept, *least])}
         kept = self._least_reserves(rooms) if tight else kept
         for device, room in rooms.items():
             if room is not None and kept.get(device, 0) > room:
@@ -192,12 +194,15 @@ class Layout:
             if line.at_rest and line.computes != CPU and packed and packed.device:
                 found.setdefault(line.computes, []).append(packed.device)
         parts = ("landing_bytes", "scratch_bytes", "table_bytes")
-        return {device: sum(max(getattr(one, part) for one in all_) for part in parts) for device, all_ in found.items()}
+        return {
+            device: sum(max(getattr(one, part) for one in needs) for part in parts) for device, needs in found.items()
+        }
 
     def moved_bytes(self, line: Line) -> int | None:
         """Return what a device moves in its memory to unpack the tensor; null where the host unpacks it, or nobody."""
         packed = self.outline.packed[line.name].device if line.is_unpacked else None
-        return packed.moved_bytes if packed and line.computes in self.unpacking else None
+        unpacks = self.outline.unpacks or self.unpacking
+        return packed.moved_bytes if packed and line.computes in unpacks else None
 
     @cached_property
     def slots(self) -> dict[DeviceId, int]:
@@ -233,8 +238,9 @@ class Layout:
         They are its reserve, and what is left of its budget, slots aside.
         """
         room = self.rooms.get(CPU, Room(None, 0))
-        is_used = room.budget is not None and (room.reserve or self.placement.main == CPU)
-        return max(room.reserve, room.budget - room.weights - room.slots) if is_used else room.reserve
+        if room.budget is None or not (room.reserve or self.placement.main == CPU):
+            return room.reserve
+        return max(room.reserve, room.budget - room.weights - room.slots)
 
     @property
     def host_layers(self) -> tuple[str, ...]:
@@ -242,14 +248,21 @@ class Layout:
         placement = self.placement
         return tuple(name for name, device in placement.computes.items() if device == CPU != placement.main)
 
-    def _is_left_behind(self, line: Line) -> bool:
-        """Return whether the placement has on disk what waits on the host, as no checkpoint has it."""
-        return line.name in self.outline.computed and self.placement.homes.get(line.leader) == DISK
+    @cached_property
+    def _made_there(self) -> int:
+        """The bytes of buffers on the host that the placement has on disk: no checkpoint has them, code made them."""
+        made = (self.by_name[name] for name in self.outline.computed if self.placement.homes.get(name) == DISK)
+        return sum(line.bytes for line in made if line.home == CPU)
 
     def _left(self, device: DeviceId, beside: Counts) -> int | None:
         """Return what the budget of ``device`` leaves beside the weights that lie there and what else is ``beside``."""
         budget = self.budgets.get(device, None if device == DISK else 0)
-        return None if budget is None else budget - self.weights.get(device, 0) - beside.get(device, 0)
+        if budget is None:
+            return None
+        held = self.weights.get(device, 0)
+        if device == CPU and not budget:  # that no weights are to lie there is no reason to refuse what code makes
+            held -= self._made_there
+        return budget - held - beside.get(device, 0)
 
     @property
     def _two_parts(self) -> int:
@@ -279,8 +292,9 @@ class Layout:
         keep.
 
         That is the largest part, where each is alone while its module runs: a part is what one module holds, so much of
-        each tensor at once as ``sizes`` say. Where several are there together, where no rehearsal saw how it is, and
-        where experts are modules in a list, it is as much as for a layer. What is there beside a layer or part counts.
+        each tensor at once as ``sizes`` say; where several are there together, it is what these take. Where no
+        rehearsal saw how it is, and where experts are modules in a list, it is as much as for a layer. What is there
+        beside a layer counts.
         """
         outline = self.outline
         together: dict[tuple[str, DeviceId], dict[str, None]] = {}
@@ -296,12 +310,13 @@ class Layout:
         layers = _largest({device: _at_once(outline, leaders)} for (_, device), leaders in together.items())
         if outline.skeleton.unrehearsed is not None:
             return layers, layers
-        layers = _largest([layers, *whole.values()])  # a module that isn't kept whole is a layer for each of its tensors
+        layers = _largest([layers, *whole.values()])  # a module that isn't kept whole is a layer for each tensor
         beside = _beside(outline, whole)
-        kept = (layers + beside) | _least_staging(outline, whole) if beside else layers
-        if outline.listed or beside:
+        together = _least_staging(outline, whole) if beside else _largest(whole.values())
+        kept = (layers + beside) | together
+        if outline.listed:
             return kept, kept
-        return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else _largest(parts.values())
+        return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else together
 
 
 def lay_out(

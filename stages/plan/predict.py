@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from operator import mul
 
 from offstage.stages.empty_init.skeleton import parent
@@ -13,44 +14,15 @@ from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.cache_ledger import block_caches, cache_bytes
 from offstage.stages.plan.host_buffers import PINNED_BYTES, bounce_bytes
 from offstage.stages.plan.layout import Layout, Room
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import SIMULATED, Plan
 from offstage.stages.plan.request.geometry import Geometry, Request
-from offstage.stages.plan.traffic import Step, forecast
+from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
+from offstage.stages.plan.work import Work
 from offstage.stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a request takes on the device that computes a layer, in bytes: keys and values, and activations.
-
-    ``scratch_bytes`` are what the host's kernels take beside them, ``result_bytes`` what the host keeps to the end,
-    and ``assistant_bytes`` what a second model takes on the main device. ``library_bytes`` are those of libraries that
-    the host's process has for this model alone. ``learning_bytes`` are what a training keeps from step to step of the
-    weights that learn; ``offloaded_bytes`` of an accelerator's activations wait on the host.
-    """
-
-    cache_bytes: int
-    activation_bytes: int
-    scratch_bytes: int = 0
-    result_bytes: int = 0
-    assistant_bytes: int = 0
-    library_bytes: int = 0
-    learning_bytes: int = 0
-    offloaded_bytes: int = 0
-
-    @property
-    def bytes(self) -> int:
-        """All of it."""
-        return sum(astuple(self))
-
-
-def most(works: Iterable[Work]) -> Work:
-    """Return what the one of ``works`` takes that takes the most, of each part."""
-    parts = zip(*(astuple(one) for one in works), strict=True)
-    return Work(*map(max, parts))
 
 
 def work(
@@ -70,8 +42,10 @@ def work(
     """
     dtype = compute_dtype(outline)
     width = int(DTYPE_BYTES[dtype])
-    cache = request.members * geometry.layers * geometry.cached * request.tokens * width
-    grown = request.tokens * (geometry.cached + max(2 * geometry.hidden, geometry.expanded)) * width
+    caches = block_caches(outline, geometry, request, width=width)
+    layers = {"": max(1, geometry.layers)}  # of what isn't known by blocks
+    copied = max((one.finished // layers.get(one.block, 1) for one in caches), default=0) // request.members
+    grown = copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width
     moments = outline.skeleton.moments
     found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
     if not found:
@@ -85,9 +59,9 @@ def work(
     activations = max(grown, *(held for held, _ in found))
     scratch = max(map(sum, found)) - activations
     beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
-    beside += request.judged * request.length * geometry.cached * width  # each has a layer's keys and values in hand
+    beside += request.judged * copied // request.sequences  # each has a block's keys and values in hand
     beside += (request.members - 1) * _parked_bytes(outline, request, at_most=activations)
-    return Work(cache, activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes)
+    return Work(activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes, caches=caches)
 
 
 def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:
@@ -151,7 +125,7 @@ def predict(
     needs: Work,
     rates: Rates,
     *,
-    step: Step = Step(),
+    step: Step = PLAIN_STEP,
     process_bytes: int = PROCESS_BYTES,
 ) -> Plan:
     """Return ``plan``, of ``layout``, with what is predicted: each device's peak by its parts, and a token's seconds.
@@ -173,10 +147,9 @@ def predict(
 
 def _peaks(layout: Layout, plan: Plan, needs: Work, *, process: int) -> dict[DeviceId, dict[str, int]]:
     """Return the bytes of each device at its peak, by what they are for; the host's own process takes ``process``."""
-    outline, main = layout.outline, layout.placement.main
+    main = layout.placement.main
     staged, bounced = _staged_bytes(layout), _bounced(layout)
-    layers = [layer.name for layer in outline.layers if layer.name in outline.blocks] or [""]
-    computing = [_computes(layout, name) for name in layers]
+    caches = cache_bytes(needs.caches, partial(_computes, layout))
     computed = {line.computes for line in layout.lines}
     peaks: dict[DeviceId, dict[str, int]] = {}
     for device in in_tier_order([*layout.rooms, main, CPU]):
@@ -186,7 +159,7 @@ def _peaks(layout: Layout, plan: Plan, needs: Work, *, process: int) -> dict[Dev
             held["reserve"] = layout.reserves.get(device, 0)
             held |= {"slots": room.slots} if device in layout.slots else {}
             held |= {"unpacking": room.unpacking} if device in layout.unpacking else {}
-            held["cache"] = needs.cache_bytes * computing.count(device) // len(computing)
+            held["cache"] = caches.get(device, 0)
             held["activations"] = needs.activation_bytes if device in computed else 0
             if needs.learning_bytes:
                 held["learning"] = round(needs.learning_bytes * _computed_share(layout, device))

@@ -18,8 +18,8 @@ from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.machine.kernels import identity
-from offstage.stages.plan import budgets, options, picture, plan as plans, table
-from offstage.stages.plan.assembly import assemble
+from offstage.stages.plan import budgets, options, plan as plans, table
+from offstage.stages.plan.assembly import assemble, lying_bytes
 from offstage.stages.plan.checks import (
     ShortageError,
     has_room,
@@ -28,17 +28,17 @@ from offstage.stages.plan.checks import (
     require_room,
     require_writable,
 )
-from offstage.stages.plan.expert_slots import SINGLE
-from offstage.stages.plan.hit_rates import kept_hit_rates
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
+    assumed_of_host,
     gather_inputs,
     host_kernels,
     known_machine,
     machine_rates,
     with_row_blocks,
 )
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
@@ -50,16 +50,14 @@ from offstage.stages.plan.policies.device_unpacking import with_unpacking
 from offstage.stages.plan.policies.explicit import explicit, override
 from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.placed_seconds import placed_seconds
 from offstage.stages.plan.predict import predict
-from offstage.stages.plan.request.batch_size import soonest
-from offstage.stages.plan.request.lockstep import brings_more, soonest_in_lockstep
+from offstage.stages.plan.request.choose import brings_more, choose_batch, choose_lockstep
 from offstage.stages.plan.request.media_demand import media_demand
 from offstage.stages.plan.request.requests import asking, what_learns
 from offstage.stages.plan.request.training import FinetuneOptions
 from offstage.stages.plan.request.training_demand import training_demand
 from offstage.stages.plan.row_blocks import block_sizes
-from offstage.stages.plan.traffic import Step
+from offstage.stages.plan.traffic import forecast
 from offstage.stages.plan.training_work import TrainingWork
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
@@ -68,10 +66,10 @@ _Placements = dict[tuple[object, ...], Placement]
 
 
 class PlanStage(Stage[PlanInputs]):
-    """Decides where every tensor lies and leaves the plan, its map and its picture. It needs no torch."""
+    """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 22
+    version = 25
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -110,7 +108,6 @@ class PlanStage(Stage[PlanInputs]):
         packing = possible_packing(storage, outline, config)
         rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
         kernels = host_kernels(config, context.cache)
-        hit_rates = kept_hit_rates(context.cache, config["model"]) if outline.experts else None
         media = None
         if asking(config) == "generate":
             live = partial(context.live, EmptyInitStage.name)
@@ -125,9 +122,9 @@ class PlanStage(Stage[PlanInputs]):
             kernels=kernels,
             skeleton=stored.key,
             media=media,
-            hit_rates=hit_rates,
             training=training,
         )
+        inputs = replace(inputs, notes=(*inputs.notes, *assumed_of_host(config)))
         return replace(inputs, packing=packing, kernels=identity() if inputs.outline.exact else "")
 
     def _training(self, context: Context, machine: Hardware) -> TrainingWork:
@@ -148,11 +145,10 @@ class PlanStage(Stage[PlanInputs]):
         )
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
-        """Write ``plan.json``, ``device_map.json``, the picture, and the sizes that the table is made from."""
+        """Write ``plan.json``, ``device_map.json``, and the sizes that the table is made from."""
         plan = plan_from(inputs)
         sizes = lying_bytes(inputs.outline, plan)
         plan.save(folder)
-        write_text(folder / picture.FILE_NAME, picture.draw(plan, sizes))
         write_text(folder / SIZES_NAME, json.dumps(sizes, indent=1) + "\n")
 
     def report(self, artifact: Artifact) -> Report:
@@ -184,7 +180,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     elif least is not None:
         found = {size: other for size in larger if size and (other := _larger_plan(inputs, size, placements))}
         counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.token_bytes}
-        plan = soonest({**found, least: plan}, **counts)
+        plan = choose_batch({**found, least: plan}, **counts)
     require_room(plan, inputs.machine)
     return replace(plan, notes=(*plan.notes, *inputs.notes))
 
@@ -197,7 +193,7 @@ def _soonest_in_lockstep(inputs: PlanInputs, least: plans.Plan, placements: _Pla
         if plan is None or not brings_more(plan, found):
             break
         found[size] = plan
-    return soonest_in_lockstep(found)
+    return choose_lockstep(found)
 
 
 def _larger_plan(inputs: PlanInputs, size: int, placements: _Placements) -> plans.Plan | None:
@@ -231,8 +227,7 @@ def _least_plan(inputs: PlanInputs, size: int | None, placements: _Placements) -
 def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:
     """Return the plan that leaves room for batches of ``size``; ``placements`` keeps those of budgets met before."""
     outline = inputs.outline
-    fastest = (demand.output, demand.members) if inputs.execution == options.FASTEST else ()
-    allowed = (*demand.allowance.budgets.items(), *fastest)
+    allowed = (*demand.allowance.budgets.items(), demand.step)
     if allowed not in placements:
         placements[allowed] = _placed(inputs, demand)
     placement = placements[allowed]
@@ -258,9 +253,7 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
         plan,
         inputs.works[size](block_sizes(outline, plan.block_rows)),
         inputs.rates,
-        step=Step(
-            demand.routing or SINGLE, demand.members, demand.output, decodes=demand.decodes, pages_stay=demand.pages_stay
-        ),
+        step=demand.step,
         process_bytes=inputs.process_bytes,
     )
 
@@ -282,8 +275,8 @@ def _place(inputs: PlanInputs, demand: Demand, allowed: Budgets) -> Placement:
         inputs.outline,
         allowed,
         lambda outline, budgets: _place_in(inputs, demand, outline, budgets),
-        lambda outline, placement, budgets: placed_seconds(
-            outline, placement, budgets, inputs.rates, output=demand.output, members=demand.members
+        lambda outline, placement, budgets: (
+            forecast(lay_out(outline, placement, budgets), demand.step, inputs.rates).seconds
         ),
     )
 
@@ -291,9 +284,9 @@ def _place(inputs: PlanInputs, demand: Demand, allowed: Budgets) -> Placement:
 def _place_in(inputs: PlanInputs, demand: Demand, outline: Outline, allowed: Budgets) -> Placement:
     choice = inputs.choice
     if inputs.execution == options.FASTEST:
-        return with_host_layers(outline, allowed, inputs.rates, output=demand.output, members=demand.members)
+        return with_host_layers(outline, allowed, inputs.rates, step=demand.step)
     if choice.policy == "optimal":
-        return optimal(outline, allowed, inputs.rates)
+        return optimal(outline, allowed, inputs.rates, step=demand.step)
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowed)
     if choice.policy == options.OFFLOAD:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offstage.stages.empty_init.skeleton import upward
-from offstage.stages.plan.expert_slots import UNIFORM
 from offstage.stages.plan.plan import Plan
 from offstage.stages.units import DISK, DeviceId, format_bytes
 
@@ -126,8 +125,7 @@ def experts_told(plan: Plan) -> list[str]:
     where = ", ".join(f"{slots_told(plan, device)} on {device}" for device in plan.pools)
     found, brought = plan.forecast["expert_hit_rate"], int(plan.forecast["expert_bytes_per_token"])
     told = f"{where}; {found:.0%} of those a token uses are expected there; {format_bytes(brought)} a token are brought"
-    assumed = "which assumes uniform routing: the plan has no rate that runs of this model had with so many slots"
-    return [f"{told}, {assumed}" if plan.forecast["expert_routing"] == UNIFORM else told]
+    return [f"{told}, which assumes {plan.forecast['expert_routing']} routing"]
 
 
 def links_told(plan: Plan) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.expert_slots import SINGLE, Routing, hit_rates
+from offstage.stages.plan.expert_slots import SINGLE, UNIFORM, Routing, hit_rates
 from offstage.stages.plan.layout import Layout, Line
 from offstage.stages.plan.token_time import (
     ONE_TOKEN,
@@ -34,7 +34,7 @@ class Step:
     """One pass of decoding, in which each of ``members`` in lockstep has a token for every sequence.
 
     Its tokens use a mixture's experts as ``routing`` says. A layer hands ``output`` to the next. One that ``decodes``
-    isn't the first, and needs nothing that only a prompt does. Where ``pages_stay``, what is mapped is in memory by then.
+    isn't the first, and needs nothing that only a prompt does. Where ``pages_stay``, what is mapped is in memory then.
     """
 
     routing: Routing = SINGLE
@@ -44,8 +44,12 @@ class Step:
     pages_stay: bool = False
 
 
+PLAIN_STEP = Step()
+"""One token of one sequence."""
+
+
 def traffic(layout: Layout, step: Step) -> Brought:
-    """Return what ``step`` brings: of experts those that are wanted and in no slot, of all else that is streamed all."""
+    """Return what ``step`` brings: of experts those that are wanted and in no slot, all of what else is streamed."""
     outline, routing, found = layout.outline, step.routing, Brought()
     kept = hit_rates(outline, layout.offloaded_experts, pools=layout.pools, slots=layout.slots, routing=routing)
     on_host = set(layout.host_layers)
@@ -147,7 +151,7 @@ class Forecast:
             found["device_moved_bytes_per_token"] = round(brought.moved.total() / members)
         if brought.hit_rate is not None:
             found["expert_bytes_per_token"] = round(brought.expert_bytes / members)
-            found["expert_hit_rate"] = round(brought.hit_rate, 4)
+            found |= {"expert_hit_rate": round(brought.hit_rate, 4), "expert_routing": UNIFORM}
         if share is not None:
             found["host_read_bytes_per_token"] = round(share.read_bytes)
             found["crossing_bytes_per_token"] = round(share.crossings * self.step.output.bytes)
@@ -176,7 +180,7 @@ def _needed(layout: Layout, step: Step) -> Iterable[Line]:
 
 
 def _read_bytes(layout: Layout, lines: Iterable[Line], routing: Routing) -> float:
-    """Return what a pass reads of ``lines`` where they lie and compute: of tables that are looked up next to nothing."""
+    """Return what a pass reads of ``lines`` where they lie: of tables, looked up by rows, next to nothing."""
     tables = layout.outline.lookups
     return sum(
         line.used * (routing.share(*line.routed) if line.routed else 1) for line in lines if line.name not in tables

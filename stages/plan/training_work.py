@@ -14,10 +14,11 @@ from offstage.stages.machine.host_memory import TRAINING_BYTES
 from offstage.stages.machine.kernels import Kernels
 from offstage.stages.plan.budgets import rooms
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.predict import Work, compute_dtype
+from offstage.stages.plan.predict import compute_dtype
 from offstage.stages.plan.request.geometry import Geometry, Request
 from offstage.stages.plan.request.training import ActivationOffload
 from offstage.stages.plan.request.training_demand import TrainingDemand
+from offstage.stages.plan.work import Work
 from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, parse_size
 
 _GROWN = 2
@@ -60,7 +61,6 @@ class TrainingWork:
         """Return what the training takes at that ``ratio``; the host's kernels take ``scratch`` beside."""
         to_host = self._leaves_its_device and self.asked.target == "host"
         return Work(
-            cache_bytes=0,
             activation_bytes=self.demand.step_bytes(ratio if self._leaves_its_device else 0.0),
             scratch_bytes=scratch,
             library_bytes=TRAINING_BYTES,

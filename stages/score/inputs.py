@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offstage.stages.inference.inputs import InferenceInputs
-from offstage.stages.plan.request.texts import ScoredText
+from offstage.stages.inputs.texts import ScoredText
 
 SCORES = "scores.jsonl"
 """The file that grows as windows finish."""

@@ -26,8 +26,8 @@ from offstage.stages.inference.repeats import Outputs, Pass
 from offstage.stages.inference.timed_samples import TimedSample
 from offstage.stages.inference.tokens import check_words
 from offstage.stages.inputs.batches import by_length
+from offstage.stages.inputs.texts import ScoredText
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.request.texts import ScoredText
 from offstage.stages.score.inputs import SCORES, ScoreInputs
 from offstage.stages.score.likelihoods import TokenScores, has_encoder, require_causal, score_windows
 from offstage.stages.score.metrics import TextScore, told_text
@@ -119,7 +119,8 @@ class ScoringSession:
             for number, batch in left.items():
                 chosen = [self._windows[index] for index in batch]
                 began = time.perf_counter()
-                scores = score_windows(self.dispatched.model, chosen, self.dispatched.device)
+                with self.dispatched.streamer.alone():
+                    scores = score_windows(self.dispatched.model, chosen, self.dispatched.device)
                 cost.add(time.perf_counter() - began, results=sum(len(score.values) for score in scores))
                 progress.add([_row(number, len(batch), *pair) for pair in zip(chosen, scores, strict=True)])
                 bar.update(len(batch))

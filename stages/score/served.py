@@ -8,7 +8,7 @@ from typing import Any
 
 from offstage.pipeline.errors import Fault, OffstageError
 from offstage.stages.empty_init.model import read_class
-from offstage.stages.plan.request.texts import ScoreOptions
+from offstage.stages.inputs.texts import ScoreOptions
 from offstage.stages.score.likelihoods import has_encoder
 from offstage.stages.score.windows import check_encoded_texts
 

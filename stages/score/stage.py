@@ -13,8 +13,8 @@ from offstage.pipeline.typed_config import PATHS, STANDARD_INPUT, absolute, read
 from offstage.stages.inference.inputs import chosen_number, gather_model, inference_sources
 from offstage.stages.inference.measured_stage import MeasuredStage
 from offstage.stages.inference.progress import earlier_told
+from offstage.stages.inputs.texts import ScoreOptions, check_texts, read_scored_texts
 from offstage.stages.plan.request.geometry import read_geometry
-from offstage.stages.plan.request.texts import ScoreOptions, check_texts, read_scored_texts
 from offstage.stages.score.inputs import SCORES, ScoreInputs
 from offstage.stages.score.metrics import told_text
 
@@ -47,7 +47,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
     """
 
     name = "score"
-    version = 3
+    version = 4
     needs: tuple[str, ...] = ("dispatch",)
     config_class = ScoreConfig
     resumes = (SCORES,)
@@ -69,7 +69,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
 
     def gather(self, context: Context) -> ScoreInputs:
         """Return the model's identity and placement, the texts and their windows."""
-        options, node = read(ScoreConfig, context.config).score, context.config["score"]
+        options = read(ScoreConfig, context.config).score
         texts, (window, stride) = (
             read_scored_texts(options),
             options.windows(read_geometry(context.config["model"]).context),
@@ -79,7 +79,7 @@ class ScoreStage(MeasuredStage[ScoreInputs]):
             names=list(texts),
             window=window,
             stride=stride,
-            batch_size=1 if options.exact else chosen_number("batch_size", node, context) or 1,
+            batch_size=1 if options.exact else chosen_number("batch_size", options.batch_size, context) or 1,
             **gather_model(context),
         )
 

@@ -15,8 +15,8 @@ from offstage.pipeline.errors import ConfigError, Fault, OffstageError
 from offstage.stages.checkpoints.hub import checkpoint_folder
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.inference.tokens import encode_text
+from offstage.stages.inputs.texts import ScoredText, ScoreOptions, check_stride, read_scored_texts
 from offstage.stages.plan.request.geometry import read_geometry
-from offstage.stages.plan.request.texts import ScoredText, ScoreOptions, check_stride, read_scored_texts
 
 _INSTEAD = "score.texts=[[5,6,7]]"
 

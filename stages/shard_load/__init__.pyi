@@ -11,7 +11,7 @@ from .offload_folder import (
     offload_weight as offload_weight,
     save_offload_index as save_offload_index,
 )
-from .placed_weights import PlacedWeights as PlacedWeights
+from .place import PlacedWeights as PlacedWeights
 from .tensor_in_module import (
     load_offloaded_weights as load_offloaded_weights,
     set_module_tensor_to_device as set_module_tensor_to_device,

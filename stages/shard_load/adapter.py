@@ -19,8 +19,7 @@ from offstage.stages.empty_init.adapted_model import Unadapted, without_adapter
 from offstage.stages.empty_init.names import Naming, Step
 from offstage.stages.empty_init.skeleton import Skeleton, parent
 from offstage.stages.shard_load.checkpoint_match import match_checkpoint
-from offstage.stages.shard_load.load import Load, prepare
-from offstage.stages.units import DeviceId
+from offstage.stages.shard_load.sources import Load, prepare
 
 _PREFIX = "base_model.model."
 """What peft puts before the name of every tensor."""
@@ -30,7 +29,6 @@ def prepare_adapted(
     model: nn.Module,
     skeleton: Skeleton,
     *,
-    homes: Mapping[str, DeviceId],
     checkpoint: Checkpoint,
     adapter: Checkpoint,
     strict: bool = True,
@@ -49,11 +47,10 @@ def prepare_adapted(
     base = prepare(
         unadapted.model,
         _renamed(_part(skeleton, set(plain.values())), {outer: name for name, outer in plain.items()}),
-        homes={name: homes[outer] for name, outer in plain.items() if outer in homes},
         checkpoint=checkpoint,
         strict=strict,
     )
-    return [replace(base, names=plain), Load(model, own, homes, adapter, reader, match, aligned=True)]
+    return [replace(base, names=plain), Load(model, own, adapter, reader, match, aligned=True)]
 
 
 def _naming(unadapted: Unadapted, entries: Mapping[str, AtRest]) -> Naming:

@@ -16,19 +16,18 @@ from torch import nn
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
-from offstage.stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.readers import open_stored_reader
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, longest_prefix
 from offstage.stages.empty_init.tied import check_tied_parameters_on_same_device
 from offstage.stages.machine.devices import AnyDevice, device_id, torch_device
-from offstage.stages.shard_load.homes import homes_of
-from offstage.stages.shard_load.load import Load, check_twins, prepare
-from offstage.stages.shard_load.offload_store import OffloadStore, claim
-from offstage.stages.shard_load.placed_weights import PlacedWeights, place
+from offstage.stages.shard_load.offload_store import claim
+from offstage.stages.shard_load.place import PlacedWeights, place
+from offstage.stages.shard_load.sources import Load, LoadPlan, Sources, TensorSource, check_twins, find_sources, prepare
 from offstage.stages.shard_load.stored_weights import fill_store
 from offstage.stages.shard_load.tensor_in_module import torch_type
-from offstage.stages.units import CPU, DISK, DeviceId
+from offstage.stages.units import CPU, DISK, DeviceId, tier
 
 PathLike = str | os.PathLike[str]
 _UNSUPPORTED = {
@@ -87,34 +86,54 @@ def load_checkpoint_in_model(  # the field's signature
     _refuse_unsupported(offload_8bit_bnb=offload_8bit_bnb, broadcast_from_rank0=broadcast_from_rank0)
     skeleton = with_dtype(describe(model, rehearsed=False), dtype, keep_in_fp32_modules or ())
     homes = _homes(skeleton, device_map or {"": CPU}, offload_buffers=offload_buffers)
-    source = open_checkpoint(Path(checkpoint))
-    load = prepare(model, skeleton, homes=homes, checkpoint=source, strict=strict, partial=not strict)
-    load = replace(load, serves_packed=False)  # the field's index of what lies on disk has no word for it
-    if load.on_disk and offload_folder is None:
+    load = prepare(model, skeleton, checkpoint=open_checkpoint(Path(checkpoint)), strict=strict, partial=not strict)
+    # The field's index of what lies on disk has no word for what rests packed.
+    sources = find_sources(load, LoadPlan(homes, unpacks=False))
+    if any(source.home == DISK for source in sources.values()) and offload_folder is None:
         raise ConfigError("offload_folder: tensors are mapped to disk, and no folder is given to keep their index in")
     folder = None if offload_folder is None else Path(offload_folder)
-    fill_model(load, folder, spills=offload_state_dict)
+    fill_model(load, sources, folder, spills=offload_state_dict)
 
 
-def fill_model(load: Load, folder: Path | None, *, spills: bool) -> PlacedWeights:
+def fill_model(load: Load, sources: Sources, folder: Path | None, *, spills: bool) -> PlacedWeights:
     """Fill the model of ``load`` with its weights; those on disk are served from the checkpoint, or from ``folder``.
 
     The folder gets an index of all of them, and is needed (a ``ConfigError``) for those that the checkpoint doesn't
     hold as they are. With ``spills`` host weights of ``.bin`` files wait on disk while the files are read.
     """
     check_twins(load)
-    if load.stored and folder is None:
+    wanted = [name for name, source in sources.items() if source.wants_store]
+    if wanted and folder is None:
         raise ConfigError(
-            f"offload_folder: {len(load.stored)} tensors on disk are not in the checkpoint as the model needs them, "
-            f"{next(iter(load.stored))!r} first; give a folder to write them to"
+            f"offload_folder: {len(wanted)} tensors on disk are not in the checkpoint as the model needs them, "
+            f"{wanted[0]!r} first; give a folder to write them to"
         )
-    stored: Mapping[str, AtRest] = {}
-    if folder is not None and load.on_disk:
-        store = _claimed(folder, load)
-        stored = fill_store(load, store)
-        store.refer(_references(load))
+    if folder is not None and any(source.home == DISK for source in sources.values()):
+        store = claim(folder, load.store_key)  # itself, where scripts look for it
+        if store is None:
+            raise ConfigError(f"offload_folder: {str(folder)!r} holds weights of something else; give an empty folder")
+        sources = fill_store(load, sources, store)
+        store.refer(_references(load, sources))
     spills = spills and load.checkpoint.format == "bin"
-    return place(load, stored, spill_folder=(folder or Path.cwd()) if spills else None)
+    return place(load, sources, spill_folder=(folder or Path.cwd()) if spills else None)
+
+
+def homes_of(skeleton: Skeleton, device_map: Mapping[str, AnyDevice], *, otherwise: DeviceId) -> dict[str, DeviceId]:
+    """Return where each tensor lies: on the device of its longest prefix in ``device_map``.
+
+    Of the names of one tied tensor one suffices; where they disagree it lies on the fastest of their devices. A buffer
+    that no state dict holds may be left out, and lies on the device ``otherwise``. Raises ``ConfigError`` for a tensor
+    that the map leaves out.
+    """
+    devices = {name: device_id(device) for name, device in device_map.items()}
+    homes: dict[str, DeviceId] = {}
+    for spec in skeleton.tensors:
+        prefixes = [longest_prefix(name, devices) for name in skeleton.names_of(spec.name)]
+        covered = [devices[prefix] for prefix in prefixes if prefix is not None]
+        if not covered and spec.persistent:
+            raise ConfigError(f"device_map: leaves out {spec.name!r}; map it, or '' for all that is not mapped")
+        homes[spec.name] = min(covered, key=tier, default=otherwise)
+    return homes
 
 
 def _refuse_unsupported(**options: bool) -> None:
@@ -147,40 +166,31 @@ def _homes(skeleton: Skeleton, device_map: Mapping[str, AnyDevice], *, offload_b
     return homes | {name: CPU for name in buffers if homes[name] == DISK}
 
 
-def _claimed(folder: Path, load: Load) -> OffloadStore:
-    """Return the store in ``folder`` itself, where scripts look for it; a folder of something else is refused."""
-    key = load.store_key
-    folder.mkdir(parents=True, exist_ok=True)
-    if not claim(folder, key):
-        raise ConfigError(f"offload_folder: {str(folder)!r} holds weights of something else; give an empty folder")
-    return OffloadStore(folder)
-
-
-def _sources_as_they_are(load: Load, spec: TensorSpec) -> Sequence[str]:
-    """Return the tensors of the checkpoint that ``spec`` is served from; none where the folder has it."""
-    return () if spec.name in load.stored else load.match.origins[spec.name][0].source_names
-
-
-def _references(load: Load) -> dict[str, dict[str, object]]:
+def _references(load: Load, sources: Sources) -> dict[str, dict[str, object]]:
     """Return index entries for what is not in a file of its own name: tensors in the checkpoint, and tied names.
 
     The field has no word for what rests packed there: no index has it.
     """
     found: dict[str, dict[str, object]] = {}
-    for spec in load.on_disk:
-        if any(isinstance(load.reader.entries[name], PackedTensor) for name in _sources_as_they_are(load, spec)):
-            continue
+    for source in (source for source in sources.values() if source.home == DISK):
+        names, spec = load.skeleton.names_of(source.spec.name), source.spec
         known: dict[str, object] = {"dtype": spec.dtype, "shape": list(spec.shape)}
-        if spec.name in load.served_by_row:
-            names = load.served_by_row[spec.name]
-            files = dict.fromkeys(str(load.reader.entries[name].file.path.absolute()) for name in names)
-            found[spec.name] = {**known, "safetensors_files": list(files), "weight_names": list(names)}
-            continue
-        extent = load.served.get(spec.name)
-        (source, *_) = [*load.match.origins[spec.name][0].source_names, ""]
-        where = {"file": f"{spec.name}.dat"}
-        if extent is not None:
-            where = {"safetensors_file": str(extent.file.path.absolute()), "weight_name": source}
-        names = load.skeleton.names_of(spec.name) if extent is not None else load.skeleton.names_of(spec.name)[1:]
-        found |= {name: {**known, **where} for name in names}
+        if source.is_stored:
+            found |= {name: {**known, "file": f"{spec.name}.dat"} for name in names[1:]}
+        elif not _rests_packed(load, source):
+            found |= {name: {**known, **_places(load, source)} for name in names}
     return found
+
+
+def _rests_packed(load: Load, source: TensorSource) -> bool:
+    entries = (load.reader.entries[name] for name in load.step_of(source).source_names)
+    return any(isinstance(entry, PackedTensor) for entry in entries)
+
+
+def _places(load: Load, source: TensorSource) -> dict[str, object]:
+    """Return where a tensor is in files of the checkpoint: one of theirs, or several, one after the other."""
+    files = list(dict.fromkeys(str(at.file.path.absolute()) for at in source.at))
+    names = load.pieces_of(load.step_of(source))
+    if source.way == "by_expert":
+        return {"safetensors_files": files, "weight_names": list(names)}
+    return {"safetensors_file": files[0], "weight_name": names[0]}

@@ -1,81 +1,84 @@
-"""Making tensors of the model from the checkpoint, as many at a time as memory allows."""
+"""Making tensors of the model from the checkpoint, as many at a time as memory allows.
+
+Most are somewhere in the checkpoint as they are, and read in bulk. Of the others, merges, splits and transposes,
+transformers' own operations hold all sources and the result at once. The common ones only move data, so here each
+source is read and written straight to its place in the result: no more is held than the result and one source. A
+chain with any other operation is left to transformers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
+from tqdm import tqdm
 
 from offstage.stages.checkpoints.bulk_reader import BulkReader, TensorRead, can_be_cut, read_into_new_memory
 from offstage.stages.checkpoints.byte_bar import byte_bar
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
-from offstage.stages.empty_init.names import Step
+from offstage.stages.checkpoints.readers import SourceReader
+from offstage.stages.empty_init.merges import as_piece
+from offstage.stages.empty_init.names import Step, convert
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.aligned_memory import HostBlock, room_for
 from offstage.stages.machine.devices import Devices
-from offstage.stages.shard_load.conversions import build
-from offstage.stages.shard_load.load import Load
-from offstage.stages.units import CPU, DISK
+from offstage.stages.shard_load.sources import Load, Sources
+from offstage.stages.units import CPU
 
-Progress = Callable[[int], object]
-"""Is told of bytes as they are read."""
+Fill = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
+"""Fills each view with the tensor of the checkpoint that is named beside it, cast to the view's dtype."""
 
 WINDOW_BYTES = 32 * 2**20
 """How much may be in memory at a time of tensors that don't stay there."""
 
 
 def make_tensors(
-    load: Load, wanted: Collection[str], doing: str, *, devices: Devices
+    load: Load, wanted: Sources, doing: str, *, devices: Devices, host: HostBlock | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor of ``wanted`` (names of leaders) in its dtype, in the order of the files.
+    """Yield each tensor of ``wanted`` in its dtype, in the order of the files.
 
-    ``doing`` names the progress bar. Tensors that lie in safetensors files are read in bulk: those that stay on a
-    device straight to there and all at once, those that only pass through the host on their way to the offload store
-    ``WINDOW_BYTES`` at a time or one by one if they are larger. Tensors that are built come on the cpu.
+    ``doing`` names the progress bar. Tensors that lie in safetensors files are read in bulk: resident ones straight to
+    their devices, those of the host into ``host`` if there is such a block, and all at once; those that only pass
+    through the host on their way to the offload store ``WINDOW_BYTES`` at a time or one by one if they are larger.
+    Tensors that are built come on the cpu.
     """
-    names = set(wanted)
-    total = sum(load.source_bytes(step) for step in _steps(load, names))
-    with byte_bar(doing, total) as bar, BulkReader() as bulk:
-        for steps in _batches(load, names):
-            if _is_plain(load, steps[0]):
-                pieces = _pieces(load, steps, devices)
-                bulk.read(pieces.values(), bar.update)
-                yield from _let_go(pieces)
-            else:
-                built = _Built(bar.update)
-                yield from _build(load, steps[0], names, bulk, built.add)
-                built.settle(load.source_bytes(steps[0]))
+    leaders = load.match.leaders
+    steps = [step for step in load.match.steps if any(name in wanted for name in leaders[id(step)].values())]
+    with byte_bar(doing, sum(map(load.source_bytes, steps))) as bar, BulkReader() as bulk:
+        for batch in _batches(load, steps, wanted):
+            if isinstance(batch, Step):
+                yield from _build(load, batch, wanted, bulk, bar)
+                continue
+            pieces = _pieces(load, batch, wanted, devices=devices, host=host)
+            bulk.read(pieces.values(), bar.update)
+            while pieces:  # each forgotten as it is taken
+                name = next(iter(pieces))
+                yield name, pieces.pop(name).target
 
 
-def _batches(load: Load, names: set[str]) -> Iterator[list[Step]]:
-    """Yield the steps that make ``names``, those that can be read in bulk together."""
-    batch: list[Step] = []
+def _batches(load: Load, steps: Sequence[Step], wanted: Sources) -> Iterator[dict[str, AtRest] | Step]:
+    """Yield each step by which a tensor must be built, and where those lie that can be read in bulk together."""
+    batch: dict[str, AtRest] = {}
     waiting = 0
-    for step in _steps(load, names):
-        if not _is_plain(load, step):
-            yield [step]
+    for step in steps:
+        source = _plain_source(load, step)
+        if source is None:
+            yield step
             continue
-        size = _passing_bytes(load, step)
-        if batch and waiting + size > WINDOW_BYTES:
+        (name,) = load.match.leaders[id(step)].values()
+        passing = 0 if wanted[name].way == "resident" else wanted[name].spec.bytes
+        if batch and waiting + passing > WINDOW_BYTES:
             yield batch
-            batch, waiting = [], 0
-        batch.append(step)
-        waiting += size
+            batch, waiting = {}, 0
+        batch[name] = source
+        waiting += passing
     if batch:
         yield batch
-
-
-def _steps(load: Load, names: set[str]) -> list[Step]:
-    return [step for step in load.match.steps if names.intersection(load.match.leaders[id(step)].values())]
-
-
-def _passing_bytes(load: Load, step: Step) -> int:
-    """Return the bytes that a plain step puts into memory for a while only: none if they stay on a device."""
-    (name,) = load.match.leaders[id(step)].values()
-    return load.skeleton.by_name[name].bytes if load.homes[name] == DISK else 0
-
-
-def _is_plain(load: Load, step: Step) -> bool:
-    return _plain_source(load, step) is not None
 
 
 def _plain_source(load: Load, step: Step) -> AtRest | None:
@@ -87,60 +90,37 @@ def _plain_source(load: Load, step: Step) -> AtRest | None:
     return source if source is not None and can_be_cut(source) else None
 
 
-def _pieces(load: Load, steps: Iterable[Step], devices: Devices) -> dict[str, TensorRead]:
-    """Return the pieces that read the tensors of plain steps into the places where they are to stay."""
+def _pieces(
+    load: Load, batch: Mapping[str, AtRest], wanted: Sources, *, devices: Devices, host: HostBlock | None
+) -> dict[str, TensorRead]:
+    """Return what reads the tensors of a ``batch`` into the places where they are to stay."""
     pieces: dict[str, TensorRead] = {}
-    for step in steps:
-        (leader,) = load.match.leaders[id(step)].values()
-        spec, extent, home = load.skeleton.by_name[leader], _plain_source(load, step), load.homes[leader]
-        assert extent is not None
-        dtype = torch_dtype(spec.dtype)
-        if load.host is not None and home == CPU:
-            pieces[leader] = TensorRead(extent, load.host.empty(spec.shape, dtype))
+    for name, at in batch.items():
+        spec, stays = wanted[name].spec, wanted[name].way == "resident"
+        dtype, device = torch_dtype(spec.dtype), wanted[name].home if stays else CPU
+        if host is not None and stays and device == CPU:
+            pieces[name] = TensorRead(at, host.empty(spec.shape, dtype))
         else:
-            device = CPU if home == DISK else home
-            pieces[leader] = read_into_new_memory(extent, dtype, devices=devices, device=device, aligned=load.aligned)
+            pieces[name] = read_into_new_memory(at, dtype, devices=devices, device=device, aligned=load.aligned)
     return pieces
 
 
-def _let_go(pieces: dict[str, TensorRead]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors by name, and forget each as it is taken."""
-    while pieces:
-        name = next(iter(pieces))
-        yield name, pieces.pop(name).target
-
-
-class _Built:
-    """Counts the bytes that were read to build tensors: some of what a step needs is read where nobody counts."""
-
-    def __init__(self, update: Progress) -> None:
-        self._update, self._counted = update, 0
-
-    def add(self, count: int) -> None:
-        """Count bytes as they are read."""
-        self._counted += count
-        self._update(count)
-
-    def settle(self, total: int) -> None:
-        """Count what is left of the ``total``."""
-        self._update(total - self._counted)
-
-
 def _build(
-    load: Load, step: Step, names: set[str], bulk: BulkReader, progress: Progress
+    load: Load, step: Step, wanted: Sources, bulk: BulkReader, bar: tqdm[Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    leaders = {target: name for target, name in load.match.leaders[id(step)].items() if name in names}
-    dtypes = {target: load.skeleton.by_name[name].dtype for target, name in leaders.items()}
-
-    def fill(places: Iterable[tuple[str, torch.Tensor]]) -> None:
-        _fill(load, places, bulk, progress)
-
+    leaders = {target: name for target, name in load.match.leaders[id(step)].items() if name in wanted}
+    dtypes = {target: wanted[name].spec.dtype for target, name in leaders.items()}
+    before = bar.n
+    fill = partial(_fill, load, bulk, bar.update)
     for target, tensor in build(load.model, step, reader=load.reader, dtypes=dtypes, fill=fill):
         yield leaders[target], tensor
         del tensor  # or it would be held while the next one is made
+    bar.update(load.source_bytes(step) - (bar.n - before))  # some of it is read where nobody counts
 
 
-def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkReader, progress: Progress) -> None:
+def _fill(
+    load: Load, bulk: BulkReader, progress: Callable[[int], object], places: Iterable[tuple[str, torch.Tensor]]
+) -> None:
     """Fill each view with the tensor beside it: in bulk where the view is contiguous, else one by one."""
     pieces = []
     for name, view in places:
@@ -154,3 +134,60 @@ def _fill(load: Load, places: Iterable[tuple[str, torch.Tensor]], bulk: BulkRead
         else:
             load.reader.fill(name, view)
     bulk.read(pieces, progress)
+
+
+def build(
+    model: nn.Module, step: Step, *, reader: SourceReader, dtypes: Mapping[str, str], fill: Fill
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield those targets of ``step`` that ``dtypes`` names, in these dtypes, contiguous, on the cpu.
+
+    ``fill`` reads what goes to known places of a result; ``reader`` all else.
+    """
+    piece = None if step.converter is None else as_piece(step, reader.entries)
+    made: dict[str, torch.Tensor] = {}
+    if step.converter is not None and piece is None:
+        made = _converted(model, step, reader=reader, dtype=torch_dtype(next(iter(dtypes.values()))))
+    for name, dtype in dtypes.items():
+        kind = torch_dtype(dtype)
+        if piece is not None:
+            tensor = room_for(piece.shape, kind).tensor
+            fill(piece.places(tensor))
+        elif step.converter is not None:
+            tensor = made.pop(name).to(kind).contiguous()
+        else:
+            tensor = reader.read(step.source_names[0], kind) if step.sources else computed(model, name, kind)
+        yield name, tensor
+        del tensor  # or it would be held while the next one is made
+
+
+def _converted(model: nn.Module, step: Step, *, reader: SourceReader, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return what the step's converter makes, its sources cast before as transformers casts them."""
+    converter, layer = deepcopy(step.converter), next(iter(step.targets))
+    assert converter is not None
+    for pattern, name in step.sources:
+        converter.add_tensor(layer, name, pattern, reader.read(name, dtype))
+    return convert(converter, layer, model)
+
+
+def computed(model: nn.Module, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the parameter ``name``, which no checkpoint holds, as the model's class initialises it.
+
+    The seed is fixed, so that every run has the same values; a class without a rule of its own has zeros.
+    """
+    module, attribute = model.get_submodule(parent(name)), name.rpartition(".")[2]
+    waiting = module._parameters[attribute]
+    assert waiting is not None
+    fresh = nn.Parameter(torch.zeros(waiting.shape, dtype=dtype), requires_grad=False)
+    others = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    for tensor in others:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    initialise = getattr(model, "_init_weights", None)
+    module._parameters[attribute] = fresh
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            if initialise is not None:
+                initialise(module)
+    finally:
+        module._parameters[attribute] = waiting
+    return fresh.detach()

@@ -6,7 +6,6 @@ read by the other. Writing is whole or not at all, and an index may refer to ten
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offstage.pipeline.atomic_files import replace_file, write_whole
+from offstage.pipeline.atomic_files import write_whole
 from offstage.pipeline.cache.block_sums import INDEX_NAME
 from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.stages.checkpoints.dtypes import dtype_name, torch_dtype
@@ -24,7 +23,7 @@ from offstage.stages.checkpoints.safetensors_header import read_header
 from offstage.stages.checkpoints.shard_files import ShardFile, check_regular
 from offstage.stages.machine.aligned_memory import byte_view
 from offstage.stages.shard_load.expert_rows import Rows, locate_rows, read_rows
-from offstage.stages.shard_load.offload_store import plain_index, read_index
+from offstage.stages.shard_load.offload_store import add_entries, plain_index
 from offstage.stages.units import DTYPE_BYTES, format_bytes, tensor_bytes
 
 
@@ -85,12 +84,12 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]) -> None:
-    """Add the entries of ``index`` to the folder's ``index.json``."""
+    """Add the entries of ``index`` to the folder's ``index.json``; what other processes add meanwhile stays."""
     folder = Path(offload_folder)
     if not index:
         return
     try:
-        replace_file(folder / INDEX_NAME, json.dumps({**read_index(folder), **index}, indent=1) + "\n")
+        add_entries(folder, index)
     except OSError as error:
         raise StorageError(f"{folder}: writing {INDEX_NAME} failed: {error.strerror}; set another folder") from error
 

@@ -5,17 +5,23 @@ jobs of a sweep share them. Its files are the field's: ``NAME.dat`` with the raw
 dtypes and shapes. Beside them ``offstage.json`` says what the store was made from. A folder that holds
 anything else is never written to or read from: the store then goes into a subfolder of its own.
 
+Of what the checkpoint holds plain it may have packed copies, for who waits for its storage: ``NAME.zstd.dat``, whose
+entry in the index has the table of its tiles. Of a tensor that doesn't shrink the index says so, and no copy is made.
+
 A tensor counts once the index names it, and the index names it only after its file is whole and on disk; a
 kill leaves files that nobody reads. The lock saves two jobs writing the same tensors. Nothing depends on
-it: both would write the same bytes.
+it: both would write the same bytes, and the index keeps what each of them adds (``add_entries``).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -36,6 +42,8 @@ from offstage.pipeline.cache.leftovers import DAMAGED, move_aside
 from offstage.pipeline.cache.locks import locked
 from offstage.pipeline.errors import OffstageError, StorageError
 from offstage.pipeline.regular_files import NotRegularError, read_json, read_object
+from offstage.stages.checkpoints.codecs.planes import NAME, PlaneCodec, codec_of
+from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.units import format_bytes, tensor_bytes
 
@@ -44,7 +52,8 @@ _OLDER_FORMATS = (1,)
 """Without checksums: such a store is taken over, and every tensor in it made again as it is wanted."""
 _PUBLISH_BYTES = 256 * 2**20
 _STALE_SECONDS = 24 * 3600
-
+_ADDED = ".added-"
+"""How the name begins of a file with what one writer adds to an index."""
 
 _log = logging.getLogger("offstage")
 
@@ -91,16 +100,30 @@ class OffloadStore:
         Of the blocks a sample is checked, with ``full`` all; a file is then held to its state before that.
         """
         index = read_index(self.folder)
-        found = ((name, self.file_of(name, tensor.told, index.get(name))) for name, tensor in wanted.items())
-        return self.find_whole({name: file for name, file in found if file}, full=full)
+        found = ((name, self._file_of(name, tensor.told, index.get(name))) for name, tensor in wanted.items())
+        return self._find_whole({name: file for name, file in found if file}, full=full)
 
-    def file_of(self, name: str, told: Mapping[str, Any], entry: object) -> SummedFile | None:
+    def find_packed(self, wanted: Mapping[str, StoredTensor], *, full: bool = False) -> dict[str, PackedTensor | None]:
+        """Return the packed copies of those ``wanted`` that are there, whole; null for those that don't shrink."""
+        index = read_index(self.folder)
+        entries = {name: index.get(_copy_of(name), {}) for name in wanted}
+        codecs = {name: codec for name, tensor in wanted.items() if (codec := _codec(tensor, entries[name]))}
+        files = {name: self._file_of(_copy_of(name), wanted[name].origin, entries[name]) for name in codecs}
+        sound = {name: file for name, file in files.items() if file and file.size == codecs[name].rest_bytes}
+        copies = {
+            name: codecs[name].located(file, 0, wanted[name].shape)
+            for name, file in self._find_whole(sound, full=full).items()
+        }
+        plain = (name for name, tensor in wanted.items() if entries[name] == _plain(tensor))
+        return {**dict.fromkeys(plain), **copies}
+
+    def _file_of(self, name: str, told: Mapping[str, Any], entry: object) -> SummedFile | None:
         """Return the file ``name`` with its checksums; null where its ``entry`` isn't as it is ``told``."""
         if not isinstance(entry, dict) or {key: entry.get(key) for key in told} != told:
             return None
         return summed_file(self._path(name), entry)
 
-    def find_whole(self, files: Mapping[str, SummedFile], *, full: bool) -> dict[str, ShardFile]:
+    def _find_whole(self, files: Mapping[str, SummedFile], *, full: bool) -> dict[str, ShardFile]:
         """Return those of the ``files`` that are as they were written, as far as is checked."""
         states = {name: _state(file.path) if full else None for name, file in files.items()}
         damaged = find_damage(files, full=full)
@@ -124,24 +147,35 @@ class OffloadStore:
             raise
         except OSError as error:
             raise self._error(f"writing {name!r} ({format_bytes(sums.bytes)})", error) from error
-        self.note(name, {**told, "bytes": sums.bytes, "blocks": sums.sums})
+        self._pending[name] = {**told, "bytes": sums.bytes, "blocks": sums.sums}
         self._pending_bytes += sums.bytes
         if self._pending_bytes >= _PUBLISH_BYTES:
             self.publish()
 
-    def note(self, name: str, entry: Mapping[str, Any]) -> None:
-        """Have the index say ``entry`` under ``name`` from when it is published next."""
-        self._pending[name] = entry
+    def put_packed(self, name: str, tensor: StoredTensor, tiles: Iterable[list[bytes]], *, run: int) -> None:
+        """Write the packed copy of ``tensor``: the frames of its tiles, as they come."""
+        lengths: list[list[int]] = []
+
+        def frames() -> Iterator[bytes]:
+            for tile in tiles:
+                lengths.append(list(map(len, tile)))
+                yield from tile
+
+        told = {**tensor.origin, "codec": NAME, "unpacked": tensor.bytes, "run": run}
+        told["tiles"] = lengths  # which is full once all is written
+        self.put_pieces(_copy_of(name), told, frames())
+
+    def note_plain(self, name: str, tensor: StoredTensor) -> None:
+        """Remember that ``tensor`` doesn't shrink."""
+        self._pending[_copy_of(name)] = _plain(tensor)
 
     def publish(self) -> None:
         """Put what was written since the last time into the index."""
-        if not self._pending:
-            return
         try:
-            sync_folder(self.folder)
-            _make_way(self.folder / INDEX_NAME)
-            index = {**read_index(self.folder), **self._pending}
-            replace_file(self.folder / INDEX_NAME, json.dumps(index, indent=1) + "\n")
+            if self._pending:
+                sync_folder(self.folder)
+                _make_way(self.folder / INDEX_NAME)
+                add_entries(self.folder, self._pending)
         except OSError as error:
             raise self._error("writing its index", error) from error
         self._pending.clear()
@@ -178,8 +212,11 @@ class OffloadStore:
         """Remove what was left long ago: temporary files of runs that were killed, and what was set aside."""
         for leftover in (*self.folder.glob(f"{TEMPORARY}*"), *self.folder.glob(f"{DAMAGED}*")):
             with suppress(OSError):
-                if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
+                if _is_stale(leftover):
                     shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        with suppress(OSError, OffstageError):  # the store may lie on a disk that can't be written
+            if any(map(_is_stale, _additions(self.folder))):
+                add_entries(self.folder, {})
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.dat"
@@ -194,21 +231,26 @@ class OffloadStore:
 def open_store(folder: Path, key: str, *, needed_bytes: int = 0, model: str = "") -> OffloadStore:
     """Return the store for ``key`` in ``folder``, made if it isn't there.
 
-    A folder that holds something else keeps it, and the store goes into its subfolder named ``key``. ``needed_bytes``
-    is how much is to be kept there, for the ``StorageError`` of a folder that can't be used; ``model`` is the name of
-    what it is of, for whoever lists the cache.
+    A folder that holds something else keeps it, and the store goes into its subfolder named ``key``; see ``claim``.
+    """
+    for place in (folder, folder / key):
+        store = claim(place, key, needed_bytes=needed_bytes, model=model)
+        if store is not None:
+            return store
+    raise StorageError(f"{place}: holds files of something else; move them away or set another offload_folder")
+
+
+def claim(folder: Path, key: str, *, needed_bytes: int = 0, model: str = "") -> OffloadStore | None:
+    """Return the store for ``key`` in ``folder`` itself, made if nothing is there; null where it holds something else.
+
+    ``needed_bytes`` is how much is to be kept there, for the ``StorageError`` of a folder that can't be used; ``model``
+    is the name of what it is of, for whoever lists the cache.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if claim(folder, key, model=model):
-            return OffloadStore(folder)
-        own = folder / key
-        own.mkdir(exist_ok=True)
-        if claim(own, key, model=model):
-            return OffloadStore(own)
+        return OffloadStore(folder) if _mark(folder, key, model) else None
     except OSError as error:
         raise _unusable(folder, error.strerror or str(error), needed_bytes) from error
-    raise StorageError(f"{own}: holds files of something else; move them away or set another offload_folder")
 
 
 def _unusable(folder: Path, reason: str, needed: int) -> StorageError:
@@ -218,7 +260,7 @@ def _unusable(folder: Path, reason: str, needed: int) -> StorageError:
     )
 
 
-def claim(folder: Path, key: str, *, model: str = "") -> bool:
+def _mark(folder: Path, key: str, model: str) -> bool:
     """Return whether ``folder`` is the store for ``key``, after marking it so if it is empty."""
     marker = folder / MARKER_NAME
     mark = {"format": FORMAT_VERSION, "key": key, "model": model}
@@ -233,11 +275,50 @@ def claim(folder: Path, key: str, *, model: str = "") -> bool:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return what ``index.json`` in ``folder`` says of each tensor; nothing where none can be read.
+    """Return what ``index.json`` in ``folder`` says of each tensor, and what is being added to it.
 
-    What is said of a tensor is a mapping; one of which something else stands there isn't known.
+    What is said of a tensor is a mapping; one of which something else stands there isn't known, and nothing is where no
+    index can be read.
     """
-    return {name: entry for name, entry in read_object(folder / INDEX_NAME).items() if isinstance(entry, dict)}
+    added = _being_added(folder)  # first: once the index has it, it may be gone
+    return _entries(folder / INDEX_NAME) | added
+
+
+def add_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put ``entries`` into the index of ``folder``; what others put there meanwhile stays, with locks or without.
+
+    Who adds to an index reads it and writes it anew, and may have read it before another wrote. So each first says what
+    it adds in a file of its own, and writes the index again until it has all that is said: who writes last sees the
+    files of all before. A file goes once the index has it and no other is there, whose writer may have read an older
+    index; otherwise it stays for a day.
+    """
+    own = folder / f"{_ADDED}{socket.gethostname()}-{os.getpid()}-{threading.get_native_id()}.json"
+    replace_file(own, json.dumps({**_entries(own), **entries}))
+    while True:
+        replace_file(folder / INDEX_NAME, json.dumps(read_index(folder), indent=1) + "\n")
+        others = [path for path in _additions(folder) if path != own]
+        if not others or read_index(folder) == _entries(folder / INDEX_NAME):
+            break
+    for path in filter(_is_stale, others) if others else (own,):
+        path.unlink(missing_ok=True)
+
+
+def _additions(folder: Path) -> list[Path]:
+    """Return the files in which writers say what they add to the index of ``folder``, the latest last."""
+    try:
+        with os.scandir(folder) as names:  # a large model's folder has tens of thousands: what globs is slow
+            found = [folder / entry.name for entry in names if entry.name.startswith(_ADDED)]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: _state(path) or 0)
+
+
+def _being_added(folder: Path) -> dict[str, Any]:
+    return {name: entry for path in _additions(folder) for name, entry in _entries(path).items()}
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    return {name: entry for name, entry in read_object(path).items() if isinstance(entry, dict)}
 
 
 def plain_index(folder: Path) -> dict[str, Any]:
@@ -269,12 +350,32 @@ def _shard_file(file: SummedFile, state: int | None) -> ShardFile:
     return ShardFile(file.path.name, file.path, file.size, None, "", state)
 
 
+def _is_stale(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > _STALE_SECONDS
+    except OSError:
+        return False
+
+
 def _state(path: Path) -> int | None:
     """Return when ``path`` was last changed, in nanoseconds; null where it is gone."""
     try:
         return path.stat().st_ctime_ns
     except OSError:
         return None
+
+
+def _copy_of(name: str) -> str:
+    return f"{name}.{NAME}"
+
+
+def _plain(tensor: StoredTensor) -> dict[str, Any]:
+    return {**tensor.origin, "codec": "none"}
+
+
+def _codec(tensor: StoredTensor, entry: Mapping[str, Any]) -> PlaneCodec | None:
+    known = entry.get("codec") == NAME
+    return codec_of(tensor.dtype, math.prod(tensor.shape), entry.get("run"), entry.get("tiles")) if known else None
 
 
 def _make_way(path: Path) -> None:

@@ -34,7 +34,7 @@ _SAMPLE_ELEMENTS = 2**15
 _SAMPLES = 3
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """The bytes of a tensor that is to be packed."""
 
     def read(self, begin: int, end: int) -> Bytes:
@@ -86,7 +86,7 @@ class InFiles:
 class Unpacked:
     """A tensor to be packed: so many ``elements`` of ``dtype``, of which each ``run`` is to be read alone."""
 
-    source: Source
+    source: ByteSource
     dtype: str
     elements: int
     run: int

@@ -1,41 +1,359 @@
-"""Which weights a run works on, as its record says it: by file, and by tensor."""
+"""What each tensor of a model is brought from: one table, decided from headers before a byte of data is read.
+
+All that loads goes by it: what the offload store must have, what is read into the model, and what waits on disk. Each
+tensor has one entry, and every step hands all of them on; none is lost because two steps judge it differently.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
 
-from offstage.pipeline.stage import SourceFiles
-from offstage.stages.checkpoints.checkpoint import Checkpoint, entries_by_file, looks_at, small_files
-from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
+import torch
+from torch import nn
+
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.errors import CheckpointError
+from offstage.stages.checkpoints.checkpoint import Checkpoint, identity
+from offstage.stages.checkpoints.codecs import loops
+from offstage.stages.checkpoints.codecs.planes import can_pack
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype, rest_bytes
+from offstage.stages.checkpoints.readers import SourceReader, open_reader, open_stored_reader, read_extent
+from offstage.stages.empty_init.merges import sources_in_order
+from offstage.stages.empty_init.names import Step
+from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec
+from offstage.stages.machine.aligned_memory import TENSOR_ALIGNMENT
+from offstage.stages.shard_load.checkpoint_match import CheckpointMatch, match_checkpoint
+from offstage.stages.shard_load.expert_rows import Rows, locate_rows, read_rows
+from offstage.stages.units import CPU, DISK, DeviceId
+
+Way = Literal["resident", "in_place", "by_expert", "made", "packed_copy", "packed_on_host", "computed"]
+"""``resident``: it lies on its device as it is used. ``in_place``: it is read from the checkpoint, which has it in one
+piece. ``by_expert``: from tensors of the checkpoint, one after the other, of which single experts are read. ``made``:
+from the offload store, where it is made as it is used. ``packed_copy``: from a packed copy there. ``packed_on_host``:
+it waits on the host as it rests on disk, in the checkpoint or as such a copy. ``computed``: a buffer that no checkpoint
+has, as the model's constructor computed it."""
 
 
-def weight_sources(
-    checkpoint: Checkpoint, digests: Mapping[str, str], adapter: Mapping[str, str] | None, *, verify: str
-) -> SourceFiles:
-    """Return what ``checkpoint`` is by the content of its files, and the ``adapter``, whose files have their SHA-256.
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What a plan says of a load: where each tensor lies (``homes``), by the names that tensors have where it is used.
 
-    ``digests`` are those of the checkpoint's files that were hashed whole; of others the Hub may have said it, where
-    they lie in its cache. ``verify`` says how deep was looked.
+    Of those ``by_expert`` single experts are read from disk. Those ``packed_on_host`` wait there as they rest on disk,
+    where they rest packed, and those that it ``packs`` are to rest packed in the offload store where they shrink.
+    ``unpacks`` is false where whoever reads what lies on disk can't unpack it.
     """
-    files: list[dict[str, Any]] = []
-    tensors: dict[str, dict[str, list[Any]]] = {}
-    for (file, held), look in zip(entries_by_file(checkpoint), looks_at(checkpoint), strict=True):
-        named = hub_digest(file.path)
-        files.append(
-            {
-                "name": file.name,
-                "size": file.size,
-                "header": look.header if look else None,
-                "sampled": look.sampled if look else None,
-                "sha256": digests.get(file.name, named),
-                "sha256_from": "bytes" if file.name in digests else "hub" if named else None,
+
+    homes: Mapping[str, DeviceId]
+    by_expert: AbstractSet[str] = frozenset()
+    packed_on_host: AbstractSet[str] = frozenset()
+    packs: AbstractSet[str] = frozenset()
+    unpacks: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """What one tensor of the model is brought from, and the way; ``home`` is the device that it lies on.
+
+    ``at`` has its pieces at rest, one after the other: what is made, or copied, has none before the offload store has
+    it. ``rows`` says where in them the row of each expert is, of a tensor that has a row an expert. While a packed copy
+    is still to be found or made, ``otherwise`` is the way of a tensor that doesn't shrink, and ``at`` what of the
+    checkpoint is packed; where that is nothing, the tensor is made first.
+    """
+
+    spec: TensorSpec
+    outer: str
+    home: DeviceId
+    way: Way
+    at: tuple[AtRest, ...] = ()
+    rows: Rows = ()
+    otherwise: Way | None = None
+
+    @property
+    def whole(self) -> AtRest | None:
+        """Where it rests in one piece; null where it rests in several, or isn't away."""
+        return self.at[0] if len(self.at) == 1 and self.way != "by_expert" else None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the model has a meta tensor in its place."""
+        return self.way not in ("resident", "computed")
+
+    @property
+    def wants_store(self) -> bool:
+        """Whether the offload store must be looked into, or filled, before it can be brought."""
+        return self.otherwise is not None or (self.way == "made" and not self.at)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it rests in the offload store."""
+        return bool(self.at) and self.at[0].file.mtime_ns is None
+
+    @property
+    def rest_bytes(self) -> int:
+        """The bytes of its pieces at rest."""
+        return sum(map(rest_bytes, self.at))
+
+    @property
+    def turned_back(self) -> TensorSource:
+        """What it is once its packed copy is known not to be worth making."""
+        assert self.otherwise is not None, self.spec.name
+        stays = self.otherwise in ("in_place", "by_expert")
+        at, rows = (self.at, self.rows) if stays else ((), ())
+        return replace(self, way=self.otherwise, at=at, rows=rows, otherwise=None)
+
+
+Sources = Mapping[str, TensorSource]
+"""What every tensor of a load is brought from, by its name in the model, tied ones once."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A checkpoint held against the model that it fills.
+
+    ``names`` are those that tensors have where what is loaded is used, if they are others than ``model`` has. Tensors
+    are ``aligned`` wherever they lie in their file where the library that they are compared with copies them, as peft
+    does those of an adapter; others are used as they lie, as transformers maps them.
+    """
+
+    model: nn.Module
+    skeleton: Skeleton
+    checkpoint: Checkpoint
+    reader: SourceReader
+    match: CheckpointMatch
+    names: Mapping[str, str] = field(default_factory=dict)
+    aligned: bool = False
+
+    @cached_property
+    def expert_names(self) -> frozenset[str]:
+        """The names of all tensors that have a row for each expert of a mixture."""
+        return frozenset(name for spec in self.skeleton.experts for name in spec.tensors)
+
+    @property
+    def store_key(self) -> str:
+        """What an offload store of these tensors is known by: which checkpoint it is, in which dtype."""
+        return fingerprint({"checkpoint": identity(self.checkpoint), "dtype": self.main_dtype})
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most of the model's bytes: what ``auto`` comes to."""
+        bytes_by_dtype: Counter[str] = Counter()
+        for spec in self.skeleton.unique:
+            bytes_by_dtype[spec.dtype] += spec.bytes
+        return bytes_by_dtype.most_common(1)[0][0]
+
+    def outer_name(self, name: str) -> str:
+        """Return what the tensor ``name`` is called where what is loaded is used."""
+        return self.names.get(name, name)
+
+    def outer_names(self, source: TensorSource) -> list[str]:
+        """Return all names that the tensor of ``source`` has where what is loaded is used, tied ones included."""
+        return [self.outer_name(name) for name in self.skeleton.names_of(source.spec.name)]
+
+    def step_of(self, source: TensorSource) -> Step:
+        """Return the step that makes the tensor of ``source``."""
+        return self.match.origins[source.spec.name][0]
+
+    def pieces_of(self, step: Step) -> tuple[str, ...]:
+        """Return the tensors of the checkpoint that the one which ``step`` makes is, one after the other, if any."""
+        return sources_in_order(step, self.reader.entries)
+
+    def source_bytes(self, step: Step) -> int:
+        """Return the bytes of the tensors in the checkpoint that ``step`` reads, as they rest."""
+        return sum(rest_bytes(self.reader.entries[name]) for name in step.source_names)
+
+    def extent_of(self, step: Step) -> AtRest | None:
+        """Return where the one tensor lies that ``step`` takes as it is; null if it makes one, or in a pickle."""
+        names = self.pieces_of(step) if len(step.sources) == 1 else ()
+        extent = self.source_extent(names[0]) if names else None
+        return extent if extent is not None and (extent.shape,) == tuple(step.targets.values()) else None
+
+    def source_extent(self, name: str) -> AtRest | None:
+        """Return where the tensor that the checkpoint calls ``name`` lies; null if in a pickle."""
+        return None if self.checkpoint.format == "bin" else self.reader.entries[name]
+
+
+def prepare(
+    model: nn.Module, skeleton: Skeleton, *, checkpoint: Checkpoint, strict: bool = True, partial: bool = False
+) -> Load:
+    """Return ``checkpoint`` held against ``model``, checked against its ``skeleton`` from headers alone.
+
+    A model that computes with codes and scales itself has them as the files do. ``strict`` and ``partial`` say which of
+    the two may lack tensors of the other; see ``match_checkpoint``.
+    """
+    reader = open_reader(checkpoint)
+    if any(isinstance(entry, PackedTensor) for entry in reader.entries.values()):
+        loops.build()  # now, before any weight is there: a compiler takes memory too
+    scales = checkpoint.entries.keys() - reader.entries.keys()
+    if any(spec.name in scales for spec in skeleton.tensors):
+        reader = open_stored_reader(checkpoint)
+    match = match_checkpoint(
+        model, skeleton, checkpoint=checkpoint, entries=reader.entries, strict=strict, partial=partial
+    )
+    return Load(model, skeleton, checkpoint, reader, match)
+
+
+def find_sources(load: Load, plan: LoadPlan) -> dict[str, TensorSource]:
+    """Return what each tensor is brought from, in the order of the files, and then the buffers that no file has."""
+    specs, origins = load.skeleton.by_name, load.match.origins
+    found = {name: _find(load, plan, specs[name]) for name in origins}
+    for spec in load.skeleton.tensors:
+        if spec.kind == "buffer" and load.skeleton.leader(spec.name) not in origins:
+            outer = load.outer_name(spec.name)
+            home = plan.homes.get(outer, CPU)
+            found[spec.name] = TensorSource(spec, outer, CPU if home == DISK else home, "computed")
+    return found
+
+
+def _find(load: Load, plan: LoadPlan, spec: TensorSpec) -> TensorSource:
+    outer = load.outer_name(spec.name)
+    home = plan.homes[outer]
+    source = TensorSource(spec, outer, home, "made" if home == DISK else "resident")
+    if home != DISK and outer not in plan.packed_on_host:
+        return source
+    lies = _lies_as_used(load, source, unpacks=plan.unpacks)
+    plain = all(isinstance(at, Extent) for at in lies.at)
+    served = lies if lies.way == "in_place" or (lies.way == "by_expert" and outer in plan.by_expert) else source
+    if home != DISK:  # only what rests packed in all its pieces waits so
+        packed = bool(served.at) and all(isinstance(at, PackedTensor) for at in served.at)
+        served = replace(served, way="packed_on_host") if packed else source
+    if outer in plan.packs and can_pack(spec.dtype, spec.bytes) and (plain or not served.at):
+        way: Way = "packed_copy" if home == DISK else "packed_on_host"
+        return replace(lies if plain else source, way=way, otherwise=served.way)
+    return served
+
+
+def _lies_as_used(load: Load, source: TensorSource, *, unpacks: bool) -> TensorSource:
+    """Return ``source`` with where the checkpoint has it as it is used, in one piece or by expert; or nowhere."""
+    step, dtype = load.step_of(source), source.spec.dtype
+    whole = load.extent_of(step)
+    if load.aligned and isinstance(whole, Extent) and whole.begin % TENSOR_ALIGNMENT:
+        whole = None
+    at = None if whole is None else _served_as(whole, dtype, unpacks=unpacks)
+    if at is not None:
+        return replace(located(load, source, (at,)), way="in_place")
+    if source.spec.name not in load.expert_names:
+        return source
+    extents = [extent for name in load.pieces_of(step) if (extent := load.source_extent(name)) is not None]
+    places = [place for at in extents if (place := _served_as(at, dtype, unpacks=unpacks)) is not None]
+    found = replace(located(load, source, tuple(places)), way="by_expert")
+    return found if found.rows else source
+
+
+def _served_as(source: AtRest, dtype: str, *, unpacks: bool) -> AtRest | None:
+    return in_dtype(source, dtype) if unpacks or isinstance(source, Extent) else None
+
+
+def located(load: Load, source: TensorSource, at: tuple[AtRest, ...]) -> TensorSource:
+    """Return ``source`` as it rests at these places."""
+    spec = source.spec
+    rows = locate_rows(at, spec.shape, spec.dtype) if at and spec.name in load.expert_names else ()
+    return replace(source, at=at, rows=rows, otherwise=None)
+
+
+def check_twins(load: Load) -> None:
+    """Refuse a checkpoint that has different values for two names that are one tensor in the model."""
+    for name, other in load.match.twins:
+        first, second = load.reader.borrow(name), load.reader.borrow(other)
+        if first.shape != second.shape or not torch.equal(first, second):
+            raise CheckpointError(
+                f"{load.checkpoint.path}: tensors {name!r} and {other!r} are tied in the model and differ in the "
+                "checkpoint; set tie_word_embeddings to false in config.json if they are two"
+            )
+
+
+class DiskWeights(Mapping[str, torch.Tensor]):
+    """Every tensor of a model that isn't in it but at rest, by its name, tied names included.
+
+    ``offloaded[name]`` reads the tensor now, as it is used, on the cpu, in new memory. A file that changed since it was
+    recorded is a ``CheckpointError``. ``sources`` has what each is brought from.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        source = self.sources[name]
+        return read_rows(source.rows) if source.whole is None else read_extent(source.whole)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.sources)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.sources
+
+    @cached_property
+    def extents(self) -> Mapping[str, AtRest]:
+        """Where each tensor lies that is in one piece, for a reader that has buffers of its own."""
+        places = ((name, source.whole) for name, source in self.sources.items())
+        return {name: place for name, place in places if place is not None}
+
+    @cached_property
+    def rows(self) -> Mapping[str, Rows]:
+        """Where the row of each expert lies, of every tensor that has one row an expert."""
+        return {name: source.rows for name, source in self.sources.items() if source.rows}
+
+
+def disk_weights(load: Load, sources: Sources) -> DiskWeights:
+    """Return those of ``sources`` that wait, by all names that their tensors have where what is loaded is used."""
+    waiting = (source for source in sources.values() if source.waits)
+    return DiskWeights({name: source for source in waiting for name in load.outer_names(source)})
+
+
+def describe_index(load: Load, sources: Sources) -> dict[str, object]:
+    """Return where each tensor on disk is: its place in a file, or the tensors that it is in the checkpoint."""
+    index: dict[str, object] = {}
+    for source in (source for source in sources.values() if source.home == DISK):
+        at = source.whole
+        if at is None:
+            index[source.outer] = {
+                "source": "checkpoint",
+                "tensors": list(load.pieces_of(load.step_of(source))),
+                "dtype": source.spec.dtype,
+                "shape": list(source.spec.shape),
             }
-        )
-        if look is not None and held:
-            entries = zip(held.items(), look.tensors, strict=True)
-            tensors[file.name] = {name: [entry.dtype, list(entry.shape), digest] for (name, entry), digest in entries}
-    place = hub_place(checkpoint.files[0].path)
-    hub = {"id": place[0], "revision": place[1]} if place else None
-    weights = {**small_files(checkpoint), "verify": verify, "hub": hub, "files": files}
-    return SourceFiles({"weights": weights, **({"adapter": adapter} if adapter is not None else {})}, tensors)
+        else:
+            kind = "store" if source.is_stored else "checkpoint"
+            entry = {"source": kind, "file": at.file.name, "dtype": at.dtype, "shape": list(at.shape), **_offsets(at)}
+            index.update(dict.fromkeys(load.outer_names(source), entry))
+    return index
+
+
+def _offsets(source: AtRest) -> dict[str, object]:
+    """Return where in its file a tensor lies; of one that rests packed where each of its parts does, and the codec."""
+    if isinstance(source, PackedTensor):
+        parts = [{"file": part.file.name, "offsets": [part.begin, part.end]} for part in source.parts]
+        return {"codec": source.codec.name, "parts": parts}
+    return {"offsets": [source.begin, source.end]}
+
+
+def describe_load(tables: Sequence[tuple[Load, Sources]]) -> dict[str, object]:
+    """Return how much lies on each tier, and how much of it is read in place, stored and packed."""
+    found = [source for _, sources in tables for source in sources.values() if source.way != "computed"]
+    tiers: dict[str, dict[str, int]] = {}
+    for source in found:
+        tier = tiers.setdefault(str(source.home), {"tensors": 0, "bytes": 0})
+        tier["tensors"] += 1
+        tier["bytes"] += source.rest_bytes if source.way == "packed_on_host" else source.spec.bytes
+    packed = [source for source in found if source.is_stored and source.way != "made"]
+    return {
+        "format": tables[0][0].checkpoint.format,
+        "files": [file.name for load, _ in tables for file in load.checkpoint.files],
+        "checkpoint_bytes": sum(load.checkpoint.bytes for load, _ in tables),
+        "tiers": tiers,
+        "served": _count(source for source in found if source.way in ("in_place", "by_expert")),
+        "stored": _count(source for source in found if source.way == "made"),
+        "packed": {**_count(packed), "rest_bytes": sum(source.rest_bytes for source in packed)},
+    }
+
+
+def _count(sources: Iterable[TensorSource]) -> dict[str, int]:
+    sizes = [source.spec.bytes for source in sources]
+    return {"tensors": len(sizes), "bytes": sum(sizes)}

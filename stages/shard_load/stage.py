@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from offstage.pipeline.atomic_files import write_text
-from offstage.pipeline.errors import CheckpointError, Fault
+from offstage.pipeline.errors import CheckpointError, Fault, StorageError
 from offstage.pipeline.memory_monitor import held_bytes
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage, model_name
-from offstage.pipeline.typed_config import read
-from offstage.stages.checkpoints.adapters import weights_identity
-from offstage.stages.checkpoints.checkpoint import Checkpoint, identity
+from offstage.pipeline.typed_config import PATHS, absolute, read
+from offstage.stages.checkpoints.adapters import adapter_folder, open_adapter, weights_identity
+from offstage.stages.checkpoints.checkpoint import (
+    Checkpoint,
+    Depth,
+    entries_by_file,
+    identity,
+    looks_at,
+    open_checkpoint,
+    small_files,
+)
 from offstage.stages.checkpoints.hashes import check_hashes, hold, whole_digests
+from offstage.stages.checkpoints.hub import fault_offline, is_hub_id, local_snapshot, weights_path
+from offstage.stages.checkpoints.shard_files import hub_digest, hub_place
 from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.serving import routed
-from offstage.stages.shard_load.config import ShardLoadConfig, faults, open_adapter_of, open_weights
-from offstage.stages.shard_load.offload_store import open_store
-from offstage.stages.shard_load.sources import weight_sources
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 if TYPE_CHECKING:
-    from offstage.stages.checkpoints.packed import AtRest
-    from offstage.stages.machine.devices import Devices
-    from offstage.stages.shard_load.load import Load
-    from offstage.stages.shard_load.placed_weights import PlacedWeights
+    from offstage.stages.shard_load.place import PlacedWeights
+    from offstage.stages.shard_load.sources import Load, Sources
 
 INDEX_NAME = "offload_index.json"
 REPORT_NAME = "load_report.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLoadConfig:
+    """Where weights go that can't be read from the checkpoint as they are, and how much is checked."""
+
+    offload_folder: str | None = field(default=None, metadata={PATHS: {"": absolute}})
+    offload_state_dict: bool = False
+    strict: bool = True
+    check_finite: bool = False
+    verify: Literal["index", "headers", "full"] = "headers"
+
+    @property
+    def depth(self) -> Depth:
+        """How deep the checkpoint is looked at to tell which it is."""
+        return "index" if self.verify == "index" else "headers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +60,12 @@ class ShardLoadInputs:
     """The weights depend on the checkpoint, on what the model is, where each tensor goes, and what fits there.
 
     ``skeleton`` is the key of that artifact, so of all that made the model, its code too; ``device_map`` is the hash of
-    that file, ``ledgers`` are the plan's. ``spills`` says whether weights bound for the host wait on disk; ``model`` is
-    the config's node of that name; ``opened`` is the checkpoint as deep as ``verify`` says, which ``checkpoint``
-    identifies by its content, and ``digests`` by the SHA-256 of every file where that is asked for. Where only the
-    index is looked at, ``place`` is where it lies: files that were unpacked with times of their own may look alike in
-    two places. ``opened_adapter`` is the adapter, which ``adapter`` identifies by its bytes, if there is one.
+    that file, ``homes`` what it comes to for each tensor; ``ledgers`` and ``main_device`` are the plan's. ``spills``
+    says whether weights bound for the host wait on disk; ``model`` is the config's node of that name; ``opened`` is the
+    checkpoint as deep as ``verify`` says, which ``checkpoint`` identifies by its content, and ``digests`` by the
+    SHA-256 of every file where that is asked for. Where only the index is looked at, ``place`` is where it lies: files
+    that were unpacked with times of their own may look alike in two places. ``opened_adapter`` is the adapter, which
+    ``adapter`` identifies by its bytes, if there is one.
     ``routed`` has the tensors of which single experts are read from disk, ``packed`` those that wait on the host as
     they rest on disk, and ``packs`` those that rest packed in the offload store.
     """
@@ -66,7 +88,8 @@ class ShardLoadInputs:
     model: Mapping[str, Any] = field(compare=False)
     opened: Checkpoint = field(compare=False)
     opened_adapter: Checkpoint | None = field(compare=False)
-    plan: plans.Plan = field(compare=False)
+    homes: Mapping[str, DeviceId] = field(compare=False)
+    main_device: DeviceId = field(compare=False)
 
 
 class ShardLoadStage(Stage[ShardLoadInputs]):
@@ -82,14 +105,18 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
 
     def check(self, config: Config) -> Iterable[Fault]:
         """Yield what is wrong with the offload keys, and with the checkpoint's files as far as ``verify`` looks."""
-        yield from faults(read(ShardLoadConfig, config), config["model"])
+        given, model = read(ShardLoadConfig, config), config["model"]
+        yield from _check_checkpoint(model, given.depth)
+        yield from _check_adapter(model)
+        if given.offload_folder is not None:
+            yield from _check_offload_folder(given.offload_folder, model)
 
     def gather(self, context: Context) -> ShardLoadInputs:
         """Return which checkpoint it is, what the model is, where each tensor goes, and what is checked."""
         given, model = read(ShardLoadConfig, context.config), context.config["model"]
         skeleton, plan = context.artifact("empty_init"), context.artifact("plan")
         found = plans.from_json(plan.json(plans.FILE_NAME))
-        opened, adapter = open_weights(model, depth=given.depth), open_adapter_of(model)
+        opened, adapter = _open_weights(model, depth=given.depth), _open_adapter(model)
         if given.verify == "full":
             opened, adapter = hold(opened), hold(adapter) if adapter is not None else None
         return ShardLoadInputs(
@@ -111,31 +138,29 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             model=model,
             opened=opened,
             opened_adapter=adapter,
-            plan=found,
+            homes=found.homes,
+            main_device=found.main_device,
         )
 
     def sources(self, inputs: ShardLoadInputs, context: Context) -> SourceFiles:
         """Return which weights these are, by file and by tensor, and which adapter's."""
-        return weight_sources(inputs.opened, inputs.digests or {}, inputs.adapter, verify=inputs.verify)
+        return _weight_files(inputs)
 
     def build(self, inputs: ShardLoadInputs, context: Context, folder: Path) -> Any:
         """Fill the offload store; write ``offload_index.json`` and ``load_report.json``."""
-        from offstage.stages.shard_load.load import check_twins
-        from offstage.stages.shard_load.placed_weights import refuse_infinite_served
+        from offstage.stages.shard_load.place import refuse_infinite_served
+        from offstage.stages.shard_load.sources import check_twins, describe_index, describe_load
 
-        loads = _prepare(inputs, context)
-        index: dict[str, object] = {}
-        hashes = {} if inputs.digests is None else {**inputs.digests, **(inputs.adapter or {})}
-        for load in loads:
+        tables = _prepare(inputs, context)
+        for load, sources in tables:
             check_twins(load)
             if inputs.check_finite:
-                refuse_infinite_served(load)
-        stored = [_fill_store(inputs, context, load) for load in loads]
-        for load, own in zip(loads, stored, strict=True):
-            index |= _index(load, own)
+                refuse_infinite_served(load, sources)
+        filled = [(load, _fill_store(inputs, context, load, sources)) for load, sources in tables]
+        index = {name: entry for load, sources in filled for name, entry in describe_index(load, sources).items()}
         write_text(folder / INDEX_NAME, json.dumps(index, indent=1) + "\n")
-        report = {**_load_report(loads, stored), "sha256": hashes}
-        write_text(folder / REPORT_NAME, json.dumps(report, indent=1) + "\n")
+        hashes = {} if inputs.digests is None else {**inputs.digests, **(inputs.adapter or {})}
+        write_text(folder / REPORT_NAME, json.dumps({**describe_load(filled), "sha256": hashes}, indent=1) + "\n")
 
     def revive(self, inputs: ShardLoadInputs, context: Context) -> PlacedWeights:
         """Return the model with its resident weights in place; what the offload store lacks by now is made again.
@@ -143,16 +168,25 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         With ``verify=full`` the files must still have the bytes that they had when the artifact was made.
         """
         from offstage.stages.machine.devices import Devices
-        from offstage.stages.shard_load.placed_weights import joined
+        from offstage.stages.shard_load.place import host_block, joined, place
 
-        loads, devices = _prepare(inputs, context), Devices(inputs.ledgers)
+        tables, devices = _prepare(inputs, context), Devices(inputs.ledgers)
         base_bytes = held_bytes()
-        if inputs.plan.main_device != CPU:  # what lies on the host is streamed from there
-            loads[0] = replace(loads[0], host=loads[0].host_block())
-        for load in loads if inputs.verify == "full" else ():
+        for load, _ in tables if inputs.verify == "full" else ():
             check_hashes(load.checkpoint, context.artifact(self.name).json(REPORT_NAME)["sha256"])
-        stored = [_fill_store(inputs, context, load) for load in loads]
-        placed = [_place(inputs, context, load, own, devices) for load, own in zip(loads, stored, strict=True)]
+        filled = [(load, _fill_store(inputs, context, load, sources)) for load, sources in tables]
+        placed = [
+            place(
+                load,
+                sources,
+                devices=devices,
+                # What lies on the host of the checkpoint itself is streamed from there, where it isn't used there.
+                host=host_block(sources) if number == 0 and inputs.main_device != CPU else None,
+                spill_folder=_spill_folder(inputs, context, load),
+                check_finite=inputs.check_finite,
+            )
+            for number, (load, sources) in enumerate(filled)
+        ]
         return replace(joined(placed), base_bytes=base_bytes)
 
     def report(self, artifact: Artifact) -> Report:
@@ -171,123 +205,128 @@ def _opened(inputs: ShardLoadInputs) -> Checkpoint:
     """Return the checkpoint of the inputs with its headers; one whose files have changed since is refused."""
     if inputs.verify != "index":
         return inputs.opened
-    deeper = open_weights(inputs.model)
+    deeper = _open_weights(inputs.model)
     for then, now in zip(inputs.opened.files, deeper.files, strict=False):
         if (then.name, then.size, then.mtime_ns) != (now.name, now.size, now.mtime_ns):
             raise CheckpointError(f"{now.path}: changed since the run began; run again when it is complete")
     return deeper
 
 
-def _prepare(inputs: ShardLoadInputs, context: Context) -> list[Load]:
-    """Return the load of the checkpoint, and that of the adapter if there is one."""
+def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sources]]:
+    """Return the load of the checkpoint, and that of the adapter if there is one, and what their tensors come from."""
     from offstage.stages.shard_load.adapter import prepare_adapted
-    from offstage.stages.shard_load.load import prepare
+    from offstage.stages.shard_load.sources import LoadPlan, find_sources, prepare
 
     skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
-    model, homes = context.live("empty_init"), inputs.plan.homes
-    checkpoint = _opened(inputs)
+    model, checkpoint, strict = context.live("empty_init"), _opened(inputs), inputs.strict
     if inputs.opened_adapter is None:
-        loads = [prepare(model, skeleton, homes=homes, checkpoint=checkpoint, strict=inputs.strict)]
+        loads = [prepare(model, skeleton, checkpoint=checkpoint, strict=strict)]
     else:
-        adapter, strict = inputs.opened_adapter, inputs.strict
-        loads = prepare_adapted(model, skeleton, homes=homes, checkpoint=checkpoint, adapter=adapter, strict=strict)
-    return [replace(load, routed=inputs.routed, packed=inputs.packed, packs=inputs.packs) for load in loads]
-
-
-def _place(
-    inputs: ShardLoadInputs, context: Context, load: Load, stored: Mapping[str, AtRest], devices: Devices
-) -> PlacedWeights:
-    from offstage.stages.shard_load.placed_weights import place
-
-    # Only a pickle's file is held while its tensors are placed: spilling for safetensors would lower no peak.
-    spills = inputs.spills and load.checkpoint.format == "bin"
-    return place(
-        load,
-        stored,
-        devices=devices,
-        spill_folder=Path(inputs.offload_folder or context.cache / "offload") if spills else None,
-        check_finite=inputs.check_finite,
+        adapter = inputs.opened_adapter
+        loads = prepare_adapted(model, skeleton, checkpoint=checkpoint, adapter=adapter, strict=strict)
+    plan = LoadPlan(
+        inputs.homes,
+        by_expert=frozenset(inputs.routed),
+        packed_on_host=frozenset(inputs.packed),
+        packs=frozenset(inputs.packs),
     )
+    return [(load, find_sources(load, plan)) for load in loads]
 
 
-def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load) -> dict[str, AtRest]:
-    """Return what is in the offload store and where; none is opened where nothing must be."""
+def _spill_folder(inputs: ShardLoadInputs, context: Context, load: Load) -> Path | None:
+    """Return where weights of the host wait meanwhile: only a pickle's file is held while its tensors are placed."""
+    spills = inputs.spills and load.checkpoint.format == "bin"
+    return Path(inputs.offload_folder or context.cache / "offload") if spills else None
+
+
+def _fill_store(inputs: ShardLoadInputs, context: Context, load: Load, sources: Sources) -> Sources:
+    """Return ``sources`` with where the offload store has them; none is opened where nothing must be there."""
+    from offstage.stages.shard_load.offload_store import open_store
     from offstage.stages.shard_load.stored_weights import fill_store
 
-    wanted = {**load.stored, **load.packable}
-    if not wanted:
-        return {}
-    key, needed = load.store_key, sum(tensor.bytes for tensor in wanted.values())
-    folder, model = Path(inputs.offload_folder or context.cache / "offload" / key), model_name(context.config)
-    store = open_store(folder, key, needed_bytes=needed, model=model)
-    return fill_store(load, store, check_finite=inputs.check_finite, full=inputs.verify == "full")
+    needed = [source.spec.bytes for source in sources.values() if source.wants_store]
+    if not needed:
+        return sources
+    key, model = load.store_key, model_name(context.config)
+    folder = Path(inputs.offload_folder or context.cache / "offload" / key)
+    store = open_store(folder, key, needed_bytes=sum(needed), model=model)
+    return fill_store(load, sources, store, check_finite=inputs.check_finite, full=inputs.verify == "full")
 
 
-def _index(load: Load, stored: Mapping[str, AtRest]) -> dict[str, object]:
-    """Return where each tensor on disk is: its place in a file, or the tensors that it is in the checkpoint."""
-    from offstage.stages.shard_load.placed_weights import extents
+def _weight_files(inputs: ShardLoadInputs) -> SourceFiles:
+    """Return what the checkpoint is by the content of its files, and the adapter, whose files have their SHA-256.
 
-    whole: dict[str, object] = {
-        name: {
-            "source": "checkpoint" if source.file.mtime_ns is not None else "store",
-            "file": source.file.name,
-            "dtype": source.dtype,
-            "shape": list(source.shape),
-            **_offsets(source),
-        }
-        for name, source in extents(load, stored).items()
-    }
-    specs = load.skeleton.by_name
-    return whole | {
-        load.outer_name(name): {
-            "source": "checkpoint",
-            "tensors": list(sources),
-            "dtype": specs[name].dtype,
-            "shape": list(specs[name].shape),
-        }
-        for name, sources in load.served_by_row.items()
-        if name not in stored
-    }
-
-
-def _offsets(source: AtRest) -> dict[str, object]:
-    """Return where in its file a tensor lies; of one that rests packed where each of its parts does, and the codec."""
-    from offstage.stages.checkpoints.packed import PackedTensor
-
-    if isinstance(source, PackedTensor):
-        parts = [{"file": part.file.name, "offsets": [part.begin, part.end]} for part in source.parts]
-        return {"codec": source.codec.name, "parts": parts}
-    return {"offsets": [source.begin, source.end]}
+    Of files that weren't hashed whole the Hub may have said it, where they lie in its cache.
+    """
+    checkpoint, digests = inputs.opened, inputs.digests or {}
+    files: list[dict[str, Any]] = []
+    tensors: dict[str, dict[str, list[Any]]] = {}
+    for (file, held), look in zip(entries_by_file(checkpoint), looks_at(checkpoint), strict=True):
+        named = hub_digest(file.path)
+        files.append(
+            {
+                "name": file.name,
+                "size": file.size,
+                "header": look.header if look else None,
+                "sampled": look.sampled if look else None,
+                "sha256": digests.get(file.name, named),
+                "sha256_from": "bytes" if file.name in digests else "hub" if named else None,
+            }
+        )
+        if look is not None and held:
+            entries = zip(held.items(), look.tensors, strict=True)
+            tensors[file.name] = {name: [entry.dtype, list(entry.shape), digest] for (name, entry), digest in entries}
+    place = hub_place(checkpoint.files[0].path)
+    hub = {"id": place[0], "revision": place[1]} if place else None
+    weights = {**small_files(checkpoint), "verify": inputs.verify, "hub": hub, "files": files}
+    adapter = {} if inputs.adapter is None else {"adapter": inputs.adapter}
+    return SourceFiles({"weights": weights, **adapter}, tensors)
 
 
-def _load_report(loads: Sequence[Load], stored: Sequence[Mapping[str, AtRest]]) -> dict[str, object]:
-    from offstage.stages.checkpoints.packed import PackedTensor, rest_bytes
+def _open_weights(model: Mapping[str, Any], *, depth: Depth = "headers") -> Checkpoint:
+    """Open the checkpoint of the config's ``model``: to tell which it is, or to load it, with all its headers."""
+    return open_checkpoint(weights_path(model), allow_links=bool(model.get("allow_links")), depth=depth)
 
-    tiers: dict[str, dict[str, int]] = {}
-    for load in loads:
-        for spec in (*load.resident, *load.on_disk):
-            tier = tiers.setdefault(str(load.homes[spec.name]), {"tensors": 0, "bytes": 0})
-            tier["tensors"] += 1
-            tier["bytes"] += spec.bytes
-    for load, own in zip(loads, stored, strict=True):
-        for name, sources in load.packed_on_host(own).items():
-            tier = tiers.setdefault(str(load.homes[name]), {"tensors": 0, "bytes": 0})
-            tier["tensors"] += 1
-            tier["bytes"] += sum(map(rest_bytes, sources))
-    kept = {name: source for own in stored for name, source in own.items()}
-    packed = [source for source in kept.values() if isinstance(source, PackedTensor)]
-    plain = [source.bytes for source in kept.values() if not isinstance(source, PackedTensor)]
-    served = [spec.bytes for load in loads for spec in load.on_disk if spec.name not in kept]
-    return {
-        "format": loads[0].checkpoint.format,
-        "files": [file.name for load in loads for file in load.checkpoint.files],
-        "checkpoint_bytes": sum(load.checkpoint.bytes for load in loads),
-        "tiers": tiers,
-        "served": {"tensors": len(served), "bytes": sum(served)},
-        "stored": {"tensors": len(plain), "bytes": sum(plain)},
-        "packed": {
-            "tensors": len(packed),
-            "bytes": sum(source.bytes for source in packed),
-            "rest_bytes": sum(map(rest_bytes, packed)),
-        },
-    }
+
+def _open_adapter(model: Mapping[str, Any]) -> Checkpoint | None:
+    """Open the adapter of the config's ``model``, with its headers; null where none is given."""
+    folder = adapter_folder(model)
+    return None if folder is None else open_adapter(folder, allow_links=bool(model.get("allow_links")))
+
+
+def _check_adapter(model: Mapping[str, Any]) -> Iterable[Fault]:
+    folder = adapter_folder(model)
+    if folder is None or not folder.is_dir():
+        return  # which the model's own check says
+    try:
+        _open_adapter(model)
+    except (CheckpointError, StorageError) as error:
+        yield Fault("model.adapter", str(error), type(error))
+
+
+def _check_checkpoint(model: Mapping[str, Any], depth: Depth) -> Iterable[Fault]:
+    path = model.get("path")
+    if not isinstance(path, str) or not path:
+        yield Fault("model.path", f"{path!r}: the weights' folder or file belongs here", CheckpointError)
+        return
+    if is_hub_id(path) and local_snapshot(model, weights=True) is None:
+        reason = fault_offline(model, weights=True)
+        if reason:
+            yield Fault("model.path", reason, CheckpointError)
+        return  # fetched when the inputs are gathered, once the whole config is known to be sound
+    try:
+        _open_weights(model, depth=depth)
+    except (CheckpointError, StorageError) as error:
+        yield Fault("model.path", str(error), type(error))
+
+
+def _check_offload_folder(given: str, model: Mapping[str, Any]) -> Iterable[Fault]:
+    if not given:
+        yield Fault("offload_folder", "'' is no path of a folder; give one, or null for the cache")
+        return
+    folder, path = Path(given), Path(str(model.get("path")))  # a Hub's cache is nobody's offload folder
+    own = path if path.is_dir() else path.parent
+    if folder.exists() and not folder.is_dir():
+        yield Fault("offload_folder", f"{given!r} is a file; give a folder, or null for the cache")
+    elif folder.exists() and own.exists() and folder.samefile(own):
+        yield Fault("offload_folder", f"{given!r} is the checkpoint's own folder; give another, or null for the cache")

@@ -6,13 +6,12 @@
 
 A request is SEQUENCESxLENGTH of its prompts, of which only the first is that long. Prints one line a run: what the plan
 predicted, what the process held (anonymous memory), the same of the bytes streamed for a token, and how far apart the
-two are in each. ``--capped`` runs each first one again, in the same folder, under a hard cap at the predicted peak and
+two are in each. ``--capped`` runs each one again, in the same folder, under a hard cap at the predicted peak and
 5% more, and says whether it lives.
 
-What a mixture streams is an expectation: give it ``--tokens`` enough. Each of its requests is made twice. The line
-``first`` has what is expected of a mixture that never ran, which is uniform routing. The line ``after`` is of other
-prompts, with the rate of hits that the first run noted, where it was news. Text is sampled from the whole distribution
-of each token: random weights that decode greedily repeat themselves, and no expectation is of one loop (``--greedy``).
+What a mixture streams is an expectation, of uniform routing: give it ``--tokens`` enough. Text is sampled from the
+whole distribution of each token: random weights that decode greedily repeat themselves, and no expectation is of one
+loop (``--greedy``).
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,31 +90,23 @@ def main() -> None:
     checkpoint = _checkpoint(given.model, given.folder)
     options = [*([] if given.greedy else SAMPLED), *given.option]
     setup = Setup(checkpoint, given.folder / f"predictions-{checkpoint.name}", given.tokens, options, given.capped)
-    errors: dict[str, list[list[float]]] = defaultdict(list)
-    for budget, request in itertools.product(given.budgets, given.requests):
-        for when, found in measure(setup, budget, request):
-            errors[when].append(found)
-    for when, rows in errors.items():
-        peaks, streamed = (max(map(abs, each)) for each in zip(*rows, strict=True))
-        say(f"{when}: largest error {peaks:.1%} of peaks, {streamed:.1%} of bytes streamed, over {len(rows)} runs")
+    rows = [measure(setup, budget, request) for budget, request in itertools.product(given.budgets, given.requests)]
+    peaks, streamed = (max(map(abs, each)) for each in zip(*rows, strict=True))
+    say(f"largest error {peaks:.1%} of peaks, {streamed:.1%} of bytes streamed, over {len(rows)} runs")
 
 
-def measure(setup: Setup, budget: str, request: str) -> Iterator[tuple[str, list[float]]]:
-    """Yield the errors of each run of ``request`` under ``budget``, and print its line; nothing is cached at first."""
+def measure(setup: Setup, budget: str, request: str) -> list[float]:
+    """Return the errors of a run of ``request`` under ``budget``, and print its line; nothing is cached at first."""
     shutil.rmtree(setup.work, ignore_errors=True)
     setup.work.mkdir(parents=True)
-    for seed, when in enumerate(("first", "after")):
-        asked = setup.command(budget, request, seed)
-        record = setup.run(asked)
-        pairs = figures(record)
-        errors = [_error(*pair) for pair in pairs]
-        sizes = " ".join(f"{format_bytes(count):>10}" for pair in pairs for count in pair)
-        fate = f"  {setup.fate(asked, pairs[0][0])}" if setup.capped and when == "first" else ""
-        apart = " ".join(f"{error:+.1%}" for error in errors)
-        say(f"{budget:>8} {request:>8} {when}  predicted, measured; streamed: {sizes}  {apart}{fate}")
-        yield when, errors
-        if "expert_hit_rate" not in record["metrics"]:
-            return
+    asked = setup.command(budget, request, 0)
+    pairs = figures(setup.run(asked))
+    errors = [_error(*pair) for pair in pairs]
+    sizes = " ".join(f"{format_bytes(count):>10}" for pair in pairs for count in pair)
+    fate = f"  {setup.fate(asked, pairs[0][0])}" if setup.capped else ""
+    apart = " ".join(f"{error:+.1%}" for error in errors)
+    say(f"{budget:>8} {request:>8}  predicted, measured; streamed: {sizes}  {apart}{fate}")
+    return errors
 
 
 def _checkpoint(model: str, folder: Path) -> Path:

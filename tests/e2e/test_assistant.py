@@ -87,7 +87,7 @@ def harms(assistant: Path, folder: Path) -> dict[str, tuple[tuple[str, ...], str
     words_less = edited(assistant, folder, vocab_size=3000)
     return {
         "no folder": (("generate.assistant_model=gone",), "gone' is no folder; give that of a small checkpoint"),
-        "no path": (("generate.assistant_model=5",), "5 is no folder"),
+        "no path": (("generate.assistant_model=5",), "5 is no text or null"),
         "an empty folder": ((f"generate.assistant_model={bare}",), "generate.assistant_model: "),
         "a GGUF file": ((f"generate.assistant_model={folder / 'small.gguf'}",), "is in GGUF"),
         "fewer words": ((f"generate.assistant_model={words_less}",), "has 3000 words and the model 3072"),

@@ -79,20 +79,18 @@ def test_a_model_without_experts_that_wait_tells_nothing_of_any(
     assert "experts found in slots" not in done.out
 
 
-def test_a_rate_that_the_plan_did_not_expect_is_expected_by_the_next_and_nothing_else_is_done_again(
+def test_what_a_run_found_changes_no_plan_and_nothing_is_done_again(
     checkpoint: Path, offstage_here: Callable[..., Finished], replay: Replay, tmp_path: Path
 ) -> None:
-    first, second, third = (offstage_here(*asked(checkpoint)) for _ in range(3))
-    rate = first.record["metrics"]["expert_hit_rate"]
-    assert abs(rate - first.record["metrics"]["predicted_expert_hit_rate"]) > 0.05, "else the test proves nothing"
-    assert second.record["metrics"]["predicted_expert_hit_rate"] == round(rate, 3)
-    told = [done.record["metrics"]["predicted_expert_routing"] for done in (first, second)]
-    assert told == ["uniform", "measured"]
-    assert ["The plan assumed uniform routing" in done.out for done in (first, second)] == [True, False]
-    assert ["assumes uniform routing" in " ".join(done.out.split()) for done in (first, second)] == [True, False]
-    assert [name for name, cached in second.cached.items() if not cached] == ["plan", "dispatch"]
+    first, second = (offstage_here(*asked(checkpoint)) for _ in range(2))
+    metrics = first.record["metrics"]
+    assert abs(metrics["expert_hit_rate"] - metrics["predicted_expert_hit_rate"]) > 0.05, "else the test proves nothing"
+    for done in (first, second):
+        assert done.record["metrics"]["predicted_expert_routing"] == "uniform"
+        assert "The plan assumed uniform routing" in done.out
+        assert "assumes uniform routing" in " ".join(done.out.split())
+    assert all(second.cached.values())
     assert second.record["outputs"] == first.record["outputs"]
-    assert all(third.cached.values())
     code, out, err = replay(next(iter(records_in(tmp_path))).parent)
     assert code == 0, err
     assert "different" not in out

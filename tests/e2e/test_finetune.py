@@ -136,16 +136,16 @@ def test_a_step_is_told_in_the_record_which_can_be_replayed_and_a_second_run_is_
 
 TOGETHER = {
     "finetune.text_file=gone.txt": "is no file; give one of text in UTF-8",
-    "finetune.window=1": "finetune.window: 1 is too small; give a whole number from 2",
-    "finetune.steps=0": "finetune.steps: 0 is too small",
-    "finetune.batch_size=-1": "finetune.batch_size: -1 is too small",
-    "finetune.gradient_accumulation=0": "finetune.gradient_accumulation: 0 is too small",
-    "finetune.save_every=0": "finetune.save_every: 0 is too small",
+    "finetune.window=1": "finetune.window: 1 is no whole number from 2 or null",
+    "finetune.steps=0": "finetune.steps: 0 is no whole number from 1",
+    "finetune.batch_size=-1": "finetune.batch_size: -1 is no whole number from 1",
+    "finetune.gradient_accumulation=0": "finetune.gradient_accumulation: 0 is no whole number from 1",
+    "finetune.save_every=0": "finetune.save_every: 0 is no whole number from 1",
     "finetune.learning_rate=nan": "finetune.learning_rate: nan is no rate",
     "finetune.weight_decay=inf": "finetune.weight_decay: inf is no decay",
     "finetune.clip_norm=0": "finetune.clip_norm: 0 is no norm",
     "finetune.activation_offload.ratio=nan": "finetune.activation_offload.ratio: nan is no share of bytes",
-    "finetune.lora={r: 0, alpha: inf, target_modules: []}": "finetune.lora.r: 0 is no rank",
+    "finetune.lora={r: 0, alpha: inf, target_modules: []}": "finetune.lora.r: 0 is no whole number from 1",
     "finetune.seed=-1": "finetune.seed: -1 is no seed",
 }
 MISTYPED = {

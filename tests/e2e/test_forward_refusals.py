@@ -80,7 +80,10 @@ BERT = {
         "forward.pooling: 'max' is none of mean, cls, last",
     ),
     "nothing to normalise": (["forward.texts=[a]", "forward.normalize=true"], "forward.normalize: there is no vector"),
-    "no batch size": (["forward.texts=[a]", "forward.batch_size=0"], "forward.batch_size: 0 is no batch size"),
+    "no batch size": (
+        ["forward.texts=[a]", "forward.batch_size=0"],
+        "batch_size: 0 is no whole number from 1 or null",
+    ),
     "what it makes itself, given twice": (
         ["forward.texts=[a]", "forward.inputs=mask.npz"],
         "'attention_mask' is made of forward.texts too",

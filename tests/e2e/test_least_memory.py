@@ -39,11 +39,11 @@ SMALL: Mapping[str, PretrainedConfig] = {
 ALONE = {"Llama", "GPT-2", "T5"}
 """In these each module's weights are there alone; Mamba's mixers and all of RWKV read those of several at once."""
 
-
 LONG = [pytest.param(*case, marks=pytest.mark.long_form) for case in (("T5", "cpu"), ("RWKV", 0))]
+CASES = [("Llama", "cpu"), ("GPT-2", 0), ("T5", 0), ("Mamba", "cpu"), ("RWKV", "cpu")]
 
 
-@pytest.mark.parametrize(("name", "device"), [("Llama", "cpu"), ("GPT-2", 0), ("T5", 0), ("Mamba", "cpu"), *LONG])
+@pytest.mark.parametrize(("name", "device"), [*CASES, *LONG])
 def test_the_least_that_works_is_a_part_where_parts_are_alone_and_it_works(
     name: str, device: int | str, tmp_path: Path
 ) -> None:
@@ -65,6 +65,8 @@ def test_the_least_that_works_is_a_part_where_parts_are_alone_and_it_works(
         load(1)
     least = int(re.findall(r"the least that works is (\d+) bytes", str(refusal.value))[0])
     assert (least == largest) == (name in ALONE)
+    with pytest.raises(BudgetError):
+        load(least - 1)
     with load(least) as streamed:
         answer = streamed.model.generate(prompt, max_new_tokens=4, do_sample=False)
         assert torch.equal(answer, plain.generate(prompt, max_new_tokens=4, do_sample=False))

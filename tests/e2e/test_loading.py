@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.e2e.conftest import Finished, start
+from tests.e2e.pipelines import dispatched_model
 
 Run = Callable[..., Finished]
 Harm = Callable[[dict[str, torch.Tensor]], None]
@@ -150,3 +152,27 @@ def wait_for_a_tensor(folder: Path, process: subprocess.Popen[str]) -> None:
     known = set(folder.glob("outputs/cache/offload/*/*.dat"))
     while process.poll() is None and known >= set(folder.glob("outputs/cache/offload/*/*.dat")):
         time.sleep(0.0005)
+
+
+def test_a_weight_that_does_not_shrink_is_the_same_under_each_budget_that_shares_a_store_of_copies(
+    tmp_path: Path,
+) -> None:
+    """It rests on disk under one plan, and waits on the host under the next, which has it wait packed."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=6)).bfloat16()
+    with torch.no_grad():
+        for layer in (0, 3):
+            weight = model.model.layers[layer].mlp.up_proj.weight
+            signs_and_fractions = torch.randint(0, 2**16, weight.shape) & ~0x7F80
+            exponents = torch.randint(0, 168, weight.shape) << 7  # far more of them than weights have
+            weight.copy_((signs_and_fractions | exponents).to(torch.int16).view(torch.bfloat16))
+    model.save_pretrained(tmp_path / "checkpoint")
+    tokens = torch.arange(3, 11)[None]
+    storage, hardware = {"io": "direct", "codec": "zstd"}, {"devices": None, "rates": {"storage": "100MB"}}
+    with torch.inference_mode():
+        wanted = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype="auto")(tokens).logits
+        for budget in ("8MB", "14MB", "18MB", "22MB"):
+            keys = {"max_memory": {"cpu": budget}, "device_map": "optimal", "storage": storage, "hardware": hardware}
+            found = dispatched_model(tmp_path / "checkpoint", tmp_path / "out", **keys)(tokens).logits
+            assert torch.equal(found, wanted), budget

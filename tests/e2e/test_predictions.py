@@ -14,8 +14,11 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
     LlamaConfig,
+    MarianConfig,
+    MistralConfig,
     MixtralConfig,
     OPTConfig,
+    PegasusConfig,
     PretrainedConfig,
     T5Config,
 )
@@ -32,6 +35,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
                          num_key_value_heads=2, vocab_size=16000),
     "opt": OPTConfig(hidden_size=512, ffn_dim=2048, num_hidden_layers=3, num_attention_heads=8, vocab_size=16000,
                      word_embed_proj_dim=512, max_position_embeddings=4096),
+    "mistral": MistralConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=12, num_attention_heads=4,
+                             num_key_value_heads=4, vocab_size=1000, sliding_window=256),
 }  # fmt: skip
 MIXTURE = MixtralConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
                         num_key_value_heads=2, vocab_size=512, num_local_experts=8)  # fmt: skip
@@ -53,7 +58,7 @@ def bytes_as_predicted(done: Finished) -> tuple[int, int]:
 
 
 @OF_THE_PROCESS
-@pytest.mark.parametrize("name", ["llama", pytest.param("opt", marks=pytest.mark.long_form)])
+@pytest.mark.parametrize("name", ["llama", "mistral", pytest.param("opt", marks=pytest.mark.long_form)])
 def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     name: str, tmp_path: Path, offstage: Callable[..., Finished]
 ) -> None:
@@ -66,6 +71,39 @@ def test_a_long_prompts_peak_is_predicted_within_a_tenth(
     )  # fmt: skip
     request, predicted = bytes_as_predicted(done)
     assert request > 0.2 * predicted, "the prompts take too little for the test to prove anything"
+
+
+BEAMS = 6
+SEVERAL: dict[str, type[PretrainedConfig]] = {"bart": BartConfig, "pegasus": PegasusConfig, "marian": MarianConfig}
+
+
+@OF_THE_PROCESS
+@pytest.mark.parametrize(
+    "name", ["bart", *(pytest.param(name, marks=pytest.mark.long_form) for name in ("pegasus", "marian"))]
+)
+def test_the_beams_that_a_checkpoint_asks_for_are_planned_for(
+    name: str, tmp_path: Path, offstage: Callable[..., Finished]
+) -> None:
+    sizes = {"d_model": 256, "vocab_size": 2000, "max_position_embeddings": 1024}
+    halves = {"layers": 3, "attention_heads": 4, "ffn_dim": 512}
+    sizes |= {f"{half}_{what}": count for half in ("encoder", "decoder") for what, count in halves.items()}
+    folder = tmp_path / "checkpoint"
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0, "forced_eos_token_id": 1}
+    AutoModelForSeq2SeqLM.from_config(SEVERAL[name](**sizes, **tokens), dtype=torch.float32).save_pretrained(folder)
+    said = json.loads((folder / "generation_config.json").read_text())
+    given = (
+        f"model.path={folder}", "max_memory.cpu=8MB", "storage.io=direct", f"generate.prompts=[{[7] * 900}]",
+        "generate.max_new_tokens=16", "generate.min_new_tokens=16",
+    )  # fmt: skip
+    one = offstage(*given)
+    folder.joinpath("generation_config.json").write_text(json.dumps({**said, "num_beams": BEAMS}))
+    several, asked = offstage(*given), offstage(*given, f"generate.num_beams={BEAMS}", "stop_after=plan")
+    (alone, _), (request, predicted) = map(bytes_as_predicted, (one, several))
+    assert request > 4 * alone, "each beam is a sequence"
+    assert request > 0.07 * predicted, "the beams take too little for the test to prove anything"
+    plan = several.record["stages"][1]["key"]
+    assert plan != one.record["stages"][1]["key"]
+    assert plan == asked.record["stages"][1]["key"], "it is the same whoever asks for them"
 
 
 @OF_THE_PROCESS
@@ -106,15 +144,19 @@ def test_the_peak_of_a_mixture_and_what_a_token_streams_are_predicted_within_a_t
         assert predicted == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["bart", pytest.param("t5", marks=pytest.mark.long_form)])
+@pytest.mark.parametrize("name", ["bart", "whisper", pytest.param("t5", marks=pytest.mark.long_form)])
 def test_what_a_token_of_an_encoder_decoder_streams_is_its_decoders(
     name: str, tmp_path: Path, offstage_here: Callable[..., Finished]
 ) -> None:
     """The encoder, and the keys and values that the decoder makes of what it says, are for the first token alone."""
-    folder = tmp_path / "checkpoint"
-    AutoModelForSeq2SeqLM.from_config(PAIRS[name], dtype=torch.float32).save_pretrained(folder)
+    folder, prompt = tmp_path / "checkpoint", "[5,6,7,8]"
+    if name == "whisper":
+        save(folder, name)
+        prompt = f"{{audio: [{recording(tmp_path / 'a.wav')}]}}"
+    else:
+        AutoModelForSeq2SeqLM.from_config(PAIRS[name], dtype=torch.float32).save_pretrained(folder)
     done = offstage_here(
-        f"model.path={folder}", "device_map=disk", "storage.io=direct", "generate.prompts=[[5,6,7,8]]",
+        f"model.path={folder}", "device_map=disk", "storage.io=direct", f"generate.prompts=[{prompt}]",
         "generate.max_new_tokens=5", "generate.min_new_tokens=5",
     )  # fmt: skip
     assert done.code == 0, done.err

@@ -153,7 +153,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "more than all": (["generate.do_sample=true", "generate.top_p=1.5"], "generate.top_p: 1.5 is refused by"),
     "no beams": (["generate.num_beams=0"], "generate.num_beams: 0 is no number of beams; give a whole number from 1"),
     "no answers": (["generate.num_return_sequences=true"], "num_return_sequences: True is no number of sequences"),
-    "no batch": (["generate.batch_size=large"], "generate.batch_size: 'large' is no batch size"),
+    "no batch": (
+        ["generate.batch_size=large"],
+        "generate.batch_size: 'large' is neither a whole number from 1, auto nor null",
+    ),
     "a stop that nobody reads": (
         ["model.path=bare", "generate.prompts=[[5,6]]", "generate.stop_strings=[end]"],
         "generate.stop_strings: ['end'] needs a tokenizer, and the checkpoint has none; set model.tokenizer",
@@ -260,4 +263,5 @@ def test_log_probabilities_are_told_of_each_token_where_they_are_asked_for(
     assert [len(row) for row in kept] == [len(tokens) for tokens in told.tokens]
     assert all(-20 < value <= 0 for row in kept for value in row)
     refused = offstage_here(*asked, "generate.output_logprobs=5")
-    assert (refused.code, refused.err) == (2, "offstage: generate.output_logprobs: 5 is neither true nor false\n")
+    said = "offstage: generate.output_logprobs: 5 is neither true nor false; the default is False\n"
+    assert (refused.code, refused.err) == (2, said)

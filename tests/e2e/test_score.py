@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -26,10 +27,11 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from offstage.stages.plan.request.texts import ScoreOptions, read_scored_texts
+from offstage.stages.inputs.texts import ScoreOptions, read_scored_texts
 from offstage.stages.score.windows import Window, cut, encode
 from tests.e2e.conftest import Finished, Replay, kill_when, start
 from tests.e2e.test_keys import MODULES, save_weights
+from tests.e2e.test_lockstep import KEEPING
 from tests.long_form import in_ci
 from tests.stages.score.test_likelihoods import CAUSAL, HALVES, SIZES, made, plainly, tokens
 
@@ -245,6 +247,20 @@ def test_any_module_of_logits_scores_and_another_text_remakes_the_scores_alone(
     assert not again.cached["score"]
     assert again.cached["shard_load"]
     assert texts_of(again)[0]["log_likelihoods"][0] == text["log_likelihoods"][0]
+
+
+def test_what_a_model_keeps_of_one_window_no_other_sees(
+    offstage_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("keeping.py").write_text(KEEPING)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    made: dict[str, Any] = {}
+    exec(KEEPING, made)
+    save_file(made["Keeping"]("in place", False).state_dict(), tmp_path / "model.safetensors")
+    asked = [SCORE, "model=module", "model._target_=keeping.Keeping", "model.way='in place'", "model.hides=false"]
+    asked += ["model.path=.", "max_memory.cpu=5MB"]
+    alone, after = (texts_of(offstage_here(*asked, f"score.texts={texts}")) for texts in ("[[3,4]]", "[[3,4],[3,4]]"))
+    assert [text["log_likelihoods"] for text in after] == [alone[0]["log_likelihoods"]] * 2
 
 
 def test_text_without_a_tokenizer_and_an_encoder_without_a_context_are_told(offstage_here: Run, tmp_path: Path) -> None:

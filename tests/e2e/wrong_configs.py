@@ -133,6 +133,8 @@ WRONG_CONFIGS = (
          "root begins with a slash: - override /model: pretrained")),
     experiment("a group chosen twice", "defaults:\n  - /model: pretrained\n",
         "model: its file is chosen twice; a choice that replaces another is - override /model: pretrained"),
+    experiment("more defaults than Hydra reads in a second", "defaults:\n" + "  - /model: pretrained\n" * 1000,
+        "'FOLDER/conf/experiment/mine.yaml': 1000 defaults; give 250 at most"),
     experiment("a path in the place of a group", "model: /ckpt/llama\n",
         ("model: '/ckpt/llama' in FOLDER/conf/experiment/mine.yaml is no mapping; write its keys below it, each "
          "as KEY: VALUE")),
@@ -176,8 +178,7 @@ WRONG_CONFIGS = (
         ("dtype: 'fp16' is none of auto, float32, float16, bfloat16 (did you mean 'float16'?); the default is "
          "'auto'")),
     typed("no number of prompts", "generate.batch_size=1.5",
-        ("generate.batch_size: 1.5 is no batch size; give a whole number from 1, auto for what fits, or null "
-         "for all")),
+        ("generate.batch_size: 1.5 is neither a whole number from 1, auto nor null; the default is None")),
     typed("a policy misspelt", "device_map=optimall",
         ("device_map: 'optimall' is no policy (did you mean 'optimal'?); give one of auto, balanced, "
          "balanced_low_0, optimal, sequential, {cpu_offload_gb: N}, a map of module names to devices, the path "

@@ -20,6 +20,7 @@ from safetensors.numpy import save
 from offstage.pipeline.cache.store import Store
 from offstage.pipeline.config import register, resolve
 from offstage.pipeline.errors import raise_faults
+from offstage.pipeline.hydra_composing import noted_files
 from offstage.pipeline.hydra_errors import guarded_composing
 from offstage.pipeline.runner import check_config
 from offstage.pipeline.stage import Context
@@ -104,7 +105,7 @@ def _attempt_keys(folder: Path, pristine: Path) -> str:
     def compose() -> int:
         register()
         GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        with hydra.initialize_config_dir(str(folder), version_base="1.3"), noted_files({}):
             check_config(resolve(hydra.compose(name, ["hydra.searchpath=[pkg://offstage.conf]"])))
         return 0
 

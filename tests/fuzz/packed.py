@@ -27,7 +27,6 @@ from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.readers import open_reader
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.shard_load.offload_store import StoredTensor, open_store
-from offstage.stages.shard_load.packed_copies import find_packed, note_plain, put_packed
 from tests.fuzz.formats import ALONE, RIGHT, Format, require
 from tests.fuzz.mutations import JSON, SAFETENSORS
 from tests.fuzz.packed_mutations import FRAMES, GGUF
@@ -216,15 +215,15 @@ def _make_copies(folder: Path) -> None:
             data, size = whole.view(-1).view(torch.uint8).numpy(), whole.element_size()
             borders = tile_borders(whole.numel(), _RUN)
             tiles = (pack_tile(data[begin * size : end * size], name, compressor) for begin, end in borders)
-            put_packed(store, name, told, tiles, run=_RUN)
-        note_plain(store, "noise", StoredTensor("bfloat16", (3,), ()))
+            store.put_packed(name, told, tiles, run=_RUN)
+        store.note_plain("noise", StoredTensor("bfloat16", (3,), ()))
         store.publish()
 
 
 def _attempt_copies(folder: Path, _pristine: Path) -> str:
     """What comes out has the bits that were packed; a copy that the store has set aside is made again, in a run."""
     stored = _stored()
-    found = find_packed(open_store(folder / "offload", "key"), {name: told for name, (_, told) in stored.items()})
+    found = open_store(folder / "offload", "key").find_packed({name: told for name, (_, told) in stored.items()})
     for name, copy in found.items():
         made = read_packed(copy) if copy else stored[name][0]
         require(same(made, stored[name][0]), f"{name}: {made!r}")

@@ -21,9 +21,10 @@ from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.generate import options
 from offstage.stages.generate.prompts import Encoder
+from offstage.stages.inputs.generate_options import read_generate
+from offstage.stages.inputs.prompts import Prompt, check_prompts, read_prompts
 from offstage.stages.plan import options as plan_options
 from offstage.stages.plan.options import PlanConfig
-from offstage.stages.plan.request.prompts import Prompt, check_prompts, read_prompts
 from offstage.stages.units import parse_device
 from tests.fuzz.formats import RIGHT, Format, require
 from tests.fuzz.line_mutations import LINES
@@ -133,8 +134,9 @@ def _make_generation(folder: Path) -> None:
 
 def _attempt_generation(folder: Path, _pristine: Path) -> str:
     asked = {"prompts": ["a"], "prompts_file": None, "batch_size": None, "max_new_tokens": 3, "do_sample": False}
-    raise_faults(list(options.check_options(asked)))
-    raise_faults(list(options.check_served(asked, _node(folder))))
+    given = read_generate(asked)
+    raise_faults(list(options.check_options(given)))
+    raise_faults(list(options.check_served(given, _node(folder))))
     return RIGHT
 
 
@@ -166,7 +168,7 @@ def _make_prompts(folder: Path) -> None:
 def _attempt_prompts(folder: Path, _pristine: Path) -> str:
     encoder = Encoder(load_tokenizer(_node(TINY)))
     for path in (folder / "prompts.txt", folder / "prompts.jsonl"):
-        asked = {"prompts": None, "prompts_file": str(path), "batch_size": None}
+        asked = read_generate({"prompts": None, "prompts_file": str(path), "batch_size": None})
         raise_faults(list(check_prompts(asked)))
         read = read_prompts(asked)
         require(all(prompt.token_ids or prompt.text for prompt in read.values()), f"{read!r}")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from offstage.pipeline.config import config_classes
-from offstage.pipeline.typed_config import defaults, fits, key_names, read, type_faults
+from offstage.pipeline.typed_config import LEAST, OPEN, defaults, fits, key_names, read, read_open, type_faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,36 @@ def test_all_faults_are_found_with_their_rules_and_defaults() -> None:
         "words: ['a', 1] is no list of texts; the default is []",
         "options: 3 is no mapping of keys to values; the default is {}",
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    size: int | Literal["auto"] | None = field(default=None, metadata={LEAST: 1})
+    steps: int = field(default=3, metadata={LEAST: 2})
+    ratio: float | Literal["auto"] = 0.0
+    loud: bool | None = None
+    rest: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    node: Mapping[str, Any] = field(default_factory=dict, metadata={OPEN: Counted})
+
+
+def test_of_a_mapping_that_is_open_the_keys_that_are_known_are_held_against_their_types() -> None:
+    assert not list(type_faults(Opened, {"node": {"size": "auto", "steps": 2, "ratio": None, "stranger": 0}}))
+    given = {"size": 0, "steps": 1, "ratio": "atuo", "loud": 1, "stranger": 0}
+    assert [str(fault) for fault in type_faults(Opened, {"node": given})] == [
+        "node.size: 0 is neither a whole number from 1, auto nor null; the default is None",
+        "node.steps: 1 is no whole number from 2; the default is 3",
+        "node.ratio: 'atuo' is neither a number nor auto (did you mean 'auto'?); the default is 0.0",
+        "node.loud: 1 is neither true, false nor null; the default is None",
+    ]
+
+
+def test_what_is_unknown_of_an_open_mapping_is_kept_apart_and_null_is_the_default() -> None:
+    given = {"size": 4, "steps": None, "stranger": [1], "nobody": None, "rest": 5}
+    assert read_open(Counted, given, others="rest") == Counted(size=4, rest={"stranger": [1], "rest": 5})
 
 
 def test_the_shipped_file_says_what_each_key_means_and_repeats_no_default() -> None:

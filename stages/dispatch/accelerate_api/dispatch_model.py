@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from offstage.stages.dispatch.accelerate_api.align import SkipKeys, resolve_devi
 from offstage.stages.dispatch.accelerate_api.device_map import warn_of_strangers
 from offstage.stages.dispatch.accelerate_api.hooks import remove_hook_from_submodules
 from offstage.stages.dispatch.accelerate_api.offload_dir import locate_weights
-from offstage.stages.dispatch.accelerate_api.streamed_model import Sources, Wanted, plan_for, stream
+from offstage.stages.dispatch.accelerate_api.streamed_model import OffloadedData, Wanted, plan_for, stream
 from offstage.stages.dispatch.streaming.guard import is_guarded
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton
@@ -36,9 +35,8 @@ from offstage.stages.machine.devices import AnyDevice, device_id
 from offstage.stages.plan.placement import Budgets
 from offstage.stages.plan.policy_map import map_by_policy
 from offstage.stages.plan.serving import routed
-from offstage.stages.shard_load.checkpoint_in_model import fill_model, load_checkpoint_in_model, with_dtype
-from offstage.stages.shard_load.homes import homes_of
-from offstage.stages.shard_load.load import prepare
+from offstage.stages.shard_load.checkpoint_in_model import fill_model, homes_of, load_checkpoint_in_model, with_dtype
+from offstage.stages.shard_load.sources import LoadPlan, find_sources, prepare
 from offstage.stages.units import CPU, DISK, DeviceId
 
 PathLike = str | os.PathLike[str]
@@ -89,7 +87,7 @@ def dispatch_model(  # the field's signature
     plan = plan_for(skeleton, wanted)
     folder = None if offload_dir is None else Path(offload_dir)
     stored = locate_weights(model, skeleton, plan, folder=folder, index=offload_index)
-    stream(model, skeleton, plan, wanted, Sources(stored, state_dict or {}))
+    stream(model, skeleton, plan, wanted, OffloadedData(stored, state_dict or {}))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -143,13 +141,13 @@ def load_checkpoint_and_dispatch(  # the field's signature
         budgets=budgets,
     )
     plan = plan_for(skeleton, wanted)
-    source = open_checkpoint(Path(checkpoint))
-    load = prepare(model, skeleton, homes=plan.homes, checkpoint=source, strict=strict, partial=not strict)
-    load = replace(load, routed=routed(plan.serving))
-    spills = bool(load.on_disk) if offload_state_dict is None else offload_state_dict
-    placed = fill_model(load, None if offload_folder is None else Path(offload_folder), spills=spills)
+    load = prepare(model, skeleton, checkpoint=open_checkpoint(Path(checkpoint)), strict=strict, partial=not strict)
+    sources = find_sources(load, LoadPlan(plan.homes, by_expert=frozenset(routed(plan.serving))))
+    any_on_disk = any(source.home == DISK for source in sources.values())
+    spills = any_on_disk if offload_state_dict is None else offload_state_dict
+    placed = fill_model(load, sources, None if offload_folder is None else Path(offload_folder), spills=spills)
     if plan.serving or len(set(device_map.values())) > 1 or force_hooks:
-        stream(model, skeleton, plan, wanted, Sources(placed.offloaded, {}))
+        stream(model, skeleton, plan, wanted, OffloadedData(placed.offloaded, {}))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -247,5 +245,5 @@ def _offload_all(
     )
     plan = plan_for(skeleton, wanted)
     stored = locate_weights(model, skeleton, plan, folder=folder)
-    stream(model, skeleton, plan, wanted, Sources(stored, weights or {}))
+    stream(model, skeleton, plan, wanted, OffloadedData(stored, weights or {}))
     return model

@@ -15,9 +15,9 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec
 from offstage.stages.plan.plan import Plan
 from offstage.stages.shard_load import OffloadedWeightsLoader, offload_state_dict
-from offstage.stages.shard_load.disk_weights import DiskWeights
-from offstage.stages.shard_load.expert_rows import Rows, locate_rows
+from offstage.stages.shard_load.expert_rows import locate_rows
 from offstage.stages.shard_load.offload_store import plain_index
+from offstage.stages.shard_load.sources import DiskWeights, TensorSource
 from offstage.stages.units import DISK
 
 
@@ -45,14 +45,13 @@ def locate_weights(
         store_weights({name: state[name] for name in state if name in leaders}, folder)
     stored = OffloadedWeightsLoader(save_folder=folder, index=index)
     experts = {name for spec in skeleton.experts for name in spec.tensors}
-    extents: dict[str, Extent] = {}
-    rows: dict[str, Rows] = {}
+    sources: dict[str, TensorSource] = {}
     for spec in wanted:
         by_row = plan.serving.get(spec.name) == "experts"
-        found = _extents(stored, _known_name(spec.name, skeleton, stored), spec, folder=folder, by_row=by_row)
-        extents |= {spec.name: found[0]} if len(found) == 1 else {}
-        rows |= {spec.name: locate_rows(found, spec.shape, spec.dtype)} if spec.name in experts else {}
-    return DiskWeights(extents, rows)
+        at = tuple(_extents(stored, _known_name(spec.name, skeleton, stored), spec, folder=folder, by_row=by_row))
+        rows = locate_rows(at, spec.shape, spec.dtype) if spec.name in experts else ()
+        sources[spec.name] = TensorSource(spec, spec.name, DISK, "in_place" if len(at) == 1 else "by_expert", at, rows)
+    return DiskWeights(sources)
 
 
 def _known_name(name: str, skeleton: Skeleton, stored: OffloadedWeightsLoader) -> str:
@@ -88,15 +87,17 @@ def store_weights(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """
     index = plain_index(folder)
     stored = OffloadedWeightsLoader(save_folder=folder, index=index)
+    lacking: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         if not tensor.is_meta:
             if name not in index or not _same(stored, index, name=name, tensor=tensor):
-                offload_state_dict(folder, {name: tensor})
+                lacking[name] = tensor
         elif name not in index or index[name].get("shape", list(tensor.shape)) != list(tensor.shape):
             raise CheckpointError(
                 f"{folder}: has no tensor {name!r} of shape {list(tensor.shape)}, and neither has the model; "
                 "load the weights, or give the folder that they were offloaded to"
             )
+    offload_state_dict(folder, lacking)
 
 
 def _same(

@@ -26,13 +26,13 @@ from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, reb
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec, parent, upward
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.host_memory import PROCESS_BYTES, host_memory
-from offstage.stages.plan.assembly import share_slots
-from offstage.stages.plan.expert_slots import offstage_in, pools
+from offstage.stages.plan.assembly import plan_of
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, layer_reserves, reserves, resident_bytes
+from offstage.stages.plan.placement import Budgets, Placement, resident_bytes
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.serving import choose_io, serve
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.plan.serving import choose_io
+from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import CPU, DISK, DeviceId
 
 STAGED_LAYERS = 2
@@ -66,26 +66,24 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class OffloadedData:
     """Where the data of what is away is: ``stored`` on disk, ``weights`` on the host, by name; else in the model."""
 
     stored: DiskWeights
     weights: Mapping[str, torch.Tensor]
 
 
-def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, sources: Sources) -> None:
+def stream(model: nn.Module, skeleton: Skeleton, plan: Plan, wanted: Wanted, data: OffloadedData) -> None:
     """Place the weights of ``model`` as ``plan`` says and attach the engine; where that fails it is as it was."""
     dispatch_plan = make_dispatch_plan(_with_preloaded(skeleton, wanted.preload), plan)
     devices = Devices()
     hook = EngineHook(devices.torch_device(wanted.main), skip_keys=wanted.skip_keys)
     with ExitStack() as undo:
         undo.callback(hook.detach_hook, model)
-        placer = _Placer(model, hook, sources, devices)
+        placer = _Placer(model, hook, data, devices)
         for name, part in dispatch_plan.parts.items():
             placer.place(name, part)
-        hook.streamer = Streamer(
-            model, dispatch_plan, stored=sources.stored, devices=devices, skip_keys=wanted.skip_keys
-        )
+        hook.streamer = Streamer(model, dispatch_plan, stored=data.stored, devices=devices, skip_keys=wanted.skip_keys)
         undo.pop_all()
     add_hook_to_module(model, hook, append=True)
 
@@ -99,33 +97,23 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     experts = tuple(spec for spec in skeleton.experts if not preloaded.intersection(upward(spec.module)))
     outline, placement = Outline(replace(skeleton, experts=experts)), Placement(leaders, wanted.main)
     budgets = _budgets(outline, placement, wanted)
-    held, kept = resident_bytes(outline, leaders), reserves(outline, placement, budgets)
+    held = resident_bytes(outline, leaders)
     free = host_memory().available_bytes - (budgets[CPU] or 0) - PROCESS_BYTES
-    served = serve(outline, homes, execution, io=choose_io("auto", streamed_bytes=held.get(DISK, 0), free_bytes=free))
-    if wanted.kept_apart:
-        apart = [spec.name for spec in skeleton.tensors if wanted.may_leave(spec) and homes[spec.name] == CPU]
-        served = {**dict.fromkeys(apart, "copy"), **served}
-    sharing = pools(outline, offstage_in(outline, served, execution))
+    io = choose_io("auto", streamed_bytes=held.get(DISK, 0), free_bytes=free)
+    leaves = {spec.name for spec in skeleton.tensors if wanted.may_leave(spec) and homes[spec.name] == CPU}
+    apart = leaves if wanted.kept_apart else set[str]()
+    layout = lay_out(outline, placement, budgets, io=io, homes=homes, execution=execution, apart=apart)
     whole = replace(outline, skeleton=_with_preloaded(outline.skeleton, wanted.preload))
-    return Plan(
-        policy="explicit",
-        main_device=wanted.main,
-        device_map=homes,
-        homes=homes,
-        execution=execution,
-        serving=served,
-        budgets=budgets,
-        resident_bytes=held,
-        reserves=reserves(whole, placement, budgets),
-        reasons={},
-        pools=sharing,
-        slots=share_slots(outline, served, sharing, budgets=budgets, held=held, kept=kept),
-    )
+    reserves = lay_out(whole, placement, budgets, homes=homes, execution=execution).reserves
+    return replace(plan_of(layout, policy="explicit"), device_map=homes, reserves=reserves)
 
 
 def _budgets(outline: Outline, placement: Placement, wanted: Wanted) -> dict[DeviceId, int | None]:
     """Return the bytes of the host, and of each accelerator that computes what is streamed, as ``Wanted`` has them."""
-    held, whole = resident_bytes(outline, placement.homes), layer_reserves(replace(outline, routes=False), placement)
+    held, whole = (
+        resident_bytes(outline, placement.homes),
+        lay_out(replace(outline, routes=False), placement).layer_reserves,
+    )
     least = {device: held.get(device, 0) + count for device, count in whole.items()}
     least[CPU] = held.get(CPU, 0) + STAGED_LAYERS * whole.get(wanted.main, 0)
     return {device: wanted.budgets.get(device) or count for device, count in least.items()}
@@ -164,7 +152,7 @@ class _Placer:
 
     model: nn.Module
     hook: EngineHook
-    sources: Sources
+    data: OffloadedData
     devices: Devices
     moved: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=WeakIdKeyDictionary)
 
@@ -181,8 +169,8 @@ class _Placer:
 
     def _waiting(self, tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
         """Return what stands for ``tensor`` while it is away: read from disk, or from the host's memory."""
-        if name in self.sources.stored:
-            return send_waiting(tensor, WaitingSource(self.sources.stored, name, device), keep=False)
+        if name in self.data.stored:
+            return send_waiting(tensor, WaitingSource(self.data.stored, name, device), keep=False)
         value = self._value(tensor, name)
         host = value.detach().to(device=CPU, dtype=tensor.dtype if value.is_floating_point() else value.dtype)
         waiting = send_waiting(tensor, WaitingSource({name: host}, name, device), keep=False)
@@ -198,7 +186,7 @@ class _Placer:
         return self.moved[tensor]
 
     def _value(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        value = self.sources.weights.get(name, tensor)
+        value = self.data.weights.get(name, tensor)
         if value.is_meta:
             raise ValueError(f"{name!r} is on the meta device and has no data; load it, or give it in state_dict")
         return value

@@ -33,7 +33,7 @@ from offstage.stages.empty_init.experts import routing
 from offstage.stages.empty_init.skeleton import ExpertsSpec, parent, upward
 from offstage.stages.machine.devices import Devices
 from offstage.stages.plan.expert_banks import wanted
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
 
 

@@ -15,7 +15,7 @@ from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker
 from offstage.stages.dispatch.transfer.link import pin
 from offstage.stages.machine.aligned_memory import Bytes
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
 
 
@@ -53,11 +53,10 @@ def open_unpackers(
 def _packed_in(bindings: Iterable[Binding], stored: DiskWeights) -> Iterator[PackedTensor]:
     """Yield what rests packed of what is brought to ``bindings``: whole tensors, or an expert's part of one."""
     for binding in bindings:
-        if binding.host is not None:
-            continue
-        extent = stored.extents.get(binding.name)
-        rows = stored.rows.get(binding.name, ()) if extent is None or binding.name in stored.rows else ((extent,),)
-        yield from (place for row in rows for place in row if isinstance(place, PackedTensor))
+        if binding.host is None:
+            source = stored.sources[binding.name]
+            rows = source.rows or (source.at,)
+            yield from (place for row in rows for place in row if isinstance(place, PackedTensor))
 
 
 def _memories(tensors: Iterable[PackedTensor]) -> list[Bytes]:

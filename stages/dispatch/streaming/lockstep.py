@@ -74,7 +74,7 @@ class Lockstep(Group):
             if member.thread.dead:
                 self._members.remove(member)
                 self._outside.restore()
-            self._put_down(member)
+            self._put_down(member, is_over=member.thread.dead)
             torch.set_rng_state(random)
 
     def _dismiss(self) -> None:

@@ -77,7 +77,7 @@ class ThreadLockstep(Group):
             if member in self._going:
                 self._going.remove(member)
             if self._current is member:
-                self._put_down(member)
+                self._put_down(member, is_over=True)
                 self._hand_on()
             if not self._members:
                 self._state.end()

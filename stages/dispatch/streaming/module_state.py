@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from offstage.pipeline.errors import ConfigError
+from offstage.stages.dispatch.streaming.tensor_copies import LargeCopies, is_large, write_into, writes_to
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
-from offstage.stages.plan.request.lockstep import COPIED_BYTES
 
 
 class LockstepError(ConfigError, RuntimeError):
@@ -38,49 +38,52 @@ _DATA = (torch.Tensor, int, float, list, tuple, dict)
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A place in the table of a module, and what stood there at ``first``.
+    """A place in the table of a module, and what stood there at ``first``; ``noted`` is what was set there last.
 
-    Where calls change that in place, each has a copy of its own: ``original`` is what was copied.
+    Where what stands there ``is_streamed``, the weight that waits gives way to its data for each use: only what was set
+    is a call's own.
     """
 
     table: dict[str, Any]
     name: str
     first: Any
-    original: torch.Tensor | None = None
+    is_streamed: bool = False
+    noted: Any = None
 
-    @property
-    def value(self) -> Any:
-        return self.table.get(self.name, _ABSENT)
+    def own(self) -> Any:
+        """Return what the call that has its turn has set here; ``first`` where it has set nothing."""
+        value = self.table.get(self.name, _ABSENT)
+        return self.first if self.is_streamed and value is not self.noted else value
 
     def put(self, value: Any) -> None:
+        """Have ``value`` stand here."""
+        self.noted = value
         if value is _ABSENT:
             self.table.pop(self.name, None)
         else:
             self.table[self.name] = value
-
-    def restore(self) -> None:
-        """Put back what stood there, as it was."""
-        if self.original is None:
-            self.put(self.first)
-            return
-        if not self.original.is_inference():  # else nobody had it
-            self.original.copy_(self.first)
-        self.put(self.original)
 
 
 @dataclass(slots=True, eq=False)
 class _Watched:
     """A tensor of the model that calls may change in place, how often that was done, and a copy if it is small."""
 
-    table: dict[str, Any]
     name: str
     tensor: torch.Tensor
-    version: int
     copy: torch.Tensor | None
+    writes: int = 0
+
+    def is_changed(self) -> bool:
+        """Return whether something was written to it, as far as torch counts, since it was ``seen``."""
+        return self.tensor.is_inference() or writes_to(self.tensor) != self.writes
+
+    def see(self) -> None:
+        """Take it as it is."""
+        self.writes = writes_to(self.tensor)
 
 
-Written = dict[_Slot, Any]
-"""What a call has written into modules, while others have their turn."""
+Written = dict[_Slot | _Watched, Any]
+"""What a call has written into modules, while others have their turn: what it set, and values of what it changed."""
 
 
 @dataclass(slots=True)
@@ -132,37 +135,47 @@ class ModuleState:
     """What calls write into the modules of ``model`` from ``begin`` to ``end``, after which all is as before.
 
     Each begins with what was there then. ``enter`` puts in place what one has written, and ``leave`` takes it out.
+    ``idle`` has the files of others that have ended, whose copies may be those that are needed again.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, idle: list[LargeCopies] | None = None) -> None:
+        self._model, self._idle = model, [] if idle is None else idle
         self._slots: dict[tuple[int, str], _Slot] = {}
         self._watched: list[_Watched] = []
-        self._streamed: set[tuple[int, str]] = set()
+        self._streamed: dict[tuple[int, str], torch.Tensor] = {}
+        self._copies = LargeCopies()
         self._in_call = False
-        self._refusal: tuple[Written, str] | None = None  # by whom what can't be copied was changed, and what it is
+        self._refusal: tuple[Written, str] | None = None  # by whom what can't be exchanged was changed, and what it is
 
     def begin(self) -> None:
         """Note from now on what calls write."""
+        self._copies = self._idle.pop() if self._idle else self._copies
+        watched: dict[int, _Watched] = {}
         for table, name, tensor in _tensors(self._model):
             if isinstance(tensor, WaitingTensor) or tensor.is_meta:
-                self._streamed.add((id(table), name))
-                continue
-            copy = tensor.detach().clone() if tensor.nbytes <= COPIED_BYTES else None
-            if not tensor.is_inference():
-                self._watched.append(_Watched(table, name, tensor, tensor._version, copy))
-            elif copy is not None:  # torch doesn't count
-                self._slots[id(table), name] = _Slot(table, name, copy, tensor)
+                self._streamed[id(table), name] = tensor
+            elif id(tensor) not in watched:
+                copy = None if is_large(tensor) else tensor.detach().clone()
+                watched[id(tensor)] = _Watched(name, tensor, copy)
+        self._watched = [*watched.values()]
+        self._copies.keep([one.tensor for one in self._watched if one.copy is None])
+        self._see(all_of_them=True)
         _noting.add(self)
 
     def end(self) -> None:
         """Put everything back, and note nothing any more."""
         _noting.remove(self)
-        with torch.no_grad():
+        try:
             for slot in self._slots.values():
-                slot.restore()
-        self._slots.clear()
-        self._watched.clear()
+                slot.put(slot.first)
+            for watched in self._watched:
+                if watched.is_changed():
+                    self._put_back(watched)
+        finally:
+            self._slots.clear()
+            self._watched.clear()
+            self._streamed.clear()
+            self._idle.append(self._copies)
 
     @contextmanager
     def of_one_call(self) -> Iterator[None]:
@@ -173,7 +186,7 @@ class ModuleState:
         try:
             yield
         finally:
-            self.leave(written)
+            self._in_call = False
             self.end()
 
     def enter(self, written: Written) -> None:
@@ -181,25 +194,39 @@ class ModuleState:
         if self._refusal is not None and self._refusal[0] is not written:
             (_, message), self._refusal = self._refusal, None
             raise LockstepError(message)
-        for slot in self._slots.values():
-            if slot.original is not None and slot not in written:
-                written[slot] = slot.first.clone()
-        for slot, value in written.items():
-            slot.put(value)
+        for place, value in written.items():
+            if isinstance(place, _Slot):
+                place.put(value)
+            else:
+                write_into(place.tensor, value)
+        self._see()
         self._in_call = True
 
-    def leave(self, written: Written) -> None:
-        """Take what the call that had its turn has ``written`` out of the modules."""
+    def leave(self, written: Written, *, is_over: bool = False) -> None:
+        """Take what the call that had its turn has ``written`` out of the modules; the last one if it ``is_over``.
+
+        What is too large to have a copy for each call stays until then, and is no other's to see.
+        """
         self._in_call = False
-        changed = [watched for watched in self._watched if watched.tensor._version != watched.version]
+        changed = [watched for watched in self._watched if watched.is_changed()]
         for watched in changed:
-            self._have_copied(watched, written)
+            if watched.copy is not None:
+                written[watched] = watched.tensor.detach().clone()
+            elif not is_over:
+                self._refuse(watched, written)
+        for watched in self._watched:
+            if watched in written or (is_over and watched in changed):
+                self._put_back(watched)
+        if is_over and self._refusal is not None and self._refusal[0] is written:
+            self._refusal = None
         for slot in self._slots.values():
-            if slot.value is slot.first:
+            value = slot.own()
+            if value is slot.first:
                 written.pop(slot, None)
             else:
-                written[slot] = slot.value
+                written[slot] = value
                 slot.put(slot.first)
+        self._see(all_of_them=is_over)
 
     def note(self, module: nn.Module, name: str, value: Any) -> None:
         """Note that ``value`` is about to be set as ``name`` in ``module``, if a call does so and it is state of it.
@@ -216,40 +243,38 @@ class ModuleState:
             return
         for table in _tables(module):
             key = (id(table), name)
-            if key in self._streamed:
-                raise LockstepError(
-                    f"{self._named(table, name)!r} is streamed, and the model's own code sets it, which would hold for "
-                    "the other calls too"
-                )
             if key not in self._slots:
-                self._slots[key] = _Slot(table, name, table.get(name, _ABSENT))
+                waiting = self._streamed.get(key)
+                first = table.get(name, _ABSENT) if waiting is None else waiting
+                self._slots[key] = _Slot(table, name, first, is_streamed=waiting is not None)
+            self._slots[key].noted = value
 
-    def _have_copied(self, watched: _Watched, written: Written) -> None:
-        """Have each call have a tensor of its own in the place of one that was changed in place.
+    def _see(self, *, all_of_them: bool = False) -> None:
+        """Take tensors as they are; large ones only where they are as they were, else they wait to be put back."""
+        for watched in self._watched:
+            if all_of_them or watched.copy is not None:
+                watched.see()
 
-        One that can't be copied is refused as soon as it is another call's turn than that of ``written``.
-        """
-        self._watched.remove(watched)
+    def _put_back(self, watched: _Watched) -> None:
         if watched.copy is None:
-            name = self._named(watched.table, watched.name)
-            message = (
-                f"the model's own code changes {name!r} in place, {watched.tensor.nbytes} bytes that each call would "
-                "need a copy of"
-            )
-            self._refusal = (written, message)
-            return
-        key = (id(watched.table), watched.name)
-        slot = self._slots.setdefault(key, _Slot(watched.table, watched.name, watched.tensor))
-        if slot.first is watched.tensor:
-            slot.first, slot.original = watched.copy, watched.tensor
+            self._copies.put_back(watched.tensor)
+        else:
+            write_into(watched.tensor, watched.copy)
+
+    def _refuse(self, watched: _Watched, written: Written) -> None:
+        """Refuse what a call has ``written`` to something large as soon as it is another one's turn."""
+        owners = (owner for owner, module in self._model.named_modules() for table in _tables(module)
+                  if table.get(watched.name) is watched.tensor)  # fmt: skip
+        name = f"{next(owners, '')}.{watched.name}".removeprefix(".")
+        message = (
+            f"the model's own code changes {name!r} in place, {watched.tensor.nbytes} bytes that each call would "
+            "need a copy of"
+        )
+        self._refusal = (written, message)
 
     @cached_property
     def _modules(self) -> set[int]:
         return {id(module) for module in self._model.modules()}
-
-    def _named(self, table: dict[str, Any], name: str) -> str:
-        owners = (owner for owner, module in self._model.named_modules() if table in _tables(module))
-        return f"{next(owners, '')}.{name}".removeprefix(".")
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from offstage.stages.dispatch.streaming.lockstep import Lockstep, Task
 from offstage.stages.dispatch.streaming.lockstep_threads import ThreadLockstep
 from offstage.stages.dispatch.streaming.module_state import ModuleState
 from offstage.stages.dispatch.streaming.pass_lock import PassLock, calls_on
+from offstage.stages.dispatch.streaming.tensor_copies import LargeCopies
 from offstage.stages.dispatch.streaming.turns import ALONE, Member, Turns
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 
@@ -50,6 +51,7 @@ class ModelPasses:
         self.turns: Turns = ALONE
         self._changing = threading.Condition()  # held while ``turns`` changes
         self._is_forming = False  # a group that waits for its turn to begin
+        self._copies: list[LargeCopies] = []  # of buffers, which no call needs now
 
     def hook(self) -> Iterator[Callable[[], None]]:
         """Hook the model; yield what unhooks it."""
@@ -66,13 +68,20 @@ class ModelPasses:
         self._refuse_second()
         with self.lock.held():
             with self._changing:
-                group = self.turns = Lockstep(size, ModuleState(self._model))
+                group = self.turns = Lockstep(size, self._state())
             try:
                 with torch.no_grad():
                     group.run(tasks)
             finally:
                 self._disband(failed=False)
         return group
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context of calls that keep in the modules of the model nothing that later ones see."""
+        return self._state().of_one_call()
+
+    def _state(self) -> ModuleState:
+        return ModuleState(self._model, self._copies)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -103,7 +112,7 @@ class ModelPasses:
                 return self.turns, self.turns.join()
             self._refuse_second()
             self._is_forming = True
-        group = ThreadLockstep(ModuleState(self._model))
+        group = ThreadLockstep(self._state())
         try:
             self.lock.lend(group.threads)
             with self._changing:
@@ -149,6 +158,7 @@ class ModelPasses:
         """
         self.lock.start_anew()
         self._changing, self._is_forming = threading.Condition(), False
+        self._copies.clear()  # their file is the other process's
         if not self.lock.is_mine():
             self.turns, self._depth, self._calls = ALONE, 0, 0
         return self.lock.is_mine()

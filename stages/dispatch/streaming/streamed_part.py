@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offstage.stages.checkpoints.mapped_file import MappedFile
-from offstage.stages.checkpoints.packed import AtRest, PackedTensor
+from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from offstage.stages.dispatch.streaming.bindings import Binding, make_binding
 from offstage.stages.dispatch.streaming.lookahead import Lookahead
@@ -23,7 +23,7 @@ from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.row_ranges import row_ranges
 from offstage.stages.plan.serving import Serving
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import CPU, DeviceId
 
 
@@ -131,24 +131,16 @@ def _bindings(
     """Return the places of what is bound for each use, by how it is served; packed tables are looked up from now on."""
     found: dict[Serving, list[Binding]] = {"copy": [], "direct": [], "map": [], "rows": []}
     for tensor, serving in part.serving.items():
-        source = stored.extents.get(tensor)
+        at = stored.extents.get(tensor)
         # A buffer that this checkpoint lacks is where the constructor computed it, whatever the plan says.
-        if serving == "experts" or not (apart or serving in ("copy", "packed") or source is not None):
+        if serving == "experts" or not (apart or serving in ("copy", "packed") or at is not None):
             continue
-        binding = make_binding(model, tensor, on_disk=source is not None)
-        if serving == "rows" and isinstance(source, PackedTensor) and can_be_looked_up(source):
-            have_table_wait(binding, stored, source)
+        binding = make_binding(model, tensor, on_disk=at is not None)
+        if serving == "rows" and isinstance(at, PackedTensor) and can_be_looked_up(at):
+            have_table_wait(binding, stored, at)
             stack.callback(binding.restore)
-        else:
-            found[_way(serving, source)].append(binding)
+        elif isinstance(at, PackedTensor):  # it is brought: in a map it can't be used
+            found["direct"].append(binding)
+        else:  # where loading found that it doesn't rest packed, it lies on the host as it is used
+            found["copy" if serving == "packed" else serving].append(binding)
     return found
-
-
-def _way(serving: Serving, source: AtRest | None) -> Serving:
-    """Return how a tensor that lies at ``source`` is served: what rests packed can't be used in a map, and is brought.
-
-    So is what waits packed in memory. Where a checkpoint turned out to have it as it is used, it lies on the host so.
-    """
-    if serving == "packed" and source is None:
-        return "copy"
-    return "direct" if isinstance(source, PackedTensor) else serving

@@ -29,7 +29,6 @@ from offstage.stages.dispatch.streaming.guard import guard, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Task
 from offstage.stages.dispatch.streaming.lookahead import Lookahead
-from offstage.stages.dispatch.streaming.module_state import ModuleState
 from offstage.stages.dispatch.streaming.passes import ModelPasses
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
@@ -42,7 +41,7 @@ from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.devices import Devices
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
 
 _streamers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Streamer]] = weakref.WeakKeyDictionary()
@@ -134,7 +133,7 @@ class Streamer:
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context of calls that keep in the modules of the model nothing that later ones see."""
-        return ModuleState(self._model).of_one_call()
+        return self._passes.alone()
 
     def wait_for(self, shared: Shared) -> None:
         """Return when it is the turn of the caller, one of several calls in lockstep, to use ``shared``."""

@@ -117,10 +117,10 @@ class Group(Turns, ABC):
         self._state.enter(member.written)
         torch.set_rng_state(member.random)
 
-    def _put_down(self, member: Member) -> None:
-        """Keep what is ``member``'s own, whose turn ends."""
+    def _put_down(self, member: Member, *, is_over: bool = False) -> None:
+        """Keep what is ``member``'s own, whose turn ends, the last one if all of it ``is_over``."""
         member.random = torch.get_rng_state()
-        self._state.leave(member.written)
+        self._state.leave(member.written, is_over=is_over)
 
     def _mine(self) -> Member:
         if self._current is None or not self._is_mine(self._current):

@@ -5,46 +5,50 @@ All of it is resident where the model computes, so a plan leaves room for it as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.generation_defaults import generation_defaults
 from offstage.stages.checkpoints.hub import checkpoint_folder
 from offstage.stages.checkpoints.quantization import quantization_of
 from offstage.stages.checkpoints.weight_files import weight_files
 from offstage.stages.empty_init.identity import MODEL_KEYS
+from offstage.stages.inputs.generate_options import GUESSED, GUESSES
 from offstage.stages.plan.request.geometry import geometry_of
 from offstage.stages.units import DTYPE_BYTES
 
-KEY = "assistant_model"
-GUESSES = 20
-"""How many tokens transformers has guessed at once where nothing else is said."""
+
+def assistant_node(path: str | None) -> dict[str, Any] | None:
+    """Return the assistant in the folder ``path`` as a node ``model`` says it; null where there is none."""
+    return {**MODEL_KEYS, "path": path} if path else None
 
 
-def assistant_node(generate: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the assistant of the config node ``generate`` as a node ``model`` says it; null where there is none."""
-    path = generate.get(KEY)
-    return {**MODEL_KEYS, "path": path} if isinstance(path, str) and path else None
+def assistant_defaults(path: str | None) -> dict[str, Any]:
+    """Return how many tokens the assistant in the folder ``path`` guesses at once where nothing is given, if it says.
+
+    That is the assistant's own to say: what the model's files have of it isn't asked.
+    """
+    node = assistant_node(path)
+    told = generation_defaults(checkpoint_folder(node)) if node else {}
+    return {GUESSED: told.get(GUESSED)}
 
 
-def assistant_bytes(generate: Mapping[str, Any], *, prompt: int, length: int) -> int:
+def assistant_bytes(path: str | None, *, prompt: int, length: int) -> int:
     """Return what the assistant takes for a sequence of ``length`` tokens in the end, ``prompt`` of them at once.
 
     That is its weights, in the dtype in which they rest or are unpacked to, its keys and values, and the widest moment
     of a layer. A folder without weights takes nothing here: the stage itself refuses it.
     """
-    node = assistant_node(generate)
+    node = assistant_node(path)
     if node is None:
         return 0
     folder = checkpoint_folder(node)
     weights = assistant_weights(folder)
     config = read_object(folder / "config.json")
-    geometry, width = (
-        geometry_of(config),
-        int(DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4)),
-    )
+    geometry = geometry_of(config)
+    width = int(DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4))
     cache = (geometry.layers + 1) * geometry.cached * length * width
     rows = max(prompt, GUESSES) * (6 * geometry.hidden + 2 * geometry.intermediate) * width
     return weights + cache + max(rows, 2 * length * geometry.hidden * width) + geometry.vocabulary * (width + 4 * 4)

@@ -13,7 +13,7 @@ from typing import Any
 
 from offstage.pipeline.regular_files import read_object
 from offstage.stages.checkpoints.hub import checkpoint_folder
-from offstage.stages.empty_init.skeleton import Moment
+from offstage.stages.empty_init.skeleton import CacheSpec, Moment
 
 _ENCODERS = ("vision_config", "audio_config", "encoder")
 """The keys of a ``config.json`` below which the shape of an encoder of images or audio stands."""
@@ -32,9 +32,10 @@ LEAST_LENGTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The shape of a decoder: ``cached`` is the elements of keys and values a layer keeps for a token.
+    """The shape of a decoder: ``cached`` is the elements of keys and values that a layer keeps for a token, at most.
 
-    Where it keeps them compressed, ``expanded`` are those that it makes of them for each pass.
+    They stand for what a rehearsal would have shown, of an assistant and of a model whose code refuses one. Where keys
+    and values are kept compressed, ``expanded`` are the elements that a layer makes of them for each pass.
     ``context`` is how many tokens it has positions for, 0 where its config doesn't say, and for a decoder that
     ``has_encoder`` beside it.
     """
@@ -53,13 +54,15 @@ class Geometry:
 class Request:
     """How much is asked for at once: ``sequences``, the tokens of the longest ``prompt``, its ``length`` in the end.
 
+    Beside an encoder the prompt is the encoder's, and the length that of the decoder's alone.
     ``length`` is 0 where one forward is all: then no keys and values are kept for a next token. ``positions`` is of how
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
     together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. So many
     ``members`` go through the model in lockstep, with as many sequences each. The host keeps
     ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32. So many guesses
     are ``judged`` in lockstep with the token before them, over one cache. ``assistant_bytes`` are what a second model
-    takes beside. ``moments`` are those of a forward that is known at its very shape. All in all there are ``rows`` of
+    takes beside. ``moments`` are those of a forward that is known at its very shape, and ``caches`` what it leaves,
+    where that isn't known of the model. All in all there are ``rows`` of
     prompts, the longest of ``routed`` tokens, and each is decoded in so many ``steps``; 0 where that isn't known. These
     change nothing of the room that it takes: requests that differ in them alone are alike.
     """
@@ -76,6 +79,7 @@ class Request:
     judged: int = 0
     assistant_bytes: int = 0
     moments: tuple[Moment, ...] = ()
+    caches: tuple[CacheSpec, ...] = ()
     rows: int = field(default=1, compare=False)
     routed: int = field(default=0, compare=False)
     steps: int = field(default=0, compare=False)

@@ -7,7 +7,7 @@ from the cache imports neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,12 @@ from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.stage import MEASURED, Config
 from offstage.pipeline.typed_config import fits
 from offstage.stages.empty_init.identity import text_identity
-from offstage.stages.empty_init.skeleton import Moment, monomials
+from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
+from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
 from offstage.stages.inputs.libraries import media_libraries
+from offstage.stages.inputs.prompts import Prompt, prompt_inputs, read_prompts
 from offstage.stages.machine.kept_figures import kept_or_measured
 from offstage.stages.plan.request.geometry import encoder_rows_bytes
-from offstage.stages.plan.request.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +40,13 @@ _CONSTANT = (0.0,) * (len(monomials(1, 1)) - 1)
 class MediaDemand:
     """The ``tokens`` of the longest prompt, or of what its encoder makes; ``moments`` of a forward that holds most.
 
-    The moments are those of one sequence, at the one shape that its prompt has.
+    The moments are those of one sequence, at the one shape that its prompt has; ``caches`` are what it leaves, of a
+    decoder beside an encoder: of others the model's skeleton has them.
     """
 
     tokens: int
     moments: tuple[Moment, ...]
+    caches: tuple[CacheSpec, ...] = ()
 
     def for_copies(self, copies: int) -> tuple[Moment, ...]:
         """Return the moments of so many sequences of one prompt."""
@@ -63,40 +66,45 @@ def media_demand(config: Config, cache: Path, *, skeleton: str, live: Callable[[
     ``skeleton`` is the key of the model, and ``live`` returns it on meta. What is bad of prompts is for ``generate`` to
     report.
     """
-    generate, model = config.get("generate") or {}, config.get("model") or {}
+    given, model = read_generate(config.get("generate") or {}), config.get("model") or {}
     try:
-        prompts = {name: prompt for name, prompt in read_prompts(generate).items() if prompt.media}
+        prompts = {name: prompt for name, prompt in read_prompts(given).items() if prompt.media}
     except ConfigError:
         return None
     if not prompts:
         return None
-    asked = {key: generate.get(key) for key in ("chat", "system")}
+    asked = {"chat": given.chat, "system": given.system}
     key = fingerprint([list(prompts.values()), asked, skeleton, text_identity(model), media_libraries()])
-    probe = partial(_measure, prompts, generate, model, live)
+    probe = partial(_measure, prompts, given, model, live)
     try:
         figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=_is_sound).get(key)
     except ConfigError:
         return None
-    return None if figure is None else MediaDemand(figure["tokens"], tuple(map(_moment, figure["moments"])))
+    return None if figure is None else _demand(figure)
+
+
+def _demand(figure: Mapping[str, Any]) -> MediaDemand:
+    caches = (CacheSpec(tuple(blocks), 0, own, encoded) for blocks, own, encoded in figure["caches"])
+    return MediaDemand(figure["tokens"], tuple(map(_moment, figure["moments"])), tuple(caches))
 
 
 def _measure(
-    prompts: Mapping[str, Prompt], generate: Mapping[str, Any], model: Mapping[str, Any], live: Callable[[], nn.Module]
+    prompts: Mapping[str, Prompt], given: GenerateOptions, model: Mapping[str, Any], live: Callable[[], nn.Module]
 ) -> dict[str, Any]:
     """Return the figure of ``prompts``: of all of them the tokens, the moments of the one whose inputs are largest."""
-    from offstage.stages.empty_init.media_call import media_moments
+    from offstage.stages.empty_init.media_call import weigh_media
     from offstage.stages.inputs.prompt_processor import PromptProcessor
-    from offstage.stages.plan.request.prompt_inputs import prompt_inputs
 
     processor = PromptProcessor(model, key=next(iter(prompts)))
     tokens, preparing = 0, 0
     largest: dict[str, torch.Tensor] = {}
     for name, prompt in prompts.items():
-        made = prompt_inputs(name, prompt, processor, generate)
+        made = prompt_inputs(name, prompt, processor, given)
         tokens, size = max(tokens, len(made.ids)), _bytes(made.tensors)
         preparing = max(preparing, _DECODING * made.decoded_bytes + _PROCESSING * size)
         largest = dict(made.tensors) if size > _bytes(largest) else largest
-    moments, encoded = media_moments(live(), largest)
+    weighed, encoded = weigh_media(live(), largest)
+    moments = weighed.moments
     if not moments:
         rows = encoder_rows_bytes(model, {name: tuple(one.shape) for name, one in largest.items()})
         moments = (Moment((float(rows + 2 * _bytes(largest)), *_CONSTANT)),)
@@ -104,7 +112,8 @@ def _measure(
     figures = [
         [moment.activations[0], moment.kernel, [operand[0] for operand in moment.operands]] for moment in moments
     ]
-    return {"tokens": max(tokens, encoded), "moments": figures}
+    caches = [[list(one.blocks), one.position_bytes, one.encoded_bytes] for one in weighed.caches if encoded]
+    return {"tokens": max(tokens, encoded), "moments": figures, "caches": caches}
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -117,15 +126,31 @@ def _moment(figure: list[Any]) -> Moment:
 
 
 def _is_sound(figure: Any) -> bool:
-    if not isinstance(figure, dict) or set(figure) != {"tokens", "moments"} or not fits(int, figure["tokens"]):
+    if not isinstance(figure, dict) or set(figure) != {"tokens", "moments", "caches"}:
         return False
-    return isinstance(figure["moments"], list) and all(
-        isinstance(one, list)
-        and len(one) == 3
-        and fits(float, one[0])
-        and isinstance(one[1], str)
-        and isinstance(one[2], list)
-        and len(one[2]) in (0, 3)
-        and all(fits(float, operand) for operand in one[2])
-        for one in figure["moments"]
+    moments, caches = figure["moments"], figure["caches"]
+    return (
+        fits(int, figure["tokens"])
+        and isinstance(moments, list)
+        and all(map(_is_sound_moment, moments))
+        and isinstance(caches, list)
+        and all(map(_is_sound_cache, caches))
+    )
+
+
+def _is_sound_moment(figure: Any) -> bool:
+    if not isinstance(figure, list) or len(figure) != 3:
+        return False
+    held, kernel, operands = figure
+    if not fits(float, held) or not isinstance(kernel, str) or not isinstance(operands, list):
+        return False
+    return len(operands) in (0, 3) and all(fits(float, operand) for operand in operands)
+
+
+def _is_sound_cache(figure: Any) -> bool:
+    return (
+        isinstance(figure, list)
+        and len(figure) == 3
+        and fits(Sequence[str], figure[0])
+        and all(fits(float, count) for count in figure[1:])
     )

@@ -19,34 +19,24 @@ from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.calls.options import ForwardOptions, count_rows, read_texts
 from offstage.stages.checkpoints.adapters import adapter_folder
-from offstage.stages.checkpoints.generation_defaults import GENERATION_CONFIG
+from offstage.stages.checkpoints.generation_defaults import generation_defaults
 from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
 from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
 from offstage.stages.checkpoints.tokenizers import tokenizing
-from offstage.stages.plan.request.assistant import assistant_bytes
-from offstage.stages.plan.request.batch_size import AUTO, batch_sizes
+from offstage.stages.inputs.generate_options import AUTO, GenerateOptions, count_of, read_generate
+from offstage.stages.inputs.prompts import Prompt, read_prompts
+from offstage.stages.inputs.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
+from offstage.stages.plan.request.assistant import assistant_bytes, assistant_defaults
+from offstage.stages.plan.request.choose import MOST_TOGETHER, batch_sizes, lockstep_sizes
 from offstage.stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, round_up
-from offstage.stages.plan.request.lockstep import (
-    KEY as LOCKSTEP,
-    LARGEST,
-    is_in_lockstep,
-    lockstep_is_chosen,
-    lockstep_sizes,
-)
 from offstage.stages.plan.request.media_demand import MediaDemand
-from offstage.stages.plan.request.prompts import Prompt, read_prompts
-from offstage.stages.plan.request.speculation import GUESSED, LOOKUP, guesses_ahead, is_exact, most_guesses
-from offstage.stages.plan.request.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
 from offstage.stages.plan.request.training import FinetuneOptions, Learns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_DECODING = (
-    "num_beams", "num_return_sequences", "max_new_tokens", "max_length", "use_cache", "cache_implementation", LOOKUP,
-    GUESSED,
-)  # fmt: skip
-"""The options of decoding that change what it takes."""
+_NEW_TOKENS = 20
+"""How many tokens are decoded where nobody says it."""
 
 _TEMPLATE_TOKENS = 32
 _BYTES_A_TOKEN = 3
@@ -73,12 +63,17 @@ def read_requests(config: Config) -> dict[int | None, Request]:
     ``auto``, or the number of batches in lockstep.
     """
     request, node = read_request(config), config.get(asking(config)) or {}
-    if request.members > 1 and lockstep_is_chosen(node):
+    if request.members > 1 and lockstep_is_chosen(config):
         return {size: replace(request, members=size) for size in lockstep_sizes(request.members)}
     if node.get("batch_size") != AUTO:
         return {None: request}
     sizes = batch_sizes(request.sequences // request.copies)
     return {size: replace(request, sequences=size * request.copies) for size in sizes}
+
+
+def lockstep_is_chosen(config: Config) -> bool:
+    """Return whether how many batches go in lockstep is the plan's to choose."""
+    return asking(config) == "generate" and read_generate(config.get("generate") or {}).lockstep_is_chosen
 
 
 def read_request(config: Config) -> Request:
@@ -100,62 +95,84 @@ def generate_request(generate: Mapping[str, Any], model: Mapping[str, Any]) -> R
 
     Prompts with media are apart: they are answered one at a time (``media_request``).
     """
-    generate = with_checkpoint_defaults(generate, model)
-    prompts = [prompt for prompt in _prompts(generate) if not prompt.media] or [Prompt("")]
-    alone = 1 if generate.get("exact") or guesses_ahead(generate) else len(prompts)
-    together = min(alone, _number(generate, "batch_size", len(prompts) if generate.get("batch_size") == AUTO else 1))
-    request = _answers(generate, prompts, together=together, tokens=max(_tokens(prompt, model) for prompt in prompts))
-    return replace(request, members=_members(generate, -(-len(prompts) // together)), rows=round_up(len(prompts)))
+    given = effective_options(generate, model)
+    prompts = [prompt for prompt in _prompts(given) if not prompt.media] or [Prompt("")]
+    size = len(prompts) if given.batch_size == "auto" else given.batch_size or 1
+    together = 1 if given.exact or given.guesses_ahead else min(len(prompts), size)
+    request = _answers(given, prompts, together=together, model=model)
+    batches, asked = -(-len(prompts) // together), given.batches_together
+    members = min(batches, MOST_TOGETHER if asked == "auto" else asked)
+    return replace(request, members=members, rows=round_up(len(prompts)))
 
 
-def with_checkpoint_defaults(generate: Mapping[str, Any], model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config's ``generate`` with what the ``generation_config.json`` of ``model`` says beside it.
+def effective_options(generate: Mapping[str, Any], model: Mapping[str, Any]) -> GenerateOptions:
+    """Return the options that decoding goes by: those of the config's ``generate`` over the checkpoint's own.
 
-    It is read as it is, since to have transformers read it takes seconds; what is wrong with it is said where a model
-    is built or ``generate`` checked.
+    How many tokens an assistant guesses is its own to say before it is the checkpoint's.
     """
-    said = read_object(checkpoint_folder(model) / GENERATION_CONFIG)
-    defaults = {key: said[key] for key in _DECODING if key in said}
-    return {**defaults, **{key: value for key, value in generate.items() if value is not None}}
-
-
-def _members(generate: Mapping[str, Any], batches: int) -> int:
-    """Return how many of so many ``batches`` go together at most."""
-    if not is_in_lockstep(generate):
-        return 1
-    return min(batches, LARGEST if lockstep_is_chosen(generate) else _number(generate, LOCKSTEP, 1))
+    given = read_generate(generate)
+    defaults = generation_defaults(checkpoint_folder(model))
+    return given.over(defaults | assistant_defaults(given.assistant_model) if given.assistant_model else defaults)
 
 
 def media_request(config: Config, demand: MediaDemand) -> Request:
     """Return how much one prompt with media asks at once: that of the longest, beside its encoder's moments."""
-    generate = with_checkpoint_defaults(config.get("generate") or {}, config.get("model") or {})
-    prompts = [prompt for prompt in _prompts(generate) if prompt.media]
-    request = _answers(generate, prompts, together=1, tokens=demand.tokens)
-    return replace(request, moments=demand.for_copies(request.copies))
+    model = config.get("model") or {}
+    given = effective_options(config.get("generate") or {}, model)
+    prompts = [prompt for prompt in _prompts(given) if prompt.media]
+    request = _answers(given, prompts, together=1, model=model, tokens=demand.tokens)
+    return replace(request, moments=demand.for_copies(request.copies), caches=demand.caches)
 
 
-def _answers(generate: Mapping[str, Any], prompts: Sequence[Prompt], *, together: int, tokens: int) -> Request:
-    """Return what answering so many of ``prompts`` ``together`` asks, the longest of so many ``tokens``."""
-    asked = [generate, *(prompt.options for prompt in prompts if prompt.options)]
-    copies = max(_number(one, key, 1) for one in asked for key in ("num_beams", "num_return_sequences"))
-    new = max(_number(one, "max_new_tokens", _number(one, "max_length", 0)) for one in asked)
-    told = generate.get("output_logprobs") is True
-    keeps = told and any(keeps_logits({**generate, **one}) for one in asked)
-    guesses = max(most_guesses(generate, one) for one in asked)
-    prompt, length = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new))
-    is_cached = all({**generate, **one}.get("use_cache") is not False for one in asked)
+def _answers(
+    given: GenerateOptions,
+    prompts: Sequence[Prompt],
+    *,
+    together: int,
+    model: Mapping[str, Any],
+    tokens: int | None = None,
+) -> Request:
+    """Return what answering so many of ``prompts`` ``together`` asks, the longest of so many ``tokens``.
+
+    Each prompt is answered by its own options over those of all.
+    """
+    if tokens is None:
+        tokens = max(_tokens(prompt, model) for prompt in prompts)
+    asked = [given.of_prompt(prompt.options) for prompt in prompts]
+    copies = max(_copies(one.options) for one in asked)
+    has_encoder = bool(read_object(checkpoint_folder(model) / "config.json").get("is_encoder_decoder"))
+    new = max(_new_tokens(one.options, 0 if has_encoder else tokens) for one in asked)
+    keeps = given.output_logprobs and any(
+        keeps_logits(one.options, guesses=one.guesses_ahead and not one.judges_exactly) for one in asked
+    )
+    guesses = max(one.most_guesses for one in asked)
+    prompt, both, answer = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new, 1 + new))
+    length = answer if has_encoder else both  # the prompt's positions are then the encoder's
+    is_cached = all(one.options.get("use_cache") is not False for one in asked)
     return Request(
         together * copies,
-        prompt if is_cached else length,
+        prompt if is_cached else both,
         length if is_cached else 0,
         positions=1 + guesses,
         copies=copies,
-        judged=guesses if is_exact(generate) else 0,
+        judged=guesses if given.judges_exactly else 0,
         kept=round_up(new) if keeps else 0,
-        assistant_bytes=assistant_bytes(generate, prompt=prompt, length=length),
+        assistant_bytes=assistant_bytes(given.assistant_model, prompt=prompt, length=both),
         routed=round_up(tokens),
         steps=round_up(max(0, new - 1)),
     )
+
+
+def _copies(options: Mapping[str, Any]) -> int:
+    """Return how many sequences each prompt is: with guidance as many go beside them, over a cache of their own."""
+    sequences = max(count_of(options, "num_beams", 1), count_of(options, "num_return_sequences", 1))
+    return 2 * sequences if options.get("guidance_scale", 1) != 1 else sequences
+
+
+def _new_tokens(options: Mapping[str, Any], prompt: int) -> int:
+    """Return how many tokens are decoded at most, where so many of a ``prompt`` count as decoded too."""
+    longest = count_of(options, "max_length", 0)
+    return count_of(options, "max_new_tokens", max(0, longest - prompt) if longest else _NEW_TOKENS)
 
 
 def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Request:
@@ -176,26 +193,19 @@ def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Req
     return Request(1, round_up(max(LEAST_LENGTH, rows * longest)), 0)
 
 
-def keeps_logits(options: Mapping[str, Any]) -> bool:
+def keeps_logits(options: Mapping[str, Any], *, guesses: bool) -> bool:
     """Return whether log-probabilities can only be had from the logits of all steps, kept until the last.
 
-    Which of the beams' tokens, or of those that one forward judges, are chosen is known later than their logits; of a
-    static cache the forward may be compiled, where nothing can be taken from it.
+    Which of the beams' tokens, or of those that one forward judges (``guesses``), are chosen is known later than their
+    logits; of a static cache the forward may be compiled, where nothing can be taken from it.
     """
-    guesses = guesses_ahead(options) and not is_exact(options)
-    return guesses or _number(options, "num_beams", 1) > 1 or options.get("cache_implementation") == "static"
+    return guesses or count_of(options, "num_beams", 1) > 1 or options.get("cache_implementation") == "static"
 
 
-def _number(generate: Mapping[str, Any], key: str, default: int) -> int:
-    """Return the count under ``key``; the default too where it is no count, which ``generate`` itself reports."""
-    value = generate.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
-
-
-def _prompts(generate: Mapping[str, Any]) -> list[Prompt]:
+def _prompts(given: GenerateOptions) -> list[Prompt]:
     """Return the prompts, at least one; what is none is reported by ``generate`` itself."""
     try:
-        return list(read_prompts(generate).values())
+        return list(read_prompts(given).values())
     except ConfigError:
         return [Prompt("")]
 

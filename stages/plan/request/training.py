@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from offstage.pipeline.errors import ConfigError, Fault
-from offstage.stages.plan.request.prompts import MOST
-from offstage.stages.plan.request.texts import read_text
+from offstage.pipeline.typed_config import LEAST
+from offstage.stages.inputs.prompts import check_seed
+from offstage.stages.inputs.texts import read_text
 
 LONGEST_SEQUENCE = 512
 """The tokens of a sequence where nobody says how many, and the model's context is longer or not known."""
@@ -22,14 +23,13 @@ Learns = Literal["nothing", "adapter", "all"]
 """Which of a model's weights are changed by a run: none, those of its adapter, or all that are floating."""
 
 TEXT = "finetune.text_file"
-_LEAST = {"steps": 1, "batch_size": 1, "window": 2, "gradient_accumulation": 1, "save_every": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
     """The keys below ``finetune.lora``; ``conf/config.yaml`` says what each means."""
 
-    r: int = 8
+    r: int = field(default=8, metadata={LEAST: 1})
     alpha: float = 16
     target_modules: Sequence[str] | str = "all-linear"
 
@@ -53,19 +53,19 @@ class FinetuneOptions:
     """The keys below ``finetune``; ``conf/config.yaml`` says what each means."""
 
     text_file: str | None = None
-    steps: int = 10
-    batch_size: int = 1
-    window: int | None = None
+    steps: int = field(default=10, metadata={LEAST: 1})
+    batch_size: int = field(default=1, metadata={LEAST: 1})
+    window: int | None = field(default=None, metadata={LEAST: 2})
     optimizer: Literal["adamw", "sgd"] = "adamw"
     learning_rate: float = 5e-5
     weight_decay: float = 0.01
     clip_norm: float | None = 1.0
-    gradient_accumulation: int = 1
+    gradient_accumulation: int = field(default=1, metadata={LEAST: 1})
     checkpointing: bool = False
     lora: LoraOptions | None = None
     activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
     seed: int = 0
-    save_every: int = 50
+    save_every: int = field(default=50, metadata={LEAST: 1})
 
     def sequence(self, context: int) -> int:
         """Return the tokens of a sequence for a model with positions for ``context`` tokens, 0 where not known."""
@@ -73,13 +73,8 @@ class FinetuneOptions:
 
 
 def check_training(options: FinetuneOptions) -> Iterable[Fault]:
-    """Yield what is wrong with the text, the sizes and the optimizer, as far as the model needn't be known."""
-    for name, least in _LEAST.items():
-        size = getattr(options, name)
-        if size is not None and size < least:
-            yield Fault(f"finetune.{name}", f"{size} is too small; give a whole number from {least}")
-    if not 0 <= options.seed < MOST:
-        yield Fault("finetune.seed", f"{options.seed} is no seed; give a whole number from 0 to 2**63 - 1")
+    """Yield what is wrong with the text and the optimizer, as far as the model needn't be known."""
+    yield from check_seed("finetune.seed", options.seed)
     yield from _check_rates(options)
     yield from _check_lora(options.lora)
     ratio = options.activation_offload.ratio
@@ -106,8 +101,6 @@ def _check_rates(options: FinetuneOptions) -> Iterable[Fault]:
 def _check_lora(lora: LoraOptions | None) -> Iterable[Fault]:
     if lora is None:
         return
-    if lora.r < 1:
-        yield Fault("finetune.lora.r", f"{lora.r} is no rank; give a whole number from 1")
     if not 0 < lora.alpha < math.inf:
         yield Fault("finetune.lora.alpha", f"{lora.alpha} is no scale; give a finite number above 0")
     if not lora.target_modules or not all(lora.target_modules):

@@ -27,6 +27,8 @@ from offstage.stages.plan.request.training import FinetuneOptions
 if TYPE_CHECKING:
     from torch import nn
 
+Parameters = dict[str, "nn.Parameter"]
+
 FILE_NAME = "training.json"
 VERSION = 2
 """Raised by hand where what is rehearsed changes."""
@@ -97,7 +99,6 @@ def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window
 
     from offstage.stages.empty_init.fake_weights import REFUSALS
     from offstage.stages.empty_init.training_peaks import rehearse_step
-    from offstage.stages.plan.request.learning import adapt, choose_learning
 
     model: Any = copy.deepcopy(live())
     adapt(model, options)
@@ -128,3 +129,37 @@ def bound_peaks(geometry: Geometry, *, tokens: int, gradient_bytes: int) -> Trai
     saved = 4 * tokens * (geometry.layers * layer + 5 * geometry.vocabulary)
     every = saved + gradient_bytes
     return TrainingPeaks(saved, gradient_bytes, ((saved, saved, saved),), ((every, saved, saved),))
+
+
+def adapt(model: nn.Module, options: FinetuneOptions) -> None:
+    """Put into ``model`` what the options ask for: a new adapter, on meta, and checkpointing of its layers.
+
+    It is made one that trains here for a rehearsal on meta and for the training itself alike.
+    """
+    from offstage.stages.empty_init.adapted_model import add_new_adapter
+
+    if options.lora is not None:
+        add_new_adapter(model, options.lora.settings, key="finetune.lora")
+    if options.checkpointing:
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def choose_learning(model: nn.Module, *, adapter: bool) -> Parameters:
+    """Have the floating parameters of ``model`` learn, or only those of its ``adapter``; return them by name.
+
+    Tied ones are there once. The model is in training mode then, so that dropout drops what its config says.
+    """
+    from offstage.stages.empty_init.adapted_model import without_adapter
+
+    added = set(without_adapter(model).added.values()) if adapter else set()
+    chosen = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if (name in added if adapter else weight.is_floating_point())
+    }
+    model.requires_grad_(False)
+    for weight in chosen.values():
+        weight.requires_grad_(True)
+    model.train()
+    return chosen

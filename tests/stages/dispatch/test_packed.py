@@ -15,13 +15,13 @@ from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.devices import Devices
-from offstage.stages.shard_load.disk_weights import DiskWeights
 from offstage.stages.shard_load.expert_rows import locate_rows
 from offstage.stages.units import DeviceId
 from tests.stages.dispatch.experts.mixtures import mixture, waiting_experts
 from tests.stages.dispatch.experts.test_expert_stack import answers, equal
 from tests.stages.dispatch.placed_models import LAYOUTS, ROOM, Setup, X, net, score_for
 from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, held, is_packed, quantised, to_packed
+from tests.stages.shard_load.checkpoints import disk_weights
 
 CODECS = {
     "in rows": ScaledRows(),
@@ -112,7 +112,7 @@ def test_experts_are_unpacked_in_their_slots_where_the_accelerator_can(
     if waits == "memory":
         places = {stack: held(at) if isinstance(at, PackedTensor) else at for stack, at in places.items()}
     rows = {stack: locate_rows([place], place.shape, place.dtype) for stack, place in places.items()}
-    stored = DiskWeights(places, rows)
+    stored = disk_weights(places, rows)
     for unpacking in (10**6, 10**3):
         with waiting_experts(model, 3, stored=stored, unpacking=unpacking) as (_, traffic):
             assert equal(answers(model), expected)
@@ -217,7 +217,7 @@ def test_experts_come_into_their_slots_one_by_one(
         places = {stack: held(at) if isinstance(at, PackedTensor) else at for stack, at in places.items()}
     rows = {stack: locate_rows([place], place.shape, place.dtype) for stack, place in places.items()}
     for slots in (3, 1000):
-        with waiting_experts(model, slots, stored=DiskWeights(places, rows), computes=computes) as (_, traffic):
+        with waiting_experts(model, slots, stored=disk_weights(places, rows), computes=computes) as (_, traffic):
             assert equal(answers(model), expected)
             assert slots < 1000 or 0 < traffic.streamed_bytes <= sum(map(rest_bytes, places.values()))
             assert (traffic.storage_bytes == 0) == (waits == "memory" and name == "Mixtral"), "biases stay on disk"
@@ -232,7 +232,7 @@ def test_an_expert_is_what_the_checkpoint_holds_of_it_one_by_one(tmp_path: Path)
     places = file.write()
     rows = locate_rows([*places.values()], (3, 10, 6), "float32")
     assert [len(row) for row in rows] == [2, 2, 2]
-    weights = DiskWeights({}, {"stack": rows})
+    weights = disk_weights({}, {"stack": rows})
     assert torch.equal(weights["stack"], stack)
     whole = [PackedTensor(ScaledRows(alone=False), place.parts, place.dtype, (1, 5, 6)) for place in places.values()]
     assert locate_rows(whole[:1], (5, 6), "float32") == ()
@@ -260,7 +260,7 @@ def test_rows_of_a_packed_embedding_are_read_alone_or_it_is_streamed(alone: bool
     plan = score_for(skeleton, homes, {parent(name): "cpu" for name in homes})
     assert plan.parts["table"].serving == {"table.weight": "rows"}
     places = to_packed(codec)(model, homes, tmp_path / "weights")
-    streamer = Streamer(model, plan, stored=DiskWeights(places), devices=Devices({0: ROOM}))
+    streamer = Streamer(model, plan, stored=disk_weights(places), devices=Devices({0: ROOM}))
     words = torch.tensor([[4, 4, 49], [0, 7, 4]])
     for _ in range(2):
         assert torch.equal(model(words), plain(words))

@@ -88,6 +88,8 @@ class Writer(nn.Module):
                 torch.add(weight, 1, out=weight)
             elif self.how == "a list":
                 torch._foreach_mul_([weight], 2.0)
+            elif self.how == "a view of a buffer":
+                self.steps[:1].view(1).add_(weight[0, 0])
         return self.layer(torch.nn.functional.one_hot(tokens % 8, 8).float())
 
 
@@ -99,6 +101,12 @@ def test_a_rehearsal_sees_every_way_to_change_a_weight(how: str) -> None:
     with init_empty_weights():
         model = Writer(how)
     assert describe(model.eval()).written == {"layer.weight": ""}
+
+
+def test_a_rehearsal_sees_that_a_view_of_a_buffer_is_changed() -> None:
+    with init_empty_weights():
+        model = Writer("a view of a buffer")
+    assert describe(model.eval()).written == {"steps": ""}
 
 
 def test_a_rehearsal_sees_no_change_where_there_is_none() -> None:

@@ -6,11 +6,14 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offstage.pipeline.errors import CheckpointError, ConfigError
+from offstage.pipeline.typed_config import type_faults
 from offstage.stages.checkpoints.generation_defaults import read_generation_config
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.generate.options import check_options, check_own_options, check_served, plain_options
 from offstage.stages.generate.prompts import Encoder, check_encoded
-from offstage.stages.plan.request.prompts import Prompt, check_prompts, read_prompts
+from offstage.stages.generate.stage import GenerateConfig
+from offstage.stages.inputs.generate_options import read_generate
+from offstage.stages.inputs.prompts import Prompt, check_prompts, read_prompts
 
 
 @pytest.mark.parametrize(
@@ -28,25 +31,39 @@ from offstage.stages.plan.request.prompts import Prompt, check_prompts, read_pro
             "generate.prompts[0].messages: [{'role': 'user'}] is no list",
         ),
         ({"prompts": [{"prompt": "a", "batch_size": 3}]}, "generate.prompts[0]: 'batch_size' is the same for all"),
-        ({"prompts": ["a"], "chat": "maybe"}, "generate.chat: 'maybe'"),
-        ({"prompts": ["a"], "system": 3}, "generate.system: 3"),
-        ({"prompts": ["a"], "exact": "yes"}, "generate.exact: 'yes'"),
+        ({"prompts": ["a"], "system": ""}, "generate.system: '' is no text; give what"),
         ({"prompts": ["ok", ""]}, "generate.prompts[1]: '' is empty"),
         ({"prompts": [[1, "2"]]}, "generate.prompts[0]: [1, '2'] is neither"),
         ({"prompts": [[-1]]}, "generate.prompts[0]: [-1] is neither"),
         ({"prompts": [[]]}, "generate.prompts[0]: [] is empty"),
         ({"prompts": [3]}, "generate.prompts[0]: 3 is neither"),
-        ({"prompts": ["a"], "batch_size": 0}, "generate.batch_size: 0"),
-        ({"prompts": ["a"], "batch_size": True}, "generate.batch_size: True"),
         ({"prompts_file": "/gone"}, "generate.prompts_file: '/gone' is no file"),
     ],
 )
 def test_bad_prompts_are_named(node: dict, words: str) -> None:
-    assert any(words in str(fault) for fault in check_prompts(node))
+    assert any(words in str(fault) for fault in check_prompts(read_generate(node)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("chat", "maybe", "'maybe' is neither true, false nor auto; the default is 'auto'"),
+        ("exact", "yes", "'yes' is neither true nor false; the default is False"),
+        ("output_logprobs", 1, "1 is neither true nor false; the default is False"),
+        ("system", 3, "3 is no text or null; the default is None"),
+        ("speculation", "exakt", "'exakt' is none of exact, batched (did you mean 'exact'?); the default is 'exact'"),
+        ("assistant_model", 3, "3 is no text or null; the default is None"),
+    ],
+)
+def test_keys_of_other_types_are_named_with_what_may_stand_there(key: str, value: object, rule: str) -> None:
+    (fault,) = type_faults(GenerateConfig, {"generate": {"prompts": ["a"], "num_beams": "many", key: value}})
+    assert str(fault) == f"generate.{key}: {rule}"
 
 
 def test_good_prompts_pass() -> None:
-    assert list(check_prompts({"prompts": ["a", [5, 6]], "batch_size": None})) == []
+    nulls = dict.fromkeys(("batch_size", "chat", "exact", "speculation", "system"))
+    assert list(type_faults(GenerateConfig, {"generate": nulls})) == []
+    assert list(check_prompts(read_generate({"prompts": ["a", [5, 6]], **nulls}))) == []
 
 
 @pytest.mark.parametrize(
@@ -65,35 +82,37 @@ def test_good_prompts_pass() -> None:
     ],
 )
 def test_bad_options_are_named(options: dict, words: str) -> None:
-    text = "\n".join(str(fault) for fault in check_options({"prompts": ["a"], **options}))
+    text = "\n".join(str(fault) for fault in check_options(read_generate({"prompts": ["a"], **options})))
     assert words in text
 
 
 def test_options_that_change_nothing_pass(tmp_path: Path) -> None:
     unused = {"do_sample": True, "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "no_repeat_ngram_size": 0}
-    asked = {"prompts": ["a", {"prompt": "b", **unused}, {"prompt": "c", "temperature": 0.0, "do_sample": False}]}
+    asked = read_generate(
+        {"prompts": ["a", {"prompt": "b", **unused}, {"prompt": "c", "temperature": 0.0, "do_sample": False}]}
+    )
     assert list(check_own_options(read_prompts(asked), asked, {"kind": "pretrained", "path": str(tmp_path)})) == []
 
 
 def test_known_options_pass() -> None:
     node = {"prompts": ["a"], "num_beams": 2, "repetition_penalty": 1.1, "temperature": None, "eos_token_id": [1, 2]}
-    assert list(check_options(node)) == []
+    assert list(check_options(read_generate(node))) == []
 
 
 def test_a_prompts_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("first one\n\nsecond: ä\n", encoding="utf-8")
-    read = read_prompts({"prompts_file": str(file)})
+    read = read_prompts(read_generate({"prompts_file": str(file)}))
     assert read == {
         "generate.prompts_file line 1": Prompt("first one"),
         "generate.prompts_file line 3": Prompt("second: ä"),
     }
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no prompt"):
-        read_prompts({"prompts_file": str(file)})
+        read_prompts(read_generate({"prompts_file": str(file)}))
     file.write_bytes(b"good\n\xff\xfe\n")
     with pytest.raises(ConfigError, match=r"line 2: .* isn't UTF-8"):
-        read_prompts({"prompts_file": str(file)})
+        read_prompts(read_generate({"prompts_file": str(file)}))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +125,7 @@ def test_a_prompts_file_has_one_prompt_a_line(tmp_path: Path) -> None:
     ],
 )
 def test_what_standard_input_held_is_json_where_its_first_line_is(lines: list[str], contents: list) -> None:
-    read = read_prompts({"prompts_file": "-", "prompts": lines})
+    read = read_prompts(read_generate({"prompts_file": "-", "prompts": lines}))
     assert [prompt.content for prompt in read.values()] == contents
 
 
@@ -122,7 +141,7 @@ def test_what_standard_input_held_is_json_where_its_first_line_is(lines: list[st
 )
 def test_standard_input_without_prompts_is_refused_by_its_line(lines: object, words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read_prompts({"prompts_file": "-", "prompts": lines})
+        read_prompts(read_generate({"prompts_file": "-", "prompts": lines}))
     assert words in str(error.value)
 
 
@@ -131,12 +150,12 @@ def test_a_file_of_json_lines_has_texts_token_ids_and_chats_with_options_of_thei
     chat = [{"role": "user", "content": "Hi"}]
     lines = [{"prompt": "a", "max_new_tokens": 3}, {"token_ids": [5, 6]}, {"messages": chat, "seed": 4}, "b", [7]]
     file.write_text("\n".join(map(json.dumps, lines)))
-    assert list(read_prompts({"prompts_file": str(file)}).values()) == [
+    assert list(read_prompts(read_generate({"prompts_file": str(file)})).values()) == [
         Prompt("a", {"max_new_tokens": 3}), Prompt([5, 6]), Prompt(chat, {"seed": 4}), Prompt("b"), Prompt([7])
     ]  # fmt: skip
     file.write_text('{"prompt": "a"}\n{"prompt": "b"\n')
     with pytest.raises(ConfigError, match=r"prompts_file line 2: .* is no JSON"):
-        read_prompts({"prompts_file": str(file)})
+        read_prompts(read_generate({"prompts_file": str(file)}))
 
 
 @pytest.mark.parametrize("depth", [60, 400, 100_000])
@@ -144,7 +163,7 @@ def test_an_option_nested_deeper_than_any_is_refused_by_its_line(depth: int, tmp
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "stop_strings": ' + "[" * depth + "]" * depth + "}")
     with pytest.raises(ConfigError, match=r"prompts_file line 1: .* is no JSON \(nested more than 50 deep\)"):
-        read_prompts({"prompts_file": str(file)})
+        read_prompts(read_generate({"prompts_file": str(file)}))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +183,7 @@ def test_an_option_nested_deeper_than_any_is_refused_by_its_line(depth: int, tmp
 )
 def test_a_prompts_own_options_are_checked_under_its_name(own: dict, words: str, tmp_path: Path) -> None:
     model = {"kind": "pretrained", "path": str(tmp_path)}
-    asked = {"prompts": ["a", {"prompt": "b", **own}]}
+    asked = read_generate({"prompts": ["a", {"prompt": "b", **own}]})
     (fault,) = check_own_options(read_prompts(asked), asked, model)
     assert str(fault).startswith(words)
 
@@ -201,7 +220,7 @@ def test_a_chat_without_a_template_says_what_to_do(chatting: PreTrainedTokenizer
 
 def test_a_prompt_longer_than_the_context_is_refused(tmp_path: Path) -> None:
     tmp_path.joinpath("config.json").write_text('{"max_position_embeddings": 4}')
-    asked = {"prompts": [[1] * 4, [1] * 5]}
+    asked = read_generate({"prompts": [[1] * 4, [1] * 5]})
     (fault,) = check_encoded(read_prompts(asked), asked, {"path": str(tmp_path)})
     assert str(fault).startswith("generate.prompts[1]: 5 tokens are more than the model's context of 4")
 
@@ -248,6 +267,7 @@ def test_what_an_architecture_does_not_do_is_refused_by_its_option(
 ) -> None:
     tmp_path.joinpath("config.json").write_text(json.dumps({"architectures": [architecture]}))
     faults = [
-        str(fault) for fault in check_served({"prompts": ["a"], **asked}, {"kind": "pretrained", "path": tmp_path})
+        str(fault)
+        for fault in check_served(read_generate({"prompts": ["a"], **asked}), {"kind": "pretrained", "path": tmp_path})
     ]
     assert [words in fault for fault in faults] == ([True] if words else [])

@@ -16,15 +16,14 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates, known_rates
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.picture import draw
-from offstage.stages.plan.placement import find_shortage
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.link_shares import share_layers
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.placed_seconds import placed_seconds
 from offstage.stages.plan.table import render
 from offstage.stages.plan.token_bound import bound_seconds
+from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, outline
@@ -148,11 +147,10 @@ def test_layers_that_share_a_tensor_stay_together() -> None:
     )
 
 
-def test_screen_and_picture_show_each_link() -> None:
+def test_the_screen_shows_each_link() -> None:
     plan = planned(llama(24), 10**9, 10**9)
     sizes = llama(24).sizes
     assert "side by side" in render(plan, sizes)
-    assert draw(plan, sizes).count("a token over its link") == 2
     assert "side by side" not in render(planned(llama(24), 10**9), sizes)
 
 
@@ -179,8 +177,8 @@ def test_plans_fit_and_are_never_slower_than_where_one_link_streams(seed: int) -
     rates = Rates(**plan.rates)
     alone = optimal(model, plan.budgets, rates, links=1)
     assert not alone.computes
-    assert find_shortage(model, alone, plan.budgets, tight=True) is not None or (
-        seconds(plan) <= placed_seconds(model, alone, plan.budgets, rates) * (1 + 1e-9)
+    assert lay_out(model, alone, plan.budgets).shortage(tight=True) is not None or (
+        seconds(plan) <= forecast(lay_out(model, alone, plan.budgets), Step(), rates).seconds * (1 + 1e-9)
     )
     for device, budget in plan.budgets.items():
         taken = plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0)
@@ -274,7 +272,6 @@ def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     shown = render(plan, model.sizes)
     assert "0 (RTX 4090)" in shown
     assert "1 1.00 TB over its link and 25.00 GB in its memory" in shown
-    assert "RTX 4090 · weights" in draw(plan, model.sizes)
 
 
 @many
@@ -292,8 +289,8 @@ def test_plans_over_unlike_links_fit_and_are_never_slower_than_over_one(seed: in
         return
     rates = known_rates(plan.rates, plan.device_rates)
     alone = optimal(model, plan.budgets, rates, links=1)
-    assert find_shortage(model, alone, plan.budgets, tight=True) is not None or (
-        seconds(plan) <= placed_seconds(model, alone, plan.budgets, rates) * (1 + 1e-9)
+    assert lay_out(model, alone, plan.budgets).shortage(tight=True) is not None or (
+        seconds(plan) <= forecast(lay_out(model, alone, plan.budgets), Step(), rates).seconds * (1 + 1e-9)
     )
     for device, budget in plan.budgets.items():
         taken = plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0)

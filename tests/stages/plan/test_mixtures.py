@@ -15,7 +15,6 @@ from offstage.stages.dispatch import dispatch_plan
 from offstage.stages.plan import plan as plans
 from offstage.stages.plan.expert_slots import Pool, Routing, roomy_slots
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.picture import draw
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import render
@@ -241,28 +240,9 @@ def test_a_token_is_expected_to_bring_the_experts_that_it_uses_and_that_have_no_
     assert plan.used_bytes[CPU] == kept_bytes(model) + used // 4
 
 
-def test_tokens_of_one_pass_share_experts_and_what_was_measured_counts() -> None:
+def test_tokens_of_one_pass_share_experts() -> None:
     experts = mixture("Mixtral").skeleton.experts[0]
     assert [round(Routing(tokens).distinct(experts), 6) for tokens in (1, 2, 1000)] == [3, 4.5, 6]
-    measured = Routing(1, {"11/32 of 18, 1 a pass": 0.75})
-    pool = Pool(experts=18, bytes=180, unit_bytes=10)
-    assert measured.measured(pool, 60) == 0.75
-    assert measured.measured(pool, 90) is None, "at another number of slots"
-    assert replace(measured, tokens=2).measured(pool, 60) is None
-
-
-def test_a_plan_that_a_measured_rate_goes_into_assumes_nothing_of_routing() -> None:
-    model = mixture("Mixtral")
-    config = {"max_memory": {"cpu": str(kept_bytes(model) + 6 * expert_bytes(model))}, "storage": {"io": "direct"}}
-    rates = {"11/32 of 18, 1 a pass": 0.75}
-    assumed, known, of_other_slots = (
-        make_plan(model, config, hit_rates=found) for found in ({}, rates, {"12/32 of 18, 1 a pass": 0.75})
-    )
-    assert [plan.forecast["expert_routing"] for plan in (assumed, known, of_other_slots)] == [
-        "uniform", "measured", "uniform",
-    ]  # fmt: skip
-    assert known.forecast["expert_hit_rate"] == 0.75
-    assert "uniform" not in render(known, model.sizes)
 
 
 def test_each_kind_of_experts_has_a_slot_at_least() -> None:
@@ -347,12 +327,11 @@ def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> No
     assert (made.order, made.streamed_bytes, made.reserves) == (tuple(model.experts), 0, {})
 
 
-def test_screen_and_picture_show_the_slots() -> None:
+def test_the_screen_shows_the_slots() -> None:
     model = mixture("Mixtral")
     plan = plan_for(model, cpu=kept_bytes(model) + 6 * expert_bytes(model))
     told = "6 slots for 18 experts on cpu; 25% of those a token uses are expected there; 62.21 kB a token are brought"
-    assert f"{told}, which assumes uniform routing: the plan has no rate" in render(plan, model.sizes)
-    assert "6 slots for 18 experts" in draw(plan, model.sizes)
+    assert f"{told}, which assumes uniform routing" in render(plan, model.sizes)
     assert "slots" in render(plan, model.sizes).splitlines()[-5]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from offstage.stages.dispatch.dispatch_plan import make_dispatch_plan
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Placement, execution_devices, layer_reserves
+from offstage.stages.plan.placement import Placement, execution_devices
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.explicit import override
 from offstage.stages.units import CPU, DISK
@@ -31,7 +32,7 @@ def test_a_layer_computes_where_the_placement_says_whatever_lies_where() -> None
     model, homes = stack(4), {f"layers.{index}.weight": CPU for index in range(4)}
     placement = Placement(homes, 0, computes={"layers.1": 1, "layers.2": CPU})
     assert list(execution_devices(model, placement).values()) == [0, 1, CPU, 0]
-    assert layer_reserves(model, placement) == {0: 10, 1: 10}
+    assert lay_out(model, placement).layer_reserves == {0: 10, 1: 10}
 
 
 def test_an_override_to_an_accelerator_has_the_layer_compute_there() -> None:

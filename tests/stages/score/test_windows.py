@@ -10,7 +10,9 @@ from hypothesis import given, settings, strategies as st
 from transformers import AutoTokenizer
 
 from offstage.pipeline.errors import ConfigError
-from offstage.stages.plan.request.texts import ScoredText, ScoreOptions, check_texts, read_scored_texts
+from offstage.pipeline.typed_config import type_faults
+from offstage.stages.inputs.texts import ScoredText, ScoreOptions, check_texts, read_scored_texts
+from offstage.stages.score.stage import ScoreConfig
 from offstage.stages.score.windows import EncodedText, check_encoded_texts, cut, encode
 
 TINY = Path(__file__).parents[3] / "conf" / "checkpoints" / "tiny"
@@ -116,9 +118,6 @@ BAD = [
     ({"texts": [{"context": "a"}]}, "'continuation' is missing"),
     ({"texts": [{"context": "a", "continuation": "b", "contxt": "c"}]}, "'contxt' isn't known (did you mean 'context'"),
     ({"texts": [{"context": "a", "continuation": [5]}]}, "are text and token ids; give two of a kind"),
-    ({"texts": ["a"], "window": 1}, "score.window: 1 is too small; give a whole number from 2"),
-    ({"texts": ["a"], "batch_size": 0}, "score.batch_size: 0 is too small"),
-    ({"texts": ["a"], "stride": 0}, "score.stride: 0 is too small"),
     ({"texts": ["a"], "window": 8, "stride": 9}, "score.stride: 9 tokens are more than a window of 8"),
     ({"text_file": "/none"}, "score.text_file: '/none' is no file"),
     ({"texts_file": "/none"}, "score.texts_file: '/none' is no file"),
@@ -129,6 +128,20 @@ BAD = [
 def test_bad_texts_and_windows_are_told_before_the_model_is_known(keys: dict[str, Any], words: str) -> None:
     (fault,) = check_texts(ScoreOptions(**keys))
     assert words in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("window", 1, "1 is no whole number from 2 or null; the default is None"),
+        ("stride", 0, "0 is no whole number from 1 or null; the default is None"),
+        ("batch_size", 0, "0 is neither a whole number from 1 nor auto; the default is 1"),
+        ("batch_size", "atuo", "'atuo' is neither a whole number from 1 nor auto (did you mean 'auto'?)"),
+    ],
+)
+def test_numbers_that_are_none_are_told_with_what_may_stand_there(key: str, value: object, rule: str) -> None:
+    (fault,) = type_faults(ScoreConfig, {"score": {key: value}})
+    assert str(fault).startswith(f"score.{key}: {rule}")
 
 
 @pytest.mark.parametrize(("content", "words"), [(b"\xff", "isn't UTF-8 from its byte 1 on"), (b" \n", "holds no text")])

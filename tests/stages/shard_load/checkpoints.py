@@ -16,10 +16,13 @@ from safetensors.torch import load_file
 
 from offstage.pipeline.errors import raise_faults
 from offstage.pipeline.stage import Artifact, FileEntry
+from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
-from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec
 from offstage.stages.plan.plan import Plan
+from offstage.stages.shard_load.expert_rows import Rows
+from offstage.stages.shard_load.sources import DiskWeights, TensorSource, Way
 from offstage.stages.shard_load.stage import ShardLoadStage
 from offstage.stages.units import DeviceId
 
@@ -128,20 +131,22 @@ def make_context(
     *,
     routes: bool = False,
     packs: bool = False,
+    waits_packed: bool = False,
     **config: Any,
 ) -> FakeContext:
     """Return a context for loading ``checkpoint`` into what ``make()`` returns, each tensor at ``where(name)``.
 
     With ``routes`` the experts of a mixture that lie on disk are brought one by one; with ``packs`` all that is on disk
-    rests packed.
+    rests packed, and with ``waits_packed`` all that is on the host waits there so.
     """
     skeleton = describe(make(), rehearsed=False)
     plan = make_plan(skeleton, where)
     experts = [name for spec in skeleton.experts for name in spec.tensors if plan.homes[name] == "disk"]
-    on_disk = [name for name, home in plan.homes.items() if home == "disk"] if packs else []
-    streamed = dict.fromkeys(on_disk, "direct")
+    ways = {**({"disk": "direct"} if packs else {}), **({"cpu": "packed"} if waits_packed else {})}
+    streamed = {name: ways[home] for name, home in plan.homes.items() if home in ways}
     plan = replace(plan, serving={**streamed, **(dict.fromkeys(experts, "experts") if routes else {})})
-    plan = replace(plan, codec="zstd" if packs else None)
+    on_host = tuple(name for name, way in streamed.items() if way == "packed")
+    plan = replace(plan, codec="zstd" if packs else None, packed_on_host=on_host)
     folders = {stage: root / "artifacts" / stage for stage in ("empty_init", "plan")}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,6 +161,18 @@ def make_context(
     }
     artifacts = {stage: artifact_of(stage, folder) for stage, folder in folders.items()}
     return FakeContext(full, root / "cache", artifacts, make)
+
+
+def disk_weights(extents: Mapping[str, AtRest], rows: Mapping[str, Rows] | None = None) -> DiskWeights:
+    """Return the tensors that lie at ``extents`` as a model's that wait there, and those of experts at ``rows``."""
+    by_row = rows or {}
+    found = {}
+    for name in dict.fromkeys((*extents, *by_row)):
+        at = (extents[name],) if name in extents else tuple(piece for row in by_row[name] for piece in row)
+        spec = TensorSpec(name, at[0].shape, at[0].dtype)
+        way: Way = "in_place" if name in extents else "by_expert"
+        found[name] = TensorSource(spec, name, "disk", way, at, by_row.get(name, ()))
+    return DiskWeights(found)
 
 
 def state_of(placed: Any) -> dict[str, torch.Tensor]:

@@ -108,6 +108,14 @@ def test_a_checkpoint_is_loaded_by_a_map_and_its_disk_part_read_through_the_load
     assert_same({name: loader.get(name, t) for name, t in state.items()}, source.state_dict())
 
 
+def test_an_offload_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    folder = save_safetensors(make_model("llama"), tmp_path / "checkpoint")
+    (tmp_path / "file").touch()
+    model = empty_model("llama", torch.float32)
+    with pytest.raises(StorageError, match=r"file/below: the offload folder can't be used: Not a directory"):
+        load_checkpoint_in_model(model, folder, {"": "disk"}, offload_folder=tmp_path / "file" / "below")
+
+
 def test_without_a_map_all_is_loaded_to_the_host_in_the_dtype_asked_for(tmp_path: Path) -> None:
     source = make_model("llama")
     model = empty_model("llama", torch.float32)

@@ -14,7 +14,7 @@ from offstage.pipeline.cache.block_sums import INDEX_NAME
 from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.readers import read_extent
-from offstage.stages.shard_load.offload_store import MARKER_NAME, OffloadStore, StoredTensor, open_store
+from offstage.stages.shard_load.offload_store import MARKER_NAME, OffloadStore, StoredTensor, open_store, read_index
 
 TENSOR = StoredTensor("float32", (2,), ("source",))
 DATA = memoryview(b"12345678")
@@ -237,3 +237,73 @@ def test_a_folder_in_the_place_of_a_file_is_moved_away(tmp_path: Path, name: str
     assert not store.find_all({"a": TENSOR})
     fill(store, "a")
     assert store.find_all({"a": TENSOR})
+
+
+WRITER = """
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from offstage.stages.shard_load import offload_store
+from offstage.stages.shard_load.offload_folder import save_offload_index
+
+@contextmanager
+def without_lock(path, **_):
+    yield True
+
+offload_store.locked = without_lock  # as where a file system grants a lock to all
+folder, own, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder.mkdir(exist_ok=True)
+store = offload_store.open_store(folder, "k")
+tensor = offload_store.StoredTensor("float32", (2,), ("source",))
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(40):
+    name = f"{own}{number}"
+    if kind == "store":
+        with store.locked():
+            store.put(name, tensor, memoryview(b"12345678"))
+            store.publish()
+    else:
+        save_offload_index({name: {"dtype": "float32", "shape": [2]}}, folder)
+"""
+
+
+@pytest.mark.parametrize("kind", ["store", "folder of the field"])
+def test_two_processes_without_locks_lose_no_entry_of_each_other(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "s")]
+    root, pipes = Path(__file__).parents[3], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    both = [subprocess.Popen([*command, own, kind], cwd=root, text=True, **pipes) for own in "ab"]
+    for process in both:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in both:
+        process.communicate()
+        assert process.returncode == 0
+    wanted = {f"{own}{number}" for own in "ab" for number in range(40)}
+    assert json.loads((tmp_path / "s" / INDEX_NAME).read_text()).keys() == wanted, "for whoever reads that file alone"
+    assert read_index(tmp_path / "s").keys() == wanted
+    if kind == "store":
+        assert open_store(tmp_path / "s", "k").find_all(dict.fromkeys(wanted, TENSOR)).keys() == wanted
+
+
+def test_what_a_killed_writer_was_adding_is_known_and_goes_into_the_index_in_time(tmp_path: Path) -> None:
+    store = open_store(tmp_path, "k")
+    fill(store, "a", "b")
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".added-")] == []
+    added = tmp_path / ".added-elsewhere-1-1.json"
+    added.write_text(json.dumps({"b": index.pop("b")}))
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    assert store.find_all(dict.fromkeys("ab", TENSOR)).keys() == {"a", "b"}
+    fill(store, "c")
+    assert added.exists(), "its writer may still be at work"
+    assert json.loads((tmp_path / INDEX_NAME).read_text()).keys() == {"a", "b", "c"}
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    os.utime(added, (time.time() - 2 * 24 * 3600,) * 2)
+    with store.locked():
+        assert not added.exists()
+    assert store.find_all(dict.fromkeys("abc", TENSOR)).keys() == {"a", "b", "c"}

@@ -1,6 +1,6 @@
 """Weights of an FP8 checkpoint: read whole, from disk for each use, or kept in memory as they rest."""
 
-from dataclasses import replace
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +18,9 @@ from offstage.stages.checkpoints.packed import AtRest, PackedTensor, files_of
 from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init import init_empty_weights
 from offstage.stages.empty_init.describe import describe
-from offstage.stages.shard_load.load import Load, prepare
 from offstage.stages.shard_load.offload_store import open_store
-from offstage.stages.shard_load.placed_weights import place
+from offstage.stages.shard_load.place import place
+from offstage.stages.shard_load.sources import Load, LoadPlan, Sources, find_sources, prepare
 from offstage.stages.shard_load.stored_weights import fill_store
 from offstage.stages.units import DeviceId
 
@@ -70,18 +70,32 @@ def plain(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "plain" / "model.safetensors")
 
 
-def loading(folder: Path, home: DeviceId, dtype: torch.dtype = torch.bfloat16) -> Load:
+def loading(
+    folder: Path, home: DeviceId, dtype: torch.dtype = torch.bfloat16, **wanted: Collection[str]
+) -> tuple[Load, Sources]:
+    """Return the load of a folder whose tensors all lie at ``home``, and its table; ``wanted`` goes to the plan."""
     config: Any = AutoConfig.from_pretrained(folder)
     vars(config).pop("quantization_config", None)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     skeleton = describe(model, rehearsed=False)
     homes: dict[str, DeviceId] = {spec.name: home for spec in skeleton.tensors}
-    return prepare(model, skeleton, homes=homes, checkpoint=open_checkpoint(folder))
+    load = prepare(model, skeleton, checkpoint=open_checkpoint(folder))
+    names = {key: frozenset(tensors) for key, tensors in wanted.items()}
+    return load, find_sources(load, LoadPlan(homes, **names))
+
+
+def to_store(sources: Sources) -> set[str]:
+    return {name for name, source in sources.items() if source.wants_store}
+
+
+def stacks(folder: Path) -> list[str]:
+    """Return the tensors of experts of the model in ``folder``."""
+    return sorted(loading(folder, "disk")[0].expert_names)
 
 
 def test_what_is_resident_is_as_transformers_dequantises_it(folder: Path, plain: dict[str, torch.Tensor]) -> None:
-    placed = place(loading(folder, "cpu"), {})
+    placed = place(*loading(folder, "cpu"))
     state = placed.model.state_dict()
     assert state.keys() == plain.keys()
     for name, tensor in plain.items():
@@ -90,9 +104,9 @@ def test_what_is_resident_is_as_transformers_dequantises_it(folder: Path, plain:
 
 
 def test_what_lies_on_disk_is_served_from_where_it_lies(folder: Path, plain: dict[str, torch.Tensor]) -> None:
-    load = loading(folder, "disk")
-    assert not load.stored
-    offloaded = place(load, {}).offloaded
+    load, sources = loading(folder, "disk")
+    assert not to_store(sources)
+    offloaded = place(load, sources).offloaded
     for name, tensor in plain.items():
         assert torch.equal(offloaded[name], tensor), name
     assert isinstance(offloaded.extents["model.layers.0.mlp.up_proj.weight"], PackedTensor)
@@ -101,16 +115,15 @@ def test_what_lies_on_disk_is_served_from_where_it_lies(folder: Path, plain: dic
 def test_what_rests_packed_in_memory_is_read_once_and_unpacked_from_there(
     folder: Path, plain: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = loading(folder, "cpu")
     names = [name for name in plain if "_proj" in name and ".0." in name]
-    load = replace(load, packed=[*names, "model.norm.weight"])
-    placed = place(load, {}, check_finite=True)
+    load, sources = loading(folder, "cpu", packed_on_host=[*names, "model.norm.weight"])
+    placed = place(load, sources, check_finite=True)
     assert set(placed.offloaded.extents) == set(names)
     for name, source in placed.offloaded.extents.items():
         assert isinstance(source, PackedTensor)
         assert all(isinstance(part.file, MemoryFile) for part in source.parts)
         assert placed.model.get_parameter(name).is_meta
-    held = sum(spec.bytes for spec in load.resident)
+    held = sum(source.spec.bytes for source in sources.values() if source.way == "resident")
     assert held == sum(tensor.nbytes for name, tensor in plain.items() if name not in names)
     monkeypatch.setattr("os.preadv", None)
     for name in names:
@@ -123,58 +136,56 @@ def test_numbers_that_are_none_are_refused_where_they_rest_packed(folder: Path, 
     saved[name].view(torch.uint8)[3, 5] = 0x7F
     save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    load = replace(loading(tmp_path, "cpu"), packed=[name])
+    load, sources = loading(tmp_path, "cpu", packed_on_host=[name])
     with pytest.raises(CheckpointError, match=r"down_proj.weight' holds NaN or infinity as bfloat16"):
-        place(load, {}, check_finite=True)
+        place(load, sources, check_finite=True)
 
 
 def test_what_is_unpacked_to_the_dtype_of_the_run_need_not_be_stored(
     folder: Path, plain: dict[str, torch.Tensor]
 ) -> None:
-    load = loading(folder, "disk", torch.float32)
-    assert load.stored.keys() == {name for name in plain if "_proj" not in name}
-    state = place(loading(folder, "cpu", torch.float32), {}).model.state_dict()
+    assert to_store(loading(folder, "disk", torch.float32)[1]) == {name for name in plain if "_proj" not in name}
+    state = place(*loading(folder, "cpu", torch.float32)).model.state_dict()
     for name, tensor in plain.items():
         assert torch.equal(state[name].bfloat16(), tensor), name
 
 
 def test_experts_that_are_merged_from_packed_tensors_are_those_of_the_plain_checkpoint(mixture: Path) -> None:
-    state = place(loading(mixture, "cpu"), {}).model.state_dict()
-    wanted = place(loading(mixture / "plain", "cpu"), {}).model.state_dict()
+    state = place(*loading(mixture, "cpu")).model.state_dict()
+    wanted = place(*loading(mixture / "plain", "cpu")).model.state_dict()
     assert state.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(state[name], tensor), name
 
 
 def test_experts_on_disk_are_served_one_by_one_from_what_is_packed(mixture: Path) -> None:
-    load = loading(mixture, "disk")
-    load = replace(load, routed=[spec.name for spec in load.experts])
-    assert not load.stored
-    offloaded, wanted = place(load, {}).offloaded, place(loading(mixture / "plain", "cpu"), {}).model.state_dict()
+    load, sources = loading(mixture, "disk", by_expert=stacks(mixture))
+    assert not to_store(sources)
+    offloaded, wanted = place(load, sources).offloaded, place(*loading(mixture / "plain", "cpu")).model.state_dict()
     assert len(offloaded.rows) == 4
     for name, tensor in wanted.items():
         assert torch.equal(offloaded[name], tensor), name
 
 
 def test_where_no_expert_is_brought_alone_the_store_has_them_unpacked(mixture: Path, tmp_path: Path) -> None:
-    load = loading(mixture, "disk")
-    assert load.stored.keys() == {spec.name for spec in load.experts}
-    files = fill_store(load, open_store(tmp_path / "store", load.store_key))
-    offloaded, wanted = place(load, files).offloaded, place(loading(mixture / "plain", "cpu"), {}).model.state_dict()
-    for name in load.stored:
+    load, sources = loading(mixture, "disk")
+    assert to_store(sources) == load.expert_names
+    filled = fill_store(load, sources, open_store(tmp_path / "store", load.store_key))
+    offloaded, wanted = place(load, filled).offloaded, place(*loading(mixture / "plain", "cpu")).model.state_dict()
+    for name in load.expert_names:
         assert torch.equal(offloaded[name], wanted[name]), name
 
 
 @pytest.mark.parametrize("codec", ["fp8", "zstd"])
 def test_experts_that_rest_packed_in_memory_are_had_one_by_one(codec: str, mixture: Path, tmp_path: Path) -> None:
-    load = loading(mixture if codec == "fp8" else mixture / "plain", "cpu")
-    names = [name for spec in load.skeleton.experts for name in spec.tensors]
-    load = replace(load, packed=names, routed=names, packs=names if codec == "zstd" else ())
-    store = open_store(tmp_path / "store", load.store_key)
-    placed = place(load, fill_store(load, store) if codec == "zstd" else {}, check_finite=True)
+    names = stacks(mixture)
+    folder, packs = (mixture, []) if codec == "fp8" else (mixture / "plain", names)
+    load, sources = loading(folder, "cpu", packed_on_host=names, by_expert=names, packs=packs)
+    filled = fill_store(load, sources, open_store(tmp_path / "store", load.store_key)) if packs else sources
+    placed = place(load, filled, check_finite=True)
     for path in [*tmp_path.rglob("*.dat")]:
         path.unlink()
-    wanted = place(loading(mixture / "plain", "cpu"), {}).model.state_dict()
+    wanted = place(*loading(mixture / "plain", "cpu")).model.state_dict()
     assert placed.offloaded.rows.keys() == set(names) == set(placed.offloaded)
     for name in names:
         rows = placed.offloaded.rows[name]

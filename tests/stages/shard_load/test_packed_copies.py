@@ -30,7 +30,6 @@ from offstage.stages.checkpoints.readers import read_extent
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.shard_load import OffloadedWeightsLoader
 from offstage.stages.shard_load.offload_store import StoredTensor, open_store
-from offstage.stages.shard_load.packed_copies import find_packed
 from tests.stages.shard_load.checkpoints import FakeContext, assert_same, load, make_context, revive, state_of
 from tests.stages.shard_load.test_offload_store import flipped
 
@@ -120,17 +119,44 @@ def test_a_second_run_packs_nothing_again_and_another_plan_only_what_is_new(tmp_
     assert {name: both[name] for name in first} == first
 
 
-def test_what_does_not_shrink_is_served_where_it_lies_and_looked_at_once(tmp_path: Path) -> None:
-    model = make_model(LLAMA)
-    weight = model.model.layers[0].mlp.up_proj.weight
+NOISY = "model.layers.0.mlp.up_proj.weight"
+
+
+def make_noisy_model(dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Return a model of which one weight doesn't shrink: every bit of it is noise."""
+    model = make_model(LLAMA, dtype)
+    weight = model.get_parameter(NOISY)
     noise = torch.randint(-(2**15), 2**15, weight.shape, dtype=torch.int16).view(torch.bfloat16).nan_to_num(1.0)
     with torch.no_grad():
         weight.copy_(noise)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["as it is", "cast"])
+def test_what_does_not_shrink_is_there_under_the_next_plan_that_has_it_wait_packed(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """First all lies on disk; then there is room on the host, where all is to wait as it rests on disk."""
+    model = make_noisy_model(dtype)
+    model.save_pretrained(tmp_path / "checkpoint")
+    wanted = model.to(torch.bfloat16).state_dict()
+    for number, home in enumerate(("disk", "cpu", "disk")):
+        root = tmp_path / str(number)
+        keys = {"where": lambda _, home=home: home, "waits_packed": True, "offload_folder": str(tmp_path / "store")}
+        context = context_of(root, tmp_path / "checkpoint", LLAMA, **keys)
+        placed = load(context, root / "out")
+        assert_same(state_of(placed), wanted)
+        assert packed_of(placed)
+        assert NOISY not in packed_of(placed)
+        assert not state_of(placed)[NOISY].is_meta
+
+
+def test_what_does_not_shrink_is_served_where_it_lies_and_looked_at_once(tmp_path: Path) -> None:
+    model, name = make_noisy_model(), NOISY
     model.save_pretrained(tmp_path / "checkpoint")
     context = context_of(tmp_path, tmp_path / "checkpoint", LLAMA)
     placed = load(context, tmp_path / "out")
     assert_same(state_of(placed), model.state_dict())
-    name = "model.layers.0.mlp.up_proj.weight"
     assert name not in packed_of(placed)
     assert placed.offloaded.extents[name].file.name == "model.safetensors"
     (index,) = tmp_path.rglob(INDEX_NAME)
@@ -214,7 +240,6 @@ import sys
 from pathlib import Path
 import torch
 from offstage.stages.shard_load import offload_store
-from offstage.stages.shard_load.packed_copies import put_packed
 from offstage.stages.shard_load.packer import InMemory, Packer, Unpacked
 offload_store._PUBLISH_BYTES = 30000
 store = offload_store.open_store(Path(sys.argv[1]), "k")
@@ -223,7 +248,7 @@ with Packer() as packer:
     for number in range(10**6):
         data = torch.full((64, 256), number % 50, dtype=torch.bfloat16)
         tiles = packer.pack(Unpacked(InMemory(data), "bfloat16", 64 * 256, 64 * 256))
-        put_packed(store, f"t{number % 50}", tensor, tiles, run=64 * 256)
+        store.put_packed(f"t{number % 50}", tensor, tiles, run=64 * 256)
         if number == 5:
             store.publish()
             print("started", flush=True)
@@ -241,7 +266,7 @@ def test_a_kill_leaves_copies_that_are_whole(tmp_path: Path) -> None:
             process.wait(0.05)
         process.kill()
     tensor = StoredTensor("bfloat16", (64, 256), ("source",))
-    found = find_packed(open_store(tmp_path, "k"), {f"t{number}": tensor for number in range(50)}, full=True)
+    found = open_store(tmp_path, "k").find_packed({f"t{number}": tensor for number in range(50)}, full=True)
     assert len(found) >= 6
     for name, copy in found.items():
         assert copy is not None

@@ -28,12 +28,11 @@ from offstage.stages.shard_load import OffloadedWeightsLoader
 from offstage.stages.shard_load.adapter import prepare_adapted
 from offstage.stages.shard_load.checkpoint_in_model import fill_model
 from offstage.stages.shard_load.expert_rows import locate_rows, read_rows
-from offstage.stages.shard_load.load import prepare
-from offstage.stages.shard_load.placed_weights import expert_rows
+from offstage.stages.shard_load.sources import LoadPlan, find_sources, prepare
 from offstage.stages.shard_load.stage import ShardLoadStage
 from tests.stages.empty_init.test_experts import CONFIGS
 from tests.stages.shard_load.checkpoints import assert_same, load, make_context, save_bin
-from tests.stages.shard_load.test_conversions import MemoryReader
+from tests.stages.shard_load.test_model_tensors import MemoryReader
 from tests.stages.shard_load.test_stage import flip_last_bit
 
 
@@ -147,8 +146,9 @@ def test_an_offload_folder_has_an_entry_for_experts_and_no_copy(tmp_path: Path) 
     model, wanted = empty_mixture("Mixtral"), experts_of(tmp_path / "checkpoint")
     skeleton, checkpoint = describe(model, rehearsed=False), open_checkpoint(tmp_path / "checkpoint")
     homes = {spec.name: "disk" for spec in skeleton.tensors}
-    prepared = prepare(model, skeleton, homes=homes, checkpoint=checkpoint)
-    fill_model(replace(prepared, routed=tuple(wanted)), tmp_path / "folder", spills=False)
+    prepared = prepare(model, skeleton, checkpoint=checkpoint)
+    sources = find_sources(prepared, LoadPlan(homes, by_expert=frozenset(wanted)))
+    fill_model(prepared, sources, tmp_path / "folder", spills=False)
     assert not list((tmp_path / "folder").glob("*.dat"))
     found = OffloadedWeightsLoader(save_folder=tmp_path / "folder")
     assert_same({name: found[name] for name in wanted}, wanted)
@@ -167,10 +167,11 @@ def test_beside_an_adapter_experts_lie_in_the_checkpoint_or_in_the_adapter(tmp_p
     names = [name for spec in skeleton.experts for name in spec.tensors]
     checkpoint, adapter = open_checkpoint(tmp_path / "checkpoint"), open_adapter(tmp_path / "adapter")
     homes = {spec.name: "disk" for spec in skeleton.tensors}
-    loads = prepare_adapted(adapted, skeleton, homes=homes, checkpoint=checkpoint, adapter=adapter)
-    found = [expert_rows(replace(load, routed=names), {}) for load in loads]
-    assert set(found[0]) | set(found[1]) == set(names)
-    assert {name for name in names if saved in name} == set(found[1])
+    loads = prepare_adapted(adapted, skeleton, checkpoint=checkpoint, adapter=adapter)
+    tables = [find_sources(load, LoadPlan(homes, by_expert=frozenset(names))) for load in loads]
+    found = [{source.outer for source in sources.values() if source.rows} for sources in tables]
+    assert found[0] | found[1] == set(names)
+    assert {name for name in names if saved in name} == found[1]
 
 
 def test_a_shard_that_is_cut_short_is_noticed_when_an_expert_is_read(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton
 from offstage.stages.plan.plan import Plan
 from offstage.stages.shard_load.checkpoint_in_model import fill_model
-from offstage.stages.shard_load.disk_weights import DiskWeights
 from offstage.stages.shard_load.expert_rows import read_rows
-from offstage.stages.shard_load.load import prepare
 from offstage.stages.shard_load.offload_store import read_index
+from offstage.stages.shard_load.sources import DiskWeights, LoadPlan, find_sources, prepare
 from tests.stages.shard_load.checkpoints import assert_same
 from tests.stages.shard_load.test_rows import empty_mixture, make_mixture
 
@@ -54,8 +53,9 @@ def indexed(tmp_path: Path) -> Path:
     empty = empty_mixture("Mixtral")
     skeleton, checkpoint = describe(empty, rehearsed=False), open_checkpoint(tmp_path / "checkpoint")
     plan = plan_on_disk(skeleton, routes=True)
-    load = replace(prepare(empty, skeleton, homes=plan.homes, checkpoint=checkpoint), routed=tuple(plan.serving))
-    fill_model(load, tmp_path / "folder", spills=False)
+    load = prepare(empty, skeleton, checkpoint=checkpoint)
+    sources = find_sources(load, LoadPlan(plan.homes, by_expert=frozenset(plan.serving)))
+    fill_model(load, sources, tmp_path / "folder", spills=False)
     return tmp_path / "folder"
 
 

@@ -27,7 +27,7 @@ from offstage.stages.dispatch.streaming.device_unpackers import open_unpackers
 from offstage.stages.dispatch.transfer.carrier import Traffic
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.machine.devices import Devices
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
 
 SIZES: dict[str, Any] = {

@@ -13,15 +13,16 @@ from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton, parent
 from offstage.stages.machine.devices import Devices
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.serving import serve
-from offstage.stages.shard_load.disk_weights import DiskWeights
-from offstage.stages.units import DeviceId
+from offstage.stages.units import CPU, DeviceId
 from tests.long_form import in_ci
 from tests.stages.dispatch.placed_models import to_disk
 from tests.stages.listed_experts import STYLES, WORDS, HitExperts, Mixture, SortedExperts, mixture
 from tests.stages.packed_models import ScaledRows, quantised, to_packed
+from tests.stages.shard_load.checkpoints import disk_weights
 
 IN_ORDER = [HitExperts, SortedExperts]
 """These go through the experts in their order, and not token by token."""
@@ -63,13 +64,13 @@ class Listed:
         skeleton = described(style, codec, rehearsed=rehearsed)
         homes: dict[str, DeviceId] = {tensor.name: "disk" for tensor in skeleton.tensors}
         execution = {parent(name): computes for name in homes}
-        serving = serve(Outline(skeleton), homes, execution, io="direct")
+        serving = lay_out(Outline(skeleton), Placement(homes, CPU), execution=execution, io="direct").serving
         plan = Plan("explicit", computes, homes, homes, execution, serving, {}, {}, {}, {})
         dispatch = replace(make_dispatch_plan(skeleton, plan), staging_bytes=staging, reserves={0: staging})
         store = to_packed(codec) if codec else to_disk
         extents = store(self.model, set(homes), folder / "weights", begin=64)
         devices = Devices({} if computes == "cpu" else {0: 10**8})
-        self.streamer = Streamer(self.model, dispatch, stored=DiskWeights(extents), devices=devices)
+        self.streamer = Streamer(self.model, dispatch, stored=disk_weights(extents), devices=devices)
         self.called: set[str] = set()
         for name, module in self.plain.named_modules():
             module.register_forward_pre_hook(lambda _m, _a, name=name: self.called.add(name))

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import offstage
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.dispatch.streaming.module_state import ModuleState
+from offstage.stages.dispatch.streaming.streamer import streamer_of
+from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 from tests.stages.dispatch.streaming.lockstep_grid import WORDS, opened, saved
 
 LENGTHS = (20, 60, 12, 5, 30)
@@ -35,12 +38,17 @@ class Total(nn.Module):
         return given + self.seen[: len(given[0])]
 
 
+def wide(more: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Return ``more`` with zeros behind it, as long as ``seen``."""
+    return nn.functional.pad(more, (0, len(seen) - len(more)))
+
+
 def set_anew(module: Any, more: torch.Tensor) -> None:
-    module.seen = module.seen + more
+    module.seen = module.seen + wide(more, module.seen)
 
 
 def register(module: Any, more: torch.Tensor) -> None:
-    module.register_buffer("seen", module.seen + more)
+    module.register_buffer("seen", module.seen + wide(more, module.seen))
 
 
 def add_in_place(module: Any, more: torch.Tensor) -> None:
@@ -120,6 +128,92 @@ def test_a_large_buffer_that_is_changed_in_place_is_refused_by_name_where_anothe
     with pytest.raises(ConfigError, match=r"lockstep: .* changes '1.seen' in place, 4194304 bytes .*lockstep=1"):
         offstage.lockstep(model, tasks)
     assert len(offstage.lockstep(model, tasks[:1])) == 1
+    assert not model[1].seen.any(), "it is as it was, after an error too"
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_large_buffer_that_is_changed_in_place_is_put_back_once_no_call_needs_it(
+    inference: bool, tmp_path: Path
+) -> None:
+    with torch.inference_mode(inference):
+        model = totalling(add_in_place, 1 << 20)
+        plain = copy.deepcopy(model)
+        offstage.disk_offload(model, tmp_path / "offload", execution_device="cpu")
+    asked = [torch.randn(rows, 4) for rows in (2, 1, 3)]
+    with torch.inference_mode():
+        wanted = [sums(copy.deepcopy(plain), given) for given in asked]
+    streamer = streamer_of(model)
+    one_by_one = []
+    for given in asked:
+        with streamer.alone(), torch.inference_mode():
+            one_by_one.append(sums(model, given))
+        assert not model[1].seen.any()
+    assert all(map(torch.equal, one_by_one, wanted))
+
+    def call(given: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return sums(model, given)
+
+    answers = offstage.lockstep(model, [partial(call, given) for given in asked], size=1)
+    assert all(map(torch.equal, answers, wanted))
+    assert not model[1].seen.any()
+
+
+def streaming_total(folder: Path, keep: Any, size: int) -> nn.Module:
+    """Return a dispatched model whose buffer waits on disk as its weights do."""
+    model = totalling(keep, size)
+    torch.nn.init.normal_(model[1].seen)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    places = dict.fromkeys(("0", "1", "2"), "disk")
+    offload: Any = {"offload_folder": folder / "offload", "offload_buffers": True}
+    found: nn.Module = offstage.load_checkpoint_and_dispatch(model, folder, device_map=places, **offload)
+    assert isinstance(found[1].seen, WaitingTensor)
+    return found
+
+
+@pytest.mark.parametrize("size", [4, 1 << 20])
+@pytest.mark.parametrize("keep", [set_anew, register, set_attribute])
+def test_a_buffer_that_streams_is_each_calls_own_once_it_is_set(keep: Any, size: int, tmp_path: Path) -> None:
+    model = streaming_total(tmp_path, keep, size)
+    plain = totalling(keep, size)
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    asked = [torch.randn(rows, 4) for rows in (2, 1, 3, 5)]
+    with torch.no_grad():
+        wanted = [sums(copy.deepcopy(plain), given) for given in asked]
+    for _ in range(2):
+        for given, answer in zip(asked, wanted, strict=True):
+            with streamer_of(model).alone(), torch.no_grad():
+                assert torch.equal(sums(model, given), answer)
+            assert isinstance(model[1].seen, WaitingTensor)
+        for together in (partial(offstage.lockstep, size=3), by_threads):
+            answers = together(model, [partial(sums, model, given) for given in asked])
+            assert all(map(torch.equal, answers, wanted))
+            assert isinstance(model[1].seen, WaitingTensor)
+
+
+class Twice(nn.Module):
+    """Writes through one name of a buffer and reads through another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(4))
+        self.again = self.kept
+        self.first = self.kept[:1]
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        self.kept.add_(given.sum(dim=0))
+        return given + self.again + self.first
+
+
+def test_a_buffer_of_several_names_stays_one(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 4), Twice(), nn.Linear(4, 4)).requires_grad_(False)
+    asked = [torch.randn(rows, 4) for rows in (2, 1, 3)]
+    wanted = [sums(copy.deepcopy(model), given) for given in asked]
+    offstage.disk_offload(model, tmp_path / "offload", execution_device="cpu")
+    answers = offstage.lockstep(model, [partial(sums, model, given) for given in asked], size=3)
+    assert all(map(torch.equal, answers, wanted))
+    assert not model[1].kept.any()
 
 
 def test_hooks_that_outputs_are_recorded_by_come_once(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from offstage.stages.dispatch.streaming.row_blocks import BlockedWeight
 from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.row_product_probe import is_exact_by_rows
-from offstage.stages.shard_load.disk_weights import DiskWeights
 from tests.stages.dispatch.placed_models import Setup, to_disk
+from tests.stages.shard_load.checkpoints import disk_weights
 
 WIDTH, WORDS, ROWS = 32, 5003, 1024
 BLOCK = ROWS * WIDTH * 4
@@ -55,7 +55,7 @@ def attached(folder: Path, *, home: str, device: Any, room: int = 3 * BLOCK) -> 
     if home == "disk":
         extents = to_disk(model, {"head.weight", "head.bias", "body.weight", "body.bias"}, folder / "again", begin=64)
     devices = Devices({0: 10**7})
-    return model, Streamer(model, by_blocks(made.score, room), stored=DiskWeights(extents), devices=devices)
+    return model, Streamer(model, by_blocks(made.score, room), stored=disk_weights(extents), devices=devices)
 
 
 @pytest.mark.parametrize(("home", "device"), [("disk", "cpu"), ("disk", 0), ("cpu", 0)])

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingSource, WaitingTensor
-from offstage.stages.shard_load.disk_weights import DiskWeights
+from offstage.stages.shard_load.sources import DiskWeights
 from tests.stages.dispatch.models_to_offload import Transformer, seeded
 
 CPU = torch.device("cpu")

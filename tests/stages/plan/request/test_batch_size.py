@@ -14,7 +14,7 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.budgets import LIBRARY_BYTES
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.request.batch_size import batch_sizes
+from offstage.stages.plan.request.choose import batch_sizes
 from offstage.stages.units import parse_size
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import stack

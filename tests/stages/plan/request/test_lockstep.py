@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from offstage.pipeline.typed_config import type_faults
 from offstage.stages.empty_init.skeleton import Moment
+from offstage.stages.generate.stage import GenerateConfig
+from offstage.stages.inputs.generate_options import read_generate
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.request.lockstep import check_lockstep, lockstep_sizes
+from offstage.stages.plan.request.choose import lockstep_sizes
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import stack
 
@@ -85,23 +88,29 @@ def test_sizes_are_each_doubling_and_all() -> None:
     assert lockstep_sizes(10_000)[0] == 64
 
 
+@pytest.mark.parametrize("bad", [0, True, "many"])
+@pytest.mark.parametrize("key", ["lockstep", "batch_size"])
+def test_what_is_no_number_is_told_with_what_may_stand_there(key: str, bad: object) -> None:
+    (fault,) = type_faults(GenerateConfig, {"generate": {key: bad}})
+    rule = f"{bad!r} is neither a whole number from 1, auto nor null"
+    assert str(fault) == f"generate.{key}: {rule}; the default is None"
+
+
 @pytest.mark.parametrize("good", [None, 1, 8, "auto"])
 def test_a_number_or_auto_passes(good: object) -> None:
-    assert not list(check_lockstep({"lockstep": good}))
+    assert not list(type_faults(GenerateConfig, {"generate": {"lockstep": good}}))
+    assert not list(read_generate({"lockstep": good}).faults())
 
 
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        ({"lockstep": 0}, "0 is no number of batches"),
-        ({"lockstep": True}, "True is no number of batches"),
-        ({"lockstep": "many"}, "'many' is no number of batches"),
         ({"lockstep": "auto", "batch_size": "auto"}, "batch_size is auto too"),
         ({"lockstep": 2, "assistant_model": "/small"}, "with assistant_model prompts are answered one at a time"),
         ({"lockstep": 2, "cache_implementation": "static"}, "a model has one static cache"),
     ],
 )
 def test_what_does_not_go_together_is_named(node: dict[str, object], words: str) -> None:
-    (fault,) = check_lockstep(node)
+    (fault,) = read_generate(node).faults()
     assert fault.key == "generate.lockstep"
     assert words in fault.message

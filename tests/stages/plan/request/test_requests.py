@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from offstage.stages.plan.predict import work
 from offstage.stages.plan.request.geometry import Geometry, Request, round_up
@@ -18,6 +18,10 @@ from offstage.stages.plan.request.requests import (
     score_request,
 )
 from tests.stages.plan.skeletons import outline
+
+SMALL = {
+    "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stages", [None, [], ["empty_init", "plan"], ["plan", "generate"], ["generate", "of_another"]])
@@ -53,6 +57,13 @@ def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
         ({"max_length": 512}, {"max_new_tokens": 9}, Request(1)),
         ({"prompt_lookup_num_tokens": 3}, {}, Request(1, positions=4, judged=3)),
         ({}, {"use_cache": False}, Request(1, 64, 0)),
+        ({"max_length": 512}, {"max_new_tokens": None}, Request(1, 64, 512)),
+        ({"guidance_scale": 1.5}, {}, Request(2)),
+        ({"guidance_scale": 1.5, "num_beams": 3}, {}, Request(6)),
+        ({"guidance_scale": 1}, {}, Request(1)),
+        ({"num_beams": 4}, {"prompts": [{"token_ids": [5, 6], "num_beams": 1}]}, Request(1)),
+        ({"num_beams": 4}, {"prompts": [[5], {"token_ids": [6], "num_beams": 1}], "lockstep": 1}, Request(4)),
+        ({"max_new_tokens": 9}, {"prompts": [{"token_ids": [5, 6], "max_length": 512}]}, Request(1)),
     ],
 )
 def test_a_checkpoints_own_generation_config_is_reckoned_with_where_the_run_says_nothing(
@@ -61,6 +72,37 @@ def test_a_checkpoints_own_generation_config_is_reckoned_with_where_the_run_says
     tmp_path.joinpath("generation_config.json").write_text(json.dumps(defaults))
     found = generate_request({"prompts": [[5, 6]], **own}, {"path": str(tmp_path)})
     assert replace(found, copies=1) == expected
+
+
+def test_where_nobody_says_how_many_tokens_as_many_are_reckoned_with_as_transformers_decodes(tmp_path: Path) -> None:
+    longest = {"prompts": [[5] * 100], "max_length": 120}
+    assert generate_request({"prompts": [[5] * 100]}, {}).length == round_up(100 + 20)
+    assert generate_request(longest, {}).length == round_up(120)
+    tmp_path.joinpath("config.json").write_text('{"is_encoder_decoder": true}')
+    assert generate_request(longest, {"path": str(tmp_path)}).length == round_up(100 + 120)
+
+
+def test_without_a_generation_config_what_transformers_takes_from_the_config_is_reckoned_with(tmp_path: Path) -> None:
+    said = {"use_cache": False, "num_beams": 4, "guidance_scale": 2.0}
+    tmp_path.joinpath("config.json").write_text(json.dumps(said))
+    asked = generate_request({"prompts": [[5, 6]]}, {"path": str(tmp_path)})
+    assert asked == Request(2, 64, 0, copies=2)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, **said))
+    assert (model.generation_config.num_beams or 1, model.generation_config.use_cache) == (1, False)
+    assert model.generation_config.guidance_scale == 2
+
+
+def test_an_assistant_guesses_as_many_tokens_as_its_own_files_say_where_nothing_is_given(tmp_path: Path) -> None:
+    model, assistant = tmp_path / "model", tmp_path / "assistant"
+    for folder, guessed in ((model, 7), (assistant, 30)):
+        folder.mkdir()
+        folder.joinpath("generation_config.json").write_text(json.dumps({"num_assistant_tokens": guessed}))
+    asked = {"prompts": [[5, 6]], "assistant_model": str(assistant)}
+    node = {"path": str(model)}
+    assert generate_request(asked, node).judged == 30
+    assert generate_request({**asked, "num_assistant_tokens": 4}, node).judged == 4
+    assistant.joinpath("generation_config.json").unlink()
+    assert generate_request(asked, node).judged == 20
 
 
 def test_the_tokens_of_a_long_text_are_counted_by_its_models_tokenizer(tmp_path: Path) -> None:
@@ -130,3 +172,11 @@ def test_guesses_are_judged_in_lockstep_or_in_one_forward() -> None:
     exact, batched = (generate_request({**asked, "speculation": mode}, {}) for mode in ("exact", "batched"))
     assert (exact.positions, exact.judged, exact.sequences) == (8, 7, 1)
     assert (batched.positions, batched.judged, batched.sequences) == (8, 0, 1)
+
+
+def test_beside_an_encoder_the_answer_has_positions_of_its_own(tmp_path: Path) -> None:
+    generate = {"prompts": [[5] * 200], "max_new_tokens": 95}
+    for apart, length in ((False, 320), (True, 96)):
+        tmp_path.joinpath("config.json").write_text(json.dumps({"is_encoder_decoder": apart, "num_layers": 2}))
+        request = generate_request(generate, {"path": str(tmp_path)})
+        assert (request.prompt, request.length) == (208, length)

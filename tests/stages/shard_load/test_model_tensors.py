@@ -15,8 +15,8 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.empty_init.merges import sources_in_order
 from offstage.stages.empty_init.names import Step
-from offstage.stages.shard_load import conversions
-from offstage.stages.shard_load.conversions import build
+from offstage.stages.shard_load import model_tensors
+from offstage.stages.shard_load.model_tensors import build
 
 FILE = ShardFile("f", Path("f"), 0, None, "")
 
@@ -60,7 +60,7 @@ def test_a_merge_is_what_transformers_makes_and_holds_no_source(chain: str, dtyp
     reader = MemoryReader({name: torch.randn(4, 6) for _, name in names})
     converter = WeightConverter(patterns, "a.merged", operations)
     step = Step({"a.merged": ()}, tuple(names), converter)
-    wanted = conversions._converted(Model(), step, reader=reader, dtype=getattr(torch, dtype))["a.merged"]
+    wanted = model_tensors._converted(Model(), step, reader=reader, dtype=getattr(torch, dtype))["a.merged"]
     reader.whole = 0
     step = Step({"a.merged": tuple(wanted.shape)}, tuple(names), converter)
     ((name, made),) = build(Model(), step, reader=reader, dtypes={"a.merged": dtype}, fill=reader.fill)
@@ -76,7 +76,7 @@ def test_a_tensor_is_transposed_where_its_shape_asks_for_that(stored: tuple[int,
     reader = MemoryReader({"w": torch.randn(stored)})
     step = Step({"w": (4, 6)}, (("w", "w"),), WeightConverter("w", "w", [Transpose(0, 1, check_dims=True)]))
     ((_, made),) = build(model, step, reader=reader, dtypes={"w": "float32"}, fill=reader.fill)
-    assert torch.equal(made, conversions._converted(model, step, reader=reader, dtype=torch.float32)["w"])
+    assert torch.equal(made, model_tensors._converted(model, step, reader=reader, dtype=torch.float32)["w"])
     assert sources_in_order(step, reader.entries) == (("w",) if stored == (4, 6) else ())
 
 

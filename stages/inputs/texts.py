@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from offstage.pipeline.errors import ConfigError, Fault, closest
 from offstage.pipeline.regular_files import read_regular
+from offstage.pipeline.typed_config import LEAST
 from offstage.stages.inputs.line_file import LineFile, is_text
-from offstage.stages.plan.request.prompts import is_token_ids
+from offstage.stages.inputs.prompts import is_token_ids
 
 LONGEST_WINDOW = 2048
 """The tokens of a window where nobody says how many, and the model's context is longer or not known."""
@@ -34,9 +35,9 @@ class ScoreOptions:
     texts: Sequence[Any] | str = field(default_factory=lambda: [_EXAMPLE])
     texts_file: str | None = None
     text_file: str | None = None
-    window: int | None = None
-    stride: int | None = None
-    batch_size: int | Literal["auto"] = 1
+    window: int | None = field(default=None, metadata={LEAST: 2})
+    stride: int | None = field(default=None, metadata={LEAST: 1})
+    batch_size: int | Literal["auto"] = field(default=1, metadata={LEAST: 1})
     exact: bool = False
 
     def windows(self, context: int) -> tuple[int, int]:
@@ -65,10 +66,6 @@ class ScoredText:
 
 def check_texts(options: ScoreOptions) -> Iterable[Fault]:
     """Yield what is wrong with the texts and the sizes of windows, as far as the model needn't be known."""
-    for name, least in (("window", 2), ("stride", 1), ("batch_size", 1)):
-        size = getattr(options, name)
-        if isinstance(size, int) and size < least:
-            yield Fault(f"score.{name}", f"{size!r} is too small; give a whole number from {least}")
     yield from check_stride(options, options.window)
     if options.texts_file is not None and options.text_file is not None:
         yield Fault("score.text_file", "texts_file is given too; give one of them")

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
-
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.picture import draw, gib
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.table import ranges, render, rows
 from tests.stages.plan.plans import make_plan
@@ -40,17 +37,6 @@ def test_the_table_shows_modules_and_devices() -> None:
     text = render(plan, model.sizes)
     assert "model.layers.4-8" in text
     assert "unlimited" in text
-
-
-def test_the_picture_has_a_bar_a_device_with_its_reserve_and_budget() -> None:
-    model, plan = planned()
-    root = ElementTree.fromstring(draw(plan, model.sizes))
-    space = "{http://www.w3.org/2000/svg}"
-    titles = [title.text for title in root.iter(f"{space}title")]
-    assert "reserve: 0.00000 GiB" in titles
-    assert sum("layers" in str(title) for title in titles) == 3
-    assert len(list(root.iter(f"{space}line"))) == 2 + 1, "two budgets, and the hatching"
-    assert gib(3 * 2**30) == "3.00 GiB"
 
 
 def test_numbers_are_folded_into_ranges() -> None:
