@@ -89,7 +89,7 @@ class Weighed(NamedTuple):
     left_bytes: int = 0
 
 
-class _Run(NamedTuple):
+class _Forward(NamedTuple):
     """One forward: what is alive after each operator, without what it leaves for the next one; and that."""
 
     moments: list[_Instant]
@@ -183,7 +183,7 @@ def weigh_call(
     return Weighed(moments, cache_specs([run.probe(1, positions)], stands_for), run.left.bytes)
 
 
-def _runs(model: nn.Module, blocks: set[str]) -> tuple[list[_Run], bool]:
+def _runs(model: nn.Module, blocks: set[str]) -> tuple[list[_Forward], bool]:
     """Return what the forward of each probe holds, and whether all of them compute the same products in turn.
 
     Where the second doesn't, the third is the last; where it takes the longer, the longer the prompt, none follows it.
@@ -227,11 +227,11 @@ def _widest(run: Sequence[_Instant]) -> dict[str, _Instant]:
     return {"": max(run, key=lambda instant: instant.live), **found}
 
 
-def _run_probe(model: nn.Module, blocks: set[str], sequences: int, length: int) -> _Run:
+def _run_probe(model: nn.Module, blocks: set[str], sequences: int, length: int) -> _Forward:
     return _run(model, partial(call_with_tokens, sequences=sequences, length=length), blocks, caches=True)
 
 
-def _run(model: nn.Module, call: Callable[..., object], blocks: set[str], *, caches: bool = False) -> _Run:
+def _run(model: nn.Module, call: Callable[..., object], blocks: set[str], *, caches: bool = False) -> _Forward:
     """Return what is alive after each operator of one forward, with its kernel, and what it leaves.
 
     One that ``caches`` is given what ``generate`` would keep keys and values in. Code that asks for values is answered
@@ -247,7 +247,7 @@ def _run(model: nn.Module, call: Callable[..., object], blocks: set[str], *, cac
 
 def _tally(
     model: nn.Module, call: Callable[..., object], blocks: set[str], *, caches: bool, decides: bool = False
-) -> _Run:
+) -> _Forward:
     with torch.no_grad(), quiet(), _Weighing(decides=decides) as mode:
         fakes, given = fake_weights(model), new_cache(model) if caches else {}
         tally = _Tally()
@@ -261,7 +261,7 @@ def _tally(
             del output
             left = tally.leftover(filled, encoded=encoded)
         mode.tally = None
-        return _Run([instant._replace(live=instant.live - left.bytes) for instant in tally.moments], left)
+        return _Forward([instant._replace(live=instant.live - left.bytes) for instant in tally.moments], left)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from offstage.stages.calls.results import CACHES
 from offstage.stages.empty_init.live_storages import LiveStorages
+from offstage.stages.empty_init.module_usage import watch_calls
 from offstage.stages.empty_init.skeleton import CacheSpec
 
 
@@ -57,26 +58,10 @@ class StoragesByBlock(LiveStorages):
         self._running: list[str] = []
         self._made_in: dict[int, str] = {}
 
-    @contextmanager
-    def watching(self, model: nn.Module, blocks: Iterable[str]) -> Iterator[None]:
+    def watching(self, model: nn.Module, blocks: Collection[str]) -> AbstractContextManager[None]:
         """Know which block of ``model`` runs; ``blocks`` names their classes."""
-        classes, handles = set(blocks), []
-        for name, module in model.named_modules():
-            if type(module).__name__ in classes:
-
-                def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
-                    self._running.append(name)
-
-                def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-                    self._running.pop()
-
-                handles.append(module.register_forward_pre_hook(enter))
-                handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        watched = [(name, module) for name, module in model.named_modules() if type(module).__name__ in blocks]
+        return watch_calls(watched, lambda name, _: self._running.append(name), lambda _: self._running.pop())
 
     def meet(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
         """Count the storage of ``tensor`` from now to its death, if it is new; or never."""

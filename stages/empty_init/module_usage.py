@@ -6,7 +6,7 @@ A module's figures count what is called inside it too, so those of the model are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
@@ -92,26 +92,37 @@ class ModuleWatch:
 
 
 @contextmanager
-def watch_modules(model: nn.Module, watch: ModuleWatch) -> Iterator[None]:
-    """Have ``watch`` see the calls of all modules of ``model``."""
+def watch_calls(
+    modules: Iterable[tuple[str, nn.Module]],
+    enter: Callable[[str, tuple[Any, Any]], object],
+    leave: Callable[[Any], object],
+) -> Iterator[None]:
+    """Have ``enter`` told of each call of ``modules``, by the module's name with the arguments, positional and named,
+    and ``leave`` of what it returned, or null where it raised.
+    """
     handles = []
-    for name, module in model.named_modules():
+    for name, module in modules:
 
-        def enter(_module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            watch.enter(name, (args, kwargs))
+        def begin(_module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            enter(name, (args, kwargs))
 
-        def leave(_module: nn.Module, _args: Any, output: Any) -> None:
-            watch.leave(output)
+        def end(_module: nn.Module, _args: Any, output: Any) -> None:
+            leave(output)
 
         handles += [
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, always_call=True),
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_hook(end, always_call=True),
         ]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def watch_modules(model: nn.Module, watch: ModuleWatch) -> AbstractContextManager[None]:
+    """Have ``watch`` see the calls of all modules of ``model``."""
+    return watch_calls(model.named_modules(), watch.enter, watch.leave)
 
 
 def shapes_of(value: Any) -> Shapes:

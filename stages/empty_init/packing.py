@@ -33,12 +33,11 @@ def with_packed(
 
     A model that is ``adapted`` has the checkpoint's tensors under other names.
     """
-    naming = None
-    if isinstance(checkpoint, DeclaredCheckpoint):
+    if isinstance(checkpoint, Checkpoint):
+        entries, naming = open_reader(checkpoint).entries, None
+    else:
         entries = open_reader(checkpoint.checkpoint).entries
         naming = checkpoint.naming_of(entries)
-    else:
-        entries = open_reader(checkpoint).entries
     unadapted = without_adapter(model) if adapted else None
     naming = naming or name_tensors(model if unadapted is None else unadapted.model, entries)
     outer = {} if unadapted is None else unadapted.names
@@ -67,14 +66,14 @@ def _packed(step: Step, spec: TensorSpec, entries: Mapping[str, AtRest], *, by_e
     by_row = bulk.codec.rows(bulk, 0, 1) is not None if alone else _are_rows(parts, spec.shape)
     if not (by_row if by_expert else alone):
         return None
-    packed = Counter(_Look(part) for part in parts if isinstance(part, PackedTensor))
+    packed = Counter(_WeightLook(part) for part in parts if isinstance(part, PackedTensor))
     one = bulk.codec.rows(bulk, 0, 1) if alone and by_expert else None
     device = _on_device(packed, [look.tensor for look in packed] if one is None else [one])
     working = working_bytes(bulk.codec.blocks(bulk), SCRATCH_BYTES)
     return PackedSpec(bulk.codec.name, sum(map(rest_bytes, parts)), working, by_row, device)
 
 
-class _Look:
+class _WeightLook:
     """What unpacking ``tensor`` takes hangs on: all but where it lies. A layer's experts have one look, or a few."""
 
     def __init__(self, tensor: PackedTensor) -> None:
@@ -84,13 +83,13 @@ class _Look:
         self._hash = hash(self._told)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Look) and self._told == other._told
+        return isinstance(other, _WeightLook) and self._told == other._told
 
     def __hash__(self) -> int:
         return self._hash
 
 
-def _on_device(packed: Mapping[_Look, int], brought: Sequence[PackedTensor]) -> DeviceUnpacking | None:
+def _on_device(packed: Mapping[_WeightLook, int], brought: Sequence[PackedTensor]) -> DeviceUnpacking | None:
     """Return what it takes an accelerator to unpack as many tensors of each look as ``packed`` says, by pieces like
     those ``brought``; null where only the host can.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from offstage.stages.calls.results import kept_cache
 from offstage.stages.empty_init.experts import watch_routing
 from offstage.stages.empty_init.fake_weights import REFUSALS, Faking, fake_weights, quiet, swapped
+from offstage.stages.empty_init.module_usage import watch_calls
 from offstage.stages.empty_init.repeated_blocks import AlikeBlocks, are_alike, find_alike
 
 _SCALINGS = (torch.ops.aten.mul_, torch.ops.aten.div_)
@@ -69,6 +70,11 @@ def _rehearse(
     stack: list[str] = []
     notes = _Notes(seen, {name for name, module in model.named_modules() if holds_tensors(module)})
     repeats = [_Repeats(blocks, notes) for blocks in alike]
+
+    def enter(name: str, _given: object) -> None:
+        stack.append(name)
+        notes.note("call", name)
+
     with torch.no_grad(), quiet(), _Watching(notes, stack, decides=decides) as mode:
         fakes = fake_weights(model)
         for name, fake in fakes.items():
@@ -76,7 +82,8 @@ def _rehearse(
         for name, tensor in (*fakes.items(), *model.named_buffers(remove_duplicate=False)):
             mode.stored.setdefault(tensor.untyped_storage()._cdata, []).append(name)
             mode.storages.append(tensor.untyped_storage())
-        with _watch_calls(model, notes, stack), watch_routing(model, seen.routed), swapped(model, fakes):
+        calls = watch_calls(model.named_modules(), enter, lambda _: stack.pop())
+        with calls, watch_routing(model, seen.routed), swapped(model, fakes):
             for repeated in repeats:
                 repeated.take_over(model)
             call(model)
@@ -161,7 +168,7 @@ class _Notes:
 
 
 @dataclass(slots=True)
-class _Call:
+class _ModuleCall:
     """The last call of a block: with what, what it returned, and the part of the notes that is of it."""
 
     given: tuple[Any, ...]
@@ -178,7 +185,7 @@ class _Repeats:
 
     blocks: AlikeBlocks
     notes: _Notes
-    _calls: dict[str, _Call] = field(default_factory=dict)
+    _calls: dict[str, _ModuleCall] = field(default_factory=dict)
     _last: int = -1
     _unproven: int = 0
     _refuted: bool = False
@@ -214,13 +221,13 @@ class _Repeats:
             return model.returned
         begin = len(self.notes.noted)
         returned = forward(*args, **kwargs)
-        self._calls[name] = _Call(given, returned, slice(begin, len(self.notes.noted)))
+        self._calls[name] = _ModuleCall(given, returned, slice(begin, len(self.notes.noted)))
         if name == self.blocks.proof and model is not None:
             self._refuted |= not self._did_alike(model, self._calls[name])
             self._unproven = 0
         return returned
 
-    def _did_alike(self, model: _Call, proof: _Call) -> bool:
+    def _did_alike(self, model: _ModuleCall, proof: _ModuleCall) -> bool:
         """Return whether two calls of blocks, with what is alike, did the same and returned what is alike."""
         done, noted = self.notes.noted[proof.noted], self.notes.noted[model.noted]
         moved = [
@@ -236,27 +243,6 @@ def _is_in(name: str, block: str) -> bool:
 def _moved(name: str, block: str, other: str) -> str:
     """Return ``name`` in ``other`` where it is in ``block``."""
     return other + name[len(block) :] if _is_in(name, block) else name
-
-
-@contextmanager
-def _watch_calls(model: nn.Module, notes: _Notes, stack: list[str]) -> Iterator[None]:
-    """Have every call of a module of ``model`` noted, and keep the modules that are running on ``stack``."""
-    handles = []
-    for name, module in model.named_modules():
-
-        def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
-            stack.append(name)
-            notes.note("call", name)
-
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            stack.pop()
-
-        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Watching(Faking):  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.empty_init.identity import read_config
 from offstage.stages.generate.prompts import token_ids
 from offstage.stages.generate.shared_cache import why_not_shared
-from offstage.stages.inputs.generate_options import LOOKUP, OWN_KEYS, GenerateOptions
+from offstage.stages.inputs.generate_options import LOOKUP, OWN_KEYS, GenerateOptions, is_count
 from offstage.stages.inputs.prompts import Prompt, check_seed
 
 PLAIN_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id")
@@ -48,11 +48,6 @@ _OPTIONS_OF: Mapping[str, Mapping[str, type[str | bool]]] = {
 _WORDS = {str: "text", bool: "flag: give true or false"}
 _UNUSED = {"no_repeat_ngram_size": 0, "top_k": 0, "typical_p": 1.0, "epsilon_cutoff": 0, "eta_cutoff": 0}
 """The values with which an option changes nothing, and that its processor refuses."""
-
-
-def is_count(value: object) -> bool:
-    """Return whether ``value`` is a whole number from 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def check_options(given: GenerateOptions, model: Mapping[str, Any] | None = None) -> Iterable[Fault]:

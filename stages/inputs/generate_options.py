@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from offstage.pipeline.errors import Fault
 from offstage.pipeline.typed_config import LEAST, key_names, read_open
@@ -127,4 +127,9 @@ def read_generate(generate: Mapping[str, Any]) -> GenerateOptions:
 def count_of(options: Mapping[str, Any], name: str, default: int) -> int:
     """Return the count that an option gives; the default too where it is no count, which is told elsewhere."""
     value = options.get(name)
-    return value if type(value) is int and value > 0 else default
+    return value if is_count(value) else default
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return whether ``value`` is a whole number from 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -117,7 +117,7 @@ def test_too_little_memory_for_both_is_refused_before_a_weight_is_read(
     offstage_here: Run, assistant: Path, tmp_path: Path
 ) -> None:
     asked = ("generate.prompts=[[5,6]]", "max_memory.cpu=4MB", "generate.max_new_tokens=2")
-    alone = offstage_here(*asked, "stop_after=plan")
+    alone = offstage_here(*asked, "hardware.host.memory=8GB", "stop_after=plan")
     tight = f"hardware.host.memory={alone.record['memory']['predicted']['cpu'] + 3_000_000}"
     assert offstage_here(*asked, tight, "stop_after=plan").code == 0
     both = offstage_here(*asked, tight, f"generate.assistant_model={assistant}")

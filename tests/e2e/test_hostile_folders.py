@@ -148,7 +148,8 @@ def config_folder(of: Stranger) -> str:
 
 def file_elsewhere(of: Stranger) -> str:
     of.outside.joinpath("x.yaml").write_text("# @package _global_\nseed: 1\n")
-    above = os.path.relpath(of.outside, str(resources.files("offstage.conf").joinpath("experiment")))
+    group = Path(str(resources.files("offstage.conf"))).resolve() / "experiment"  # links are followed before ..
+    above = os.path.relpath(of.outside.resolve(), group)
     of.sweep(f"experiment={above}/x")
     return f"experiment={above}/x"
 

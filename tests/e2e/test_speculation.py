@@ -42,7 +42,7 @@ def test_tokens_are_those_of_plain_decoding_in_fewer_passes(offstage_here: Run) 
 
 def test_what_does_not_go_together_is_refused(offstage_here: Run) -> None:
     for argument, words in {
-        "generate.speculation=both": "generate.speculation: 'both' is neither exact nor batched",
+        "generate.speculation=both": "generate.speculation: 'both' is none of exact, batched",
         "generate.lockstep=2": "generate.lockstep: with prompt_lookup_num_tokens prompts are answered one at a time",
     }.items():
         refused = offstage_here(*ASKED, LOOKUP, argument)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.__main__ import ROOT
+from tests.__main__ import ROOT, with_tests
 from tests.fuzz.catalogue import FORMATS
 from tests.fuzz.workers import make_case
 from tests.long_form import in_ci
@@ -19,8 +19,9 @@ SHORT, LONG = (5, 0), (1000, 50)
 def test_no_changed_input_gives_a_wrong_answer_a_traceback_or_a_hang(cases: int, share: int, tmp_path: Path) -> None:
     asked = ["--cases", str(cases), "--share", str(share), "--seed", "1", "--save", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.fuzz", *asked], cwd=ROOT, capture_output=True, text=True
-    )
+        [sys.executable, "-W", "ignore", "-m", "tests.fuzz", *asked],
+        cwd=ROOT, env=with_tests(), capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f" {cases} cases") > 10
 

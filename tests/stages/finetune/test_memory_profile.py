@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from offstage import MemoryProfile, least_ratio, profile_memory
 from offstage.pipeline.errors import BudgetError, ConfigError
+from tests.__main__ import with_tests
 from tests.stages.dispatch.placed_models import Setup, net
 from tests.stages.empty_init.test_training_peaks import Blocks
 from tests.stages.finetune.high_water import NETS
@@ -98,9 +99,8 @@ def test_checkpointed_layers_are_counted_in_the_forward_alone(reentrant: bool) -
 
 
 def test_the_peak_is_what_a_process_really_takes() -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "tests.stages.finetune.high_water"], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-m", "tests.stages.finetune.high_water"]
+    told = subprocess.run(command, env=with_tests(), capture_output=True, text=True, check=True)
     for name, (profiled, measured) in json.loads(told.stdout).items():
         assert measured > 10**8, name
         assert profiled == pytest.approx(measured, rel=0.05), name

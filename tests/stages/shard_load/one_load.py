@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from offstage.pipeline.malloc import return_freed_memory
 from offstage.stages.empty_init.init import init_empty_weights
 from tests.stages.shard_load.checkpoints import load, make_context
 from tests.stages.shard_load.test_load_memory import anonymous_bytes
@@ -35,7 +36,8 @@ def make() -> nn.Module:
 
 
 def main() -> None:
-    """Load the file, the first tensors onto the host, the others left on disk."""
+    """Load the file, the first tensors onto the host, the others left on disk, with a job's way to free memory."""
+    return_freed_memory()
     root, file, on_host = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     context = make_context(root, file, make, lambda name: "cpu" if int(name.split(".")[1]) < on_host else "disk")
     base = anonymous_bytes()

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from offstage.pipeline.errors import StorageError
+from tests.__main__ import with_tests
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.long_form import in_ci
 from tests.stages.shard_load.checkpoints import (
@@ -46,7 +47,7 @@ def save(folder: Path, suffix: str, dtype: torch.dtype) -> Path:
 
 def load_capped(root: Path, path: Path, on_host: int, limit: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.stages.shard_load.one_load", str(root), str(path), str(on_host)]
-    return run_capped(command, limit, cwd=REPOSITORY)
+    return run_capped(command, limit, cwd=REPOSITORY, env=with_tests())
 
 
 @pytest.fixture(scope="module")

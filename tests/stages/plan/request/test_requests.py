@@ -79,7 +79,7 @@ def test_where_nobody_says_how_many_tokens_as_many_are_reckoned_with_as_transfor
     assert generate_request({"prompts": [[5] * 100]}, {}).length == round_up(100 + 20)
     assert generate_request(longest, {}).length == round_up(120)
     tmp_path.joinpath("config.json").write_text('{"is_encoder_decoder": true}')
-    assert generate_request(longest, {"path": str(tmp_path)}).length == round_up(100 + 120)
+    assert generate_request(longest, {"path": str(tmp_path)}).length == round_up(1 + 120)
 
 
 def test_without_a_generation_config_what_transformers_takes_from_the_config_is_reckoned_with(tmp_path: Path) -> None:
