@@ -69,7 +69,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 25
+    version = 26
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
