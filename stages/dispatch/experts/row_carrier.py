@@ -199,8 +199,9 @@ class RowCarrier:
         there = [each for each in found if isinstance(each, Unpacking)]
         copied = [each for each in found if not isinstance(each, Unpacking)]
         self._traffic.storage_bytes += sum(each.stored_bytes for each in there) + sum(stored for _, _, stored in copied)
-        if copied:
-            self._link.follow(max(copied, key=lambda one: one[0])[1])
+        if last := max(copied, key=lambda one: one[0], default=None):
+            if last[0] >= 0:
+                self._link.follow(last[1])
         if there:
             self._link.follow(max(there, key=lambda one: one.number).done)
 
@@ -215,11 +216,12 @@ class RowCarrier:
                 piece.cancel()
 
     def let_go(self, arrival: RowArrival) -> None:
-        """Return once nothing of ``arrival``, which nobody waits for, is under way any more; what was read counts."""
-        for piece in arrival.pieces:
-            if not piece.cancel() and not piece.exception():  # whoever waited for one that failed was told
-                found = piece.result()
-                self._traffic.storage_bytes += found.stored_bytes if isinstance(found, Unpacking) else found[2]
+        """Return once nothing of ``arrival``, which nobody waits for, is under way any more; what was read counts.
+
+        What comes into its slot next comes after it.
+        """
+        under_way = [piece for piece in arrival.pieces if not piece.cancel()]
+        self._follow([piece.result() for piece in under_way if not piece.exception()])  # whoever waited was told
 
     def close(self) -> None:
         """Wait for the device and close the files; closing again does nothing."""

@@ -65,14 +65,17 @@ class Lookahead(Generic[Region]):
         lent, self._lent = self._lent, None
         if lent is not None and lent != part:
             self.let_go(lent)
-        self._schedule.use(part)
+        expects_others = self._schedule.use(part)
         delivery = self._deliveries.get(part) or self._on_demand(part)
         delivery.users += lent != part  # else the use that the backward pass has is the caller's now
         self._idle.pop(part, None)
         begins = self._begins(part)
         if begins:
             self._ask_expert(self._begun)
-        self._ask_ahead()
+        if expects_others:
+            self._expect_anew()
+        else:
+            self._ask_ahead()
         if begins and self._in_turn >= NEIGHBOURS:
             self._ask_expert(self._begun + 1)
         self._wait_for(part, delivery)
@@ -249,7 +252,7 @@ class Lookahead(Generic[Region]):
         self._idle.pop(part, None)
         under_way = [work for work in delivery.arriving if not work.cancel()]
         wait(under_way)
-        self._carrier.count([work for work in under_way if work.exception() is None])
+        self._carrier.abandon([work for work in under_way if work.exception() is None])
         delivery.region = None
 
     def _forget_failed(self) -> bool:

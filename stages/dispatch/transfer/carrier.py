@@ -200,8 +200,8 @@ class Carrier(Protocol[Region]):
     def bring(self, part: int, delivery: Delivery[Region]) -> None:
         """Start what fills the region of ``delivery`` with ``part``."""
 
-    def count(self, arrived: Iterable[Future[Any]]) -> None:
-        """Count the traffic of what has arrived, used or not."""
+    def abandon(self, arrived: Iterable[Future[Any]]) -> None:
+        """Count the traffic of what has arrived and nobody will use, and have what comes into its region come after."""
 
     def wait(self, delivery: Delivery[Region]) -> None:
         """Return when whoever asks may use what was brought. Raises what bringing it raised."""

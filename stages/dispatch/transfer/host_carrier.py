@@ -113,13 +113,13 @@ class HostCarrier:
         """Read a block and unpack it into what ``target`` holds, the bytes of its tensor."""
         return self._blocks.bring(*what, target.pop())
 
-    def count(self, arrived: Iterable[Future[Any]]) -> None:
-        """Count what was read."""
+    def abandon(self, arrived: Iterable[Future[Any]]) -> None:
+        """Count what was read; nothing of it is under way any more."""
         self._traffic.storage_bytes += sum(read.result() for read in arrived)
 
     def wait(self, delivery: Delivery[Bytes]) -> None:
         """Wait for the reads."""
-        self.count(delivery.arriving)
+        self.abandon(delivery.arriving)
 
     def views(self, part: int, delivery: Delivery[Bytes]) -> list[torch.Tensor]:
         """Return the tensors of ``part``, in the order of its extents."""

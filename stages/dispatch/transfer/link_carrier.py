@@ -207,20 +207,24 @@ class LinkCarrier:
         self._link.finish(arrival.done)
         self._trace.add(what, "copy", began, bytes=arrival.copied_bytes)
 
-    def count(self, arrived: Iterable[Future[Any]]) -> None:
-        """Count what was read and copied, and how long reads waited for the link."""
-        for work in arrived:
-            arrival: _Arrival | Unpacking = work.result()
-            self._traffic.storage_bytes += arrival.stored_bytes
-            self._traffic.link_bytes += arrival.copied_bytes
-            self._traffic.link_seconds += arrival.waited_seconds
+    def abandon(self, arrived: Iterable[Future[Any]]) -> None:
+        """Have computing follow what was asked for, and so all that is copied from now on into the same region."""
+        self._follow(arrived)
 
     def wait(self, delivery: Delivery[torch.Tensor]) -> None:
         """Wait until reads are there and all is asked for, and have computing follow the last copy and unpacking."""
-        self.count(delivery.arriving)
-        arrivals: list[_Arrival | Unpacking] = [arriving.result() for arriving in delivery.arriving]
+        self._follow(delivery.arriving)
+
+    def _follow(self, arriving: Iterable[Future[Any]]) -> None:
+        """Have computing follow ``arriving``; count what was read and copied, and how long reads waited for the link."""
+        arrivals: list[_Arrival | Unpacking] = [work.result() for work in arriving]
+        for arrival in arrivals:
+            self._traffic.storage_bytes += arrival.stored_bytes
+            self._traffic.link_bytes += arrival.copied_bytes
+            self._traffic.link_seconds += arrival.waited_seconds
         for kind in (_Arrival, Unpacking):
-            last = max((a for a in arrivals if isinstance(a, kind)), key=lambda arrival: arrival.number, default=None)
+            asked = (arrival for arrival in arrivals if isinstance(arrival, kind) and arrival.number >= 0)
+            last = max(asked, key=lambda arrival: arrival.number, default=None)
             if last is not None:
                 self._link.follow(last.done)
 

@@ -85,6 +85,24 @@ def play_twice(ahead: Lookahead, tensors: list[torch.Tensor]) -> None:
         played(ahead, [0, 1, 2, 3, 4, 5], tensors)
 
 
+def test_an_encoder_that_is_called_before_the_passes_is_read_ahead_and_so_is_the_decoder_after_it(
+    extents: list[list[Extent]], tensors: list[torch.Tensor]
+) -> None:
+    traffic = Traffic()
+    ahead = looking_ahead(extents, staging_bytes=170_000, traffic=traffic)
+    for _ in range(3):
+        for part in (0, 1, 2):
+            (got,) = ahead.take(part)
+            assert torch.equal(got, tensors[part])
+            del got
+            assert part == 2 or part + 1 in ahead._deliveries
+            ahead.let_go(part)
+        played(ahead, [3, 4, 5], tensors)
+        played(ahead, [3, 4, 5], tensors)
+    assert traffic.storage_bytes <= traffic.streamed_bytes + 3 * 2 * sum(SIZES[3:]), "a decoder in vain for a prompt"
+    ahead.close()
+
+
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [0, 2, 4], [1, 1, 3, 1], [3, 0, 0, 5, 1]])
 def test_an_order_that_nobody_expected_is_right_too(
     order: list[int], ahead: Lookahead, tensors: list[torch.Tensor]

@@ -76,7 +76,7 @@ class VirtualCarrier:
         arrival.set_result(self._machine.copy(self._device))
         delivery.arriving.append(arrival)
 
-    def count(self, arrived: Iterable[Future[Any]]) -> None:
+    def abandon(self, arrived: Iterable[Future[Any]]) -> None:
         pass
 
     def wait(self, delivery: Delivery[Span]) -> None:

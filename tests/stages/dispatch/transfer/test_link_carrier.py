@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buff
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.probes import CHUNK_BYTES
-from tests.stages.dispatch.late_link import LateLink
+from tests.stages.dispatch.late_link import LateLink, Stream
 from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, held
 
 SIZES = [[70_000, 3], [40_000], [90_000, 17, 5000], [0], [300], [60_000], [80_000, 4097]]
@@ -289,6 +290,45 @@ def test_what_the_accelerator_unpacks_is_whole_before_it_is_used_and_crosses_the
     assert (traffic.storage_bytes == 0) == (waits == "memory")
     for unpin in unpins:
         unpin()
+
+
+ORDERS = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [1, 3, 5, 1, 3, 5], [4, 0, 2], [2, 5, 0, 3, 1, 4]]
+
+
+@pytest.mark.parametrize("unpack_pause", [0.0, 0.02])
+def test_what_is_unpacked_late_and_was_given_up_is_written_over_nothing_that_came_since(
+    unpack_pause: float, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    link, traffic = LateLink(compute_pause=0), Traffic()
+    codec, file = TorchScaledRows(), PackedFile(tmp_path / "weights", TorchScaledRows())
+    link.unpacking.end()
+    link.unpacking = Stream(unpack_pause)
+    parts = [coded(torch.randn(100, 90), codec)[2] if part % 2 else torch.randn(80, 90) for part in range(6)]
+    for number, tensor in enumerate(parts[1::2]):
+        file.add(str(number), tensor)
+    places = [place for place in file.write().values() if isinstance(place, PackedTensor)]
+    block = HostBlock([tensor.nbytes for tensor in parts[::2]])
+    unpin = pin(link, block.memory)
+    sources: list[list[Source]] = [[places[part // 2]] if part % 2 else [block.hold(parts[part])] for part in range(6)]
+    unpacker = open_unpacker(link, places, room=device_bytes(places))
+    buffers = buffers_for(read_lengths(places, as_at_rest=True), link, staging_bytes=60_000)
+    carrier = LinkCarrier(sources, link, staging_bytes=80_000, buffers=buffers, unpacker=unpacker, traffic=traffic)
+    ahead = Lookahead(carrier, [*range(6)], traffic=traffic)
+    for order in ORDERS * 2:
+        ahead.begin_pass()
+        for part in order:
+            wait([work for delivery in ahead._deliveries.values() for work in delivery.arriving])
+            (got,) = ahead.take(part)
+            link.launch(got, parts[part])
+            del got
+            ahead.let_go(part)
+        ahead.end_pass()
+    ahead.close()
+    link.end()
+    unpacker.close()
+    unpin()
+    assert link.wrong == []
 
 
 def test_an_accelerator_without_room_for_it_unpacks_nothing(tmp_path: Path) -> None:
