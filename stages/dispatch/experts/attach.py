@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
-from offstage.stages.dispatch.experts.eviction import Eviction
 from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
 from offstage.stages.dispatch.experts.pool import ExpertLayer, ExpertPool, ExpertUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
@@ -90,7 +89,6 @@ def attach_experts(
     devices: Devices,
     links: Callable[[DeviceId], Link],
     unpackers: Mapping[DeviceId, DeviceUnpacker],
-    policy: Callable[[], Eviction],
     traffic: Traffic,
     stack: ExitStack,
     saved: SavedWeights | None = None,
@@ -118,7 +116,6 @@ def attach_experts(
             link=link,
             unpacker=unpackers.get(computes),
             slot_bytes=_share(plan.slots.get(computes, 0), kind, members, mixed),
-            policy=policy,
             traffic=traffic,
             trace=trace.of(computes) if trace is not None else None,
         )

@@ -12,10 +12,10 @@ from offstage.stages.dispatch.experts.eviction import Eviction, Expert
 
 
 class Bank:
-    """The slots from ``begin`` to ``end``, and the experts in them; ``policy`` says who makes room."""
+    """The slots from ``begin`` to ``end``, and the experts in them; its ``policy`` says who makes room."""
 
-    def __init__(self, begin: int, end: int, policy: Eviction) -> None:
-        self.policy, self.size = policy, end - begin
+    def __init__(self, begin: int, end: int) -> None:
+        self.policy, self.size = Eviction(), end - begin
         self.evictions = 0
         self._free = list(range(end - 1, begin - 1, -1))
         self._slots: dict[Expert, int] = {}

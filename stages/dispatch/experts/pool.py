@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from offstage.stages.dispatch.experts.bank import Bank
-from offstage.stages.dispatch.experts.eviction import Eviction, Expert
+from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.guess_precision import GuessPrecision
 from offstage.stages.dispatch.experts.row_carrier import RowArrival, RowCarrier, RowSource, can_wait
 from offstage.stages.dispatch.experts.slot_memory import Kind, SlotMemory, kind_bytes
@@ -70,7 +70,6 @@ class ExpertPool:
         link: Link,
         unpacker: DeviceUnpacker | None = None,
         slot_bytes: int,
-        policy: Callable[[], Eviction],
         traffic: Traffic,
         trace: Trace | None = None,
     ) -> None:
@@ -82,7 +81,7 @@ class ExpertPool:
             slots, layers=len(layers), largest=largest, together=max(layer.together for layer in layers)
         )
         self._memory: SlotMemory | None = SlotMemory(kind, bounds[-1][1], link, room=slot_bytes)
-        banks = [Bank(begin, end, policy()) for begin, end in bounds]
+        banks = [Bank(begin, end) for begin, end in bounds]
         self._banks = {layer.number: banks[place % len(banks)] for place, layer in enumerate(layers)}
         sources = [row for layer in layers for rows in layer.rows.values() for row in rows]
         self._traffic = traffic

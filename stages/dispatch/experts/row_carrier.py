@@ -199,9 +199,8 @@ class RowCarrier:
         there = [each for each in found if isinstance(each, Unpacking)]
         copied = [each for each in found if not isinstance(each, Unpacking)]
         self._traffic.storage_bytes += sum(each.stored_bytes for each in there) + sum(stored for _, _, stored in copied)
-        if last := max(copied, key=lambda one: one[0], default=None):
-            if last[0] >= 0:
-                self._link.follow(last[1])
+        if (last := max(copied, key=lambda one: one[0], default=None)) and last[0] >= 0:
+            self._link.follow(last[1])
         if there:
             self._link.follow(max(there, key=lambda one: one.number).done)
 

@@ -20,7 +20,6 @@ from torch import nn
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
-from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
 from offstage.stages.dispatch.streaming.backward import BackwardOrder
 from offstage.stages.dispatch.streaming.bindings import Binding, have_wait, without_data
 from offstage.stages.dispatch.streaming.device_lookaheads import Links, OpenLink, open_lookaheads, pin_waiting
@@ -79,9 +78,8 @@ class Streamer:
     """The hooks of one dispatched model, and the lookaheads behind them: one for each device that computes.
 
     ``stored`` has what waits on disk; what waits on the host is in the model, best in the block ``host``. ``devices``
-    are those behind the device ids. How each tensor is served, the plan says. ``eviction`` names the rule by which kept
-    experts give up their slots. ``skip_keys`` are arguments that stay where they are, by default those that the model
-    declares.
+    are those behind the device ids. How each tensor is served, the plan says. ``skip_keys`` are
+    arguments that stay where they are, by default those that the model declares.
     """
 
     def __init__(
@@ -93,13 +91,11 @@ class Streamer:
         devices: Devices,
         host: HostBlock | None = None,
         trace: Trace | None = None,
-        eviction: str = DEFAULT,
         open_link: OpenLink = open_link,
         skip_keys: str | Collection[str] | None = None,
     ) -> None:
         self.traffic, self.trace = Traffic(), trace
         self._model, self._extents, self._stored = model, stored.extents, stored
-        self._eviction = eviction
         self._devices, self._links, self._skip_keys = devices, Links(devices, open_link), skip_keys
         self.routed = RoutedModel()
         self._saved = SavedWeights()
@@ -189,7 +185,6 @@ class Streamer:
             unpackers=unpackers,
             saved=self._saved,
             turns=lambda: self._passes.turns,
-            policy=POLICIES[self._eviction],
             traffic=self.traffic,
             stack=self._stack,
             trace=self.trace,

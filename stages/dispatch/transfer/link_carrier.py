@@ -216,7 +216,7 @@ class LinkCarrier:
         self._follow(delivery.arriving)
 
     def _follow(self, arriving: Iterable[Future[Any]]) -> None:
-        """Have computing follow ``arriving``; count what was read and copied, and how long reads waited for the link."""
+        """Have computing follow ``arriving``; count what was read and copied, and how long reads waited."""
         arrivals: list[_Arrival | Unpacking] = [work.result() for work in arriving]
         for arrival in arrivals:
             self._traffic.storage_bytes += arrival.stored_bytes

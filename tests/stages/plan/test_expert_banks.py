@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from offstage.stages.dispatch.experts.bank import Bank
-from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES, Expert
+from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
 
 TENSORS = ("gate_up_proj", "down_proj")
@@ -67,7 +67,7 @@ def test_what_is_expected_is_what_uniform_routing_finds(slots: int, prompt: int,
 def hits(slots: int, prompt: int, passes: int, draw: random.Random) -> Iterator[int]:
     """Yield how many of the experts of a layer's call are in slots, for each call of decoding."""
     bounds = bank_bounds(slots, layers=6, largest=64, together=8)
-    banks = [Bank(begin, end, POLICIES[DEFAULT]()) for begin, end in bounds]
+    banks = [Bank(begin, end) for begin, end in bounds]
     asked: dict[Expert, set[str]] = {}
     for number in range(1 + passes):
         for bank in banks:

@@ -21,7 +21,6 @@ from transformers import (
 
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
-from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
 from offstage.stages.dispatch.streaming.device_lookaheads import Links
 from offstage.stages.dispatch.streaming.device_unpackers import open_unpackers
 from offstage.stages.dispatch.transfer.carrier import Traffic
@@ -72,7 +71,6 @@ def waiting_experts(
     model: nn.Module,
     slots: int,
     *,
-    policy: str = DEFAULT,
     stored: DiskWeights | None = None,
     computes: DeviceId = 0,
     unpacking: int = 0,
@@ -100,7 +98,6 @@ def waiting_experts(
                 devices=devices,
                 links=links,
                 unpackers=open_unpackers([], bindings, plan, stored=stored, links=links, stack=stack),
-                policy=POLICIES[policy],
                 traffic=traffic,
                 stack=stack,
             ),

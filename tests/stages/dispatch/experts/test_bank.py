@@ -5,12 +5,11 @@ import random
 import pytest
 
 from offstage.stages.dispatch.experts.bank import Bank
-from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
 from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
 
 
 def bank(size: int) -> Bank:
-    return Bank(10, 10 + size, POLICIES["lru"]())
+    return Bank(10, 10 + size)
 
 
 def take(banked: Bank, number: int, busy: tuple[tuple[int, int], ...] = ()) -> int | None:
@@ -51,7 +50,7 @@ def test_banks_keep_as_many_as_the_plan_expects(
 ) -> None:
     used = wanted(experts, chosen, tokens)
     bounds = bank_bounds(slots, layers=layers, largest=experts, together=round(used))
-    banks = [Bank(begin, end, POLICIES[DEFAULT]()) for begin, end in bounds]
+    banks = [Bank(begin, end) for begin, end in bounds]
     choose, found = random.Random(0), []
     for _ in range(400):
         for banked in banks:

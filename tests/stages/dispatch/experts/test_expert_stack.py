@@ -56,14 +56,6 @@ def test_each_implementation_of_transformers_is_itself(name: str, experts: str) 
             assert equal(answers(model), expected)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "least_stale"])
-def test_no_rule_of_eviction_changes_an_answer(policy: str) -> None:
-    model = mixture("Qwen3-MoE")
-    expected = answers(model)
-    with waiting_experts(model, 9, policy=policy):
-        assert equal(answers(model), expected)
-
-
 def test_only_what_tokens_are_routed_to_is_brought_and_what_is_kept_not_again() -> None:
     model = mixture("Mixtral")
     layers = [layer.mlp.experts for layer in model.model.layers]

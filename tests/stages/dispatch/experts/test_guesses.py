@@ -14,7 +14,6 @@ from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.experts import routed_experts
-from offstage.stages.dispatch.experts.eviction import LeastRecentlyUsed
 from offstage.stages.dispatch.experts.guess_precision import WORTH, GuessPrecision
 from offstage.stages.dispatch.experts.pool import ExpertLayer, ExpertPool
 from offstage.stages.dispatch.experts.router_guess import RouterGuess
@@ -53,8 +52,7 @@ def pool_of(
     layers = [ExpertLayer(layer, f"layers.{layer}", 2, rows[layer]) for layer in range(LAYERS)]
     traffic = Traffic()
     pool = ExpertPool(
-        KIND, layers, device="cpu", link=HostLink(), slot_bytes=slots * 2 * ROW, policy=LeastRecentlyUsed,
-        traffic=traffic,
+        KIND, layers, device="cpu", link=HostLink(), slot_bytes=slots * 2 * ROW, traffic=traffic,
     )  # fmt: skip
     try:
         yield pool, traffic
