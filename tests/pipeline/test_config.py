@@ -154,7 +154,6 @@ def test_resolving_leaves_the_config_alone() -> None:
         ("storage.io=mapped", ["storage.io: 'mapped' is none of auto, direct, mmap", "did you mean 'mmap'"]),
         ("+storage.o=direct", ["storage.o: unknown key", "did you mean 'io'"]),
         ("storage=direct", ["storage: 'direct' is no group of the keys io"]),
-        ("expert_eviction=lru", ["expert_eviction: unknown key (it was removed: experts give up their slots by one"]),
         ("+max_memry=1", ["max_memry: unknown key", "did you mean 'max_memory'"]),
     ],
 )
