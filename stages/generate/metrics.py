@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from offstage.stages.dispatch.transfer.carrier import LinkTraffic, Traffic
+from offstage.stages.dispatch.transfer.traffic import LinkTraffic, Traffic
 from offstage.stages.generate.judged import Judged
 from offstage.stages.inference.bound import Bound, bound_of
 from offstage.stages.inference.cost import Metrics, link_metrics

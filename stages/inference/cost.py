@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from offstage.stages.dispatch.stage import Dispatched
-from offstage.stages.dispatch.transfer.carrier import LinkTraffic, Traffic
+from offstage.stages.dispatch.transfer.traffic import LinkTraffic, Traffic
 from offstage.stages.inference.bound import bound_of
 from offstage.stages.units import DeviceId
 

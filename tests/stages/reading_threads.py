@@ -2,7 +2,7 @@
 
 import threading
 
-from offstage.stages.dispatch.transfer.carrier import reader_pool
+from offstage.stages.dispatch.transfer.reading_threads import reader_pool
 from offstage.stages.machine.probes import READING_THREADS
 
 

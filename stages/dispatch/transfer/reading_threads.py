@@ -5,6 +5,8 @@ Jobs of each kind begin in the order in which they were asked for, and one only 
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
@@ -12,6 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
+
+from offstage.stages.machine.operator_threads import let_idle_teams_sleep
+from offstage.stages.machine.probes import READING_THREADS
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -104,3 +109,16 @@ class ReadingThreads:
             del work
             future.set_result(result)
         return True
+
+
+@functools.cache
+def reader_pool() -> ReadingThreads:
+    """Return the process's pool of reading threads; it is started by the first read and ends with the process.
+
+    On the host they read, and unpack, on the cores that compute.
+    """
+    let_idle_teams_sleep()
+    return ReadingThreads(READING_THREADS)
+
+
+os.register_at_fork(after_in_child=reader_pool.cache_clear)  # its threads aren't there

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from offstage.stages.dispatch.experts.pool import ExpertLayer, ExpertPool
+from offstage.stages.dispatch.transfer.host_link import HostLink
 
 import offstage
 from offstage.pipeline.errors import CheckpointError
@@ -15,12 +17,10 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.experts import routed_experts
 from offstage.stages.dispatch.experts.guess_precision import WORTH, GuessPrecision
-from offstage.stages.dispatch.experts.pool import ExpertLayer, ExpertPool
 from offstage.stages.dispatch.experts.router_guess import RouterGuess
 from offstage.stages.dispatch.experts.slot_memory import RowShape
 from offstage.stages.dispatch.streaming.streamer import streamer_of
-from offstage.stages.dispatch.transfer.carrier import Traffic, reader_pool
-from offstage.stages.dispatch.transfer.host_link import HostLink
+from offstage.stages.dispatch.transfer.traffic import Traffic, reader_pool
 from offstage.stages.empty_init.experts import is_experts
 from offstage.stages.machine.probes import READING_THREADS
 from tests.stages.dispatch.experts.mixtures import mixture

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from offstage.stages.dispatch.streaming.lookahead import Lookahead
+from offstage.stages.dispatch.transfer.carrier import Delivery, Traffic
+from offstage.stages.dispatch.transfer.host_carrier import HostCarrier
 
 from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.dispatch.streaming.lookahead import Lookahead
-from offstage.stages.dispatch.transfer.carrier import Delivery, Traffic
-from offstage.stages.dispatch.transfer.host_carrier import HostCarrier
 from offstage.stages.dispatch.transfer.part_layout import lay_out_reads
 
 SIZES = [5000, 70_000, 3, 40_000, 0, 9000]

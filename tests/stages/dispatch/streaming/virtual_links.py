@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from offstage.stages.dispatch.streaming.lookahead import Lookahead
-from offstage.stages.dispatch.transfer.arena import Arena
 from offstage.stages.dispatch.transfer.carrier import Delivery, Traffic
+
+from offstage.stages.dispatch.transfer.arena import Arena
 
 
 class Span:

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from offstage.stages.dispatch.streaming.lookahead import Lookahead
+from offstage.stages.dispatch.transfer.link_carrier import LinkCarrier
 
 from offstage.stages.checkpoints.device_codec import device_bytes
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.memory_file import MemoryFile
 from offstage.stages.checkpoints.packed import PackedTensor, rest_bytes
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.dispatch.streaming.lookahead import Lookahead
-from offstage.stages.dispatch.transfer.carrier import Traffic
 from offstage.stages.dispatch.transfer.device_unpacker import open_unpacker
 from offstage.stages.dispatch.transfer.link import pin
-from offstage.stages.dispatch.transfer.link_carrier import LinkCarrier
 from offstage.stages.dispatch.transfer.part_layout import Source, read_lengths
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
 from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.probes import CHUNK_BYTES
 from tests.stages.dispatch.late_link import LateLink, Stream
