@@ -172,10 +172,15 @@ def _open_slots(
     pool = ExpertSlots(
         [ExpertLayer(each.number, each.spec.module, row) for each, row in zip(members, rows, strict=True)],
         {each.number: banks[place % len(banks)] for place, each in enumerate(members)},
-        Mover(link, places, buffers=buffers, unpacker=unpacker, traffic=traffic, trace=trace),
-        device=members[0].computes,
-        traffic=traffic,
-        trace=trace,
+        Mover(
+            link,
+            places,
+            device=members[0].computes,
+            buffers=buffers,
+            unpacker=unpacker,
+            traffic=traffic,
+            trace=trace,
+        ),
     )
     stack.callback(pool.close)
     return pool

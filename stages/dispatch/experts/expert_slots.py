@@ -11,7 +11,7 @@ All of this is the thread's that owns what streams of the model (``PassLock``); 
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,9 +25,9 @@ from offstage.stages.dispatch.experts.slot_memory import SlotMemory
 from offstage.stages.dispatch.transfer.mover import Mover, Submit, Transfer
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, RowSource, lay_out_row
 from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads, reader_pool
-from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from offstage.stages.dispatch.transfer.traffic import Traffic
-from offstage.stages.units import DeviceId
+from offstage.stages.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 Rows = Mapping[str, Sequence[RowSource | PartLayout]]
 """Where the pieces of a layer's experts wait, by the names of the pieces, in the order of the experts."""
@@ -125,7 +125,7 @@ class Entry:
 
 
 class ExpertSlots:
-    """The experts of ``layers`` on ``device``, each in a slot of its layer's bank, where ``mover`` brings it.
+    """The experts of ``layers``, each in a slot of its layer's bank, where ``mover`` brings it.
 
     What is wanted is asked for by ``submit``.
     """
@@ -136,18 +136,14 @@ class ExpertSlots:
         banks: Mapping[int, Bank],
         mover: Mover,
         *,
-        device: DeviceId,
-        traffic: Traffic,
-        trace: Trace | None = None,
         submit: Submit = ReadingThreads.submit_awaited,
     ) -> None:
-        self._submit = submit
         self._layers = {layer.number: layer for layer in layers}
-        self._banks, self._mover, self._device = banks, mover, device
-        self._traffic, self._trace = traffic, trace
+        self._banks, self._mover, self._submit = banks, mover, submit
         self._entries: dict[Expert, Entry] = {}
         self._coming: dict[Expert, None] = {}  # those of which something is on its way, or that are guesses
         self._precision = GuessPrecision()
+        self._told: set[int] = set()
         self.is_open = True
         self.uses = {layer.number: ExpertUse() for layer in layers}
 
@@ -189,8 +185,8 @@ class ExpertSlots:
         brought = len(guessed) + misses
         use.hits += len(hits)
         use.misses += brought
-        self._traffic.expert_hits += len(hits)
-        self._traffic.expert_misses += brought
+        self._mover.traffic.expert_hits += len(hits)
+        self._mover.traffic.expert_misses += brought
         for expert in (*hits, *guessed):
             bank.use(expert)
 
@@ -301,35 +297,36 @@ class ExpertSlots:
         if begun:
             self.uses[layer].guesses += 1
             self.uses[layer].guesses_used += came_true
-            self._traffic.expert_guesses += 1
-            self._traffic.expert_guesses_used += came_true
+            self._mover.traffic.expert_guesses += 1
+            self._mover.traffic.expert_guesses_used += came_true
 
     def wait(self, experts: Iterable[Expert], piece: str) -> None:
         """Wait for the ``piece`` of those of ``experts`` where it is on its way. Raises what bringing one raised."""
         awaited = [expert for expert in experts if self._entries[expert].pieces.get(piece) is not None]
         self._arrive(awaited, piece)
         for expert in awaited:
-            layout = self._layers[expert[0]].layout(expert[1], piece)
-            carried = self._mover.carried_bytes(layout)
-            self._traffic.count_use(self._device, at_rest=layout.rest_bytes, carried=carried)
+            self._mover.count_use(*self._mover.bytes_of(self._layers[expert[0]].layout(expert[1], piece)))
 
     def _arrive(self, experts: Sequence[Expert], piece: str) -> None:
         """Wait for the ``piece`` of all ``experts``, and have computing follow what brings it."""
         transfers = [transfer for expert in experts if (transfer := self._entries[expert].pieces.get(piece))]
-        began = time.perf_counter()
-        work = [job for transfer in transfers for job in transfer.work]
-        for job in work:
-            job.result()
-        waited = time.perf_counter() - began
-        self._traffic.count_stall(self._device, waited)
-        if self._trace is not None and waited > STALL_SECONDS:
-            self._trace.add("stall: experts", "stall", began)
-        self._mover.follow(work)
+        self._mover.wait([job for transfer in transfers for job in transfer.work], "experts")
         for expert in experts:
             entry = self._entries[expert]
             entry.pieces[piece] = None
             if not entry.arriving:
                 self._coming.pop(expert, None)
+
+    def note_read_whole(self, layer: int, count: int) -> None:
+        """Note that all of a stack of ``layer``, so many bytes, is in memory at once, beyond all budgets."""
+        self._mover.traffic.overflow_bytes = max(self._mover.traffic.overflow_bytes, count)
+        if layer not in self._told:
+            self._told.add(layer)
+            _log.warning(
+                "%s: the model's code asks for all experts of a stack at once, %s beyond the budget",
+                self._layers[layer].module,
+                format_bytes(count),
+            )
 
     def give_up(self, layer: int | None = None) -> None:
         """Have what is still on its way into slots of ``layer``, or of all, lie nowhere, once nothing fills them."""

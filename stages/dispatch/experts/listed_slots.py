@@ -17,10 +17,7 @@ from offstage.stages.dispatch.transfer.arena import Arena
 from offstage.stages.dispatch.transfer.link import Link
 from offstage.stages.dispatch.transfer.mover import Mover
 from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads
-from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import align_up
-from offstage.stages.units import DeviceId
 
 NEIGHBOURS = 4
 """After so many experts in turn the next is likely; a single token calls so many neighbours very rarely."""
@@ -69,7 +66,7 @@ class SlotRegions:
 
 
 class ListedSlots(ExpertSlots):
-    """The experts of lists on ``device``; ``parts`` has the expert that each part is a piece of, and which."""
+    """The experts of lists; ``parts`` has the expert that each part is a piece of, and which."""
 
     def __init__(
         self,
@@ -78,20 +75,9 @@ class ListedSlots(ExpertSlots):
         mover: Mover,
         *,
         parts: Mapping[int, tuple[Expert, str]],
-        device: DeviceId,
-        traffic: Traffic,
-        trace: Trace | None = None,
     ) -> None:
-        bank = Bank(room)
-        super().__init__(
-            layers,
-            {each.number: bank for each in layers},
-            mover,
-            device=device,
-            traffic=traffic,
-            trace=trace,
-            submit=ReadingThreads.submit,  # it shares its buffers with what is certain
-        )
+        banks = dict.fromkeys((layer.number for layer in layers), Bank(room))
+        super().__init__(layers, banks, mover, submit=ReadingThreads.submit)  # buffers are shared with what is certain
         self.parts, self._regions = parts, room
         self._order = [(layer.number, expert) for layer in layers for expert in range(layer.count)]
         self._place = {expert: place for place, expert in enumerate(self._order)}

@@ -150,6 +150,10 @@ class RoutedExperts:
         self._given = None
         self._in_turn.clear()
 
+    def note_read_whole(self, count: int) -> None:
+        """Hear that all of a stack, so many bytes, is read for the call under way."""
+        self._pool.note_read_whole(self._number, count)
+
     @property
     def are_gone(self) -> bool:
         """Whether there are no slots any more that they could be brought into."""

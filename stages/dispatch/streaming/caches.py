@@ -83,16 +83,23 @@ def open_caches(
     places, computing = part_places(plan), _by_device(parts)
     buffers = _pin_buffers(computing, plan, extents=extents, links=links, unpackers=unpackers, stack=stack)
     for device, mine in computing.items():
-        cache = _open_cache(
-            mine,
-            plan,
-            sources=_sources(mine, extents),
+        sources, link = _sources(mine, extents), links(device)
+        mover = Mover(
+            link,
+            [source for part in sources for source in part],
             device=device,
-            link=links(device),
-            buffers=buffers if device != CPU else None,
+            buffers=buffers,
             unpacker=unpackers.get(device),
             traffic=traffic,
             trace=trace.of(device) if trace is not None else None,
+        )
+        cache = make_cache(
+            sources,
+            mover,
+            _order_of(mine, plan),
+            staging_bytes=plan.staging_bytes if link.in_place else plan.reserves.get(device, 0),
+            callers=_callers(mine, plan),
+            lists=_listed_experts(mine, plan),
         )
         for number, part in enumerate(mine):
             part.cache, part.number = cache, number
@@ -100,41 +107,6 @@ def open_caches(
         stack.callback(cache.close)
         found.append(cache)
     return found
-
-
-def _open_cache(
-    parts: Sequence[StreamedPart],
-    plan: DispatchPlan,
-    *,
-    sources: Sequence[Sequence[Source]],
-    device: DeviceId,
-    link: Link,
-    buffers: PinnedBuffers | None,
-    unpacker: DeviceUnpacker | None,
-    traffic: Traffic,
-    trace: Trace | None,
-) -> WeightCache:
-    """Return the cache of ``parts``, which wait at ``sources`` and compute on ``device``."""
-    mover = Mover(
-        link,
-        [source for part in sources for source in part],
-        buffers=buffers,
-        unpacker=unpacker,
-        traffic=traffic,
-        trace=trace,
-    )
-    numbers = {part.name: number for number, part in enumerate(parts) if part.whole is None}
-    return make_cache(
-        sources,
-        mover,
-        _order_of(parts, plan),
-        staging_bytes=plan.staging_bytes if link.in_place else plan.reserves.get(device, 0),
-        callers=_callers(parts, plan),
-        lists=_listed_experts(numbers, plan),
-        device=device,
-        traffic=traffic,
-        trace=trace,
-    )
 
 
 def make_cache(
@@ -145,9 +117,6 @@ def make_cache(
     staging_bytes: int,
     callers: Mapping[int, Collection[str]] | None = None,
     lists: Mapping[str, Sequence[Sequence[int]]] | None = None,
-    device: DeviceId = CPU,
-    traffic: Traffic,
-    trace: Trace | None = None,
 ) -> WeightCache:
     """Return the cache of parts that wait at ``sources``, in ``staging_bytes`` behind the link of ``mover``.
 
@@ -172,7 +141,6 @@ def make_cache(
         least=max(lasting.least, *certain.values(), 0),
         room=room,
     )
-    slots = _listed_slots(lists or {}, layouts, mover, apart, device=device, traffic=traffic, trace=trace)
     passing = () if apart else in_lists
     ring = Ring(
         link,
@@ -182,17 +150,8 @@ def make_cache(
         room=room - apart,
         alignment=alignment,
     )
-    return WeightCache(
-        layouts,
-        mover,
-        ring,
-        order,
-        device=device,
-        experts=slots if apart else None,
-        passing=passing,
-        traffic=traffic,
-        trace=trace,
-    )
+    slots = _listed_slots(lists or {}, layouts, mover, apart) if apart else None
+    return WeightCache(layouts, mover, ring, order, experts=slots, passing=passing)
 
 
 def _lies_apart(size: int, link: Link) -> bool:
@@ -200,18 +159,9 @@ def _lies_apart(size: int, link: Link) -> bool:
 
 
 def _listed_slots(
-    lists: Mapping[str, Sequence[Sequence[int]]],
-    layouts: Sequence[PartLayout],
-    mover: Mover,
-    room: int,
-    *,
-    device: DeviceId,
-    traffic: Traffic,
-    trace: Trace | None,
-) -> ListedSlots | None:
-    """Return the slots of listed experts in ``room`` bytes; null where they have none."""
-    if not room:
-        return None
+    lists: Mapping[str, Sequence[Sequence[int]]], layouts: Sequence[PartLayout], mover: Mover, room: int
+) -> ListedSlots:
+    """Return the slots of listed experts in ``room`` bytes."""
     layers: list[ExpertLayer] = []
     parts: dict[int, tuple[Expert, str]] = {}
     for number, (module, experts) in enumerate(lists.items()):
@@ -225,7 +175,7 @@ def _listed_slots(
             for place, part in enumerate(expert)
         }
     regions = SlotRegions(layers, mover.link, room)
-    return ListedSlots(layers, regions, mover, parts=parts, device=device, traffic=traffic, trace=trace)
+    return ListedSlots(layers, regions, mover, parts=parts)
 
 
 def _lay_out_all(
@@ -357,11 +307,11 @@ def pin_waiting(
         yield pin(links(apart[0]), block.memory)
 
 
-def _listed_experts(numbers: Mapping[str, int], plan: DispatchPlan) -> dict[str, list[list[int]]]:
-    """Return the parts of each listed expert by their ``numbers``, as they are in the order of the plan, by list."""
+def _listed_experts(parts: Sequence[StreamedPart], plan: DispatchPlan) -> dict[str, list[list[int]]]:
+    """Return the parts of each listed expert by their numbers, as they are in the order of the plan, by list."""
     found: dict[str, dict[str, list[int]]] = {}
-    for name, number in numbers.items():
-        if expert := plan.parts[name].listed_expert:
+    for number, part in enumerate(parts):
+        if part.whole is None and (expert := plan.parts[part.name].listed_expert):
             found.setdefault(parent(expert), {}).setdefault(expert, []).append(number)
     return {name: [*experts.values()] for name, experts in found.items()}
 

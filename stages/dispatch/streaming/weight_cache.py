@@ -11,7 +11,6 @@ they were told to, and an error of theirs surfaces in the forward that needed th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,9 +22,6 @@ from offstage.stages.dispatch.streaming.schedule import Schedule
 from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.part_layout import PartLayout
 from offstage.stages.dispatch.transfer.ring import Ring
-from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from offstage.stages.dispatch.transfer.traffic import Traffic
-from offstage.stages.units import CPU, DeviceId
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +34,7 @@ class _Held:
 
 
 class WeightCache:
-    """Has the parts of these ``layouts``, by number, brought to ``device`` by ``mover`` into ``ring``, in ``order``.
+    """Has the parts of these ``layouts``, by number, brought by ``mover`` into ``ring``, ahead of use in ``order``.
 
     Those of ``passing`` only a forward decides to use, and those of ``experts`` too, which have slots.
     """
@@ -50,19 +46,15 @@ class WeightCache:
         ring: Ring,
         order: Sequence[int],
         *,
-        traffic: Traffic,
-        device: DeviceId = CPU,
         experts: ListedSlots | None = None,
         passing: Collection[int] = (),
-        trace: Trace | None = None,
     ) -> None:
         self._layouts, self._mover, self._ring, self.experts = layouts, mover, ring, experts
         self._in_slots = experts.parts if experts is not None else {}
         self._schedule = Schedule(order, {*passing, *self._in_slots})
         self._held: dict[int, _Held] = {}
+        self._bytes = [mover.bytes_of(layout) for layout in layouts]
         self._lent: int | None = None  # the part that a backward pass has, until it asks for another one
-        self._device, self._traffic, self._trace = device, traffic, trace
-        self._carried = [mover.carried_bytes(layout) for layout in layouts]
 
     def acquire(self, part: int) -> list[torch.Tensor]:
         """Return the tensors of ``part``, in its layout's order; waits for them if it must.
@@ -75,7 +67,7 @@ class WeightCache:
         elif lent is not None:
             self.release(lent)
         found = self._acquire_expert(part) or self._acquire_certain(part)
-        self._traffic.count_use(self._device, at_rest=self._layouts[part].rest_bytes, carried=self._carried[part])
+        self._mover.count_use(*self._bytes[part])
         return found
 
     def lend(self, part: int) -> list[torch.Tensor]:
@@ -214,16 +206,11 @@ class WeightCache:
 
     def _wait_for(self, part: int, held: _Held) -> None:
         """Wait until ``part`` is there. One that failed is given up, so that a later use asks for it again."""
-        began = time.perf_counter()
         with ExitStack() as undo:
             undo.callback(self._drop, part)
-            self._mover.follow(held.transfer.work)
+            self._mover.wait(held.transfer.work, f"part {part}")
             undo.pop_all()
         held.transfer.work.clear()
-        waited = time.perf_counter() - began
-        self._traffic.count_stall(self._device, waited)
-        if self._trace is not None and waited > STALL_SECONDS:
-            self._trace.add(f"stall: part {part}", "stall", began)
 
     def _on_demand(self, part: int) -> _Held:
         """Ask for ``part`` now. What was brought ahead makes room for it, the last first; else it gets new memory."""
@@ -239,7 +226,8 @@ class WeightCache:
         if region is not None:
             return self._ask(part, region)
         beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
-        self._traffic.overflow_bytes = max(self._traffic.overflow_bytes, beyond + self._layouts[part].size)
+        traffic = self._mover.traffic
+        traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + self._layouts[part].size)
         return self._ask(part, self._ring.beyond(self._layouts[part].size), is_beyond=True)
 
     def _drop(self, part: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -29,9 +29,10 @@ from offstage.stages.dispatch.transfer.link import Event, Link, Moved
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, PlacedTensor, Source
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads, reader_pool
-from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.probes import CHUNK_BYTES
+from offstage.stages.units import CPU, DeviceId
 
 Submit = Callable[..., Future[Moved]]
 """One of the methods of ``ReadingThreads`` by which they are asked for something."""
@@ -64,7 +65,7 @@ class Transfer:
 
 
 class Mover:
-    """Brings what lies at ``sources`` over ``link``.
+    """Brings what lies at ``sources`` over ``link`` to ``device``, and counts in ``traffic`` what that costs.
 
     What is read, or unpacked on the host, passes through ``buffers`` on its way to where it can't be read in place;
     null where nothing is. Whoever made them closes them. The same goes for ``unpacker``, by which the accelerator
@@ -76,13 +77,14 @@ class Mover:
         link: Link,
         sources: Iterable[Source],
         *,
+        device: DeviceId = CPU,
         buffers: PinnedBuffers | None = None,
         unpacker: DeviceUnpacker | None = None,
         traffic: Traffic,
         trace: Trace | None = None,
     ) -> None:
         self.link, self._buffers, self._unpacker = link, buffers, unpacker
-        self._traffic, self._trace = traffic, trace
+        self.traffic, self._device, self._trace = traffic, device, trace
         on_disk = [source for source in sources if not isinstance(source, torch.Tensor)]
         self._reader = ChunkReader({file for source in on_disk for file in files_of(source)}, trace)
         packed = [place for place in on_disk if isinstance(place, PackedTensor) and not crosses_packed(place, unpacker)]
@@ -91,13 +93,6 @@ class Mover:
         self._order, self._ordering = count(), threading.Lock()
         traces = trace is not None and not link.in_place
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None
-
-    def carried_bytes(self, layout: PartLayout) -> int:
-        """Return the bytes of ``layout`` that come to where it computes: as they cross the link, or as they rest."""
-        return sum(
-            each.rest_bytes if self.link.in_place or crosses_packed(each.source, self._unpacker) else each.bytes
-            for each in layout.pieces
-        )
 
     def fetch(self, layout: PartLayout, transfer: Transfer, *, submit: Submit = ReadingThreads.submit) -> None:
         """Start what fills the region of ``transfer`` as ``layout`` says; reads are asked for by ``submit``."""
@@ -214,16 +209,40 @@ class Mover:
         self.link.finish(moved.done)
         self._trace.add(what, "copy", began, bytes=moved.copied_bytes)
 
+    def wait(self, work: Sequence[Future[Moved]], what: str) -> None:
+        """Wait for ``what`` is needed now, and have computing follow it; the time that this takes is a stall."""
+        began = time.perf_counter()
+        for job in work:
+            job.result()
+        waited = time.perf_counter() - began
+        self.traffic.count_stall(self._device, waited)
+        if self._trace is not None and waited > STALL_SECONDS:
+            self._trace.add(f"stall: {what}", "stall", began)
+        self.follow(work)
+
+    def count_use(self, at_rest: int, carried: int) -> None:
+        """Count one use of what has so many bytes as it rests, of which so many are ``carried``."""
+        self.traffic.count_use(self._device, at_rest=at_rest, carried=carried)
+
+    def bytes_of(self, layout: PartLayout) -> tuple[int, int]:
+        """Return the bytes of ``layout`` as they rest, and as they come to where it computes: as they cross the link,
+        or to the host as they rest.
+        """
+        return layout.rest_bytes, sum(
+            each.rest_bytes if self.link.in_place or crosses_packed(each.source, self._unpacker) else each.bytes
+            for each in layout.pieces
+        )
+
     def follow(self, work: Iterable[Future[Moved]]) -> None:
         """Wait until all is asked for, and have computing follow the last copy and the last unpacking.
 
         What was read and copied counts from then on, and how long reads waited. Raises what bringing it raised.
         """
         found = [job.result() for job in work]
-        self._traffic.storage_bytes += sum(moved.stored_bytes for moved in found)
+        self.traffic.storage_bytes += sum(moved.stored_bytes for moved in found)
         if not self.link.in_place:
-            self._traffic.link_bytes += sum(moved.copied_bytes for moved in found)
-            self._traffic.link_seconds += sum(moved.waited_seconds for moved in found)
+            self.traffic.link_bytes += sum(moved.copied_bytes for moved in found)
+            self.traffic.link_seconds += sum(moved.waited_seconds for moved in found)
         for is_unpacking in (False, True):
             asked = [moved for moved in found if moved.is_unpacking == is_unpacking and moved.number >= 0]
             if asked:

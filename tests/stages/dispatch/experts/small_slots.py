@@ -33,6 +33,4 @@ def small_slots(
         made,
         {layer: banks[layer % len(banks)] for layer in range(layers)},
         Mover(link, (), traffic=traffic),
-        device="cpu",
-        traffic=traffic,
     )

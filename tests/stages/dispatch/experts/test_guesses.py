@@ -62,7 +62,7 @@ def pool_of(
     buffers = PinnedBuffers(link, count=4, size=4 * 4096)
     pool = ExpertSlots(
         layers, {layer: banks[layer % len(banks)] for layer in range(LAYERS)},
-        Mover(link, places, buffers=buffers, traffic=traffic), device="cpu", traffic=traffic,
+        Mover(link, places, buffers=buffers, traffic=traffic),
     )  # fmt: skip
     try:
         yield pool, traffic

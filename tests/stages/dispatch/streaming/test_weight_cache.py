@@ -55,7 +55,7 @@ def looking_ahead(
     traffic = traffic or Traffic()
     mover = Mover(HostLink(), [extent for part in extents for extent in part], traffic=traffic)
     lists = {"experts": experts} if experts else {}
-    return make_cache(extents, mover, list(range(6)), staging_bytes=staging_bytes, lists=lists, traffic=traffic)
+    return make_cache(extents, mover, list(range(6)), staging_bytes=staging_bytes, lists=lists)
 
 
 def brought(ahead: WeightCache) -> set[int]:
@@ -86,8 +86,8 @@ def played(ahead: WeightCache, order: list[int], tensors: list[torch.Tensor]) ->
 def test_every_pass_brings_the_right_bytes(ahead: WeightCache, tensors: list[torch.Tensor]) -> None:
     for _ in range(5):
         played(ahead, [0, 1, 2, 3, 4, 5], tensors)
-    assert ahead._traffic.overflow_bytes == 0
-    assert ahead._traffic.streamed_bytes == 5 * 2 * sum(SIZES)
+    assert ahead._mover.traffic.overflow_bytes == 0
+    assert ahead._mover.traffic.streamed_bytes == 5 * 2 * sum(SIZES)
 
 
 def play_twice(ahead: WeightCache, tensors: list[torch.Tensor]) -> None:

@@ -15,7 +15,6 @@ from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.arena import Arena
 from offstage.stages.dispatch.transfer.mover import Transfer
 from offstage.stages.dispatch.transfer.part_layout import PartLayout
-from offstage.stages.dispatch.transfer.traffic import Traffic
 
 
 class Span:
@@ -61,15 +60,18 @@ class VirtualMover:
     def __init__(self, machine: Machine, device: int) -> None:
         self._machine, self._device = machine, device
 
-    def carried_bytes(self, layout: PartLayout) -> int:
-        return layout.size
+    def bytes_of(self, layout: PartLayout) -> tuple[int, int]:
+        return layout.size, layout.size
+
+    def count_use(self, at_rest: int, carried: int) -> None:
+        pass
 
     def fetch(self, layout: PartLayout, transfer: Transfer) -> None:
         arrival: Future[Any] = Future()
         arrival.set_result(self._machine.copy(self._device))
         transfer.work.append(arrival)
 
-    def follow(self, work: Iterable[Future[Any]]) -> None:
+    def wait(self, work: Iterable[Future[Any]], _what: str) -> None:
         self._machine.now = max([self._machine.now, *(arrival.result() for arrival in work)])
 
     def abandon(self, transfer: Transfer) -> None:
@@ -96,7 +98,7 @@ def seconds_per_pass(
 
     Each has room for so many layers at once; each layer is ``computing`` for so many seconds.
     """
-    machine, traffic = Machine(storage_seconds), Traffic()
+    machine = Machine(storage_seconds)
     numbers = [computes[:place].count(device) for place, device in enumerate(computes)]
     ahead = {
         device: WeightCache(
@@ -104,8 +106,6 @@ def seconds_per_pass(
             VirtualMover(machine, device),
             VirtualRing(room),
             range(computes.count(device)),
-            traffic=traffic,
-            device=device,
         )
         for device in dict.fromkeys(computes)
     }

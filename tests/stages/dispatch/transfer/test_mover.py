@@ -63,9 +63,8 @@ def cache_over(
     """Return the cache of ``parts`` over ``link``, in their order, and the buffers that it reads by way of."""
     sources = [source for part in parts for source in part]
     buffers = buffers_for(read_lengths(sources, as_at_rest=unpacker is not None), link, staging_bytes=staging)
-    mover = Mover(link, sources, buffers=buffers, unpacker=unpacker, traffic=traffic, trace=trace)
-    order = range(len(parts))
-    return make_cache(parts, mover, order, staging_bytes=staging, device=0, traffic=traffic, trace=trace), buffers
+    mover = Mover(link, sources, device=0, buffers=buffers, unpacker=unpacker, traffic=traffic, trace=trace)
+    return make_cache(parts, mover, range(len(parts)), staging_bytes=staging), buffers
 
 
 class Stage:
