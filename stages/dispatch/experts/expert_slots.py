@@ -22,9 +22,9 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.dispatch.experts.eviction import Eviction, Expert
 from offstage.stages.dispatch.experts.guess_precision import GuessPrecision
 from offstage.stages.dispatch.experts.slot_memory import SlotMemory
-from offstage.stages.dispatch.transfer.mover import Mover, Submit, Transfer
+from offstage.stages.dispatch.transfer.mover import Mover, Transfer
 from offstage.stages.dispatch.transfer.part_layout import PartLayout, RowSource, lay_out_row
-from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads, reader_pool
+from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
 from offstage.stages.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class Entry:
 class ExpertSlots:
     """The experts of ``layers``, each in a slot of its layer's bank, where ``mover`` brings it.
 
-    What is wanted is asked for by ``submit``.
+    What is wanted has this ``urgency``.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class ExpertSlots:
         banks: Mapping[int, Bank],
         mover: Mover,
         *,
-        submit: Submit = ReadingThreads.submit_awaited,
+        urgency: Urgency = Urgency.AWAITED,
     ) -> None:
         self._layers = {layer.number: layer for layer in layers}
-        self._banks, self._mover, self._submit = banks, mover, submit
+        self._banks, self._mover, self._urgency = banks, mover, urgency
         self._entries: dict[Expert, Entry] = {}
         self._coming: dict[Expert, None] = {}  # those of which something is on its way, or that are guesses
         self._precision = GuessPrecision()
@@ -230,12 +230,12 @@ class ExpertSlots:
         entry = self._entries[expert] = Entry(slot)
         return entry
 
-    def _fetch(self, expert: Expert, entry: Entry, piece: str, submit: Submit | None = None) -> PartLayout:
+    def _fetch(self, expert: Expert, entry: Entry, piece: str, urgency: Urgency | None = None) -> PartLayout:
         """Start what brings a ``piece`` of ``expert`` into its slot; return what that is."""
         layout = self._layers[expert[0]].layout(expert[1], piece)
         transfer = entry.pieces[piece] = Transfer(self._banks[expert[0]].room.region(entry.slot, expert, piece))
         self._coming[expert] = None
-        self._mover.fetch(layout, transfer, submit=submit or self._submit)
+        self._mover.fetch(layout, transfer, urgency=urgency or self._urgency)
         return layout
 
     def guess(self, layer: int, experts: Sequence[Expert], busy: Collection[Expert]) -> None:
@@ -252,7 +252,7 @@ class ExpertSlots:
                     return
                 entry.is_guess = True
                 for piece in rows:
-                    self._fetch(expert, entry, piece, ReadingThreads.submit_likely)
+                    self._fetch(expert, entry, piece, Urgency.LIKELY)
 
     def judge(self, layer: int, wanted: Collection[Expert]) -> list[Expert]:
         """Return the guesses of ``layer`` that are among those ``wanted``, which are certain now.

@@ -16,7 +16,7 @@ from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, Exp
 from offstage.stages.dispatch.transfer.arena import Arena
 from offstage.stages.dispatch.transfer.link import Link
 from offstage.stages.dispatch.transfer.mover import Mover
-from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads
+from offstage.stages.dispatch.transfer.reading_threads import Urgency
 from offstage.stages.machine.aligned_memory import align_up
 
 NEIGHBOURS = 4
@@ -77,7 +77,7 @@ class ListedSlots(ExpertSlots):
         parts: Mapping[int, tuple[Expert, str]],
     ) -> None:
         banks = dict.fromkeys((layer.number for layer in layers), Bank(room))
-        super().__init__(layers, banks, mover, submit=ReadingThreads.submit)  # buffers are shared with what is certain
+        super().__init__(layers, banks, mover, urgency=Urgency.CERTAIN)  # buffers are shared with what is certain
         self.parts, self._regions = parts, room
         self._order = [(layer.number, expert) for layer in layers for expert in range(layer.count)]
         self._place = {expert: place for place, expert in enumerate(self._order)}

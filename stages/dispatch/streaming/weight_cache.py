@@ -214,21 +214,24 @@ class WeightCache:
 
     def _on_demand(self, part: int) -> _Held:
         """Ask for ``part`` now. What was brought ahead makes room for it, the last first; else it gets new memory."""
-        region = self._ring.take(part) if part not in self._in_slots else None
-        ahead = [other for other, held in self._held.items() if not held.users and part not in self._in_slots]
-        if region is None and ahead:
-            self._schedule.ask_again()
-        while region is None and ahead:
-            self._drop(ahead.pop())
-            region = self._ring.take(part)
-        if region is None and part not in self._in_slots:
-            region = self._ring.take(part, anywhere=True)
+        region = self._make_room(part) if part not in self._in_slots else None
         if region is not None:
             return self._ask(part, region)
         beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
         traffic = self._mover.traffic
         traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + self._layouts[part].size)
         return self._ask(part, self._ring.beyond(self._layouts[part].size), is_beyond=True)
+
+    def _make_room(self, part: int) -> torch.Tensor | None:
+        """Return room for ``part`` in the ring, if need be that of what was brought ahead; null where all is in use."""
+        region = self._ring.take(part)
+        ahead = [other for other, held in self._held.items() if not held.users]
+        if region is None and ahead:
+            self._schedule.ask_again()
+        while region is None and ahead:
+            self._drop(ahead.pop())
+            region = self._ring.take(part)
+        return self._ring.take(part, anywhere=True) if region is None else region
 
     def _drop(self, part: int) -> None:
         """Give ``part`` up; its region is free once no thread fills it."""

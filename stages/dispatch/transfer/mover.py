@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -26,16 +26,13 @@ from offstage.stages.dispatch.transfer.block_reader import BlockReader
 from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
 from offstage.stages.dispatch.transfer.link import Event, Link, Moved
-from offstage.stages.dispatch.transfer.part_layout import PartLayout, PlacedTensor, Source
+from offstage.stages.dispatch.transfer.part_layout import PartLayout, Source
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
-from offstage.stages.dispatch.transfer.reading_threads import ReadingThreads, reader_pool
+from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
 from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.units import CPU, DeviceId
-
-Submit = Callable[..., Future[Moved]]
-"""One of the methods of ``ReadingThreads`` by which they are asked for something."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,44 +91,50 @@ class Mover:
         traces = trace is not None and not link.in_place
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None
 
-    def fetch(self, layout: PartLayout, transfer: Transfer, *, submit: Submit = ReadingThreads.submit) -> None:
-        """Start what fills the region of ``transfer`` as ``layout`` says; reads are asked for by ``submit``."""
-        after = self.link.computed()
+    def fetch(self, layout: PartLayout, transfer: Transfer, *, urgency: Urgency = Urgency.CERTAIN) -> None:
+        """Start what fills the region of ``transfer`` as ``layout`` says; threads read it as its ``urgency`` is."""
+        after, pool = self.link.computed(), reader_pool()
         for placed in layout.pieces:
-            if placed.bytes:
-                transfer.work += self._jobs(placed, layout, transfer, after, submit)
+            source, begin = placed.source, placed.begin
+            if isinstance(source, torch.Tensor) and placed.bytes:
+                asked: Future[Moved] = Future()
+                asked.set_result(self._copy(source.detach().reshape(-1).view(torch.uint8), transfer, begin, after))
+                transfer.work.append(asked)
+            elif isinstance(source, Extent):
+                read = self._read if layout.reads_in_place else self._read_and_pass_on
+                for chunk in cut(source, CHUNK_BYTES):
+                    place = begin + chunk.begin - source.begin
+                    transfer.work.append(pool.submit(read, chunk, transfer, place, after, urgency=urgency))
+            elif isinstance(source, PackedTensor) and placed.bytes:
+                for shared, work, *given in self._unpackings(source, transfer, begin, after):
+                    transfer.work.append(pool.submit(work, *given, urgency=urgency))
+                    if shared is not None:
+                        shared.watch(transfer.work[-1])
 
-    def _jobs(
-        self, placed: PlacedTensor, layout: PartLayout, transfer: Transfer, after: Event, submit: Submit
-    ) -> Iterator[Future[Moved]]:
-        """Start what brings one tensor."""
-        source, pool = placed.source, reader_pool()
-        if isinstance(source, torch.Tensor):
-            asked: Future[Moved] = Future()
-            asked.set_result(self._copy(source.detach().reshape(-1).view(torch.uint8), transfer, placed.begin, after))
-            yield asked
-        elif isinstance(source, Extent):
-            bring = self._read if layout.reads_in_place else self._read_and_pass_on
-            for chunk in cut(source, CHUNK_BYTES):
-                yield submit(pool, bring, chunk, transfer, placed.begin + chunk.begin - source.begin, after)
-        elif self.link.in_place or crosses_packed(source, self._unpacker):
-            bring_block = self._unpack if self.link.in_place else self._pass_on_packed
-            for block in source.codec.blocks(source):
-                yield submit(pool, bring_block, placed, block, transfer, after)
-        else:
-            for begin, piece in in_pieces(source):
-                yield from self._unpack_and_pass_on(piece, transfer, placed.begin + begin, after, submit)
+    def _unpackings(
+        self, source: PackedTensor, transfer: Transfer, begin: int, after: Event
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the jobs that bring what rests packed: a buffer that some share, what to do, and what that is given."""
+        if self.link.in_place or crosses_packed(source, self._unpacker):
+            bring = self._unpack if self.link.in_place else self._pass_on_packed
+            yield from ((None, bring, source, block, transfer, begin, after) for block in source.codec.blocks(source))
+            return
+        assert self._buffers is not None
+        for place, piece in in_pieces(source):
+            blocks = piece.codec.blocks(piece)
+            shared = SharedBuffer(self._buffers, len(blocks))
+            for block in blocks:
+                yield shared, self._unpack_and_pass_on, piece, block, shared, transfer, begin + place, after
 
     def _read(self, chunk: Chunk, transfer: Transfer, begin: int, _after: Event) -> Moved:
         """Read one chunk to where it is used. Once that is done nothing here holds the region any more."""
         self._reader.read(chunk, _bytes(transfer, begin - chunk.skipped, chunk.length).numpy().data)
         return Moved(stored_bytes=chunk.wanted)
 
-    def _unpack(self, placed: PlacedTensor, block: PackedBlock, transfer: Transfer, _after: Event) -> Moved:
+    def _unpack(self, source: PackedTensor, block: PackedBlock, transfer: Transfer, begin: int, _after: Event) -> Moved:
         """Read a block and unpack it to where it is used."""
-        assert isinstance(placed.source, PackedTensor)
-        target = _bytes(transfer, placed.begin, placed.bytes).numpy()
-        return Moved(stored_bytes=self._blocks.bring(placed.source, block, target))
+        target = _bytes(transfer, begin, source.bytes).numpy()
+        return Moved(stored_bytes=self._blocks.bring(source, block, target))
 
     def _read_and_pass_on(self, chunk: Chunk, transfer: Transfer, begin: int, after: Event) -> Moved:
         """Read one chunk and have it copied on to ``begin`` in the region; runs in a thread of the pool.
@@ -145,15 +148,16 @@ class Mover:
             buffer.note_copy(self.link, moved.done)
         return replace(moved, stored_bytes=chunk.wanted, waited_seconds=waited)
 
-    def _pass_on_packed(self, placed: PlacedTensor, block: PackedBlock, transfer: Transfer, after: Event) -> Moved:
+    def _pass_on_packed(
+        self, source: PackedTensor, block: PackedBlock, transfer: Transfer, begin: int, after: Event
+    ) -> Moved:
         """Read one block and have the accelerator unpack it to its place in the region."""
         assert self._unpacker is not None
-        assert isinstance(placed.source, PackedTensor)
         began = time.perf_counter()
         moved = self._unpacker.bring(
-            placed.source,
+            source,
             block,
-            lambda: _bytes(transfer, placed.begin, placed.bytes),
+            lambda: _bytes(transfer, begin, source.bytes),
             after=after,
             reader=self._reader,
             buffers=self._buffers,
@@ -162,29 +166,25 @@ class Mover:
         return moved
 
     def _unpack_and_pass_on(
-        self, tensor: PackedTensor, transfer: Transfer, begin: int, after: Event, submit: Submit
-    ) -> Iterator[Future[Moved]]:
-        """Start what unpacks a tensor, or rows of one, in a buffer, and has it copied on to ``begin`` in the region.
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        shared: SharedBuffer,
+        transfer: Transfer,
+        begin: int,
+        after: Event,
+    ) -> Moved:
+        """Read and unpack a block of ``tensor``, in a buffer that ``shared`` has for all of them.
 
-        The last of the jobs that unpack it together has asked for the copy.
+        The last one has all of it copied on to ``begin`` in the region.
         """
-        assert self._buffers is not None
-        blocks = tensor.codec.blocks(tensor)
-        shared = SharedBuffer(self._buffers, len(blocks))
-
-        def bring(block: PackedBlock) -> Moved:
-            buffer, waited = shared.take()
-            stored = self._blocks.bring(tensor, block, buffer.memory[: tensor.bytes])
-            moved = Moved()
-            if shared.fill():
-                moved = self._copy(buffer.tensor[: tensor.bytes], transfer, begin, after)
-                buffer.note_copy(self.link, moved.done)
-            return replace(moved, stored_bytes=stored, waited_seconds=waited)
-
-        for block in blocks:
-            job = submit(reader_pool(), bring, block)
-            shared.watch(job)
-            yield job
+        buffer, waited = shared.take()
+        stored = self._blocks.bring(tensor, block, buffer.memory[: tensor.bytes])
+        moved = Moved()
+        if shared.fill():
+            moved = self._copy(buffer.tensor[: tensor.bytes], transfer, begin, after)
+            buffer.note_copy(self.link, moved.done)
+        return replace(moved, stored_bytes=stored, waited_seconds=waited)
 
     def _copy(self, data: torch.Tensor, transfer: Transfer, begin: int, after: Event) -> Moved:
         """Ask for one copy. The lock makes the order of the numbers that of the copies, where they are done later."""

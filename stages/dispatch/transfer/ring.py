@@ -69,25 +69,17 @@ class Ring:
         assert self._arena is not None
         if part in self._small and self._small_arena is not None:
             return self._small_arena.take(self._sizes[part])
+        size, at_end, region = self._sizes[part], part in self._small, None
         if part in self._places and not anywhere:
-            region = self._arena.take_at(self._places[part], self._sizes[part])
-        else:
-            region = self._take_front(self._arena, part)
+            region = self._arena.take_at(self._places[part], size)
+        else:  # where nothing has a place of its own, or else wherever it is free; what is small as far behind as can be
+            if self._places:
+                region = self._arena.take(size, at_end=at_end, before=self._front)
+            if region is None:
+                region = self._arena.take(size, at_end=at_end)
         if ahead and self._option and self._arena.take(self._option, at_end=True) is None:
             return None
         return region
-
-    def _take_front(self, arena: Arena[torch.Tensor], part: int) -> torch.Tensor | None:
-        """Return memory for ``part`` where nothing has a place of its own, or else wherever it is free.
-
-        What is small lies as far behind as it can.
-        """
-        size, at_end = self._sizes[part], part in self._small
-        if self._places:
-            region = arena.take(size, at_end=at_end, before=self._front)
-            if region is not None:
-                return region
-        return arena.take(size, at_end=at_end)
 
     def beyond(self, size: int) -> torch.Tensor:
         """Return ``size`` bytes outside of the ring; a ``BudgetError`` where an accelerator is full."""
