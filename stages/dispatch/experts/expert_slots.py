@@ -288,9 +288,8 @@ class ExpertSlots:
             self._coming.pop(expert)
             self._banks[expert[0]].unused[expert] = None
         else:
-            for transfer in entry.arriving:
-                for work in transfer.work:
-                    work.cancel()
+            for work in [work for transfer in entry.arriving for work in transfer.work]:
+                work.cancel()
 
     def _count_guess(self, layer: int, *, begun: bool, came_true: bool) -> None:
         """Count a guess, if it has been read of it before it was certain."""

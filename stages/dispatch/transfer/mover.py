@@ -95,26 +95,34 @@ class Mover:
         """Start what fills the region of ``transfer`` as ``layout`` says; threads read it as its ``urgency`` is."""
         after, pool = self.link.computed(), reader_pool()
         for placed in layout.pieces:
-            source, begin = placed.source, placed.begin
-            if isinstance(source, torch.Tensor) and placed.bytes:
+            if isinstance(placed.source, torch.Tensor) and placed.bytes:
+                data = placed.source.detach().reshape(-1).view(torch.uint8)
                 asked: Future[Moved] = Future()
-                asked.set_result(self._copy(source.detach().reshape(-1).view(torch.uint8), transfer, begin, after))
+                asked.set_result(self._copy(data, transfer, placed.begin, after))
                 transfer.work.append(asked)
-            elif isinstance(source, Extent):
-                read = self._read if layout.reads_in_place else self._read_and_pass_on
-                for chunk in cut(source, CHUNK_BYTES):
-                    place = begin + chunk.begin - source.begin
-                    transfer.work.append(pool.submit(read, chunk, transfer, place, after, urgency=urgency))
+        for shared, work, *given in self._jobs(layout, transfer, after):
+            job = pool.submit(work, *given, urgency=urgency)
+            transfer.work.append(job)
+            if shared is not None:
+                shared.watch(job)
+
+    def _jobs(self, layout: PartLayout, transfer: Transfer, after: Event) -> Iterator[tuple[Any, ...]]:
+        """Yield the jobs that read: a buffer that some share, if any, what to do, and what that is given."""
+        read = self._read if layout.reads_in_place else self._read_and_pass_on
+        for placed in layout.pieces:
+            source, begin = placed.source, placed.begin
+            if isinstance(source, Extent):
+                chunks = cut(source, CHUNK_BYTES)
+                yield from (
+                    (None, read, chunk, transfer, begin + chunk.begin - source.begin, after) for chunk in chunks
+                )
             elif isinstance(source, PackedTensor) and placed.bytes:
-                for shared, work, *given in self._unpackings(source, transfer, begin, after):
-                    transfer.work.append(pool.submit(work, *given, urgency=urgency))
-                    if shared is not None:
-                        shared.watch(transfer.work[-1])
+                yield from self._unpackings(source, transfer, begin, after)
 
     def _unpackings(
         self, source: PackedTensor, transfer: Transfer, begin: int, after: Event
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield the jobs that bring what rests packed: a buffer that some share, what to do, and what that is given."""
+        """Yield the jobs that bring what rests packed."""
         if self.link.in_place or crosses_packed(source, self._unpacker):
             bring = self._unpack if self.link.in_place else self._pass_on_packed
             yield from ((None, bring, source, block, transfer, begin, after) for block in source.codec.blocks(source))

@@ -72,7 +72,7 @@ class Ring:
         size, at_end, region = self._sizes[part], part in self._small, None
         if part in self._places and not anywhere:
             region = self._arena.take_at(self._places[part], size)
-        else:  # where nothing has a place of its own, or else wherever it is free; what is small as far behind as can be
+        else:  # where nothing has a place of its own, or else wherever it is free; the small as far behind as can be
             if self._places:
                 region = self._arena.take(size, at_end=at_end, before=self._front)
             if region is None:
