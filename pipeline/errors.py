@@ -160,7 +160,13 @@ def words_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
+REMOVED = {"expert_eviction": "experts give up their slots by one rule, lfru"}
+"""Keys of the config that there were, and what became of each."""
+
+
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` for the known name closest to ``name``, or an empty string."""
+    """Return `` (did you mean 'x'?)`` for the known name closest to ``name``, or what became of it; else nothing."""
+    if name in REMOVED:
+        return f" (it was removed: {REMOVED[name]}; leave it out)"
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

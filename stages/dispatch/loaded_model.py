@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from offstage.stages.dispatch.stage import Dispatched
-    from offstage.stages.dispatch.transfer.carrier import Traffic
+    from offstage.stages.dispatch.transfer.traffic import Traffic
 
 PathLike = str | os.PathLike[str]
 _CLOSED = "this model was closed, and its streamed weights are gone; load it again"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.stage import Artifact, Context, Report, Stage
 from offstage.pipeline.typed_config import read
@@ -38,24 +38,22 @@ class Dispatched:
 
 @dataclass(frozen=True, slots=True)
 class DispatchConfig:
-    """Whether to write a time line of reads, copies, stalls and computing; which experts of a mixture are kept."""
+    """Whether to write a time line of reads, copies, stalls and computing."""
 
     trace: bool = False
-    expert_eviction: Literal["lru", "lfu", "least_stale", "lfru"] = "lfru"
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchInputs:
     """The dispatch plan depends on the skeleton and the weights, by their keys, and on the plan, by its hash.
 
-    ``traces`` says whether what is done with the model is to be traced, ``eviction`` which experts are kept.
+    ``traces`` says whether what is done with the model is to be traced.
     """
 
     skeleton: str
     plan: str
     weights: str
     traces: bool = field(compare=False)
-    eviction: str = field(compare=False)
 
 
 class DispatchStage(Stage[DispatchInputs]):
@@ -74,7 +72,6 @@ class DispatchStage(Stage[DispatchInputs]):
             plan=context.artifact("plan").digest(plans.FILE_NAME),
             weights=context.artifact("shard_load").key,
             traces=given.trace,
-            eviction=given.expert_eviction,
         )
 
     def build(self, inputs: DispatchInputs, context: Context, folder: Path) -> Any:
@@ -97,7 +94,6 @@ class DispatchStage(Stage[DispatchInputs]):
             devices=placed.devices,
             host=placed.host,
             trace=Trace() if inputs.traces else None,
-            eviction=inputs.eviction,
         )
         main = placed.devices.torch_device(plan.main_device)
         return Dispatched(

@@ -24,7 +24,7 @@ import torch
 from offstage.pipeline.errors import StorageError
 from offstage.stages.checkpoints.direct_file import DirectFile
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.dispatch.transfer.carrier import reader_pool
+from offstage.stages.dispatch.transfer.reading_threads import reader_pool
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.finetune.host_swap import Rooms
 from offstage.stages.finetune.swap import GrowingArena, span

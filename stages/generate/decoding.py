@@ -19,7 +19,7 @@ from offstage.stages.checkpoints.hub import checkpoint_folder
 from offstage.stages.checkpoints.tokenizers import tokenizing
 from offstage.stages.dispatch.stage import Dispatched
 from offstage.stages.dispatch.streaming.module_state import LockstepError
-from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.generate import decode, options, prompts
 from offstage.stages.generate.assistant import Assistant
 from offstage.stages.generate.batches import Asked, make_batches

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from offstage.stages.dispatch.transfer.carrier import LinkTraffic, Traffic
+from offstage.stages.dispatch.transfer.traffic import LinkTraffic, Traffic
 from offstage.stages.generate.judged import Judged
 from offstage.stages.inference.cost import Bound, Metrics, bound_of, link_metrics
 from offstage.stages.plan.plan import Plan

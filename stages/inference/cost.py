@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Literal
 
 from offstage.stages.dispatch.stage import Dispatched
-from offstage.stages.dispatch.transfer.carrier import LinkTraffic, Traffic
+from offstage.stages.dispatch.transfer.traffic import LinkTraffic, Traffic
 from offstage.stages.units import DeviceId
 
 Metrics = dict[str, float | int | str | None]

@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from offstage.stages.dispatch.experts.eviction import POLICIES
+from tests.benchmarks.eviction_rules import POLICIES
 from tests.benchmarks.offload import say
 from tests.benchmarks.routing import (
     Clairvoyant,

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import groupby
 
-from offstage.stages.dispatch.experts.eviction import Eviction, Expert
+from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.plan.expert_banks import bank_bounds
+from tests.benchmarks.eviction_rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +136,13 @@ class Clairvoyant:
 class Slots:
     """Room for ``count`` experts, given away by ``eviction``."""
 
-    def __init__(self, count: int, eviction: Eviction) -> None:
+    def __init__(self, count: int, eviction: Rule) -> None:
         self._count = count
         self.eviction = eviction
         self._kept: set[Expert] = set()
 
     @classmethod
-    def with_rule(cls, rule: Callable[[], Eviction]) -> Callable[[int], Slots]:
+    def with_rule(cls, rule: Callable[[], Rule]) -> Callable[[int], Slots]:
         """Return what makes slots, given away by a new eviction each time, of their number."""
         return lambda count: cls(count, rule())
 

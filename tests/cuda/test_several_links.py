@@ -96,7 +96,7 @@ def test_nothing_synchronises_between_two_accelerators(where: str, setup: Callab
 @two_accelerators
 def test_what_one_accelerator_pinned_the_other_copies_from_as_well(setup: Callable[..., Setup]) -> None:
     stage = setup("mixed", 0, 1)
-    carriers = [lookahead._carrier for lookahead in stage.streamer._lookaheads]
+    carriers = [cache._mover for cache in stage.streamer._caches]
     buffers = {id(carrier._buffers): carrier._buffers for carrier in carriers}
     assert len(buffers) == 1, "both read by way of the same"
     waiting = [parameter for parameter in stage.model.parameters() if not parameter.is_meta]

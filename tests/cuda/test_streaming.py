@@ -15,7 +15,6 @@ from offstage.pipeline.errors import BudgetError
 from offstage.stages.calls.results import kept_cache
 from offstage.stages.dispatch.transfer.cuda_link import CudaLink, CudaMemory
 from offstage.stages.dispatch.transfer.link import pin
-from offstage.stages.dispatch.transfer.link_carrier import LinkCarrier
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.dispatch.transfer.values import send_to_device
 from offstage.stages.machine.aligned_memory import HostBlock, private_bytes
@@ -169,11 +168,10 @@ def test_what_is_pinned_is_exactly_as_large_as_it_was_asked_to_be() -> None:
 
 def test_the_buffers_for_reads_are_no_more_than_the_plan_knows_of(setup: Callable[..., Setup]) -> None:
     stage = setup(LAYOUTS["disk"])
-    carrier = stage.streamer._lookaheads[0]._carrier
-    assert isinstance(carrier, LinkCarrier)
-    assert carrier._buffers is not None
-    assert 0 < carrier._buffers.bytes <= stage.reserve
-    assert carrier._buffers.bytes % 4096 == 0
+    buffers = stage.streamer._caches[0]._mover._buffers
+    assert buffers is not None
+    assert 0 < buffers.bytes <= stage.reserve
+    assert buffers.bytes % 4096 == 0
 
 
 @everywhere

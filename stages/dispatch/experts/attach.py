@@ -12,27 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
-from offstage.stages.dispatch.experts.eviction import Eviction
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, ExpertUse, SlotRows
 from offstage.stages.dispatch.experts.expert_stack import ExpertStack, StackUse
-from offstage.stages.dispatch.experts.pool import ExpertLayer, ExpertPool, ExpertUse
 from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
 from offstage.stages.dispatch.experts.router_guess import RouterGuess
-from offstage.stages.dispatch.experts.row_carrier import RowSource
-from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, kind_bytes
+from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, SlotMemory, kind_bytes
 from offstage.stages.dispatch.streaming.bindings import Binding, make_binding, source_of
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.turns import ALONE, Turns
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
-from offstage.stages.dispatch.transfer.carrier import Traffic
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
-from offstage.stages.dispatch.transfer.host_link import HostLink
 from offstage.stages.dispatch.transfer.link import Link
+from offstage.stages.dispatch.transfer.mover import Mover
+from offstage.stages.dispatch.transfer.part_layout import RowSource, read_lengths
+from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.experts import routing
 from offstage.stages.empty_init.skeleton import ExpertsSpec, parent, upward
 from offstage.stages.machine.devices import Devices
-from offstage.stages.plan.expert_banks import wanted
+from offstage.stages.plan.expert_banks import bank_bounds, wanted
+from offstage.stages.plan.host_buffers import bounce_buffers
 from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
 
@@ -58,10 +60,10 @@ class _Mixed:
 
 @dataclass(slots=True)
 class RoutedModel:
-    """All experts of a model that wait: the pools of slots, and what each layer's came to, by module; the layers."""
+    """All experts of a model that wait: slots of those that are stacked, and what each layer's came to, by module."""
 
     uses: dict[str, ExpertUse] = field(default_factory=dict)
-    pools: list[ExpertPool] = field(default_factory=list)
+    pools: list[ExpertSlots] = field(default_factory=list)
     layers: list[RoutedExperts] = field(default_factory=list)
 
     def begin_pass(self) -> None:
@@ -82,6 +84,7 @@ def expert_bindings(model: nn.Module, plan: DispatchPlan, stored: DiskWeights) -
 
 
 def attach_experts(
+    routed: RoutedModel,
     model: nn.Module,
     plan: DispatchPlan,
     bindings: Mapping[str, Sequence[Binding]],
@@ -90,39 +93,33 @@ def attach_experts(
     devices: Devices,
     links: Callable[[DeviceId], Link],
     unpackers: Mapping[DeviceId, DeviceUnpacker],
-    policy: Callable[[], Eviction],
     traffic: Traffic,
     stack: ExitStack,
     saved: SavedWeights | None = None,
     turns: Callable[[], Turns] = lambda: ALONE,
     trace: Trace | None = None,
-) -> RoutedModel:
-    """Have the experts in ``bindings`` be brought for what tokens are routed to; ``stack`` undoes it.
+) -> None:
+    """Have the experts in ``bindings`` be brought for what tokens are routed to, as ``routed``; ``stack`` undoes it.
 
     ``stored`` has what waits on disk; ``links`` are those to the accelerators, and ``unpackers`` those of the ones that
     unpack themselves; ``saved`` sees what autograd saves of the model. ``turns`` says who may use a layer's experts
     now.
     """
-    routed, saved = RoutedModel(), saved or SavedWeights()
+    saved = saved or SavedWeights()
     mixed = list(_mixed(plan, bindings))
     for (computes, kind), members in _by_kind(mixed).items():
-        link = links(computes) if devices.is_apart(computes) else HostLink()
-        layers = [
-            ExpertLayer(each.number, each.spec.module, _wanted(each.spec, plan.pass_tokens), _rows(each, stored))
-            for each in members
-        ]
-        pool = ExpertPool(
+        pool = _open_slots(
+            members,
             kind,
-            layers,
-            device=computes,
-            link=link,
+            _share(plan.slots.get(computes, 0), kind, members, mixed),
+            rows=[_rows(each, stored) for each in members],
+            together=max(_wanted(each.spec, plan.pass_tokens) for each in members),
+            link=links(computes),
             unpacker=unpackers.get(computes),
-            slot_bytes=_share(plan.slots.get(computes, 0), kind, members, mixed),
-            policy=policy,
             traffic=traffic,
             trace=trace.of(computes) if trace is not None else None,
+            stack=stack,
         )
-        stack.callback(pool.close)
         routed.pools.append(pool)
         by_number = {
             each.number: RoutedExperts(pool, each.number, each.attributes, saved, turns=turns, place=(each.place,))
@@ -136,7 +133,57 @@ def attach_experts(
             _have_wait(each, experts, stored=stored, device=devices.torch_device(computes), stack=stack)
             for handle in _hook(model, each.spec.module, experts):
                 stack.callback(handle)
-    return routed
+
+
+def _open_slots(
+    members: Sequence[_Mixed],
+    kind: Kind,
+    slot_bytes: int,
+    *,
+    rows: Sequence[Mapping[str, Sequence[RowSource]]],
+    together: int,
+    link: Link,
+    unpacker: DeviceUnpacker | None,
+    traffic: Traffic,
+    trace: Trace | None,
+    stack: ExitStack,
+) -> ExpertSlots:
+    """Return the slots of experts of one ``kind`` in ``slot_bytes`` behind ``link``, one at least.
+
+    A call of a layer is likely to use so many experts ``together``. What is read on its way to a slot passes through
+    buffers, since direct reads can't choose where a row begins.
+    """
+    experts = sum(each.spec.count for each in members)
+    bounds = bank_bounds(
+        max(1, min(slot_bytes // max(1, kind_bytes(kind)), experts)),
+        layers=len(members),
+        largest=max(each.spec.count for each in members),
+        together=together,
+    )
+    memory = SlotMemory(kind, bounds[-1][1], link, room=slot_bytes)
+    banks = [Bank(SlotRows(memory, begin, end)) for begin, end in bounds]
+    sources = [row for layer in rows for stack_rows in layer.values() for row in stack_rows]
+    places = [place for row in sources for place in ((row,) if isinstance(row, torch.Tensor) else row)]
+    passing = [place for place in places if not link.in_place or isinstance(place, Extent)]
+    lengths = read_lengths(passing, as_at_rest=unpacker is not None)
+    buffers = PinnedBuffers(link, count=bounce_buffers(max(lengths)), size=max(lengths)) if lengths else None
+    if buffers is not None:
+        stack.callback(buffers.close)
+    pool = ExpertSlots(
+        [ExpertLayer(each.number, each.spec.module, row) for each, row in zip(members, rows, strict=True)],
+        {each.number: banks[place % len(banks)] for place, each in enumerate(members)},
+        Mover(
+            link,
+            places,
+            device=members[0].computes,
+            buffers=buffers,
+            unpacker=unpacker,
+            traffic=traffic,
+            trace=trace,
+        ),
+    )
+    stack.callback(pool.close)
+    return pool
 
 
 def _have_guess(

@@ -1,24 +1,20 @@
-"""By which rule a kept expert gives up its slot to one that is wanted now: one small class a rule, all told the same.
+"""By which rule a kept expert gives up its slot to one that is wanted now: LFRU, by recency first, then by frequency.
 
 The published evidence conflicts. LFU did better than LRU on Mixtral (arXiv 2511.05814); where routing is balanced over
 hundreds of experts a fixed set of frequent ones lost to recency at every size (kekzl/imp, pull request 2061); neither
-fits, says SpecMD (arXiv 2602.03921), since layers come in the same order in every pass. So there are those three, and
-one of all of them, LFRU; ``python -m tests.benchmarks.eviction`` sets them beside each other and the optimum. There LRU
-hits nothing with slots for less than a pass of experts, LFU loses to it where tokens are routed like the token before,
-and LFRU is within a point of the best of the others, or up to eight above it, on every trace and at every size.
+fits, says SpecMD (arXiv 2602.03921), since layers come in the same order in every pass. This rule is of all of them:
+``python -m tests.benchmarks.eviction`` sets it beside those and the optimum, and it is within a point of the best of
+them, or up to eight above it, on every trace and at every size. LRU hits nothing there with slots for less than a pass
+of experts, and LFU loses to it where tokens are routed like the token before.
 
-A rule is told what happens (``begin_pass``, ``begin_layer``, ``use``, ``forget``) and asked for a ``victim``. It is
-asked for hundreds a token and thousands of experts may be kept, so none looks at all of them.
+It is asked for hundreds of victims a token and thousands of experts may be kept, so it never looks at all of them.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from heapq import heappop, heappush, heapreplace
-from typing import Protocol
 
 Expert = tuple[int, int]
 """The number of the experts module in order of execution, and the number of the expert in it."""
@@ -26,53 +22,8 @@ Expert = tuple[int, int]
 HALF_LIFE_PASSES = 32.0
 
 
-class Eviction(Protocol):
-    """What keeps experts needs to know which to give up; an expert is kept from its first ``use`` to ``forget``."""
-
-    def begin_pass(self) -> None:
-        """A forward of the model begins."""
-
-    def begin_layer(self, layer: int) -> None:
-        """The experts of ``layer`` are called; which of them, each ``use`` says."""
-
-    def use(self, expert: Expert) -> None:
-        """``expert`` is used now; it is in a slot, or about to be brought into one."""
-
-    def forget(self, expert: Expert) -> None:
-        """``expert`` lies in no slot any more; nothing happens where it lay in none."""
-
-    def victim(self, busy: Container[Expert]) -> Expert | None:
-        """Return the kept expert, not in ``busy``, to give up next; null if all are busy. It stays until ``forget``."""
-
-
-class LeastRecentlyUsed:
-    """Gives up the expert whose last use is longest ago: tokens near each other are routed alike."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Expert, None] = OrderedDict()
-
-    def begin_pass(self) -> None:
-        """Only the order of uses counts here, not where passes begin."""
-
-    def begin_layer(self, layer: int) -> None:
-        """Nor where layers do."""
-
-    def use(self, expert: Expert) -> None:
-        """Make ``expert`` the last to be given up."""
-        self._kept[expert] = None
-        self._kept.move_to_end(expert)
-
-    def forget(self, expert: Expert) -> None:
-        """Keep ``expert`` no longer."""
-        self._kept.pop(expert, None)
-
-    def victim(self, busy: Container[Expert]) -> Expert | None:
-        """Return the expert whose last use is longest ago."""
-        return next((expert for expert in self._kept if expert not in busy), None)
-
-
-class LeastFrequentlyUsed:
-    """Gives up the expert with the fewest uses, of equals the one whose last use is longest ago; uses age.
+class FrequencyRanks:
+    """Ranks experts by their uses: gives up the one with the fewest, of equals the one used longest ago; uses age.
 
     A use counts half after ``half_life_passes`` passes, so that experts of a text's beginning don't stay for ever (a
     decayed count is the CRF of Lee et al., LRFU, IEEE Transactions on Computers 50, 2001; llama.cpp's cache of experts
@@ -96,14 +47,6 @@ class LeastFrequentlyUsed:
     def begin_pass(self) -> None:
         """Let all earlier uses count a little less."""
         self._passes += 1
-
-    def begin_layer(self, layer: int) -> None:
-        """Layers all count alike."""
-
-    def use(self, expert: Expert) -> None:
-        """Count one use of ``expert``, and keep it."""
-        self.count(expert)
-        self.keep(expert)
 
     def count(self, expert: Expert) -> None:
         """Count one use of ``expert``, kept or not."""
@@ -148,86 +91,20 @@ class LeastFrequentlyUsed:
         return None
 
 
-class LeastStale:
-    """Gives up what was passed over most often, of equals what can be wanted again last; from SpecMD, as we read it.
-
-    An expert's chance comes when its layer runs. One that was passed over at its last chances is stale, the more the
-    more often. Of those passed over equally often, the one whose layer ran last has its next chance last, a whole pass
-    from now, while one of the next layer may be wanted at once: it is what Belady's rule would do with layers in a
-    cycle. LRU does the opposite among those equals: it gives up the layers just ahead, so that slots for less than a
-    pass of experts never hit.
-
-    Kept experts lie in groups of one last use, (pass, layer). In order of time, the oldest groups down to the present
-    layer's place in a pass are those passed over equally often; they go from their youngest to their oldest.
-    """
-
-    def __init__(self) -> None:
-        self._now = (0, 0)
-        self._last_uses: dict[Expert, tuple[int, int]] = {}
-        self._groups: dict[tuple[int, int], dict[Expert, None]] = {}
-        self._times: list[tuple[int, int]] = []
-
-    def begin_pass(self) -> None:
-        """Begin again at the first layer."""
-        self._now = (self._now[0] + 1, -1)
-
-    def begin_layer(self, layer: int) -> None:
-        """Pass over what ``layer`` used before."""
-        self._now = (self._now[0], layer)
-
-    def use(self, expert: Expert) -> None:
-        """Put ``expert`` among those of this pass and its layer, which is the present one."""
-        self.forget(expert)
-        self.begin_layer(expert[0])
-        self._last_uses[expert] = self._now
-        if self._now not in self._groups:
-            self._groups[self._now] = {}
-            insort(self._times, self._now)
-        self._groups[self._now][expert] = None
-
-    def forget(self, expert: Expert) -> None:
-        """Keep ``expert`` no longer."""
-        time = self._last_uses.pop(expert, None)
-        if time is None:
-            return
-        del self._groups[time][expert]
-        if not self._groups[time]:
-            del self._groups[time]
-            del self._times[bisect_right(self._times, time) - 1]
-
-    def victim(self, busy: Container[Expert]) -> Expert | None:
-        """Return the expert that was passed over most often."""
-        return next((expert for expert in self._in_order() if expert not in busy), None)
-
-    def _in_order(self) -> Iterator[Expert]:
-        """Yield the kept experts in the order in which they are given up."""
-        _, layer = self._now
-        begin = 0
-        while begin < len(self._times):
-            oldest, first_layer = self._times[begin]
-            end = bisect_right(self._times, (oldest if first_layer <= layer else oldest + 1, layer))
-            for position in reversed(range(begin, end)):
-                yield from self._groups[self._times[position]]
-            begin = end
-
-
-DEFAULT = "lfru"
-"""Within a point of the best of the others, or above it, on every trace of ``python -m tests.benchmarks.eviction``."""
-
-
-class LeastFrequentlyRecentlyUsed:
+class Eviction:
     """Gives up, of the experts that were passed over at their last chance, the one with the fewest uses, which age.
 
     Tokens near each other are routed alike, so what a layer used when it ran last is privileged, whatever its count;
     frequency decides among the rest, which no single pass tells apart. Only where all are privileged is one of those
-    given up, as ``LeastStale`` does: of the layer that ran last. LFU alone gives up what came last, with few uses yet,
-    before the next token may want it again.
+    given up: of the layer that ran last, whose next chance is a whole pass from now. LFU alone gives up what came last,
+    with few uses yet, before the next token may want it again. It is told what happens, and asked for a ``victim``; an
+    expert is kept from its first ``use`` to ``forget``.
     """
 
     def __init__(self) -> None:
         self._layer = -1
         self._privileged: dict[int, dict[Expert, None]] = {}
-        self._others = LeastFrequentlyUsed()
+        self._others = FrequencyRanks()
 
     def begin_pass(self) -> None:
         """Begin again at the first layer."""
@@ -263,11 +140,3 @@ class LeastFrequentlyRecentlyUsed:
         last = max(self._privileged, default=-1)
         for layer in (*range(self._layer, -1, -1), *range(last, self._layer, -1)):
             yield from self._privileged.get(layer, ())
-
-
-POLICIES: Mapping[str, Callable[[], Eviction]] = {
-    "lru": LeastRecentlyUsed,
-    "lfu": LeastFrequentlyUsed,
-    "least_stale": LeastStale,
-    DEFAULT: LeastFrequentlyRecentlyUsed,
-}

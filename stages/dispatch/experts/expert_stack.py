@@ -46,7 +46,9 @@ class ExpertStack(WaitingTensor):
     use: StackUse
 
     def moved(self, value: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-        """Return all of the stack, which was read whole."""
+        """Return all of the stack, which was read whole; what a call of its module reads so is beyond all budgets."""
+        if self.use.experts.under_way:
+            self.use.experts.note_read_whole(self.nbytes)
         return self.use.oriented(super().moved(value, device))
 
     @classmethod

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from offstage.stages.dispatch.experts.eviction import Expert
-from offstage.stages.dispatch.experts.pool import ExpertPool
+from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
 from offstage.stages.dispatch.streaming.turns import Place, Turns, current_call
 
 
@@ -28,7 +28,7 @@ class _Turn:
 class ExpertTurns:
     """The order of experts that calls of one module have in common, at ``place`` in a pass, and their turns by it."""
 
-    def __init__(self, pool: ExpertPool, turns: Callable[[], Turns], place: Place) -> None:
+    def __init__(self, pool: ExpertSlots, turns: Callable[[], Turns], place: Place) -> None:
         self.order: dict[Expert, int] = {}
         self._pool, self._turns, self._place = pool, turns, place
         self._known: dict[Place, _Turn] = {}

@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from offstage.stages.dispatch.experts.eviction import Expert
+from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
 from offstage.stages.dispatch.experts.expert_turns import ExpertTurns
-from offstage.stages.dispatch.experts.pool import ExpertPool
 from offstage.stages.dispatch.experts.router_guess import RouterGuess
 from offstage.stages.dispatch.streaming.saved_weights import Bring, SavedWeights
 from offstage.stages.dispatch.streaming.turns import ALONE, Place, Turns, current_call
@@ -38,7 +38,7 @@ class RoutedExperts:
 
     def __init__(
         self,
-        pool: ExpertPool,
+        pool: ExpertSlots,
         number: int,
         attributes: Sequence[str],
         saved: SavedWeights,
@@ -150,10 +150,14 @@ class RoutedExperts:
         self._given = None
         self._in_turn.clear()
 
+    def note_read_whole(self, count: int) -> None:
+        """Hear that all of a stack, so many bytes, is read for the call under way."""
+        self._pool.note_read_whole(self._number, count)
+
     @property
     def are_gone(self) -> bool:
         """Whether there are no slots any more that they could be brought into."""
-        return not self._pool.slots
+        return not self._pool.is_open
 
     def lend(self, copied: torch.Tensor, bring: Bring) -> None:
         """Say that ``copied``, made of experts for the call under way, is what ``bring`` makes again."""

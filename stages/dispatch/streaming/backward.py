@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import torch
 
-from offstage.stages.dispatch.streaming.lookahead import Lookahead
 from offstage.stages.dispatch.streaming.saved_weights import Bring
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
+from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.machine.devices import Devices
 from offstage.stages.units import DeviceId
 
@@ -33,7 +32,7 @@ class BackwardOrder:
         self, stored: Mapping[str, torch.Tensor], devices: Devices, held: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._stored, self._devices, self._held = stored, devices, held
-        self._lookaheads: dict[DeviceId, Lookahead[Any]] = {}
+        self._caches: dict[DeviceId, WeightCache] = {}
         self._saving: _Saved | None = None
         self._asking: _Saved | None = None
 
@@ -47,13 +46,13 @@ class BackwardOrder:
 
     def forget(self) -> None:
         """Let go of what brings parts: graphs that are still there need none of its memory."""
-        self._lookaheads.clear()
+        self._caches.clear()
 
     def save(self, part: StreamedPart, place: int) -> Bring:
         """Note that the tensor of ``part`` at ``place`` was saved; return what brings it."""
         saving = self._saving
-        if saving is not None and part.lookahead is not None:
-            self._lookaheads[part.computes] = part.lookahead
+        if saving is not None and part.cache is not None:
+            self._caches[part.computes] = part.cache
             order = saving.setdefault(part.computes, [])
             if order[-1:] != [part.number]:
                 order.append(part.number)
@@ -64,12 +63,12 @@ class BackwardOrder:
             return self._lend(part, place, saved)
 
     def _lend(self, part: StreamedPart, place: int, saved: _Saved | None) -> torch.Tensor:
-        if part.lookahead is None:  # the hooks are gone: it is read from where it waits
+        if part.cache is None:  # the hooks are gone: it is read from where it waits
             binding = part.bindings[place]
             data = self._stored[binding.name] if binding.host is None else binding.host
             return data.detach().to(self._devices.torch_device(part.computes))
         if saved is not None and saved is not self._asking:
             self._asking = saved
             for device, order in saved.items():
-                self._lookaheads[device].turn(order)
-        return part.lookahead.lend(part.number)[place]
+                self._caches[device].turn(order)
+        return part.cache.lend(part.number)[place]

@@ -115,7 +115,7 @@ def without_data(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and value of every parameter that is on meta and waits nowhere."""
     for prefix, module in model.named_modules():
         for name, tensor in module._parameters.items():
-            if tensor is not None and tensor.is_meta and not isinstance(tensor, WaitingTensor):
+            if tensor is not None and not isinstance(tensor, WaitingTensor) and tensor.is_meta:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 

@@ -1,7 +1,7 @@
 """A weight larger than the memory it is brought into: its product is computed by blocks of its rows.
 
 Each column of ``x @ W.T`` depends on one row of ``W`` alone, so a block of rows is brought, used and let go before the
-next one is needed. Each is a part of its own to the lookahead, which reads the next one while one computes, and calls
+next one is needed. Each is a part of its own to the cache, which reads the next one while one computes, and calls
 in lockstep use each in turn. Whether the bits are those of the whole product hangs on the host's kernels: the plan asks
 for blocks only where they were found to be (``offstage.stages.machine.row_products``). Where gradients are recorded all
 of the weight is read, as of any tensor that waits.

@@ -3,18 +3,25 @@
 The order begins as the rehearsal's and is corrected by what a whole pass really did. A part that is called out of
 order, twice, or not at all is no error: only less is known ahead.
 
+A module that is entered from outside has an order of its own, beside that of a pass: ``generate`` calls an encoder once
+and then a decoder for each token, and an image tower runs in the first pass of a prompt alone. What a whole pass leaves
+out, or is called outside of all passes, is expected in no pass any more; but once a part of it is used, so are those
+that followed it the last time, and then what comes next in a pass. A part that two passes in turn have used is expected
+in each pass again.
+
 A backward pass asks again for the parts whose weights its forward had saved: at first they are expected in the reverse
 order, then as the last backward pass asked for them, which is another order where it computes parts of the forward
 again. Forward and backward follow each other in the order like two halves of one pass.
 
-It has what is certain alone. Parts that a forward decides to use (the experts of a mixture) are in no order, and
-neither is one that a whole pass has left out, from then on: nobody knows before it is called that it will be.
+Parts that a forward decides to use (the experts of a mixture) are in no order: nobody knows before one is called that
+it will be.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 
 class Schedule:
@@ -22,13 +29,20 @@ class Schedule:
 
     Those of ``order`` that are ``optional`` aren't in it. A step is a position in the endless repetition of the order:
     after the last part of a pass comes the first of the next one, or of the backward pass that is expected between.
+    What was left out and is used now comes before that, as far as it is known what follows it.
     """
 
     def __init__(self, order: Sequence[int], optional: Collection[int] = ()) -> None:
-        self._optional = set(optional)
+        self._optional = frozenset(optional)
         self._forward = [part for part in order if part not in self._optional]
         self._backward: list[int] = []  # what comes between a pass and the next one
         self._saved: list[int] = []  # what the pass had saved that this followed
+        self._left_out: set[int] = set()  # what no pass is expected to use
+        self._after: dict[int, int] = {}  # of what was left out, what followed each the last time
+        self._beside: list[int] = []  # what was left out and is expected now
+        self._beside_asked = 0
+        self._again: set[int] = set()  # what was left out, and used by the last pass all the same
+        self._in_pass = self._is_known = False  # the order is known once a whole pass was seen
         self._ended: int | None = None  # how many parts the pass had used when it ended
         self._turns = 0
         self._step = 0
@@ -47,6 +61,11 @@ class Schedule:
         A part counts as asked for when the one after it is drawn, so that a caller who breaks off is offered the
         same part again.
         """
+        while self._beside_asked < len(self._beside):
+            part = self._beside[self._beside_asked]
+            yield part
+            self._wanted[part] += 1
+            self._beside_asked += 1
         while self._asked < self._step + self._length:
             part = self._at(self._asked)
             yield part
@@ -57,25 +76,73 @@ class Schedule:
         """Return whether ``part`` is among the steps that were asked for and not yet used."""
         return self._wanted[part] > 0
 
-    def use(self, part: int) -> None:
-        """Note that ``part`` is used now. One that comes early skips what stood before it."""
+    def use(self, part: int) -> bool:
+        """Note that ``part`` is used now; return whether others are expected now than before.
+
+        One that comes early skips what stood before it.
+        """
         if part in self._optional:
-            return
+            return False
+        if self._seen and self._seen[-1] in self._left_out:
+            self._follow(self._seen[-1], part)
         self._seen.append(part)
+        if part in self._left_out:
+            return self._use_beside(part)
+        self._keep_beside([])
         for ahead in range(self._length):
             if self._at(self._step + ahead) == part:
                 self._skip_to(self._step + ahead + 1)
-                return
+                break
+        return False
+
+    def _follow(self, last: int, part: int) -> None:
+        """Note that ``part`` comes after ``last``, which was left out."""
+        if part in self._left_out:
+            self._after[last] = part
+        else:
+            self._after.pop(last, None)
+
+    def _use_beside(self, part: int) -> bool:
+        """Note that ``part``, which was left out, is used; return whether that was not expected."""
+        if part in self._beside:
+            self._keep_beside(self._beside[self._beside.index(part) + 1 :])
+            return False
+        following, expected = self._after.get(part, part), dict[int, None]()
+        while following != part and following not in expected:
+            expected[following] = None
+            following = self._after.get(following, part)
+        self._keep_beside([])
+        if expected:
+            self.ask_again()
+            self._beside = [*expected]
+        return bool(expected)
+
+    def _keep_beside(self, parts: list[int]) -> None:
+        """Expect no more of what was left out than ``parts``, the last of what was expected of it."""
+        past = len(self._beside) - len(parts)
+        for part in self._beside[: min(past, self._beside_asked)]:
+            self._wanted[part] -= 1
+        self._beside, self._beside_asked = parts, max(0, self._beside_asked - past)
 
     def begin_pass(self) -> bool:
         """Begin a pass of the model: the next part is the first. Return whether another order is expected now.
 
-        What was used since the last pass ended is what a backward pass asked for, if there was one.
+        What was used since the last pass ended is what a backward pass asked for, if there was one, and else what was
+        entered from outside.
         """
-        followed = self._seen[self._ended :] if self._turns and self._ended is not None else []
-        self._seen, self._ended, self._turns = [], None, 0
+        since = [part for part in self._seen[self._ended or 0 :] if part not in self._left_out]
+        followed = since if self._turns and self._ended is not None else []
+        is_outside = bool(since) and not self._turns and not self._in_pass
+        if self._seen:
+            self._after.pop(self._seen[-1], None)
+        self._seen, self._ended, self._turns, self._in_pass = [], None, 0, True
+        self._keep_beside([])
         if followed != self._backward:
             self._turn_to(followed, step=0)
+            return True
+        if is_outside and not self._is_known and not {*since} >= {*self._forward}:
+            self._leave_out(since)
+            self._turn_to([], step=0)
             return True
         if self._length:
             self._skip_to(-(-self._step // self._length) * self._length)
@@ -84,22 +151,34 @@ class Schedule:
     def end_pass(self) -> bool:
         """End a whole pass: from now on its order is what was seen. Return whether that is another order.
 
-        What was left out is optional from now on.
+        What was left out is expected in no pass from now on.
         """
-        seen, self._ended = self._seen, len(self._seen)
-        if not seen or seen == self._forward:
+        seen, self._ended, self._in_pass, self._is_known = self._seen, len(self._seen), False, True
+        besides = self._left_out.intersection(seen)
+        self._left_out -= besides & self._again
+        self._again = besides
+        certain = [part for part in seen if part not in self._left_out]
+        if not certain or certain == self._forward:
             return False
-        self._optional.update(set(self._forward) - set(seen))
-        self._forward = list(seen)
+        self._leave_out({*self._forward}.difference(certain))
+        self._forward = certain
         self._turn_to([], step=0)
         return True
+
+    def _leave_out(self, parts: Collection[int]) -> None:
+        """Expect ``parts`` in no pass any more; they follow each other as they did in one."""
+        self._left_out.update(parts)
+        for part, following in pairwise(self._forward):
+            if part in self._left_out:
+                self._follow(part, following)
+        self._forward = [part for part in self._forward if part not in self._left_out]
 
     def turn(self, saved: Iterable[int]) -> bool:
         """Begin the backward of a pass that ``saved`` these parts, in this order. Return whether that was not expected.
 
         The first backward after a pass is expected where the last one of a pass that saved the same was.
         """
-        certain = [part for part in saved if part not in self._optional]
+        certain = [part for part in saved if part not in self._optional and part not in self._left_out]
         self._turns += 1
         known = certain == self._saved and bool(self._backward)
         if known and self._turns == 1:
@@ -115,7 +194,7 @@ class Schedule:
 
     def ask_again(self) -> None:
         """Forget what was asked for: it was given up, or is asked for in another order."""
-        self._asked = self._step
+        self._asked, self._beside_asked = self._step, 0
         self._wanted.clear()
 
     @property

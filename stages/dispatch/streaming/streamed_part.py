@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +13,11 @@ from offstage.stages.checkpoints.mapped_file import MappedFile
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from offstage.stages.dispatch.streaming.bindings import Binding, make_binding
-from offstage.stages.dispatch.streaming.lookahead import Lookahead
 from offstage.stages.dispatch.streaming.mapped_weights import MappedWeights
 from offstage.stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
 from offstage.stages.dispatch.streaming.turns import Place
 from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
+from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.devices import Devices
 from offstage.stages.machine.row_ranges import row_ranges
@@ -31,7 +30,7 @@ from offstage.stages.units import CPU, DeviceId
 class StreamedPart:
     """The streamed tensors of one module: where they compute (the host, or a device apart), how many calls use them.
 
-    ``lookahead`` delivers them, by the ``number`` that it knows the part by. Those that aren't ``brought`` lie where
+    ``cache`` has them, by the ``number`` that it knows the part by. Those that aren't ``brought`` lie where
     they compute, in memory or in the maps of ``files``, and are only bound there for each use, which counts as
     ``streamed_bytes``. ``place`` is when they come in a pass; ``expected`` are calls in lockstep that are about to use
     them, until when they stay. A block of ``rows`` of the tensor ``whole`` is bound in no module: who multiplies by it
@@ -44,7 +43,7 @@ class StreamedPart:
     brought: bool = True
     files: Sequence[MappedFile] = ()
     streamed_bytes: int = 0
-    lookahead: Lookahead[Any] | None = None
+    cache: WeightCache | None = None
     number: int = 0
     place: Place = (0,)
     users: int = 0
@@ -71,8 +70,8 @@ class StreamedPart:
 
     def take(self) -> list[torch.Tensor]:
         """Return the tensors of the bindings, in their order; waits for them if it must."""
-        if self.lookahead is not None:
-            return self.lookahead.take(self.number)
+        if self.cache is not None:
+            return self.cache.acquire(self.number)
         for file in self.files:
             file.check()
         return [binding.host.detach() for binding in self.bindings if binding.host is not None]

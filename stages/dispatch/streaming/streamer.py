@@ -20,25 +20,23 @@ from torch import nn
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
-from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
 from offstage.stages.dispatch.streaming.backward import BackwardOrder
 from offstage.stages.dispatch.streaming.bindings import Binding, have_wait, without_data
-from offstage.stages.dispatch.streaming.device_lookaheads import Links, OpenLink, open_lookaheads, pin_waiting
-from offstage.stages.dispatch.streaming.device_unpackers import open_unpackers
+from offstage.stages.dispatch.streaming.caches import Links, OpenLink, open_caches, open_unpackers, pin_waiting
 from offstage.stages.dispatch.streaming.guard import guard, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.dispatch.streaming.lockstep import Lockstep, Task
-from offstage.stages.dispatch.streaming.lookahead import Lookahead
 from offstage.stages.dispatch.streaming.passes import ModelPasses
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
 from offstage.stages.dispatch.streaming.turns import Shared
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
-from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
 from offstage.stages.dispatch.transfer.links import open_link
 from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.sources import DiskWeights
@@ -76,12 +74,11 @@ def streamer_of(model: nn.Module) -> Streamer:
 
 
 class Streamer:
-    """The hooks of one dispatched model, and the lookaheads behind them: one for each device that computes.
+    """The hooks of one dispatched model, and the caches behind them: one for each device that computes.
 
     ``stored`` has what waits on disk; what waits on the host is in the model, best in the block ``host``. ``devices``
-    are those behind the device ids. How each tensor is served, the plan says. ``eviction`` names the rule by which kept
-    experts give up their slots. ``skip_keys`` are arguments that stay where they are, by default those that the model
-    declares.
+    are those behind the device ids. How each tensor is served, the plan says. ``skip_keys`` are
+    arguments that stay where they are, by default those that the model declares.
     """
 
     def __init__(
@@ -93,17 +90,15 @@ class Streamer:
         devices: Devices,
         host: HostBlock | None = None,
         trace: Trace | None = None,
-        eviction: str = DEFAULT,
         open_link: OpenLink = open_link,
         skip_keys: str | Collection[str] | None = None,
     ) -> None:
         self.traffic, self.trace = Traffic(), trace
         self._model, self._extents, self._stored = model, stored.extents, stored
-        self._eviction = eviction
         self._devices, self._links, self._skip_keys = devices, Links(devices, open_link), skip_keys
         self.routed = RoutedModel()
         self._saved = SavedWeights()
-        self._lookaheads: list[Lookahead[Any]] = []
+        self._caches: list[WeightCache] = []
         self._parts: list[StreamedPart] = []
         self._empty: set[int] = set()
         self._refusal: str | None = None
@@ -149,14 +144,14 @@ class Streamer:
         with self._passes.lock.held():
             self.is_attached, self._refusal = False, refusal or self._refusal
             self._stack.close()
-            self._lookaheads.clear()
+            self._caches.clear()
             if refusal is not None:
                 shut(self._model, refusal)
 
     def start_anew(self) -> None:
         """Go on in a process that was forked from the one where the model was loaded: no thread reads here yet."""
         in_use = self._passes.start_anew()
-        able = [lookahead.start_anew(in_use=in_use) for lookahead in self._lookaheads]
+        able = [cache.start_anew(in_use=in_use) for cache in self._caches]
         if self.routed.pools or not all(able):
             self._refusal = _FORKED
         if not in_use:
@@ -179,7 +174,8 @@ class Streamer:
             self._stack.callback(unpin)
         unpackers = open_unpackers(brought, experts, plan, stored=self._stored, links=self._links, stack=self._stack)
         self._bring(brought, plan, unpackers)
-        self.routed = attach_experts(
+        attach_experts(
+            self.routed,
             self._model,
             plan,
             experts,
@@ -189,7 +185,6 @@ class Streamer:
             unpackers=unpackers,
             saved=self._saved,
             turns=lambda: self._passes.turns,
-            policy=POLICIES[self._eviction],
             traffic=self.traffic,
             stack=self._stack,
             trace=self.trace,
@@ -204,7 +199,7 @@ class Streamer:
         self, parts: Sequence[StreamedPart], plan: DispatchPlan, unpackers: Mapping[DeviceId, DeviceUnpacker]
     ) -> None:
         """Have ``parts`` be brought ahead of use, each to the device that computes it."""
-        self._lookaheads += open_lookaheads(
+        self._caches += open_caches(
             parts,
             plan,
             extents=self._extents,
@@ -214,9 +209,12 @@ class Streamer:
             trace=self.trace,
             stack=self._stack,
         )
+        for cache in self._caches:
+            if cache.experts is not None:
+                self.routed.uses |= cache.experts.uses_by_module
         self._stack.callback(self._backward.forget)
         for part in parts:
-            self._stack.callback(setattr, part, "lookahead", None)
+            self._stack.callback(setattr, part, "cache", None)
 
     def _have_wait(self, parts: Sequence[StreamedPart], plan: DispatchPlan) -> None:
         """Have all of ``parts`` wait: for calls, or as blocks of rows for the products of the weight that they are."""
@@ -313,8 +311,8 @@ class Streamer:
                 self.trace.of(part.computes).add(part.name, "compute", part.began)
             changed = [binding.name for binding in part.bindings if binding.is_written and self._is_lost(binding)]
             part.unbind()
-            if part.lookahead is not None:
-                part.lookahead.let_go(part.number)
+            if part.cache is not None:
+                part.cache.release(part.number)
             if changed:
                 raise ConfigError(
                     f"device_map: {changed[0]!r} is streamed, and the model's own code changes it in place, in a call "
@@ -333,8 +331,8 @@ class Streamer:
         self._refuse_strangers()
         self.routed.begin_pass()
         self._backward.begin_pass()
-        for lookahead in self._lookaheads:
-            lookahead.begin_pass()
+        for cache in self._caches:
+            cache.begin_pass()
 
     def _refuse_strangers(self) -> None:
         """Refuse parameters that have no data and came after the hooks: what is computed with them would be noise."""
@@ -347,8 +345,8 @@ class Streamer:
 
     def _end(self) -> None:
         self._backward.end_pass()
-        for lookahead in self._lookaheads:
-            lookahead.end_pass()
+        for cache in self._caches:
+            cache.end_pass()
 
     def _recover(self) -> None:
         """Take everything back from a pass that was interrupted."""
@@ -356,5 +354,5 @@ class Streamer:
         for part in self._parts:
             part.users = part.expected = 0
             part.unbind()
-        for lookahead in self._lookaheads:
-            lookahead.take_back()
+        for cache in self._caches:
+            cache.recover()

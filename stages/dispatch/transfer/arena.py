@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
+import torch
 
-from offstage.stages.machine.aligned_memory import ALIGNMENT, Bytes, align_up, private_memory, with_huge_pages
+from offstage.stages.machine.aligned_memory import ALIGNMENT, align_up, private_memory, with_huge_pages
 
 Region = TypeVar("Region")
 Lent = TypeVar("Lent", covariant=True)
@@ -36,7 +37,7 @@ class Memory(Protocol[Lent]):
 
 
 class HostMemory:
-    """``size`` bytes of page-aligned private memory, rounded up to whole pages; its regions are arrays."""
+    """``size`` bytes of page-aligned private memory, rounded up to whole pages."""
 
     alignment = ALIGNMENT
 
@@ -44,10 +45,11 @@ class HostMemory:
         self.size = align_up(max(size, 1))
         self._memory = with_huge_pages(private_memory(self.size))
 
-    def lend(self, begin: int, length: int) -> tuple[Bytes, object]:
-        """Return the region at ``begin``: an array that every tensor made from it keeps alive."""
+    def lend(self, begin: int, length: int) -> tuple[torch.Tensor, object]:
+        """Return the region at ``begin``: a tensor with a storage of its own, which keeps the array alive."""
         region = np.frombuffer(self._memory, np.uint8, length, begin)
-        return region, region
+        with torch.inference_mode(False):  # or no other thread could copy into it
+            return torch.frombuffer(region, dtype=torch.uint8), region
 
 
 @dataclass(frozen=True, slots=True)

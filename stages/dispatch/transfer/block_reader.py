@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
 from offstage.stages.checkpoints.packed_reads import BlockAtOnce, bring_block, lent, read_at_once, room_at_rest
-from offstage.stages.dispatch.transfer.carrier import ChunkReader
+from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
 from offstage.stages.machine.aligned_memory import Bytes, buffer_bytes
 from offstage.stages.machine.probes import READING_THREADS
 

@@ -61,6 +61,8 @@ class CudaMemory:
 class CudaLink:
     """The link to the CUDA device ``device`` (with an index)."""
 
+    in_place = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

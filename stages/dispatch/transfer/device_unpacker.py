@@ -27,22 +27,11 @@ from offstage.stages.checkpoints.device_codec import (
 from offstage.stages.checkpoints.memory_file import MemoryFile
 from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_block
-from offstage.stages.dispatch.transfer.carrier import ChunkReader
-from offstage.stages.dispatch.transfer.link import Event, Link, pin
+from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
+from offstage.stages.dispatch.transfer.link import Event, Link, Moved, pin
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
 from offstage.stages.machine.aligned_memory import align_up, buffer_bytes
 from offstage.stages.units import DEVICE_ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class Unpacking:
-    """A block that is being unpacked: its place in the order of those, when it is done, and what it took."""
-
-    number: int
-    done: Event
-    copied_bytes: int
-    stored_bytes: int
-    waited_seconds: float
 
 
 @dataclass(slots=True)
@@ -84,7 +73,7 @@ class DeviceUnpacker:
         after: Event,
         reader: ChunkReader,
         buffers: PinnedBuffers | None,
-    ) -> Unpacking:
+    ) -> Moved:
         """Have ``block`` be unpacked to its place in ``target``, the bytes of ``tensor``, after ``after``.
 
         Runs in a thread that reads: from the files of ``reader``, by way of ``buffers``.
@@ -111,7 +100,7 @@ class DeviceUnpacker:
         after: Event,
         stored: int = 0,
         waited_seconds: float = 0.0,
-    ) -> tuple[Unpacking, Event]:
+    ) -> tuple[Moved, Event]:
         """Have ``data`` copied to a landing and unpacked from there; with it, return when the copies are done."""
         codec = _codec(tensor)
         tables = [self._tables[id(table)] for table in codec.tables(tensor)]
@@ -127,7 +116,8 @@ class DeviceUnpacker:
                 after=(copied, after),
                 scratch_bytes=block_scratch(codec, tensor, block),
             )
-            return Unpacking(self._number, landing.free, sum(map(len, data)), stored, waited_seconds), copied
+            moved = Moved(self._number, landing.free, sum(map(len, data)), stored, waited_seconds, is_unpacking=True)
+            return moved, copied
 
     @contextmanager
     def _next(self) -> Iterator[_Landing]:

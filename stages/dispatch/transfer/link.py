@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -27,8 +28,28 @@ Event = object | None
 """A moment in the order of an accelerator's work; each link knows its own kind."""
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a job has brought, or asked a link for: when it is ``done``, and what it took.
+
+    ``number`` is its place in the order of a link's copies, or of what is unpacked behind it where it ``is_unpacking``:
+    who follows the last one follows all. Negative: there is nothing to follow.
+    """
+
+    number: int = -1
+    done: Event = None
+    copied_bytes: int = 0
+    stored_bytes: int = 0
+    waited_seconds: float = 0.0
+    is_unpacking: bool = False
+
+
 class Link(Protocol):
-    """One accelerator, as the pipeline that brings weights there sees it."""
+    """One accelerator, as what brings weights there sees it, or the host: that is ``in_place``."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether its memory is the host's own: what is read or unpacked into it needs no copy."""
 
     def memory(self, size: int) -> Memory[torch.Tensor]:
         """Return ``size`` bytes of the accelerator's memory; a ``BudgetError`` where it is full."""

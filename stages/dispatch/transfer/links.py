@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-from offstage.stages.dispatch.transfer.arena import Memory
+from offstage.stages.dispatch.transfer.arena import HostMemory, Memory
 from offstage.stages.dispatch.transfer.link import Event, Link, Operators
 from offstage.stages.machine.aligned_memory import Bytes
 from offstage.stages.machine.devices import Devices, Ledger
@@ -50,6 +51,8 @@ class SynchronousLink:
 
     That is how a simulated accelerator works, and how one is served that there are no streams for.
     """
+
+    in_place = False
 
     def __init__(self, memory: Callable[[int], Memory[torch.Tensor]]) -> None:
         self._memory = memory
@@ -98,6 +101,20 @@ class SynchronousLink:
 
     def close(self) -> None:
         """Do nothing: all is done."""
+
+
+class HostLink(SynchronousLink):
+    """A link to the host's own memory, over which nothing goes but experts' rows that can't be read where they lie."""
+
+    in_place = True
+
+    def __init__(self) -> None:
+        super().__init__(HostMemory)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, *, after: Event) -> Event:
+        """Copy now, in this thread alone: torch would start threads of its own in each of ours."""
+        np.copyto(target.numpy(), source.numpy())
+        return None
 
 
 def open_link(devices: Devices, device: DeviceId) -> Link:

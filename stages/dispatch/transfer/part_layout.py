@@ -8,17 +8,20 @@ from dataclasses import dataclass
 import torch
 
 from offstage.stages.checkpoints.device_codec import can_unpack
-from offstage.stages.checkpoints.direct_file import Chunk, cut
+from offstage.stages.checkpoints.direct_file import cut
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_pieces, rest_bytes
 from offstage.stages.checkpoints.packed_reads import room_at_rest
-from offstage.stages.machine.aligned_memory import align_down, align_up
+from offstage.stages.machine.aligned_memory import align_down, align_up, tensor_in
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.units import DEVICE_ALIGNMENT
 
 Source = AtRest | torch.Tensor
 """Where a streamed tensor waits: on disk, or on the host."""
+
+RowSource = tuple[AtRest, ...] | torch.Tensor
+"""Where an expert's row of a stack waits: in places on disk, one after the other, or on the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +52,31 @@ class PlacedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedPacked(PlacedTensor):
-    """One that is unpacked to its place."""
-
-    source: PackedTensor
-
-
-@dataclass(frozen=True, slots=True)
 class PartLayout:
-    """The tensors of one part in their region of ``size`` bytes."""
+    """The tensors of one part in their region of ``size`` bytes.
+
+    Where it ``reads_in_place``, each lies as far from an aligned place as it does in its file.
+    """
 
     pieces: tuple[PlacedTensor, ...]
     size: int
+    reads_in_place: bool = False
 
     @property
     def rest_bytes(self) -> int:
         """The size of the tensors as they rest."""
         return sum(piece.rest_bytes for piece in self.pieces)
 
-    @property
-    def packed(self) -> list[PlacedPacked]:
-        """Those of the tensors that rest packed, and aren't empty."""
-        return [
-            PlacedPacked(piece.source, piece.begin)
-            for piece in self.pieces
-            if isinstance(piece.source, PackedTensor) and piece.bytes
-        ]
+    def views(self, region: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors, where they lie in ``region``."""
+        if not self.reads_in_place:
+            return [piece.view(region) for piece in self.pieces]
+        memory = region.numpy()
+        return [tensor_in(memory, piece.begin, piece.dtype, piece.source.shape) for piece in self.pieces]
 
-    def chunks(self) -> list[tuple[Chunk, int]]:
-        """Return the reads that bring what lies on disk unpacked, and where in the region each one's bytes begin."""
-        on_disk = ((piece.source, piece.begin) for piece in self.pieces if isinstance(piece.source, Extent))
-        return [(c, begin + c.begin - extent.begin) for extent, begin in on_disk for c in cut(extent, CHUNK_BYTES)]
+
+NOTHING = PartLayout((), 0)
+"""What an expert has of a piece that only others of its layer have."""
 
 
 def lay_out(sources: Sequence[Source], *, link_room: int) -> PartLayout:
@@ -113,6 +110,15 @@ def lay_out_reads(sources: Sequence[AtRest]) -> PartLayout:
         start = align_down(source.begin)
         pieces.append(PlacedTensor(source, size + source.begin - start))
         size += align_up(source.end) - start
+    return PartLayout(tuple(pieces), size, reads_in_place=True)
+
+
+def lay_out_row(source: RowSource) -> PartLayout:
+    """Return where the pieces of an expert's row go: one after the other, as they are one tensor."""
+    pieces, size = [], 0
+    for place in (source,) if isinstance(source, torch.Tensor) else source:
+        pieces.append(PlacedTensor(place, size))
+        size += pieces[-1].bytes
     return PartLayout(tuple(pieces), size)
 
 

@@ -5,16 +5,29 @@ Jobs of each kind begin in the order in which they were asked for, and one only 
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-_Given = ParamSpec("_Given")
+from offstage.stages.machine.operator_threads import let_idle_teams_sleep
+from offstage.stages.machine.probes import READING_THREADS
+
 _Result = TypeVar("_Result")
+
+
+class Urgency(Enum):
+    """How soon a job is done: those that are awaited first, then what is certain to be used, then what is likely."""
+
+    AWAITED = 0
+    CERTAIN = 1
+    LIKELY = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,45 +48,28 @@ class ReadingThreads:
     def __init__(self, count: int) -> None:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="offstage-read")
         self._count, self._working = count, 0
-        self._awaited, self._certain, self._likely = deque[_Reading](), deque[_Reading](), deque[_Reading]()
+        self._jobs = {urgency: deque[_Reading]() for urgency in Urgency}
         self._choosing = threading.Lock()
 
-    def submit(
-        self, work: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs
-    ) -> Future[_Result]:
-        """Have ``work`` be done with these arguments; what it gives is certain to be used."""
-        return self._put(self._certain, partial(work, *args, **kwargs))
-
-    def submit_awaited(
-        self, work: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs
-    ) -> Future[_Result]:
-        """Have ``work`` be done with these arguments before all that nobody waits for yet."""
-        return self._put(self._awaited, partial(work, *args, **kwargs))
-
-    def submit_likely(
-        self, work: Callable[_Given, _Result], /, *args: _Given.args, **kwargs: _Given.kwargs
-    ) -> Future[_Result]:
-        """Have ``work`` be done with these arguments once nothing certain waits."""
-        return self._put(self._likely, partial(work, *args, **kwargs))
-
-    def make_awaited(self, futures: Collection[Future[Any]]) -> None:
-        """Have the likely jobs of ``futures`` that haven't begun be awaited ones, after those that there are."""
-        chosen = {*futures}
-        with self._choosing:
-            jobs = [job for job in self._likely if job.future in chosen]
-            for job in jobs:
-                self._likely.remove(job)
-            self._awaited.extend(jobs)
-
-    def _put(self, jobs: deque[_Reading], work: Callable[[], _Result]) -> Future[_Result]:
+    def submit(self, work: Callable[..., _Result], *given: Any, urgency: Urgency = Urgency.CERTAIN) -> Future[_Result]:
+        """Have ``work`` be done with what is ``given``."""
         future: Future[_Result] = Future()
         with self._choosing:
-            jobs.append(_Reading(work, future))
+            self._jobs[urgency].append(_Reading(partial(work, *given), future))
             rests = self._working < self._count
             self._working += rests
         if rests:
             self._threads.submit(self._work)
         return future
+
+    def make_awaited(self, futures: Collection[Future[Any]]) -> None:
+        """Have the likely jobs of ``futures`` that haven't begun be awaited ones, after those that there are."""
+        chosen = {*futures}
+        with self._choosing:
+            jobs = [job for job in self._jobs[Urgency.LIKELY] if job.future in chosen]
+            for job in jobs:
+                self._jobs[Urgency.LIKELY].remove(job)
+            self._jobs[Urgency.AWAITED].extend(jobs)
 
     def _work(self) -> None:
         while self._do_next():
@@ -85,8 +81,8 @@ class ReadingThreads:
         Once whoever waits for it hears, nothing here holds what it was given, nor does the traceback of one that fails.
         """
         with self._choosing:
-            jobs = self._awaited or self._certain or self._likely
-            if not jobs:
+            jobs = next(filter(None, self._jobs.values()), None)
+            if jobs is None:
                 self._working -= 1
                 return False
             job = jobs.popleft()
@@ -104,3 +100,16 @@ class ReadingThreads:
             del work
             future.set_result(result)
         return True
+
+
+@functools.cache
+def reader_pool() -> ReadingThreads:
+    """Return the process's pool of reading threads; it is started by the first read and ends with the process.
+
+    On the host they read, and unpack, on the cores that compute.
+    """
+    let_idle_teams_sleep()
+    return ReadingThreads(READING_THREADS)
+
+
+os.register_at_fork(after_in_child=reader_pool.cache_clear)  # its threads aren't there

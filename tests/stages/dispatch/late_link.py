@@ -70,6 +70,8 @@ class LateMemory:
 class LateLink:
     """The link to such an accelerator; the thread that makes it is the one that runs the model, and must not wait."""
 
+    in_place = False
+
     def __init__(self, *, copy_pause: float = 0.002, compute_pause: float = 0.002) -> None:
         self.copies, self.computing, self.unpacking = Stream(copy_pause), Stream(compute_pause), Stream(copy_pause)
         self.memories: list[LateMemory] = []

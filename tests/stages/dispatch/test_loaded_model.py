@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import offstage
 from offstage.pipeline.errors import BudgetError, CheckpointError, ConfigError
-from offstage.stages.dispatch.transfer.carrier import reader_pool
+from offstage.stages.dispatch.transfer.reading_threads import reader_pool
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 OFFLOADED = {

@@ -168,7 +168,7 @@ def test_gradients_of_gradients_are_the_same(stage: Stage) -> None:
 def test_a_backward_after_the_hooks_are_gone_reads_what_it_needs(layout: str, stage: Stage) -> None:
     placed, x = stage(layout), X.clone().requires_grad_()
     y = placed.model(x).square().sum()
-    carriers = [weakref.ref(lookahead._carrier) for lookahead in placed.streamer._lookaheads]
+    carriers = [weakref.ref(cache._mover) for cache in placed.streamer._caches]
     placed.streamer.remove()
     gc.collect()
     assert carriers

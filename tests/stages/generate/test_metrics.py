@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.generate.metrics import Cost, TimedBatch
 from offstage.stages.plan.plan import Plan
 from offstage.stages.units import DeviceId

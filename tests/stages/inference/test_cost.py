@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.inference.cost import ForwardCost
 
 

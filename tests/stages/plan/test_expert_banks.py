@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, strategies as st
 
-from offstage.stages.dispatch.experts.bank import Bank
-from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES, Expert
+from offstage.stages.dispatch.experts.eviction import Expert
+from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
 from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
+from tests.stages.dispatch.experts.small_slots import small_slots
 
 TENSORS = ("gate_up_proj", "down_proj")
 """What there is of each expert."""
@@ -67,33 +68,27 @@ def test_what_is_expected_is_what_uniform_routing_finds(slots: int, prompt: int,
 def hits(slots: int, prompt: int, passes: int, draw: random.Random) -> Iterator[int]:
     """Yield how many of the experts of a layer's call are in slots, for each call of decoding."""
     bounds = bank_bounds(slots, layers=6, largest=64, together=8)
-    banks = [Bank(begin, end, POLICIES[DEFAULT]()) for begin, end in bounds]
-    asked: dict[Expert, set[str]] = {}
+    kept = small_slots(bounds, layers=6, experts=64, pieces=TENSORS)
     for number in range(1 + passes):
-        for bank in banks:
-            bank.policy.begin_pass()
+        kept.begin_pass()
         for layer in range(6):
             tokens = prompt if number == 0 else 1
             routed = sorted({(layer, expert) for _ in range(tokens) for expert in draw.sample(range(64), 8)})
-            found = call(banks[layer % len(banks)], layer, routed, asked)
+            found = call(kept, layer, routed)
             if number:
                 yield found
 
 
-def call(bank: Bank, layer: int, routed: list[Expert], asked: dict[Expert, set[str]]) -> int:
-    """Have ``bank`` bring what a layer's call uses, one tensor of all after the other; return how many were whole."""
-    there = [expert for expert in routed if len(asked.get(expert, ())) == len(TENSORS)]
-    bank.policy.begin_layer(layer)
-    for expert in there:
-        bank.use(expert)
-    busy = routed if len(routed) <= bank.size else []
+def call(kept: ExpertSlots, layer: int, routed: list[Expert]) -> int:
+    """Have ``kept`` bring what a layer's call uses, one tensor of all after the other; return how many were whole."""
+    there = [expert for expert in routed if kept.has(expert)]
+    kept.count(layer, hits=there, guessed=[], misses=len(routed) - len(there))
+    busy = routed if len(routed) <= kept.room(layer) else []
     for tensor in TENSORS:
-        waiting = [expert for expert in routed if tensor not in asked.get(expert, ())]
+        waiting = [expert for expert in routed if not kept.is_there(expert, tensor)]
         for begin in range(0, len(waiting), 4):
             batch = waiting[begin : begin + 4]
             for expert in batch:
-                if bank.slot(expert) is None:
-                    assert bank.take(expert, [*busy, *batch], dropped=asked.pop) is not None
-                    bank.use(expert)
-                asked.setdefault(expert, set()).add(tensor)
+                assert kept.ask(expert, [tensor], [*busy, *batch])
+            kept.wait(batch, tensor)
     return len(there)

@@ -21,10 +21,8 @@ from transformers import (
 
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from offstage.stages.dispatch.experts.attach import RoutedModel, attach_experts, expert_bindings
-from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
-from offstage.stages.dispatch.streaming.device_lookaheads import Links
-from offstage.stages.dispatch.streaming.device_unpackers import open_unpackers
-from offstage.stages.dispatch.transfer.carrier import Traffic
+from offstage.stages.dispatch.streaming.caches import Links, open_unpackers
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.machine.devices import Devices
 from offstage.stages.shard_load.sources import DiskWeights
@@ -72,7 +70,6 @@ def waiting_experts(
     model: nn.Module,
     slots: int,
     *,
-    policy: str = DEFAULT,
     stored: DiskWeights | None = None,
     computes: DeviceId = 0,
     unpacking: int = 0,
@@ -89,20 +86,18 @@ def waiting_experts(
         spec.module: ModulePlan(computes, dict.fromkeys(spec.tensors, "experts"), (), spec) for spec in skeleton.experts
     }
     plan = DispatchPlan(computes, parts, {}, (), 0, 0, {}, {computes: slots * one}, unpacking={computes: unpacking})
-    links, bindings = Links(devices), expert_bindings(model, plan, stored)
+    links, bindings, routed = Links(devices), expert_bindings(model, plan, stored), RoutedModel()
     with ExitStack() as stack:
-        yield (
-            attach_experts(
-                model,
-                plan,
-                bindings,
-                stored=stored,
-                devices=devices,
-                links=links,
-                unpackers=open_unpackers([], bindings, plan, stored=stored, links=links, stack=stack),
-                policy=POLICIES[policy],
-                traffic=traffic,
-                stack=stack,
-            ),
-            traffic,
+        attach_experts(
+            routed,
+            model,
+            plan,
+            bindings,
+            stored=stored,
+            devices=devices,
+            links=links,
+            unpackers=open_unpackers([], bindings, plan, stored=stored, links=links, stack=stack),
+            traffic=traffic,
+            stack=stack,
         )
+        yield routed, traffic

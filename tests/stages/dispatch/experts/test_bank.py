@@ -1,45 +1,51 @@
-"""Banks: which expert lies in which slot."""
+"""Which expert lies in which slot."""
 
 import random
+from collections.abc import Collection
 
 import pytest
 
-from offstage.stages.dispatch.experts.bank import Bank
-from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
+from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
 from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
+from tests.stages.dispatch.experts.small_slots import small_slots
 
 
-def bank(size: int) -> Bank:
-    return Bank(10, 10 + size, POLICIES["lru"]())
+def take(slots: ExpertSlots, number: int, busy: Collection[tuple[int, int]] = ()) -> bool:
+    return slots.ask((0, number), ["weight"], busy)
 
 
-def take(banked: Bank, number: int, busy: tuple[tuple[int, int], ...] = ()) -> int | None:
-    slot = banked.take((0, number), busy)
-    if slot is not None:
-        banked.policy.use((0, number))
-    return slot
+def lie(slots: ExpertSlots, *numbers: int) -> list[int]:
+    """Return in which slots these experts lie, counted from the first of them."""
+    return slots.stack([(0, number) for number in numbers])[1]
 
 
 def test_free_slots_are_taken_before_anyone_gives_up_one() -> None:
-    banked = bank(3)
-    assert {take(banked, number) for number in range(3)} == {10, 11, 12}
-    assert banked.evictions == 0
+    slots = small_slots([(10, 13)], layers=1, experts=9)
+    assert all(take(slots, number) for number in range(3))
+    assert sorted(lie(slots, 0, 1, 2)) == [0, 1, 2]
+    assert slots.uses[0].evictions == 0
 
 
 def test_the_one_that_the_rule_names_makes_room() -> None:
-    banked = bank(2)
-    slot = take(banked, 0)
-    take(banked, 1)
-    dropped = []
-    assert banked.take((0, 2), (), dropped=dropped.append) == slot
-    assert (dropped, banked.slot((0, 0)), banked.evictions) == ([(0, 0)], None, 1)
+    slots = small_slots([(0, 2)], layers=1, experts=9)
+    take(slots, 0)
+    take(slots, 1)
+    slots.begin_pass()
+    take(slots, 0)
+    take(slots, 1)
+    slots.wait([(0, 0), (0, 1)], "weight")
+    before = lie(slots, 0, 1)
+    slots.count(0, hits=[(0, 1)], guessed=[], misses=1)
+    assert take(slots, 2)
+    assert (slots.has((0, 0)), slots.has((0, 1)), slots.uses[0].evictions) == (False, True, 1)
+    assert lie(slots, 2, 1) == before
 
 
 def test_where_all_are_busy_nobody_makes_room() -> None:
-    banked = bank(1)
-    take(banked, 0)
-    assert take(banked, 1, ((0, 0),)) is None
-    assert banked.slot((0, 0)) == 10
+    slots = small_slots([(0, 1)], layers=1, experts=9)
+    assert take(slots, 0)
+    assert not take(slots, 1, [(0, 0)])
+    assert slots.has((0, 0))
 
 
 @pytest.mark.parametrize(
@@ -51,26 +57,22 @@ def test_banks_keep_as_many_as_the_plan_expects(
 ) -> None:
     used = wanted(experts, chosen, tokens)
     bounds = bank_bounds(slots, layers=layers, largest=experts, together=round(used))
-    banks = [Bank(begin, end, POLICIES[DEFAULT]()) for begin, end in bounds]
+    kept = small_slots(bounds, layers=layers, experts=experts)
     choose, found = random.Random(0), []
     for _ in range(400):
-        for banked in banks:
-            banked.policy.begin_pass()
+        kept.begin_pass()
         for layer in range(layers):
             called = {(layer, e) for _ in range(tokens) for e in choose.sample(range(experts), chosen)}
-            found.append(call(banks[layer % len(banks)], layer, called))
+            found.append(call(kept, layer, called))
     half = found[len(found) // 2 :]
     expected = kept_share(slots, layers=layers, count=experts, used=used)
     assert sum(half) / len(half) / used == pytest.approx(expected, abs=0.03)
 
 
-def call(banked: Bank, layer: int, called: set[tuple[int, int]]) -> int:
-    """Return how many of the experts ``called`` of ``layer`` were in ``banked``, and have all be there."""
-    there = {expert for expert in called if banked.slot(expert) is not None}
-    banked.policy.begin_layer(layer)
-    for expert in sorted(there):
-        banked.policy.use(expert)
-    for expert in sorted(called - there):
-        if banked.take(expert, called) is not None:
-            banked.policy.use(expert)
+def call(kept: ExpertSlots, layer: int, called: set[tuple[int, int]]) -> int:
+    """Return how many of the experts ``called`` of ``layer`` were in ``kept``, and have all be there."""
+    there = sorted(expert for expert in called if kept.has(expert))
+    kept.count(layer, hits=there, guessed=[], misses=len(called) - len(there))
+    asked = [expert for expert in sorted(called.difference(there)) if kept.ask(expert, ["weight"], called)]
+    kept.wait(asked, "weight")
     return len(there)

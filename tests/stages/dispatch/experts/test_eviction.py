@@ -3,21 +3,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from typing import get_args, get_type_hints
 
 import pytest
 
-from offstage.stages.dispatch.experts.eviction import HALF_LIFE_PASSES, POLICIES, Eviction, Expert, LeastFrequentlyUsed
-from offstage.stages.dispatch.stage import DispatchConfig
+from offstage.stages.dispatch.experts.eviction import HALF_LIFE_PASSES, Expert
+from tests.benchmarks.eviction_rules import POLICIES, LeastFrequentlyUsed, Rule
 
 LAYERS, EXPERTS = 5, 12
 
 
-def test_the_config_knows_every_rule() -> None:
-    assert get_args(get_type_hints(DispatchConfig)["expert_eviction"]) == tuple(POLICIES)
-
-
-def used(rule: Eviction, *passes: Iterable[Expert]) -> Eviction:
+def used(rule: Rule, *passes: Iterable[Expert]) -> Rule:
     """Return ``rule`` after forwards that used those experts."""
     for experts in passes:
         rule.begin_pass()
@@ -26,7 +21,7 @@ def used(rule: Eviction, *passes: Iterable[Expert]) -> Eviction:
     return rule
 
 
-def given_up(rule: Eviction, busy: Container[Expert] = ()) -> list[Expert]:
+def given_up(rule: Rule, busy: Container[Expert] = ()) -> list[Expert]:
     """Return every expert that ``rule`` gives up, in that order."""
     order = []
     while (expert := rule.victim(busy)) is not None:
@@ -119,7 +114,7 @@ def test_a_layer_gives_up_its_own_first_where_it_finds_nothing_too(policy: str) 
     assert rule.victim(()) == (1, 0), "layer 0 has its next chance as late, and its expert was used just now"
 
 
-def hits(rule: Eviction, passes: list[list[Expert]], slots: int) -> int:
+def hits(rule: Rule, passes: list[list[Expert]], slots: int) -> int:
     """Return how often an expert was in one of the ``slots`` already."""
     kept: set[Expert] = set()
     count = 0

@@ -56,14 +56,6 @@ def test_each_implementation_of_transformers_is_itself(name: str, experts: str) 
             assert equal(answers(model), expected)
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "least_stale"])
-def test_no_rule_of_eviction_changes_an_answer(policy: str) -> None:
-    model = mixture("Qwen3-MoE")
-    expected = answers(model)
-    with waiting_experts(model, 9, policy=policy):
-        assert equal(answers(model), expected)
-
-
 def test_only_what_tokens_are_routed_to_is_brought_and_what_is_kept_not_again() -> None:
     model = mixture("Mixtral")
     layers = [layer.mlp.experts for layer in model.model.layers]
@@ -195,3 +187,20 @@ def test_a_state_dict_and_a_copy_of_a_model_whose_experts_wait_have_them_whole()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert copied
     assert all(torch.equal(copied[name], expected[f"model.layers.1.mlp.experts.{name}"]) for name in copied)
+
+
+def test_code_that_asks_for_a_whole_stack_has_it_and_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = mixture("Mixtral")
+    experts = experts_of(model)[0]
+    whole = experts.gate_up_proj.nbytes
+    expected = experts.gate_up_proj.sum()
+    given = (torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
+    found = []
+    with waiting_experts(model, 2) as (_, traffic), torch.inference_mode():
+        experts.forward = lambda *_: found.append(experts.gate_up_proj.sum())
+        for _ in range(2):
+            experts(*given)
+        del experts.forward
+    assert found == [expected, expected]
+    assert traffic.overflow_bytes == whole
+    assert caplog.text.count("asks for all experts of a stack at once") == 1

@@ -14,16 +14,19 @@ from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.experts import routed_experts
-from offstage.stages.dispatch.experts.eviction import LeastRecentlyUsed
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots, SlotRows
 from offstage.stages.dispatch.experts.guess_precision import WORTH, GuessPrecision
-from offstage.stages.dispatch.experts.pool import ExpertLayer, ExpertPool
 from offstage.stages.dispatch.experts.router_guess import RouterGuess
-from offstage.stages.dispatch.experts.slot_memory import RowShape
+from offstage.stages.dispatch.experts.slot_memory import RowShape, SlotMemory
 from offstage.stages.dispatch.streaming.streamer import streamer_of
-from offstage.stages.dispatch.transfer.carrier import Traffic, reader_pool
-from offstage.stages.dispatch.transfer.host_link import HostLink
+from offstage.stages.dispatch.transfer.links import HostLink
+from offstage.stages.dispatch.transfer.mover import Mover
+from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers
+from offstage.stages.dispatch.transfer.reading_threads import reader_pool
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.experts import is_experts
 from offstage.stages.machine.probes import READING_THREADS
+from offstage.stages.plan.expert_banks import bank_bounds
 from tests.stages.dispatch.experts.mixtures import mixture
 from tests.stages.reading_threads import settle
 
@@ -40,7 +43,7 @@ def value(layer: int, expert: int) -> int:
 @contextmanager
 def pool_of(
     folder: Path, slots: int = 12, *, missing: tuple[int, int] | None = None
-) -> Iterator[tuple[ExpertPool, Any]]:
+) -> Iterator[tuple[ExpertSlots, Any]]:
     """Yield a pool over a file, and its traffic; what is ``missing`` of the experts lies beyond the file's end."""
     path = folder / "weights"
     rows: dict[int, dict[str, list[tuple[Extent, ...]]]] = {}
@@ -50,16 +53,22 @@ def pool_of(
     for number, (layer, name, expert) in enumerate(keys):
         begin = (number if (layer, expert) != missing else 2 * len(keys)) * ROW
         rows.setdefault(layer, {}).setdefault(name, []).append((Extent(file, begin, "uint8", (ROW,)),))
-    layers = [ExpertLayer(layer, f"layers.{layer}", 2, rows[layer]) for layer in range(LAYERS)]
-    traffic = Traffic()
-    pool = ExpertPool(
-        KIND, layers, device="cpu", link=HostLink(), slot_bytes=slots * 2 * ROW, policy=LeastRecentlyUsed,
-        traffic=traffic,
+    layers = [ExpertLayer(layer, f"layers.{layer}", rows[layer]) for layer in range(LAYERS)]
+    link, traffic = HostLink(), Traffic()
+    bounds = bank_bounds(slots, layers=LAYERS, largest=EXPERTS, together=2)
+    memory = SlotMemory(KIND, bounds[-1][1], link, room=slots * 2 * ROW)
+    banks = [Bank(SlotRows(memory, begin, end)) for begin, end in bounds]
+    places = [place for layer in layers for row in layer.rows.values() for found in row for place in found]
+    buffers = PinnedBuffers(link, count=4, size=4 * 4096)
+    pool = ExpertSlots(
+        layers, {layer: banks[layer % len(banks)] for layer in range(LAYERS)},
+        Mover(link, places, buffers=buffers, traffic=traffic),
     )  # fmt: skip
     try:
         yield pool, traffic
     finally:
         pool.close()
+        buffers.close()
 
 
 @contextmanager
@@ -75,7 +84,7 @@ def idle_readers() -> Iterator[None]:
             job.result()
 
 
-def call(pool: ExpertPool, layer: int, *experts: int) -> None:
+def call(pool: ExpertSlots, layer: int, *experts: int) -> None:
     """Call ``layer`` for ``experts``, and fail where something else lies in their slots."""
     wanted = [(layer, expert) for expert in experts]
     guessed = pool.judge(layer, wanted)
@@ -93,7 +102,7 @@ def call(pool: ExpertPool, layer: int, *experts: int) -> None:
     pool.give_up(layer)
 
 
-def guess(pool: ExpertPool, layer: int, *experts: int) -> None:
+def guess(pool: ExpertSlots, layer: int, *experts: int) -> None:
     pool.guess(layer, [(layer, expert) for expert in experts], [])
 
 

@@ -20,7 +20,7 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.units import CPU, DeviceId
 from tests.long_form import in_ci
 from tests.stages.dispatch.placed_models import to_disk
-from tests.stages.listed_experts import STYLES, WORDS, HitExperts, Mixture, SortedExperts, mixture
+from tests.stages.listed_experts import LAYERS, STYLES, TOP, WORDS, HitExperts, Mixture, SortedExperts, mixture
 from tests.stages.packed_models import ScaledRows, quantised, to_packed
 from tests.stages.shard_load.checkpoints import disk_weights
 
@@ -156,6 +156,41 @@ def test_experts_that_fit_the_staging_memory_are_read_once(listed: Callable[...,
     before = traffic.storage_bytes
     there.answer(40)
     assert traffic.storage_bytes - before < 0.05 * traffic.streamed_bytes
+
+
+@pytest.mark.parametrize("computes", ["cpu", 0])
+def test_what_was_found_in_a_slot_is_counted_by_list_and_no_expert_is_there_in_part(
+    computes: DeviceId, listed: Callable[..., Listed]
+) -> None:
+    there = listed(staging=6_000_000, computes=computes)
+    slots = there.streamer._caches[0].experts
+    assert slots is not None
+    traffic, uses = there.streamer.traffic, there.streamer.routed.uses
+    assert list(uses) == [f"layers.{layer}.mlp.experts" for layer in range(LAYERS)]
+    for tokens in (40, 1, 1, 1):
+        before = traffic.expert_hits + traffic.expert_misses
+        there.answer(tokens)
+        called = sum(name.rpartition(".")[0].endswith(".experts") for name in there.called)
+        assert traffic.expert_hits + traffic.expert_misses - before == called
+        assert all(len(entry.pieces) == 3 for entry in slots._entries.values())
+    assert (traffic.expert_hits, traffic.expert_misses) == (
+        sum(use.hits for use in uses.values()), sum(use.misses for use in uses.values())
+    )  # fmt: skip
+    assert sum(use.evictions for use in uses.values()) > 0
+
+
+def test_slots_for_less_than_a_pass_uses_find_experts_all_the_same(listed: Callable[..., Listed]) -> None:
+    there = listed(staging=3_500_000)
+    slots, given = there.streamer._caches[0].experts, torch.tensor([5])
+    assert slots is not None
+    for _ in range(4):
+        there.model(given)
+    traffic = there.streamer.traffic
+    before = traffic.expert_hits, traffic.expert_misses
+    there.model(given)
+    hits, misses = traffic.expert_hits - before[0], traffic.expert_misses - before[1]
+    assert len(slots._entries) < hits + misses == LAYERS * TOP
+    assert hits > 0, "by the rule that gives up what was used longest ago none would be"
 
 
 def test_a_pass_that_was_broken_off_leaves_experts_that_can_be_called(listed: Callable[..., Listed]) -> None:

@@ -176,3 +176,80 @@ def test_the_backward_of_an_older_pass_begins_where_backwards_do() -> None:
     go(schedule, [3, 2, 1])
     assert schedule.turn([1, 2, 3])
     assert ask(schedule, 3) == [3, 2, 1]
+
+
+ENCODER, DECODER = [1, 2, 3], [4, 5, 6]
+
+
+def test_an_encoder_that_is_called_outside_of_the_passes_is_expected_before_the_first_one() -> None:
+    schedule = Schedule(ENCODER + DECODER)
+    go(schedule, ENCODER)
+    assert ask(schedule, 3) == DECODER
+    schedule.begin_pass()
+    assert schedule.order == DECODER, "and not the encoder again"
+    assert ask(schedule, 2) == [4, 5]
+
+
+def generated(schedule: Schedule, encoder: list[int] = ENCODER) -> None:
+    go(schedule, encoder)
+    play(schedule, DECODER)
+    play(schedule, DECODER)
+
+
+def test_once_an_encoder_is_called_again_the_rest_of_it_is_expected_and_then_the_decoder() -> None:
+    schedule = Schedule(ENCODER + DECODER)
+    generated(schedule)
+    assert ask(schedule, 3) == DECODER
+    assert schedule.use(1), "others than before"
+    assert ask(schedule, 5) == [2, 3, 4, 5, 6]
+    assert not schedule.use(2)
+    assert ask(schedule, 5) == [], "all of it was asked for"
+    assert not schedule.wanted(2)
+    assert schedule.wanted(3)
+    schedule.use(3)
+    schedule.begin_pass()
+    assert all(schedule.wanted(part) for part in DECODER)
+    assert not any(schedule.wanted(part) for part in ENCODER)
+
+
+def test_a_tower_that_runs_in_the_first_pass_of_a_prompt_is_expected_in_none_but_followed_once_it_runs() -> None:
+    schedule = Schedule(ENCODER + DECODER)
+    for _ in range(2):
+        play(schedule, ENCODER + DECODER)
+        play(schedule, DECODER)
+    assert schedule.order == DECODER
+    schedule.begin_pass()
+    assert ask(schedule, 3) == DECODER
+    schedule.use(1)
+    assert ask(schedule, 5) == [2, 3, 4, 5, 6]
+    schedule.use(4)
+    assert not schedule.wanted(2), "it has broken off"
+    assert schedule.wanted(5)
+
+
+def test_what_follows_in_a_tower_is_what_followed_last() -> None:
+    schedule = Schedule(ENCODER + DECODER)
+    generated(schedule)
+    generated(schedule, [3, 1])
+    schedule.use(3)
+    assert ask(schedule, 2) == [1, 4]
+    schedule.use(1)
+    schedule.use(3)
+    assert ask(schedule, 2) == [1, 4], "it was called again"
+
+
+def test_what_two_passes_in_turn_have_used_is_certain_again() -> None:
+    schedule = Schedule(ENCODER + DECODER)
+    play(schedule, DECODER)
+    for _ in range(2):
+        play(schedule, ENCODER + DECODER)
+    assert schedule.order == ENCODER + DECODER
+
+
+def test_what_is_called_outside_of_passes_now_and_then_stays_in_their_order() -> None:
+    schedule = Schedule([1, 2, 3])
+    play(schedule, [1, 2, 3])
+    for _ in range(3):
+        go(schedule, [1])
+        play(schedule, [1, 2, 3])
+        assert schedule.order == [1, 2, 3]

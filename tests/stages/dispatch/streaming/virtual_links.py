@@ -6,16 +6,15 @@ storage that all of them share. Nothing here depends on the machine's own time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from offstage.stages.dispatch.streaming.lookahead import Lookahead
+from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.arena import Arena
-from offstage.stages.dispatch.transfer.carrier import Delivery, Traffic
+from offstage.stages.dispatch.transfer.mover import Transfer
+from offstage.stages.dispatch.transfer.part_layout import PartLayout
 
 
 class Span:
@@ -55,38 +54,41 @@ class Machine:
         return self.copied[device]
 
 
-class VirtualCarrier:
-    """Brings ``count`` layers to ``device``, of which ``room`` fit at once."""
+class VirtualMover:
+    """Brings layers to ``device``."""
 
-    kept: Collection[int] = ()
-
-    def __init__(self, machine: Machine, device: int, count: int, room: int) -> None:
-        self.sizes = self.streamed = self.carried = [1] * count
+    def __init__(self, machine: Machine, device: int) -> None:
         self._machine, self._device = machine, device
+
+    def bytes_of(self, layout: PartLayout) -> tuple[int, int]:
+        return layout.size, layout.size
+
+    def count_use(self, at_rest: int, carried: int) -> None:
+        pass
+
+    def fetch(self, layout: PartLayout, transfer: Transfer) -> None:
+        arrival: Future[Any] = Future()
+        arrival.set_result(self._machine.copy(self._device))
+        transfer.work.append(arrival)
+
+    def wait(self, work: Iterable[Future[Any]], _what: str) -> None:
+        self._machine.now = max([self._machine.now, *(arrival.result() for arrival in work)])
+
+    def abandon(self, transfer: Transfer) -> None:
+        transfer.region = None
+
+
+class VirtualRing:
+    """Memory for ``room`` layers."""
+
+    def __init__(self, room: int) -> None:
         self._arena: Arena[Span] = Arena(VirtualMemory(room))
 
-    def take(self, part: int, *, ahead: bool = False) -> Span | None:
+    def take(self, part: int, *, ahead: bool = False, anywhere: bool = False) -> Span | None:
         return self._arena.take(1)
 
-    def beyond(self, part: int) -> Span:
+    def beyond(self, size: int) -> Span:
         raise AssertionError("what is let go makes room for what comes")
-
-    def bring(self, part: int, delivery: Delivery[Span]) -> None:
-        arrival: Future[float] = Future()
-        arrival.set_result(self._machine.copy(self._device))
-        delivery.arriving.append(arrival)
-
-    def count(self, arrived: Iterable[Future[Any]]) -> None:
-        pass
-
-    def wait(self, delivery: Delivery[Span]) -> None:
-        self._machine.now = max([self._machine.now, *(arrival.result() for arrival in delivery.arriving)])
-
-    def views(self, part: int, delivery: Delivery[Span]) -> list[torch.Tensor]:
-        return []
-
-    def close(self) -> None:
-        pass
 
 
 def seconds_per_pass(
@@ -96,26 +98,26 @@ def seconds_per_pass(
 
     Each has room for so many layers at once; each layer is ``computing`` for so many seconds.
     """
-    machine, traffic = Machine(storage_seconds), Traffic()
+    machine = Machine(storage_seconds)
     numbers = [computes[:place].count(device) for place, device in enumerate(computes)]
     ahead = {
-        device: Lookahead(
-            VirtualCarrier(machine, device, computes.count(device), room),
+        device: WeightCache(
+            [PartLayout((), 1)] * computes.count(device),
+            VirtualMover(machine, device),
+            VirtualRing(room),
             range(computes.count(device)),
-            traffic=traffic,
-            device=device,
         )
         for device in dict.fromkeys(computes)
     }
     ends = []
     for _ in range(passes):
-        for lookahead in ahead.values():
-            lookahead.begin_pass()
+        for cache in ahead.values():
+            cache.begin_pass()
         for device, number in zip(computes, numbers, strict=True):
-            ahead[device].take(number)
+            ahead[device].acquire(number)
             machine.now += computing
-            ahead[device].let_go(number)
-        for lookahead in ahead.values():
-            lookahead.end_pass()
+            ahead[device].release(number)
+        for cache in ahead.values():
+            cache.end_pass()
         ends.append(machine.now)
     return ends[-1] - ends[-2]

@@ -24,7 +24,7 @@ from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.dispatch.transfer import block_reader
 from offstage.stages.dispatch.transfer.block_reader import BlockReader
-from offstage.stages.dispatch.transfer.carrier import ChunkReader
+from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
 from offstage.stages.machine.aligned_memory import byte_view, private_bytes
 
 RANDOM = np.random.default_rng(0)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,18 @@ from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.memory_file import MemoryFile
 from offstage.stages.checkpoints.packed import PackedTensor, rest_bytes
 from offstage.stages.checkpoints.shard_files import ShardFile
-from offstage.stages.dispatch.streaming.lookahead import Lookahead
-from offstage.stages.dispatch.transfer.carrier import Traffic
-from offstage.stages.dispatch.transfer.device_unpacker import open_unpacker
+from offstage.stages.dispatch.streaming.caches import make_cache
+from offstage.stages.dispatch.streaming.weight_cache import WeightCache
+from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker
 from offstage.stages.dispatch.transfer.link import pin
-from offstage.stages.dispatch.transfer.link_carrier import LinkCarrier
+from offstage.stages.dispatch.transfer.mover import Mover
 from offstage.stages.dispatch.transfer.part_layout import Source, read_lengths
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, buffers_for
 from offstage.stages.dispatch.transfer.trace import Trace
+from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.machine.aligned_memory import HostBlock
 from offstage.stages.machine.probes import CHUNK_BYTES
-from tests.stages.dispatch.late_link import LateLink
+from tests.stages.dispatch.late_link import LateLink, Stream
 from tests.stages.packed_models import PackedFile, ScaledRows, TorchScaledRows, coded, held
 
 SIZES = [[70_000, 3], [40_000], [90_000, 17, 5000], [0], [300], [60_000], [80_000, 4097]]
@@ -49,16 +51,24 @@ def on_disk(parts: list[list[torch.Tensor]], path: Path) -> list[list[Extent]]:
     return [[Extent(file, next(places), "float16", tuple(tensor.shape)) for tensor in part] for part in parts]
 
 
-def link_carrier(
-    parts: Sequence[Sequence[Source]], link: LateLink, staging: int, traffic: Traffic, trace: Trace | None = None
-) -> tuple[LinkCarrier, PinnedBuffers | None]:
-    """Return the carrier of ``parts`` over ``link``, and the buffers that it reads by way of."""
-    buffers = buffers_for(read_lengths([source for part in parts for source in part]), link, staging_bytes=staging)
-    return LinkCarrier(parts, link, staging_bytes=staging, buffers=buffers, traffic=traffic, trace=trace), buffers
+def cache_over(
+    parts: Sequence[Sequence[Source]],
+    link: LateLink,
+    staging: int,
+    traffic: Traffic,
+    *,
+    trace: Trace | None = None,
+    unpacker: DeviceUnpacker | None = None,
+) -> tuple[WeightCache, PinnedBuffers | None]:
+    """Return the cache of ``parts`` over ``link``, in their order, and the buffers that it reads by way of."""
+    sources = [source for part in parts for source in part]
+    buffers = buffers_for(read_lengths(sources, as_at_rest=unpacker is not None), link, staging_bytes=staging)
+    mover = Mover(link, sources, device=0, buffers=buffers, unpacker=unpacker, traffic=traffic, trace=trace)
+    return make_cache(parts, mover, range(len(parts)), staging_bytes=staging), buffers
 
 
 class Stage:
-    """Parts, where they wait, the link, and a lookahead over it."""
+    """Parts, where they wait, the link, and a cache over it."""
 
     def __init__(self, folder: Path, where: str, *, staging: int = STAGING, trace: Trace | None = None) -> None:
         self.parts = tensors()
@@ -73,18 +83,17 @@ class Stage:
         self.unpin = pin(self.link, self.block.memory)
         self.traffic = Traffic()
         sources = {"disk": disk, "host": host, "mixed": mixed}[where]
-        self.carrier, self.buffers = link_carrier(sources, self.link, staging, self.traffic, trace)
-        self.ahead = Lookahead(self.carrier, list(range(len(SIZES))), traffic=self.traffic, trace=trace)
+        self.ahead, self.buffers = cache_over(sources, self.link, staging, self.traffic, trace=trace)
 
     def play(self, order: list[int]) -> None:
         """Compute with each part, one pass; nothing is waited for but reads."""
         self.ahead.begin_pass()
         for part in order:
-            for got, expected in zip(self.ahead.take(part), self.parts[part], strict=True):
+            for got, expected in zip(self.ahead.acquire(part), self.parts[part], strict=True):
                 assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
                 self.link.launch(got, expected)
                 del got
-            self.ahead.let_go(part)
+            self.ahead.release(part)
         self.ahead.end_pass()
 
     def close(self) -> None:
@@ -155,7 +164,7 @@ def test_the_first_parts_of_the_next_pass_are_on_their_way_when_one_ends(
 ) -> None:
     late = stage(where)
     late.play(IN_ORDER)
-    assert {0, 1} <= late.ahead._deliveries.keys()
+    assert {0, 1} <= late.ahead._held.keys()
     late.play(IN_ORDER)
     late.check()
 
@@ -181,12 +190,12 @@ def test_a_part_as_large_as_the_staging_memory_fits_it_to_the_byte(tmp_path: Pat
     parts = [[block.hold(tensor) for tensor in part] for part in parts]
     unpin = pin(link, block.memory)
     exact = 4 * 5 + 3 + 2 * 7
-    ahead = Lookahead(link_carrier(parts, link, exact, traffic)[0], [0, 1], traffic=traffic)
+    ahead, _ = cache_over(parts, link, exact, traffic)
     for part in (0, 1, 0, 1):
-        for got, expected in zip(ahead.take(part), parts[part], strict=True):
+        for got, expected in zip(ahead.acquire(part), parts[part], strict=True):
             link.launch(got, expected)
             del got
-        ahead.let_go(part)
+        ahead.release(part)
     ahead.close()
     link.end()
     unpin()
@@ -197,8 +206,8 @@ def test_tensors_begin_where_an_accelerator_likes_them(stage: Callable[..., Stag
     late = stage("mixed")
     base = late.link.memories[0].bytes.ctypes.data
     for part in IN_ORDER:
-        assert all((tensor.data_ptr() - base) % 512 == 0 for tensor in late.ahead.take(part) if tensor.numel())
-        late.ahead.let_go(part)
+        assert all((tensor.data_ptr() - base) % 512 == 0 for tensor in late.ahead.acquire(part) if tensor.numel())
+        late.ahead.release(part)
     late.check()
 
 
@@ -206,13 +215,12 @@ def test_a_tensor_of_many_reads_arrives_whole(tmp_path: Path) -> None:
     link, traffic = LateLink(copy_pause=0), Traffic()
     parts = [[torch.arange(2 * CHUNK_BYTES + 12_345, dtype=torch.int32).view(torch.float16)] for _ in range(2)]
     extents = on_disk(parts, tmp_path / "weights")
-    carrier, _ = link_carrier(extents, link, parts[0][0].nbytes, traffic)
-    ahead = Lookahead(carrier, [0, 1], traffic=traffic)
+    ahead, _ = cache_over(extents, link, parts[0][0].nbytes, traffic)
     for part in (0, 1, 0):
-        (got,) = ahead.take(part)
+        (got,) = ahead.acquire(part)
         link.launch(got, parts[part][0])
         del got
-        ahead.let_go(part)
+        ahead.release(part)
     ahead.close()
     link.end()
     assert link.wrong == []
@@ -226,17 +234,16 @@ def test_what_several_threads_unpack_together_is_copied_once_it_is_whole(codec: 
     for number, tensor in enumerate(parts):
         file.add(str(number), tensor)
     sources = [[place] for place in file.write().values()]
-    carrier, buffers = link_carrier(sources, link, 60_000, traffic)
+    ahead, buffers = cache_over(sources, link, 60_000, traffic)
     assert buffers is not None
     assert buffers.bytes == 36_864, "one buffer, as large as the largest"
-    ahead = Lookahead(carrier, [*range(5)], traffic=traffic)
     for _ in range(4):
         ahead.begin_pass()
         for part, wanted in enumerate(parts):
-            (got,) = ahead.take(part)
+            (got,) = ahead.acquire(part)
             link.launch(got, wanted)
             del got
-            ahead.let_go(part)
+            ahead.release(part)
         ahead.end_pass()
     ahead.close()
     link.end()
@@ -264,20 +271,15 @@ def test_what_the_accelerator_unpacks_is_whole_before_it_is_used_and_crosses_the
     ]
     unpacker = open_unpacker(link, places, room=device_bytes(places))
     assert unpacker is not None
-    buffers = buffers_for(read_lengths(places, as_at_rest=True), link, staging_bytes=60_000)
+    ahead, buffers = cache_over([[place] for place in places], link, 60_000, traffic, unpacker=unpacker)
     assert (buffers is None) == (waits == "memory")
-    carrier = LinkCarrier(
-        [[place] for place in places], link, staging_bytes=60_000, buffers=buffers, unpacker=unpacker, traffic=traffic
-    )
-    assert carrier.carried == carrier.streamed
-    ahead = Lookahead(carrier, [*range(5)], traffic=traffic)
     for _ in range(4):
         ahead.begin_pass()
         for part, wanted in enumerate(parts):
-            (got,) = ahead.take(part)
+            (got,) = ahead.acquire(part)
             link.launch(got, wanted)
             del got
-            ahead.let_go(part)
+            ahead.release(part)
         ahead.end_pass()
     ahead.close()
     link.end()
@@ -289,6 +291,43 @@ def test_what_the_accelerator_unpacks_is_whole_before_it_is_used_and_crosses_the
     assert (traffic.storage_bytes == 0) == (waits == "memory")
     for unpin in unpins:
         unpin()
+
+
+ORDERS = [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [1, 3, 5, 1, 3, 5], [4, 0, 2], [2, 5, 0, 3, 1, 4]]
+
+
+@pytest.mark.parametrize("unpack_pause", [0.0, 0.02])
+def test_what_is_unpacked_late_and_was_given_up_is_written_over_nothing_that_came_since(
+    unpack_pause: float, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    link, traffic = LateLink(compute_pause=0), Traffic()
+    codec, file = TorchScaledRows(), PackedFile(tmp_path / "weights", TorchScaledRows())
+    link.unpacking.end()
+    link.unpacking = Stream(unpack_pause)
+    parts = [coded(torch.randn(100, 90), codec)[2] if part % 2 else torch.randn(80, 90) for part in range(6)]
+    for number, tensor in enumerate(parts[1::2]):
+        file.add(str(number), tensor)
+    places = [place for place in file.write().values() if isinstance(place, PackedTensor)]
+    block = HostBlock([tensor.nbytes for tensor in parts[::2]])
+    unpin = pin(link, block.memory)
+    sources: list[list[Source]] = [[places[part // 2]] if part % 2 else [block.hold(parts[part])] for part in range(6)]
+    unpacker = open_unpacker(link, places, room=device_bytes(places))
+    ahead, _ = cache_over(sources, link, 80_000, traffic, unpacker=unpacker)
+    for order in ORDERS * 2:
+        ahead.begin_pass()
+        for part in order:
+            wait([work for held in ahead._held.values() for work in held.transfer.work])
+            (got,) = ahead.acquire(part)
+            link.launch(got, parts[part])
+            del got
+            ahead.release(part)
+        ahead.end_pass()
+    ahead.close()
+    link.end()
+    unpacker.close()
+    unpin()
+    assert link.wrong == []
 
 
 def test_an_accelerator_without_room_for_it_unpacks_nothing(tmp_path: Path) -> None:
@@ -305,18 +344,18 @@ def test_an_accelerator_without_room_for_it_unpacks_nothing(tmp_path: Path) -> N
 def test_what_is_still_seen_is_never_copied_over(stage: Callable[..., Stage]) -> None:
     late = stage("host")
     late.ahead.begin_pass()
-    kept = late.ahead.take(0)[0][10:20]
-    late.ahead.let_go(0)
+    kept = late.ahead.acquire(0)[0][10:20]
+    late.ahead.release(0)
     for part in (1, 2, 3, 4, 5, 6, 0, 1, 2):
-        late.ahead.take(part)
-        late.ahead.let_go(part)
+        late.ahead.acquire(part)
+        late.ahead.release(part)
     late.link.launch(kept, late.parts[0][0][10:20])
     late.check()
 
 
 def test_parts_held_at_once_beyond_the_staging_memory_get_memory_of_their_own(stage: Callable[..., Stage]) -> None:
     late = stage("mixed", staging=100)
-    held = [late.ahead.take(part) for part in IN_ORDER]
+    held = [late.ahead.acquire(part) for part in IN_ORDER]
     for part, found in zip(late.parts, held, strict=True):
         for got, expected in zip(found, part, strict=True):
             late.link.launch(got, expected)

@@ -1,0 +1,384 @@
+"""The experts that compute on a device and wait elsewhere: which of them has which slot, and what is on its way there.
+
+An expert has a slot whole, whether it is a row of a module's stacks or a module of a list, and makes room whole. What
+there is of it comes piece by piece: a row of one stack, or the tensors of one module.
+
+The slots are divided into banks, and each layer of a mixture has its experts in one of them: a call then sees a stretch
+of slots about as wide as the layer it stands for, and what one layer brings doesn't push out all others.
+
+All of this is the thread's that owns what streams of the model (``PassLock``); other threads only fill slots.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.dispatch.experts.eviction import Eviction, Expert
+from offstage.stages.dispatch.experts.guess_precision import GuessPrecision
+from offstage.stages.dispatch.experts.slot_memory import SlotMemory
+from offstage.stages.dispatch.transfer.mover import Mover, Transfer
+from offstage.stages.dispatch.transfer.part_layout import PartLayout, RowSource, lay_out_row
+from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
+from offstage.stages.units import format_bytes
+
+_log = logging.getLogger(__name__)
+
+Rows = Mapping[str, Sequence[RowSource | PartLayout]]
+"""Where the pieces of a layer's experts wait, by the names of the pieces, in the order of the experts."""
+
+
+@dataclass(slots=True)
+class ExpertUse:
+    """What the experts of one layer came to: calls for one that found it in a slot or not, what was brought, and how
+    many gave up a slot of this layer's bank for it. Of so many ``guesses`` that were read some came true: these count
+    as misses.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    guesses: int = 0
+    guesses_used: int = 0
+    streamed_bytes: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """The experts of one module: its ``number`` in the order of execution, and where they wait."""
+
+    number: int
+    module: str
+    rows: Rows
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return len(next(iter(self.rows.values())))
+
+    def layout(self, expert: int, piece: str) -> PartLayout:
+        """Return where what there is of a ``piece`` lies in its place in a slot."""
+        row = self.rows[piece][expert]
+        return row if isinstance(row, PartLayout) else lay_out_row(row)
+
+
+class SlotRoom(Protocol):
+    """Room for experts of some layers."""
+
+    @property
+    def size(self) -> int:
+        """How many of them can be there at once."""
+
+    def take(self, expert: Expert) -> Any:
+        """Return a slot for ``expert``; null where none is free."""
+
+    def give(self, slot: Any) -> None:
+        """Have ``slot`` be free, once nothing views it."""
+
+    def region(self, slot: Any, expert: Expert, piece: str) -> torch.Tensor:
+        """Return where a ``piece`` of ``expert`` lies in its ``slot``, as bytes."""
+
+
+@dataclass(slots=True)
+class Bank:
+    """Slots that some layers share, and by which rule an expert in one of them makes room.
+
+    Those that are ``unused`` were brought and never wanted: they make room first.
+    """
+
+    room: SlotRoom
+    policy: Eviction = field(default_factory=Eviction)
+    unused: dict[Expert, None] = field(default_factory=dict)
+
+    def use(self, expert: Expert) -> None:
+        """Note a use of ``expert``, which has a slot."""
+        self.unused.pop(expert, None)
+        self.policy.use(expert)
+
+    def victim(self, busy: Container[Expert]) -> Expert | None:
+        """Return who makes room next, none of ``busy``; null where all are busy."""
+        unused = next((expert for expert in self.unused if expert not in busy), None)
+        return unused or self.policy.victim(busy)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An expert that has a slot, and what was asked for of it: on its way, or null once it is there.
+
+    One that ``is_guess`` was asked for before anybody was routed to it. So many ``users`` have something of it in use.
+    """
+
+    slot: Any
+    pieces: dict[str, Transfer | None] = field(default_factory=dict)
+    is_guess: bool = False
+    users: int = 0
+
+    @property
+    def arriving(self) -> list[Transfer]:
+        """What is on its way, or came and was not yet waited for."""
+        return [transfer for transfer in self.pieces.values() if transfer is not None]
+
+
+class ExpertSlots:
+    """The experts of ``layers``, each in a slot of its layer's bank, where ``mover`` brings it.
+
+    What is wanted has this ``urgency``.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        banks: Mapping[int, Bank],
+        mover: Mover,
+        *,
+        urgency: Urgency = Urgency.AWAITED,
+    ) -> None:
+        self._layers = {layer.number: layer for layer in layers}
+        self._banks, self._mover, self._urgency = banks, mover, urgency
+        self._entries: dict[Expert, Entry] = {}
+        self._coming: dict[Expert, None] = {}  # those of which something is on its way, or that are guesses
+        self._precision = GuessPrecision()
+        self._told: set[int] = set()
+        self.is_open = True
+        self.uses = {layer.number: ExpertUse() for layer in layers}
+
+    @property
+    def uses_by_module(self) -> dict[str, ExpertUse]:
+        """What the experts of each layer came to, by its module."""
+        return {self._layers[number].module: use for number, use in self.uses.items()}
+
+    def room(self, layer: int) -> int:
+        """Return how many experts of ``layer`` can be in slots at once."""
+        return self._banks[layer].room.size
+
+    def begin_pass(self) -> None:
+        """Say that the model's forward begins; what an interrupted one had on its way is given up."""
+        self.give_up()
+        self._precision.forget()
+        self._begin_pass_of_banks()
+
+    def _begin_pass_of_banks(self) -> None:
+        for policy in {id(bank): bank.policy for bank in self._banks.values()}.values():
+            policy.begin_pass()
+
+    def has(self, expert: Expert) -> bool:
+        """Return whether all of ``expert`` is in a slot, or on its way there."""
+        entry = self._entries.get(expert)
+        return entry is not None and not entry.is_guess and len(entry.pieces) == len(self._layers[expert[0]].rows)
+
+    def is_there(self, expert: Expert, piece: str) -> bool:
+        """Return whether the ``piece`` of ``expert`` is in a slot and needn't be waited for."""
+        entry = self._entries.get(expert)
+        return entry is not None and entry.pieces.get(piece, entry) is None
+
+    def count(self, layer: int, *, hits: Collection[Expert], guessed: Collection[Expert], misses: int) -> None:
+        """Note a call of ``layer`` whose tokens are routed to ``hits``, which are there, to those that were ``guessed``
+        and come, and to ``misses`` others.
+        """
+        use, bank = self.uses[layer], self._banks[layer]
+        bank.policy.begin_layer(layer)
+        brought = len(guessed) + misses
+        use.hits += len(hits)
+        use.misses += brought
+        self._mover.traffic.expert_hits += len(hits)
+        self._mover.traffic.expert_misses += brought
+        for expert in (*hits, *guessed):
+            bank.use(expert)
+
+    def ask(self, expert: Expert, pieces: Iterable[str], busy: Container[Expert]) -> bool:
+        """Have ``pieces`` of ``expert`` be brought into its slot, as far as they aren't there.
+
+        Return false where it lies in none, and all are ``busy``.
+        """
+        bank, entry = self._banks[expert[0]], self._entries.get(expert)
+        if entry is not None and entry.is_guess:  # one that came to nothing
+            self._drop([expert])
+            entry = None
+        if entry is None:
+            entry = self._take(expert, busy)
+            if entry is None:
+                self._drop([one for one in self._guesses() if self._banks[one[0]] is bank])
+                entry = self._take(expert, busy)
+                if entry is None:
+                    return False
+            bank.use(expert)
+        for piece in pieces:
+            if piece not in entry.pieces:
+                layout = self._fetch(expert, entry, piece)
+                self.uses[expert[0]].streamed_bytes += layout.rest_bytes
+        return True
+
+    def _guesses(self, layer: int | None = None) -> list[Expert]:
+        """Return what was guessed, of ``layer`` or of all."""
+        coming = [expert for expert in self._coming if layer is None or expert[0] == layer]
+        return [expert for expert in coming if self._entries[expert].is_guess]
+
+    def _take(self, expert: Expert, busy: Container[Expert]) -> Entry | None:
+        """Return ``expert`` with a slot, for which others make room; null where all are ``busy``."""
+        bank = self._banks[expert[0]]
+        while (slot := bank.room.take(expert)) is None:
+            victim = bank.victim(busy)
+            if victim is None:
+                return None
+            self._drop([victim])
+            self.uses[expert[0]].evictions += 1
+        entry = self._entries[expert] = Entry(slot)
+        return entry
+
+    def _fetch(self, expert: Expert, entry: Entry, piece: str, urgency: Urgency | None = None) -> PartLayout:
+        """Start what brings a ``piece`` of ``expert`` into its slot; return what that is."""
+        layout = self._layers[expert[0]].layout(expert[1], piece)
+        transfer = entry.pieces[piece] = Transfer(self._banks[expert[0]].room.region(entry.slot, expert, piece))
+        self._coming[expert] = None
+        self._mover.fetch(layout, transfer, urgency=urgency or self._urgency)
+        return layout
+
+    def guess(self, layer: int, experts: Sequence[Expert], busy: Collection[Expert]) -> None:
+        """Have those of ``experts`` that ``layer`` will probably want be read where nothing that is certain waits.
+
+        The likeliest come first. Those that find no slot but ``busy`` ones, or rest packed, wait until they are asked
+        for.
+        """
+        kept, rows = {*busy, *experts}, self._layers[layer].rows
+        for expert in self._precision.worth_reading(layer, experts):
+            if expert not in self._entries and all(_can_wait(row[expert[1]]) for row in rows.values()):
+                entry = self._take(expert, kept)
+                if entry is None:
+                    return
+                entry.is_guess = True
+                for piece in rows:
+                    self._fetch(expert, entry, piece, Urgency.LIKELY)
+
+    def judge(self, layer: int, wanted: Collection[Expert]) -> list[Expert]:
+        """Return the guesses of ``layer`` that are among those ``wanted``, which are certain now.
+
+        Of the others, what is there stays until its slot is needed; what hasn't begun to come won't.
+        """
+        self._precision.judge(layer, wanted)
+        right = []
+        for expert in self._guesses(layer):
+            entry = self._entries[expert]
+            begun = any(transfer.has_begun for transfer in entry.arriving)
+            came_true = expert in wanted and not any(transfer.has_failed for transfer in entry.arriving)
+            self._count_guess(layer, begun=begun, came_true=came_true)
+            if came_true:
+                entry.is_guess = False
+                reader_pool().make_awaited([work for transfer in entry.arriving for work in transfer.work])
+                self.uses[layer].streamed_bytes += sum(
+                    self._layers[layer].layout(expert[1], piece).rest_bytes for piece in entry.pieces
+                )
+                right.append(expert)
+            else:
+                self._set_aside(expert, entry, failed=expert in wanted)
+        return right
+
+    def _set_aside(self, expert: Expert, entry: Entry, *, failed: bool) -> None:
+        """Keep a guess that came to nothing if all of it is there; if not, have no more of it come."""
+        if failed or not any(transfer.has_begun for transfer in entry.arriving):
+            self._drop([expert])
+        elif all(transfer.is_whole for transfer in entry.arriving):
+            for transfer in entry.arriving:
+                self._mover.follow(transfer.work)
+            entry.pieces, entry.is_guess = dict.fromkeys(entry.pieces), False
+            self._coming.pop(expert)
+            self._banks[expert[0]].unused[expert] = None
+        else:
+            for work in [work for transfer in entry.arriving for work in transfer.work]:
+                work.cancel()
+
+    def _count_guess(self, layer: int, *, begun: bool, came_true: bool) -> None:
+        """Count a guess, if it has been read of it before it was certain."""
+        if begun:
+            self.uses[layer].guesses += 1
+            self.uses[layer].guesses_used += came_true
+            self._mover.traffic.expert_guesses += 1
+            self._mover.traffic.expert_guesses_used += came_true
+
+    def wait(self, experts: Iterable[Expert], piece: str) -> None:
+        """Wait for the ``piece`` of those of ``experts`` where it is on its way. Raises what bringing one raised."""
+        awaited = [expert for expert in experts if self._entries[expert].pieces.get(piece) is not None]
+        self._arrive(awaited, piece)
+        for expert in awaited:
+            self._mover.count_use(*self._mover.bytes_of(self._layers[expert[0]].layout(expert[1], piece)))
+
+    def _arrive(self, experts: Sequence[Expert], piece: str) -> None:
+        """Wait for the ``piece`` of all ``experts``, and have computing follow what brings it."""
+        transfers = [transfer for expert in experts if (transfer := self._entries[expert].pieces.get(piece))]
+        self._mover.wait([job for transfer in transfers for job in transfer.work], "experts")
+        for expert in experts:
+            entry = self._entries[expert]
+            entry.pieces[piece] = None
+            if not entry.arriving:
+                self._coming.pop(expert, None)
+
+    def note_read_whole(self, layer: int, count: int) -> None:
+        """Note that all of a stack of ``layer``, so many bytes, is in memory at once, beyond all budgets."""
+        self._mover.traffic.overflow_bytes = max(self._mover.traffic.overflow_bytes, count)
+        if layer not in self._told:
+            self._told.add(layer)
+            _log.warning(
+                "%s: the model's code asks for all experts of a stack at once, %s beyond the budget",
+                self._layers[layer].module,
+                format_bytes(count),
+            )
+
+    def give_up(self, layer: int | None = None) -> None:
+        """Have what is still on its way into slots of ``layer``, or of all, lie nowhere, once nothing fills them."""
+        self._drop([expert for expert in self._coming if layer is None or expert[0] == layer])
+
+    def _drop(self, experts: Iterable[Expert]) -> None:
+        """Have ``experts`` lie nowhere, once nothing fills their slots any more."""
+        for expert in experts:
+            entry, bank = self._entries.pop(expert), self._banks[expert[0]]
+            self._coming.pop(expert, None)
+            for transfer in entry.arriving:
+                self._mover.abandon(transfer)
+            bank.unused.pop(expert, None)
+            bank.policy.forget(expert)
+            bank.room.give(entry.slot)
+
+    def stack(self, experts: Sequence[Expert]) -> tuple[Mapping[str, torch.Tensor], list[int]]:
+        """Return a stretch of slots, stacked, by attribute, and where in it each of ``experts`` lies (of one layer)."""
+        rows = self._banks[experts[0][0]].room
+        assert isinstance(rows, SlotRows)
+        slots: list[int] = [self._entries[expert].slot for expert in experts]
+        begin, end = min(slots), max(slots)
+        return rows.memory.stack(begin, end + 1), [slot - begin for slot in slots]
+
+    def close(self) -> None:
+        """Wait for what is under way, close the files and free the memory; closing again does nothing."""
+        if self.is_open:
+            self._drop([*self._coming])
+            self._mover.close()
+            self._entries.clear()
+            self._banks, self.is_open = {}, False
+
+
+class SlotRows:
+    """The slots of ``memory`` from ``begin`` to ``end``, each a row of every stack."""
+
+    def __init__(self, memory: SlotMemory, begin: int, end: int) -> None:
+        self.memory, self.size = memory, end - begin
+        self._free = list(range(end - 1, begin - 1, -1))
+
+    def take(self, _expert: Expert) -> int | None:
+        """Return the number of a free slot."""
+        return self._free.pop() if self._free else None
+
+    def give(self, slot: int) -> None:
+        """Have ``slot`` be free."""
+        self._free.append(slot)
+
+    def region(self, slot: int, _expert: Expert, piece: str) -> torch.Tensor:
+        """Return the row of the stack ``piece``."""
+        return self.memory.row(piece, slot)
+
+
+def _can_wait(source: RowSource | PartLayout) -> bool:
+    """Return whether a row can be read after others: what rests packed is unpacked as it was asked for."""
+    return isinstance(source, tuple) and all(isinstance(place, Extent) for place in source)

@@ -1,0 +1,184 @@
+"""Experts that are modules of a list, in slots: each is brought whole as the first of its modules is called.
+
+Which is called next nobody knows; but where several neighbours were called in turn, as the many tokens of a prompt call
+nearly all, the next is brought as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from offstage.stages.dispatch.experts.eviction import Expert
+from offstage.stages.dispatch.experts.expert_slots import Bank, ExpertLayer, ExpertSlots
+from offstage.stages.dispatch.transfer.arena import Arena
+from offstage.stages.dispatch.transfer.link import Link
+from offstage.stages.dispatch.transfer.mover import Mover
+from offstage.stages.dispatch.transfer.reading_threads import Urgency
+from offstage.stages.machine.aligned_memory import align_up
+
+NEIGHBOURS = 4
+"""After so many experts in turn the next is likely; a single token calls so many neighbours very rarely."""
+
+
+class SlotRegions:
+    """``room`` bytes behind ``link`` for experts of ``layers``, each in a region of its own for all of its pieces.
+
+    A region is free again when nothing views it any more: a traceback may hold what was let go.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer], link: Link, room: int) -> None:
+        self._link, self._room = link, room
+        self._layers = {layer.number: layer for layer in layers}
+        self.renew()
+        largest = max(sum(self._sizes(layer, expert)) for layer in layers for expert in range(layer.count))
+        self.size = max(1, room // max(1, largest))
+
+    def renew(self) -> None:
+        """Take other memory: in a process that was forked nobody fills what was lent."""
+        memory = self._link.memory(max(1, self._room))
+        self._arena: Arena[torch.Tensor] | None = Arena(memory)
+        self._alignment = memory.alignment
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._arena = None
+
+    def take(self, expert: Expert) -> torch.Tensor | None:
+        """Return a region for all of ``expert``."""
+        assert self._arena is not None
+        return self._arena.take(sum(self._sizes(self._layers[expert[0]], expert[1])))
+
+    def give(self, slot: torch.Tensor) -> None:
+        """Nothing: it is free once it is gone."""
+
+    def region(self, slot: torch.Tensor, expert: Expert, piece: str) -> torch.Tensor:
+        """Return the part of the region that a ``piece`` has."""
+        layer = self._layers[expert[0]]
+        place, sizes = [*layer.rows].index(piece), self._sizes(layer, expert[1])
+        begin = sum(sizes[:place])
+        return slot[begin : begin + sizes[place]]
+
+    def _sizes(self, layer: ExpertLayer, expert: int) -> list[int]:
+        return [align_up(layer.layout(expert, piece).size, self._alignment) for piece in layer.rows]
+
+
+class ListedSlots(ExpertSlots):
+    """The experts of lists; ``parts`` has the expert that each part is a piece of, and which."""
+
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        room: SlotRegions,
+        mover: Mover,
+        *,
+        parts: Mapping[int, tuple[Expert, str]],
+    ) -> None:
+        banks = dict.fromkeys((layer.number for layer in layers), Bank(room))
+        super().__init__(layers, banks, mover, urgency=Urgency.CERTAIN)  # buffers are shared with what is certain
+        self.parts, self._regions = parts, room
+        self._order = [(layer.number, expert) for layer in layers for expert in range(layer.count)]
+        self._place = {expert: place for place, expert in enumerate(self._order)}
+        self._begun, self._in_turn = -1, 0  # the expert that was begun last, and how many were in turn by then
+        self._in_use: dict[Expert, None] = {}
+
+    def begin_pass(self) -> None:
+        """Say that the model's forward begins; what is on its way stays, unless something of it has failed."""
+        self._begun = -1
+        for expert in [*self._coming]:
+            entry = self._entries[expert]
+            entry.is_guess = False
+            if not entry.users and any(transfer.has_failed for transfer in entry.arriving):
+                self._drop([expert])
+        self._begin_pass_of_banks()
+
+    def acquire(self, part: int) -> list[torch.Tensor] | None:
+        """Return the tensors of ``part``, to be given back with ``release``; null where no slot is free for it.
+
+        Raises what bringing it raised; a later use asks for all of its expert again.
+        """
+        expert, piece = self.parts[part]
+        if self._place[expert] != self._begun or expert not in self._entries:
+            self._begin(expert)
+        entry = self._entries.get(expert)
+        if entry is None:
+            return None
+        if piece not in entry.pieces:
+            self._fetch(expert, entry, piece)
+        with ExitStack() as undo:
+            undo.callback(self._forget_piece, expert, piece)
+            self._arrive([expert], piece)
+            undo.pop_all()
+        entry.users += 1
+        self._in_use[expert] = None
+        return self.views(part)
+
+    def _forget_piece(self, expert: Expert, piece: str) -> None:
+        """Give up a ``piece`` that has failed, so that a later use asks for it again."""
+        entry = self._entries[expert]
+        transfer = entry.pieces.pop(piece)
+        if transfer is not None:
+            self._mover.abandon(transfer)
+        if not entry.users:
+            self._drop([expert])
+
+    def views(self, part: int) -> list[torch.Tensor]:
+        """Return the tensors of ``part``, which is in use."""
+        expert, piece = self.parts[part]
+        region = self._regions.region(self._entries[expert].slot, expert, piece)
+        return self._layers[expert[0]].layout(expert[1], piece).views(region)
+
+    def release(self, part: int) -> None:
+        """Give ``part`` back; its expert stays until its slot is needed."""
+        expert, _ = self.parts[part]
+        entry = self._entries[expert]
+        entry.users -= 1
+        if not entry.users:
+            self._in_use.pop(expert, None)
+
+    def recover(self) -> None:
+        """Take all back from calls that ended without giving it back."""
+        self._in_use.clear()
+        for entry in self._entries.values():
+            entry.users = 0
+
+    def start_anew(self, *, in_use: bool) -> None:
+        """Forget what isn't used, in a process that was forked, if what is used ``is in_use`` here."""
+        for expert, entry in [*self._entries.items()]:
+            entry.pieces = {piece: None for piece, transfer in entry.pieces.items() if transfer is None}
+            if not (in_use and entry.users):
+                self._drop([expert])
+        self._coming.clear()
+        self._regions.renew()
+
+    def close(self) -> None:
+        """Free the memory, once the mover's link is closed; closing again does nothing."""
+        super().close()
+        self._regions.close()
+
+    def _begin(self, expert: Expert) -> None:
+        """Have ``expert`` be brought whole, and the next one too where it is likely."""
+        place = self._place[expert]
+        self._in_turn = self._in_turn + 1 if place == self._begun + 1 else 1
+        self._begun = place
+        entry = self._entries.get(expert)
+        there, guessed = [expert] if self.has(expert) else [], [expert] if entry and entry.is_guess else []
+        self.count(expert[0], hits=there, guessed=guessed, misses=not there and not guessed)
+        if entry is not None:
+            entry.is_guess = False
+        busy = {**self._in_use, expert: None}
+        if self.ask(expert, self._layers[expert[0]].rows, busy) and self._in_turn >= NEIGHBOURS:
+            self._ask_next(place + 1, busy)
+
+    def _ask_next(self, place: int, busy: Mapping[Expert, None]) -> None:
+        """Have the expert at ``place`` be brought, as far as there is room; it is the first to make room."""
+        expert = self._order[place] if place < len(self._order) else None
+        if expert is not None and expert not in self._entries:
+            entry = self._take(expert, busy)
+            if entry is not None:
+                entry.is_guess = True
+                self._banks[expert[0]].unused[expert] = None
+                for piece in self._layers[expert[0]].rows:
+                    self._fetch(expert, entry, piece)

@@ -1,0 +1,252 @@
+"""The cache of streamed weights on one device: a ring for what is certain, slots for what a forward decides to use.
+
+What a pass uses for certain is brought ahead of use, in order: the next parts are on their way while the current one
+computes. A part is what streams together: the tensors that one module holds directly. The experts of a list are brought
+when they are called, and stay in their slots while nothing else needs them.
+
+All decisions are made as a part is acquired or released, by the thread that owns what streams of the model: one is in a
+pass, a backward or a call at a time (``PassLock``), so there is no lock here. Other threads do nothing but bring what
+they were told to, and an error of theirs surfaces in the forward that needed the part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from offstage.stages.dispatch.experts.listed_slots import ListedSlots
+from offstage.stages.dispatch.streaming.schedule import Schedule
+from offstage.stages.dispatch.transfer.mover import Mover, Transfer
+from offstage.stages.dispatch.transfer.part_layout import PartLayout
+from offstage.stages.dispatch.transfer.ring import Ring
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A part in the ring, or in memory ``beyond`` it, and how many calls use it."""
+
+    transfer: Transfer
+    is_beyond: bool = False
+    users: int = 0
+
+
+class WeightCache:
+    """Has the parts of these ``layouts``, by number, brought by ``mover`` into ``ring``, ahead of use in ``order``.
+
+    Those of ``passing`` only a forward decides to use, and those of ``experts`` too, which have slots.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[PartLayout],
+        mover: Mover,
+        ring: Ring,
+        order: Sequence[int],
+        *,
+        experts: ListedSlots | None = None,
+        passing: Collection[int] = (),
+    ) -> None:
+        self._layouts, self._mover, self._ring, self.experts = layouts, mover, ring, experts
+        self._in_slots = experts.parts if experts is not None else {}
+        self._schedule = Schedule(order, {*passing, *self._in_slots})
+        self._held: dict[int, _Held] = {}
+        self._bytes = [mover.bytes_of(layout) for layout in layouts]
+        self._lent: int | None = None  # the part that a backward pass has, until it asks for another one
+
+    def acquire(self, part: int) -> list[torch.Tensor]:
+        """Return the tensors of ``part``, in its layout's order; waits for them if it must.
+
+        They are views of memory that is given to others after ``release``. Raises what bringing them raised.
+        """
+        lent, self._lent = self._lent, None
+        if lent == part:  # the use that the backward pass has is the caller's now
+            self._end_use(part)
+        elif lent is not None:
+            self.release(lent)
+        found = self._acquire_expert(part) or self._acquire_certain(part)
+        self._mover.count_use(*self._bytes[part])
+        return found
+
+    def lend(self, part: int) -> list[torch.Tensor]:
+        """Return the tensors of ``part`` as ``acquire`` does, to be given back by itself once another is asked for.
+
+        A backward pass asks for one tensor at a time, and nothing tells when it is done with a part.
+        """
+        if self._lent != part:
+            found = self.acquire(part)
+            self._lent = part
+            return found
+        return self._views(part)
+
+    def release(self, part: int) -> None:
+        """Give ``part`` back: its memory is free once nothing views it, unless its next use was asked for already."""
+        self._end_use(part)
+        held = self._held.get(part)
+        if held is not None and not held.users and (held.is_beyond or not self._schedule.wanted(part)):
+            del self._held[part]
+            held.transfer.region = None  # a thread that has just brought it may not have let go of it yet
+        self._ask_ahead()
+
+    def begin_pass(self) -> None:
+        """Say that the model's forward begins."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self.release(lent)
+        if self.experts is not None:
+            self.experts.begin_pass()
+        changed = self._schedule.begin_pass()
+        if self._forget_failed() or changed:
+            self._ask_ahead()  # what is there already stays
+        self._forget_unwanted()
+        self._ask_ahead()
+
+    def end_pass(self) -> None:
+        """Say that the model's forward has ended well: its parts are expected in the order in which it used them."""
+        if self._schedule.end_pass():
+            self._expect_anew()
+
+    def turn(self, saved: Sequence[int]) -> None:
+        """Say that the backward of a pass begins whose graph ``saved`` tensors of these parts, in this order."""
+        if self._schedule.turn(saved):
+            self._expect_anew()
+
+    def recover(self) -> None:
+        """Take all parts back from calls that ended without giving them back, as an interrupt ends them."""
+        self._lent = None
+        for held in self._held.values():
+            held.users = 0
+        if self.experts is not None:
+            self.experts.recover()
+
+    def start_anew(self, *, in_use: bool) -> bool:
+        """Forget what was on its way in the process that this one was forked from; return whether it can go on here.
+
+        ``in_use`` says whether what is used is used here, by the thread that forked.
+        """
+        self._lent = None
+        self._held = {part: held for part, held in self._held.items() if in_use and held.users}
+        self._schedule.ask_again()
+        if not self._mover.start_anew():
+            return False
+        self._ring.renew()
+        if self.experts is not None:
+            self.experts.start_anew(in_use=in_use)
+        return True
+
+    def close(self) -> None:
+        """Wait for what is under way, close the files and free the memory; closing again does nothing."""
+        self._lent = None
+        for part in list(self._held):
+            self._drop(part)
+        if self.experts is not None:
+            self.experts.close()
+        self._mover.close()
+        self._ring.close()
+
+    def _end_use(self, part: int) -> None:
+        """Have one use of ``part`` be over; it may be used again at once."""
+        held = self._held.get(part)
+        if held is not None:
+            held.users -= 1
+        elif self.experts is not None:
+            self.experts.release(part)
+
+    def _acquire_expert(self, part: int) -> list[torch.Tensor]:
+        """Return the tensors of ``part`` in the slot of its expert; nothing where it has none."""
+        if self.experts is None or part not in self._in_slots or part in self._held:
+            return []
+        found = self.experts.acquire(part)
+        self._ask_ahead()
+        return found or []
+
+    def _acquire_certain(self, part: int) -> list[torch.Tensor]:
+        """Return the tensors of ``part`` in the ring, and ask for what comes next."""
+        expects_others = self._schedule.use(part)
+        held = self._held.get(part) or self._on_demand(part)
+        held.users += 1
+        if expects_others:
+            self._expect_anew()
+        else:
+            self._ask_ahead()
+        self._wait_for(part, held)
+        return self._views(part)
+
+    def _views(self, part: int) -> list[torch.Tensor]:
+        """Return the tensors of ``part``, which is in use."""
+        held = self._held.get(part)
+        if held is None:
+            assert self.experts is not None
+            return self.experts.views(part)
+        assert held.transfer.region is not None
+        return self._layouts[part].views(held.transfer.region)
+
+    def _ask_ahead(self) -> None:
+        """Ask for what comes next, as far as the ring has room."""
+        for part in self._schedule.upcoming():
+            if part not in self._held:
+                region = self._ring.take(part, ahead=True)
+                if region is None:
+                    return
+                self._ask(part, region)
+
+    def _expect_anew(self) -> None:
+        """Ask for what comes next, and give up what was brought for what doesn't."""
+        self._ask_ahead()  # what is there already stays
+        self._forget_unwanted()
+        self._ask_ahead()
+
+    def _ask(self, part: int, region: torch.Tensor, *, is_beyond: bool = False) -> _Held:
+        """Have ``part`` brought into ``region``."""
+        held = self._held[part] = _Held(Transfer(region), is_beyond)
+        self._mover.fetch(self._layouts[part], held.transfer)
+        return held
+
+    def _wait_for(self, part: int, held: _Held) -> None:
+        """Wait until ``part`` is there. One that failed is given up, so that a later use asks for it again."""
+        with ExitStack() as undo:
+            undo.callback(self._drop, part)
+            self._mover.wait(held.transfer.work, f"part {part}")
+            undo.pop_all()
+        held.transfer.work.clear()
+
+    def _on_demand(self, part: int) -> _Held:
+        """Ask for ``part`` now. What was brought ahead makes room for it, the last first; else it gets new memory."""
+        region = self._make_room(part) if part not in self._in_slots else None
+        if region is not None:
+            return self._ask(part, region)
+        beyond = sum(self._layouts[other].size for other, held in self._held.items() if held.is_beyond)
+        traffic = self._mover.traffic
+        traffic.overflow_bytes = max(traffic.overflow_bytes, beyond + self._layouts[part].size)
+        return self._ask(part, self._ring.beyond(self._layouts[part].size), is_beyond=True)
+
+    def _make_room(self, part: int) -> torch.Tensor | None:
+        """Return room for ``part`` in the ring, if need be that of what was brought ahead; null where all is in use."""
+        region = self._ring.take(part)
+        ahead = [other for other, held in self._held.items() if not held.users]
+        if region is None and ahead:
+            self._schedule.ask_again()
+        while region is None and ahead:
+            self._drop(ahead.pop())
+            region = self._ring.take(part)
+        return self._ring.take(part, anywhere=True) if region is None else region
+
+    def _drop(self, part: int) -> None:
+        """Give ``part`` up; its region is free once no thread fills it."""
+        self._mover.abandon(self._held.pop(part).transfer)
+
+    def _forget_failed(self) -> bool:
+        """Give up what was brought ahead and failed: by now it may be mended. Return whether there was such."""
+        failed = [part for part, held in self._held.items() if held.transfer.has_failed and not held.users]
+        for part in failed:
+            self._drop(part)
+        if failed:
+            self._schedule.ask_again()
+        return bool(failed)
+
+    def _forget_unwanted(self) -> None:
+        """Give up what was brought ahead and is not expected any more."""
+        for part in [part for part, held in self._held.items() if not held.users and not self._schedule.wanted(part)]:
+            self._drop(part)

@@ -1,0 +1,290 @@
+"""What brings weights: from storage or from the host into the memory where they compute, which is behind a link.
+
+The host is a link that is in place: what is read or unpacked lands where it is used. For all others it passes through
+buffers that the accelerator copies from by itself, by order of the thread that has read it; what waits on the host is
+copied from where it waits, by order of the thread that runs the model, which never waits for it. What the accelerator
+can unpack crosses the link as it rests. Computing follows the copies of what it uses; a copy follows all computing that
+was asked for before its region was taken, and so the last use of what was there before.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import torch
+
+from offstage.stages.checkpoints.direct_file import Chunk, cut
+from offstage.stages.checkpoints.extents import Extent
+from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor, files_of, in_pieces
+from offstage.stages.dispatch.transfer.block_reader import BlockReader
+from offstage.stages.dispatch.transfer.chunk_reader import ChunkReader
+from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, crosses_packed
+from offstage.stages.dispatch.transfer.link import Event, Link, Moved
+from offstage.stages.dispatch.transfer.part_layout import PartLayout, Source
+from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
+from offstage.stages.dispatch.transfer.reading_threads import Urgency, reader_pool
+from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
+from offstage.stages.dispatch.transfer.traffic import Traffic
+from offstage.stages.machine.probes import CHUNK_BYTES
+from offstage.stages.units import CPU, DeviceId
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Something on its way into a region, or there: what is under way to fill it.
+
+    The region is null once it has been given up, so that work which was cancelled holds no memory.
+    """
+
+    region: torch.Tensor | None
+    work: list[Future[Moved]] = field(default_factory=list)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something of it has been read, or is being."""
+        return any(work.running() or (work.done() and not work.cancelled()) for work in self.work)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is there."""
+        return all(work.done() and not work.cancelled() and not work.exception() for work in self.work)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something that was to fill it has failed."""
+        return any(work.done() and not work.cancelled() and work.exception() for work in self.work)
+
+
+class Mover:
+    """Brings what lies at ``sources`` over ``link`` to ``device``, and counts in ``traffic`` what that costs.
+
+    What is read, or unpacked on the host, passes through ``buffers`` on its way to where it can't be read in place;
+    null where nothing is. Whoever made them closes them. The same goes for ``unpacker``, by which the accelerator
+    unpacks what it can; null where the host does. The memory of host tensors is best pinned.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        sources: Iterable[Source],
+        *,
+        device: DeviceId = CPU,
+        buffers: PinnedBuffers | None = None,
+        unpacker: DeviceUnpacker | None = None,
+        traffic: Traffic,
+        trace: Trace | None = None,
+    ) -> None:
+        self.link, self._buffers, self._unpacker = link, buffers, unpacker
+        self.traffic, self._device, self._trace = traffic, device, trace
+        on_disk = [source for source in sources if not isinstance(source, torch.Tensor)]
+        self._reader = ChunkReader({file for source in on_disk for file in files_of(source)}, trace)
+        packed = [place for place in on_disk if isinstance(place, PackedTensor) and not crosses_packed(place, unpacker)]
+        self._packed = packed if link.in_place else [piece for place in packed for _, piece in in_pieces(place)]
+        self._blocks = BlockReader(self._reader, self._packed)
+        self._order, self._ordering = count(), threading.Lock()
+        traces = trace is not None and not link.in_place
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="offstage-copy") if traces else None
+
+    def fetch(self, layout: PartLayout, transfer: Transfer, *, urgency: Urgency = Urgency.CERTAIN) -> None:
+        """Start what fills the region of ``transfer`` as ``layout`` says; threads read it as its ``urgency`` is."""
+        after, pool = self.link.computed(), reader_pool()
+        for placed in layout.pieces:
+            if isinstance(placed.source, torch.Tensor) and placed.bytes:
+                data = placed.source.detach().reshape(-1).view(torch.uint8)
+                asked: Future[Moved] = Future()
+                asked.set_result(self._copy(data, transfer, placed.begin, after))
+                transfer.work.append(asked)
+        for shared, work, *given in self._jobs(layout, transfer, after):
+            job = pool.submit(work, *given, urgency=urgency)
+            transfer.work.append(job)
+            if shared is not None:
+                shared.watch(job)
+
+    def _jobs(self, layout: PartLayout, transfer: Transfer, after: Event) -> Iterator[tuple[Any, ...]]:
+        """Yield the jobs that read: a buffer that some share, if any, what to do, and what that is given."""
+        read = self._read if layout.reads_in_place else self._read_and_pass_on
+        for placed in layout.pieces:
+            source, begin = placed.source, placed.begin
+            if isinstance(source, Extent):
+                chunks = cut(source, CHUNK_BYTES)
+                yield from (
+                    (None, read, chunk, transfer, begin + chunk.begin - source.begin, after) for chunk in chunks
+                )
+            elif isinstance(source, PackedTensor) and placed.bytes:
+                yield from self._unpackings(source, transfer, begin, after)
+
+    def _unpackings(
+        self, source: PackedTensor, transfer: Transfer, begin: int, after: Event
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the jobs that bring what rests packed."""
+        if self.link.in_place or crosses_packed(source, self._unpacker):
+            bring = self._unpack if self.link.in_place else self._pass_on_packed
+            yield from ((None, bring, source, block, transfer, begin, after) for block in source.codec.blocks(source))
+            return
+        assert self._buffers is not None
+        for place, piece in in_pieces(source):
+            blocks = piece.codec.blocks(piece)
+            shared = SharedBuffer(self._buffers, len(blocks))
+            for block in blocks:
+                yield shared, self._unpack_and_pass_on, piece, block, shared, transfer, begin + place, after
+
+    def _read(self, chunk: Chunk, transfer: Transfer, begin: int, _after: Event) -> Moved:
+        """Read one chunk to where it is used. Once that is done nothing here holds the region any more."""
+        self._reader.read(chunk, _bytes(transfer, begin - chunk.skipped, chunk.length).numpy().data)
+        return Moved(stored_bytes=chunk.wanted)
+
+    def _unpack(self, source: PackedTensor, block: PackedBlock, transfer: Transfer, begin: int, _after: Event) -> Moved:
+        """Read a block and unpack it to where it is used."""
+        target = _bytes(transfer, begin, source.bytes).numpy()
+        return Moved(stored_bytes=self._blocks.bring(source, block, target))
+
+    def _read_and_pass_on(self, chunk: Chunk, transfer: Transfer, begin: int, after: Event) -> Moved:
+        """Read one chunk and have it copied on to ``begin`` in the region; runs in a thread of the pool.
+
+        The region is not touched before the read is there, so that the traceback of one that fails holds no memory.
+        """
+        assert self._buffers is not None
+        with self._buffers.lend() as (buffer, waited):
+            self._reader.read(chunk, buffer.memory.data[: chunk.length])
+            moved = self._copy(buffer.tensor[chunk.skipped : chunk.wanted], transfer, begin, after)
+            buffer.note_copy(self.link, moved.done)
+        return replace(moved, stored_bytes=chunk.wanted, waited_seconds=waited)
+
+    def _pass_on_packed(
+        self, source: PackedTensor, block: PackedBlock, transfer: Transfer, begin: int, after: Event
+    ) -> Moved:
+        """Read one block and have the accelerator unpack it to its place in the region."""
+        assert self._unpacker is not None
+        began = time.perf_counter()
+        moved = self._unpacker.bring(
+            source,
+            block,
+            lambda: _bytes(transfer, begin, source.bytes),
+            after=after,
+            reader=self._reader,
+            buffers=self._buffers,
+        )
+        self._watch("unpack", began, moved)
+        return moved
+
+    def _unpack_and_pass_on(
+        self,
+        tensor: PackedTensor,
+        block: PackedBlock,
+        shared: SharedBuffer,
+        transfer: Transfer,
+        begin: int,
+        after: Event,
+    ) -> Moved:
+        """Read and unpack a block of ``tensor``, in a buffer that ``shared`` has for all of them.
+
+        The last one has all of it copied on to ``begin`` in the region.
+        """
+        buffer, waited = shared.take()
+        stored = self._blocks.bring(tensor, block, buffer.memory[: tensor.bytes])
+        moved = Moved()
+        if shared.fill():
+            moved = self._copy(buffer.tensor[: tensor.bytes], transfer, begin, after)
+            buffer.note_copy(self.link, moved.done)
+        return replace(moved, stored_bytes=stored, waited_seconds=waited)
+
+    def _copy(self, data: torch.Tensor, transfer: Transfer, begin: int, after: Event) -> Moved:
+        """Ask for one copy. The lock makes the order of the numbers that of the copies, where they are done later."""
+        target = _bytes(transfer, begin, data.nbytes)
+        began = time.perf_counter()
+        if after is None:
+            self.link.copy(data, target, after=None)
+            moved = Moved(copied_bytes=data.nbytes)
+        else:
+            with self._ordering:
+                moved = Moved(next(self._order), self.link.copy(data, target, after=after), data.nbytes)
+        self._watch("copy", began, moved)
+        return moved
+
+    def _watch(self, what: str, began: float, moved: Moved) -> None:
+        """Have a copy be on the time line once it is done, or what was unpacked."""
+        if self._watcher is not None:
+            self._watcher.submit(self._note, what, began, moved)
+
+    def _note(self, what: str, began: float, moved: Moved) -> None:
+        assert self._trace is not None
+        self.link.finish(moved.done)
+        self._trace.add(what, "copy", began, bytes=moved.copied_bytes)
+
+    def wait(self, work: Sequence[Future[Moved]], what: str) -> None:
+        """Wait for ``what`` is needed now, and have computing follow it; the time that this takes is a stall."""
+        began = time.perf_counter()
+        for job in work:
+            job.result()
+        waited = time.perf_counter() - began
+        self.traffic.count_stall(self._device, waited)
+        if self._trace is not None and waited > STALL_SECONDS:
+            self._trace.add(f"stall: {what}", "stall", began)
+        self.follow(work)
+
+    def count_use(self, at_rest: int, carried: int) -> None:
+        """Count one use of what has so many bytes as it rests, of which so many are ``carried``."""
+        self.traffic.count_use(self._device, at_rest=at_rest, carried=carried)
+
+    def bytes_of(self, layout: PartLayout) -> tuple[int, int]:
+        """Return the bytes of ``layout`` as they rest, and as they come to where it computes: as they cross the link,
+        or to the host as they rest.
+        """
+        return layout.rest_bytes, sum(
+            each.rest_bytes if self.link.in_place or crosses_packed(each.source, self._unpacker) else each.bytes
+            for each in layout.pieces
+        )
+
+    def follow(self, work: Iterable[Future[Moved]]) -> None:
+        """Wait until all is asked for, and have computing follow the last copy and the last unpacking.
+
+        What was read and copied counts from then on, and how long reads waited. Raises what bringing it raised.
+        """
+        found = [job.result() for job in work]
+        self.traffic.storage_bytes += sum(moved.stored_bytes for moved in found)
+        if not self.link.in_place:
+            self.traffic.link_bytes += sum(moved.copied_bytes for moved in found)
+            self.traffic.link_seconds += sum(moved.waited_seconds for moved in found)
+        for is_unpacking in (False, True):
+            asked = [moved for moved in found if moved.is_unpacking == is_unpacking and moved.number >= 0]
+            if asked:
+                self.link.follow(max(asked, key=lambda moved: moved.number).done)
+
+    def abandon(self, transfer: Transfer) -> None:
+        """Give up what is under way; its region is free once no thread fills it. Whoever waited for it was told.
+
+        Computing follows what was asked for already, and so does all that comes into the same memory after it.
+        """
+        under_way = [work for work in transfer.work if not work.cancel()]
+        wait(under_way)
+        self.follow([work for work in under_way if work.exception() is None])
+        transfer.region = None
+
+    def start_anew(self) -> bool:
+        """Go on in a process that was forked, where no thread fills what it lent; return whether it can.
+
+        A link, and the threads that wait for it, are of the process that opened it.
+        """
+        if self.link.in_place:
+            self._blocks = BlockReader(self._reader, self._packed)
+        return self.link.in_place
+
+    def close(self) -> None:
+        """Wait for the accelerator and close the files; closing again does nothing."""
+        self.link.close()
+        if self._watcher is not None:
+            self._watcher.shutdown()
+        self._reader.close()
+
+
+def _bytes(transfer: Transfer, begin: int, length: int) -> torch.Tensor:
+    """Return a stretch of the region: only what still has it asks for that."""
+    assert transfer.region is not None
+    found: Any = transfer.region[begin : begin + length]
+    return found  # type: ignore[no-any-return]
