@@ -21,12 +21,12 @@ from offstage.stages.plan.budgets import allow
 from offstage.stages.plan.checks import require_fit
 from offstage.stages.plan.functions import Sizes, get_max_memory
 from offstage.stages.plan.layout import lay_out
+from offstage.stages.plan.memory_needs import memory_needs
 from offstage.stages.plan.module_sizes import Classes, outline_of
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, fold
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.predict import work
 from offstage.stages.plan.request.geometry import Request, geometry_of
 from offstage.stages.units import CPU, DISK, DeviceId
 
@@ -67,5 +67,5 @@ def _free(model: nn.Module, outline: Outline) -> Budgets:
     shape: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     rehearsed = describe(model, no_split=outline.skeleton.no_split)
     forward = Outline(replace(outline.skeleton, moments=rehearsed.moments, caches=rehearsed.caches))
-    needs = work(forward, geometry_of(shape), REQUEST, local_kernels(user_cache() / MEASURED))
+    needs = memory_needs(forward, geometry_of(shape), REQUEST, local_kernels(user_cache() / MEASURED))
     return allow(None, Hardware(local_accelerators(), host_memory()), needed=needs.bytes).budgets

@@ -67,7 +67,7 @@ def read_requests(config: Config) -> dict[int | None, Request]:
         return {size: replace(request, members=size) for size in lockstep_sizes(request.members)}
     if node.get("batch_size") != AUTO:
         return {None: request}
-    sizes = batch_sizes(request.sequences // request.copies)
+    sizes = batch_sizes(request.prompts)
     return {size: replace(request, sequences=size * request.copies) for size in sizes}
 
 
@@ -155,6 +155,7 @@ def _answers(
         length if is_cached else 0,
         positions=1 + guesses,
         copies=copies,
+        forwards=max(_forwards(one.options) for one in asked),
         judged=guesses if given.judges_exactly else 0,
         kept=round_up(new) if keeps else 0,
         assistant_bytes=assistant_bytes(given.assistant_model, prompt=prompt, length=both),
@@ -164,9 +165,13 @@ def _answers(
 
 
 def _copies(options: Mapping[str, Any]) -> int:
-    """Return how many sequences each prompt is: with guidance as many go beside them, over a cache of their own."""
-    sequences = max(count_of(options, "num_beams", 1), count_of(options, "num_return_sequences", 1))
-    return 2 * sequences if options.get("guidance_scale", 1) != 1 else sequences
+    """Return how many sequences each prompt is."""
+    return max(count_of(options, "num_beams", 1), count_of(options, "num_return_sequences", 1))
+
+
+def _forwards(options: Mapping[str, Any]) -> int:
+    """Return how many forwards a token takes: guidance has one beside the prompt's, over a cache of its own."""
+    return 2 if options.get("guidance_scale") not in (None, 1) else 1
 
 
 def _new_tokens(options: Mapping[str, Any], prompt: int) -> int:
