@@ -106,7 +106,9 @@ def test_activations_that_are_slow_to_cross_keep_layers_together_on_the_accelera
 
 
 def test_where_many_share_what_is_brought_less_computes_on_the_host() -> None:
-    alone, together = (len(with_host_layers(llama(), BUDGETS, RATES, step=Step(members=count)).computes) for count in (1, 8))
+    alone, together = (
+        len(with_host_layers(llama(), BUDGETS, RATES, step=Step(members=count)).computes) for count in (1, 8)
+    )
     assert alone > together
 
 
