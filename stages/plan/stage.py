@@ -102,7 +102,7 @@ class PlanStage(Stage[PlanInputs]):
         machine = known_machine(config, context.cache)
         outline = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME)))
         storage = read(PlanConfig, config).storage
-        packing = possible_packing(storage, outline, config)
+        packing = possible_packing(storage, outline, config, context.cache)
         packed = with_copies(outline, packing)
         rates = machine_rates(config, machine, context.cache, packed)
         packing = choose_packing(storage, packing, outline, rates)
