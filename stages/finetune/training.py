@@ -30,9 +30,9 @@ from offstage.stages.inference.cost import ForwardCost, Metrics, expert_uses, ru
 from offstage.stages.inference.measured import held_now, measured_peaks
 from offstage.stages.inference.progress import Progress, Row, say_earlier
 from offstage.stages.inference.tokens import check_words
+from offstage.stages.inputs.finetune_options import TEXT
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.request.training import TEXT
-from offstage.stages.plan.request.training_demand import Parameters
+from offstage.stages.plan.request.training import Parameters
 from offstage.stages.units import DeviceId
 
 _TAG = "finetune"

@@ -17,6 +17,7 @@ from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 from offstage.stages.checkpoints.hub import local_weights
+from offstage.stages.inputs.finetune_options import Learns
 from offstage.stages.machine.hardware import Accelerator, Hardware, coarse, hardware
 from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, identity, local_kernels
@@ -41,13 +42,11 @@ from offstage.stages.plan.request.requests import (
     what_learns,
     with_adapter,
 )
-from offstage.stages.plan.request.training import Learns
-from offstage.stages.plan.request.training_demand import TrainingDemand
+from offstage.stages.plan.request.training import TrainingDemand, training_needs
 from offstage.stages.plan.row_blocks import possible_dtypes
 from offstage.stages.plan.serving import Io, choose_io
 from offstage.stages.plan.token_time import LayerOutput
 from offstage.stages.plan.traffic import Step
-from offstage.stages.plan.training_needs import training_needs
 from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, format_bytes
 
 

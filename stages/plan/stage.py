@@ -52,7 +52,7 @@ from offstage.stages.plan.predict import predict
 from offstage.stages.plan.request.choose import PlanOption, brings_more, choose
 from offstage.stages.plan.request.media_demand import media_demand
 from offstage.stages.plan.request.requests import asking
-from offstage.stages.plan.request.training_demand import training_demand
+from offstage.stages.plan.request.training import training_demand
 from offstage.stages.plan.row_blocks import block_sizes
 from offstage.stages.plan.token_time import ONE_TOKEN
 from offstage.stages.plan.traffic import Step, forecast
