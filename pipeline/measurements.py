@@ -97,7 +97,7 @@ def remarks(record: Mapping[str, Any]) -> Iterator[str]:
             "computed, and so tokens, may differ from those of other placements."
         )
     yield from record.get("compared", ())
-    if record["metrics"].get("predicted_expert_routing") == "uniform":
+    if "predicted_expert_hit_rate" in record["metrics"]:
         yield ("The plan assumed uniform routing: the bytes and seconds of a token may be far from those predicted.")
     if enforcement.get("enforced") is False:
         yield f"No memory cap was tested: {enforcement['how']}."

@@ -71,8 +71,7 @@ slot, in decoding alone where there was any. ``expert_hits``, ``expert_misses`` 
 whole run, and the section ``experts`` has them by layer, with the bytes that were streamed for it. So are
 ``expert_guesses``, experts that were read before the router had spoken, and ``expert_guesses_used``, those of them that
 it then chose: they are among the misses. What the others read is in ``storage_read_bytes`` alone.
-``predicted_expert_routing`` says what the plan's ``predicted_expert_hit_rate`` goes by: ``uniform``, which assumes that
-all experts are wanted alike.
+The plan's ``predicted_expert_hit_rate`` assumes uniform routing: that all experts are wanted alike.
 
 What streams is told by the device that computes it too: ``link_bytes_per_token.0`` is what came to accelerator 0 for a
 token, as it crossed the link (``.cpu``: to the host, as it rests), and ``link_stall_seconds_per_token.0`` how long

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from offstage.stages.inference.inputs import InferenceInputs
-from offstage.stages.plan.request.training import FinetuneOptions
+from offstage.stages.inputs.finetune_options import FinetuneOptions
 
 STEPS = "steps.jsonl"
 """The file that grows by a line a step."""

@@ -17,7 +17,7 @@ import torch
 from offstage.pipeline.errors import ConfigError
 from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.inference.tokens import encode_text
-from offstage.stages.plan.request.training import TEXT
+from offstage.stages.inputs.finetune_options import TEXT
 
 
 def make_sequences(text: str, model: Mapping[str, Any], *, window: int) -> torch.Tensor:

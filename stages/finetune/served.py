@@ -12,9 +12,9 @@ from offstage.stages.checkpoints.adapters import adapter_folder
 from offstage.stages.checkpoints.hub import checkpoint_folder
 from offstage.stages.empty_init.model import read_class
 from offstage.stages.finetune.sequences import make_sequences
+from offstage.stages.inputs.finetune_options import TEXT, FinetuneOptions
 from offstage.stages.inputs.texts import read_text
 from offstage.stages.plan.request.geometry import read_geometry
-from offstage.stages.plan.request.training import TEXT, FinetuneOptions
 
 _INSTEAD = "give a checkpoint of a language model that decodes only, or set model.class to the one with its head"
 

@@ -14,10 +14,10 @@ from offstage.pipeline.typed_config import PATHS, absolute, read
 from offstage.stages.finetune.inputs import CHECKPOINT, STATE, STEPS, FinetuneInputs
 from offstage.stages.inference.inputs import gather_model, inference_sources
 from offstage.stages.inference.progress import earlier_told, read_rows
+from offstage.stages.inputs.finetune_options import TEXT, FinetuneOptions, check_training
 from offstage.stages.inputs.texts import read_text
 from offstage.stages.plan.plan import FILE_NAME as PLAN
 from offstage.stages.plan.request.geometry import read_geometry
-from offstage.stages.plan.request.training import TEXT, FinetuneOptions, check_training
 from offstage.stages.units import format_bytes
 
 FILE_NAME = "finetune.json"

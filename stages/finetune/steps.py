@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offstage.stages.finetune.sequences import derive, pick
-from offstage.stages.plan.request.training import FinetuneOptions
+from offstage.stages.inputs.finetune_options import FinetuneOptions
 
 
 @dataclass(frozen=True, slots=True)

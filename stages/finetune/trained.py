@@ -13,8 +13,8 @@ from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.dispatch.streaming.waiting_tensor import WaitingTensor
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.finetune.sequences import derive
-from offstage.stages.plan.request.training import FinetuneOptions
-from offstage.stages.plan.request.training_demand import Parameters, adapt, choose_learning
+from offstage.stages.inputs.finetune_options import FinetuneOptions
+from offstage.stages.plan.request.training import Parameters, adapt, choose_learning
 
 
 def prepare(

@@ -26,9 +26,9 @@ from offstage.stages.inference.cost import ForwardCost, Metrics, run_metrics
 from offstage.stages.inference.progress import Progress, Row, say_earlier
 from offstage.stages.inference.session import held_now, measured_peaks, save_result
 from offstage.stages.inference.tokens import check_words
+from offstage.stages.inputs.finetune_options import TEXT
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.request.training import TEXT
-from offstage.stages.plan.request.training_demand import Parameters
+from offstage.stages.plan.request.training import Parameters
 from offstage.stages.units import DeviceId
 
 _TAG = "finetune"

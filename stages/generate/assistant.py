@@ -21,8 +21,8 @@ from offstage.stages.checkpoints.tokenizers import load_tokenizer
 from offstage.stages.checkpoints.weight_files import gguf_file
 from offstage.stages.empty_init.identity import quantization_fault, text_identity
 from offstage.stages.plan import plan as plans
-from offstage.stages.plan.request.assistant import assistant_node, assistant_weights
 from offstage.stages.plan.request.geometry import read_geometry
+from offstage.stages.plan.request.requests import assistant_node, assistant_weights
 
 _KEY = "generate.assistant_model"
 _OWN_OPTIONS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")

@@ -21,9 +21,6 @@ from offstage.stages.units import DeviceId
 ROOMY, LEAST = 2, 1
 """The slots of each kind that one is read into while the other computes, and those that suffice."""
 
-UNIFORM = "uniform"
-"""What a prediction takes the routing of tokens to be."""
-
 Offstage = Mapping[str, DeviceId]
 """Module whose experts lie elsewhere than where they compute → where they compute."""
 

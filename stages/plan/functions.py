@@ -10,25 +10,39 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from offstage.pipeline.cache.user_cache import user_cache
 from offstage.pipeline.errors import ConfigError, closest
+from offstage.pipeline.kernel_caches import bound_kernel_caches
+from offstage.pipeline.malloc import return_freed_memory
+from offstage.pipeline.stage import MEASURED
 from offstage.pipeline.typed_config import NO_DEVICE
+from offstage.stages.empty_init.describe import describe
 from offstage.stages.machine.devices import device_id
 from offstage.stages.machine.hardware import Hardware, local_accelerators
 from offstage.stages.machine.host_memory import host_memory
+from offstage.stages.machine.kernels import local_kernels
 from offstage.stages.plan import checks
 from offstage.stages.plan.budgets import allow, size_of
 from offstage.stages.plan.layout import lay_out
+from offstage.stages.plan.memory_needs import memory_needs
 from offstage.stages.plan.module_sizes import Classes, outline_of
-from offstage.stages.plan.placement import Budgets, fold, resident_bytes
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Budgets, Homes, fold, resident_bytes
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.explicit import spread
+from offstage.stages.plan.policies.optimal import optimal
+from offstage.stages.plan.request.geometry import Request, geometry_of
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
 
 Sizes = Mapping[int | str, int | str]
+
+REQUEST = Request(sequences=1, prompt=256, length=512)
+"""What a budget that is worked out leaves room for where nobody says what will be asked of the model."""
 
 _log = logging.getLogger(__name__)
 
@@ -91,14 +105,13 @@ def infer_auto_device_map(
     """
     budgets = _with_disk(get_max_memory(max_memory))
     outline = outline_of(model, no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes)
-    placement = POLICIES["sequential"](outline, budgets)
-    checks.require_fit(lay_out(outline, placement, budgets))
+    homes = _homes(outline, "sequential", budgets)
     if verbose:
-        for device, count in resident_bytes(outline, placement.homes).items():
+        for device, count in resident_bytes(outline, homes).items():
             _log.info("%s holds %d bytes", device, count)
     if clean_result:
-        return fold(outline, placement.homes)
-    return {layer.name: placement.homes[outline.skeleton.leader(layer.tensors[0])] for layer in outline.layers}
+        return fold(outline, homes)
+    return {layer.name: homes[outline.skeleton.leader(layer.tensors[0])] for layer in outline.layers}
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
@@ -120,6 +133,24 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     checks.require_ties_together(outline, homes, "device_map")
 
 
+def map_by_policy(
+    model: nn.Module, policy: str, *, max_memory: Sizes | None, no_split: Classes, dtype: Any
+) -> tuple[dict[str, DeviceId], Budgets]:
+    """Return the map that ``policy`` makes for ``model``, and the budgets that it keeps to, in bytes.
+
+    Without ``max_memory`` these are what the machine can give, its cgroups included, less what ``REQUEST`` takes.
+    Raises ``ConfigError`` for a policy that there isn't, ``BudgetError``, with the least that would work, for budgets
+    that can't hold the plan.
+    """
+    if policy not in POLICIES:
+        near = closest(policy, POLICIES)
+        raise ConfigError(f"device_map: {policy!r} is no policy{near}; give one of {', '.join(POLICIES)}, or a map")
+    classes = getattr(model, "_no_split_modules", None) if no_split is None else no_split
+    outline = replace(outline_of(model, classes, dtype=dtype), gathers=True, routes=True)
+    budgets: Budgets = {CPU: 0, DISK: None, **(get_max_memory(max_memory) if max_memory else _free(model, outline))}
+    return fold(outline, _homes(outline, policy, budgets)), budgets
+
+
 def clean_device_map(device_map: Mapping[str, DeviceId], module_name: str = "") -> dict[str, DeviceId]:
     """Return ``device_map`` with the entries below ``module_name`` folded: one for modules whose entries all agree."""
     prefix = f"{module_name}." if module_name else ""
@@ -132,6 +163,32 @@ def clean_device_map(device_map: Mapping[str, DeviceId], module_name: str = "") 
     for child in dict.fromkeys(".".join(name.split(".")[:depth]) for name in inside if name != module_name):
         folded = clean_device_map(folded, child)
     return folded
+
+
+def _homes(outline: Outline, policy: str, budgets: Budgets) -> Homes:
+    """Return where ``policy`` has every tensor lie. Raises ``BudgetError`` where a device can't hold its reserve.
+
+    A map has a module compute where it lies, or on the main device: it can't say more of what is streamed.
+    """
+    placement = optimal(outline, budgets, links=1) if policy == "optimal" else POLICIES[policy](outline, budgets)
+    checks.require_fit(lay_out(outline, placement, budgets))
+    return placement.homes
+
+
+def _free(model: nn.Module, outline: Outline) -> Budgets:
+    """Return what this machine can give to weights beside ``REQUEST``, as a run works it out: the model is rehearsed.
+
+    It changes how the C library gives memory back and how many compiled kernels are kept, which the figures of the
+    machine's kernels rely on.
+    """
+    return_freed_memory()
+    bound_kernel_caches()
+    config: Any = getattr(model, "config", None)
+    shape: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
+    rehearsed = describe(model, no_split=outline.skeleton.no_split)
+    forward = Outline(replace(outline.skeleton, moments=rehearsed.moments, caches=rehearsed.caches))
+    needs = memory_needs(forward, geometry_of(shape), REQUEST, local_kernels(user_cache() / MEASURED))
+    return allow(None, Hardware(local_accelerators(), host_memory()), needed=needs.bytes).budgets
 
 
 def _machine() -> Hardware:

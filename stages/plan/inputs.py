@@ -7,7 +7,7 @@ plan of their key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 from offstage.stages.checkpoints.hub import local_weights
+from offstage.stages.inputs.finetune_options import Learns
 from offstage.stages.machine.hardware import Accelerator, Hardware, coarse, hardware
 from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
-from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
+from offstage.stages.machine.kernels import NOMINAL, Kernels, identity, local_kernels
 from offstage.stages.machine.process_memory import process_bytes
 from offstage.stages.machine.rates import Rates, coarse_rate, local_rates, read_rates
 from offstage.stages.machine.row_products import exact_dtypes
@@ -27,10 +28,10 @@ from offstage.stages.plan import options
 from offstage.stages.plan.budgets import Allowance, allow, rooms
 from offstage.stages.plan.expert_slots import SINGLE, Routing
 from offstage.stages.plan.lossless import LosslessPacking
+from offstage.stages.plan.memory_needs import MemoryNeeds, compute_dtype, memory_needs, most
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.predict import compute_dtype, work
 from offstage.stages.plan.request.choose import why_not_in_lockstep
-from offstage.stages.plan.request.geometry import Request, read_geometry
+from offstage.stages.plan.request.geometry import Geometry, Request, read_geometry
 from offstage.stages.plan.request.media_demand import MediaDemand
 from offstage.stages.plan.request.requests import (
     asking,
@@ -41,45 +42,27 @@ from offstage.stages.plan.request.requests import (
     what_learns,
     with_adapter,
 )
-from offstage.stages.plan.request.training import Learns
+from offstage.stages.plan.request.training import TrainingDemand, training_needs
 from offstage.stages.plan.row_blocks import possible_dtypes
 from offstage.stages.plan.serving import Io, choose_io
 from offstage.stages.plan.token_time import LayerOutput
 from offstage.stages.plan.traffic import Step
-from offstage.stages.plan.training_work import TrainingWork, product_bytes
-from offstage.stages.plan.work import Work, most
 from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, format_bytes
-
-ByBlocks = Callable[[Mapping[int, int]], Work]
-"""The work of a request, by the bytes of weights that are multiplied by blocks of rows, and those of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request takes, and what it leaves to weights: its work, and the budgets that are resolved beside it.
+    """What is asked at once, and what it leaves to weights: the bytes that it ``needs``, and the ``allowance`` of
+    budgets that is resolved beside them. ``step`` is a pass of its decoding. The host reads what it streams by ``io``.
 
-    ``io``, ``pages_stay`` and ``tight`` are all that free memory changes of a plan: how the host reads, whether what
-    it maps stays in memory, and the memory that is free where it may be too little, else null. ``routing`` is how the
-    tokens of a pass use a mixture's experts, null for other models. ``members`` share a pass in lockstep;
-    ``output`` is what a layer of one of them hands to the next, where that may go to another memory. Where it
-    ``decodes``, passes after the first need what that didn't keep.
+    ``requests`` are all that may be asked, the first of which is decoded in such steps.
     """
 
-    work: Work
+    needs: MemoryNeeds
     allowance: Allowance
+    step: Step
     io: Io
-    pages_stay: bool
-    tight: int | None
-    routing: Routing | None
-    members: int
-    output: LayerOutput
-    decodes: bool = True
-
-    @property
-    def step(self) -> Step:
-        """A pass of decoding, as far as placements go by it."""
-        routing = self.routing or SINGLE
-        return Step(routing, self.members, self.output, decodes=self.decodes, pages_stay=self.pages_stay)
+    requests: tuple[Request, ...] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +72,15 @@ class PlanInputs:
     ``execution`` says whether layers may compute on the host beside accelerators.
 
     ``demands`` has one, under null; where the batch size is the plan's to choose, one for each that it may be, the
-    least the last; where ``lockstep`` says so, for each number of batches in lockstep. ``count`` prompts or windows,
-    each of ``copies`` rows that compute at once, are then to be answered, in the ``rooms`` of those devices that may
-    have too little for one of the sizes: what is free elsewhere changes nothing, and so is no part of the key.
-    ``learns`` says which weights are changed by the run, and ``offload_ratio`` which share of a training's activations
-    waits elsewhere. ``simulated`` has the accelerators that the config lists; those that are here stand in ``machine``,
-    since their free memory is in the budgets already. ``process_bytes`` are what the process holds on the host of all
-    that is neither weights nor the request's. ``packing`` is how floats are packed, null if they stay. Whether weights
-    may be brought by blocks of rows hangs on ``kernels``: ``works`` are those of ``demands``, by the blocks. ``notes``
-    is what there is to say of the plan beside what it says itself.
+    least the last; where ``lockstep`` says so, for each number of batches in lockstep. ``count`` prompts or windows are
+    then to be answered. ``rooms`` are what those devices have that may have too little for one of the demands: what is
+    free elsewhere changes nothing, and so is no part of the key. ``learns`` says which weights are changed by the run,
+    and ``offload_ratio`` which share of a training's activations waits elsewhere. ``simulated`` has the accelerators
+    that the config lists; those that are here stand in ``machine``, since their free memory is in the budgets already.
+    ``process_bytes`` are what the process holds on the host of all that is neither weights nor the request's.
+    ``packing`` is how floats are packed, null if they stay. Whether weights may be brought by blocks of rows hangs on
+    ``kernel_identity``; ``kernels`` are what those of the host take. ``notes`` is what there is to say of the plan
+    beside what it says itself.
     """
 
     skeleton: str
@@ -107,7 +90,6 @@ class PlanInputs:
     demands: Mapping[int | None, Demand]
     lockstep: bool
     count: int
-    copies: int
     rooms: Mapping[DeviceId, int]
     learns: Learns
     offload_ratio: float | None
@@ -116,9 +98,10 @@ class PlanInputs:
     rates: Rates
     outline: Outline = field(compare=False)
     machine: Hardware = field(compare=False)
-    works: Mapping[int | None, ByBlocks] = field(compare=False)
+    geometry: Geometry = field(compare=False)
+    kernels: Kernels = field(compare=False)
     packing: LosslessPacking | None = None
-    kernels: str = ""
+    kernel_identity: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -135,6 +118,18 @@ class PlanInputs:
         floating = (spec.name for spec in parameters if spec.dtype.startswith(("float", "bfloat")))
         return tuple(floating) if self.learns == "all" else ()
 
+    def needs(self, demand: Demand, blocks: Mapping[int, int]) -> MemoryNeeds:
+        """Return what ``demand`` needs where weights of so many bytes are multiplied by ``blocks`` of so many."""
+        if not blocks:
+            return demand.needs
+        return _needs(self.outline, self.geometry, demand.requests, self.kernels, demand.needs.library_bytes, blocks)
+
+    def step(self, demand: Demand, prompts: int) -> Step:
+        """Return the pass of decoding of ``demand`` for so many ``prompts`` in its place."""
+        request = demand.requests[0]
+        fewer = replace(request, sequences=prompts * request.copies)
+        return _step(self.outline, self.geometry, fewer, pages_stay=demand.step.pages_stay)
+
 
 def gather_inputs(
     outline: Outline,
@@ -145,22 +140,28 @@ def gather_inputs(
     kernels: Kernels,
     skeleton: str = "",
     media: MediaDemand | None = None,
-    training: TrainingWork | None = None,
+    training: TrainingDemand | None = None,
+    packing: LosslessPacking | None = None,
 ) -> PlanInputs:
     """Return what the plan of ``outline`` under ``config`` depends on; ``skeleton`` is its key.
 
     ``rates`` and ``kernels`` are those of the machine, ``media`` what prompts with images or audio take, ``training``
-    what a step of training does.
+    what a step of training does. ``packing`` is how floats of the outline are packed.
     """
-    given = read(options.PlanConfig, config)
-    (requests, one_by_one), apart = _requests(outline, config), [media_request(config, media)] if media else []
-    chosen, largest = None not in requests, next(iter(requests.values()))
-    works, ratio = _works(outline, config, requests, apart=apart, kernels=kernels, training=training)
-    mixed = bool(outline.experts or outline.listed)
-    demands = {
-        size: _demand(outline, config, machine, works[size]({}), _routing(request) if mixed else None, request)
-        for size, request in requests.items()
-    }
+    given, geometry = read(options.PlanConfig, config), read_geometry(config.get("model") or {})
+    library = PEFT_BYTES if with_adapter(config) else 0
+    requests, notes = _requests(outline, config)
+    apart = [media_request(config, media)] if media else []
+    ratio, demands = None, dict[int | None, Demand]()
+    for size, request in requests.items():
+        asked = (request, *apart)
+        if training is None:
+            needs = _needs(outline, geometry, asked, kernels, library)
+        else:
+            needs, ratio = training_needs(training, outline, config, machine, kernels, library=library)
+        demands[size] = _demand(outline, given, machine, needs, asked, _step(outline, geometry, request))
+    chosen = None not in requests
+    free = rooms(machine, leaves=chosen and bool(given.max_memory))
     return PlanInputs(
         skeleton=skeleton,
         choice=options.read_choice(given.device_map),
@@ -168,12 +169,10 @@ def gather_inputs(
         execution=given.execution,
         demands=demands,
         lockstep=chosen and lockstep_is_chosen(config),
-        notes=(one_by_one,) if one_by_one else (),
-        count=read_request(config).sequences // largest.copies if chosen else 0,
-        copies=largest.copies * largest.positions if chosen else 0,
+        count=read_request(config).prompts if chosen else 0,
         rooms={
             device: room
-            for device, room in (rooms(machine, leaves=bool(given.max_memory)) if chosen else {}).items()
+            for device, room in free.items()
             if any(_most_held(outline, demand, machine, device) > room for demand in demands.values())
         },
         learns=what_learns(config),
@@ -183,86 +182,73 @@ def gather_inputs(
         rates=rates,
         outline=outline,
         machine=machine,
-        works=works,
+        geometry=geometry,
+        kernels=kernels,
+        packing=packing,
+        kernel_identity=identity() if outline.exact else "",
+        notes=(*notes, *_assumed_of_host(config)),
     )
 
 
-def _requests(outline: Outline, config: Config) -> tuple[dict[int | None, Request], str]:
+def _requests(outline: Outline, config: Config) -> tuple[dict[int | None, Request], tuple[str, ...]]:
     """Return what is asked, as ``read_requests`` does, and why it isn't in lockstep where the model rules that out."""
     requests = read_requests(config)
-    if None in requests or not lockstep_is_chosen(config):
-        return requests, ""
-    why = why_not_in_lockstep(outline.skeleton)
-    return ({None: replace(next(iter(requests.values())), members=1)} if why else requests), why
+    if None in requests or not lockstep_is_chosen(config) or not (why := why_not_in_lockstep(outline.skeleton)):
+        return requests, ()
+    return {None: replace(next(iter(requests.values())), members=1)}, (why,)
 
 
-def _works(
+def _needs(
     outline: Outline,
-    config: Config,
-    requests: Mapping[int | None, Request],
-    *,
-    apart: Sequence[Request],
+    geometry: Geometry,
+    requests: Sequence[Request],
     kernels: Kernels,
-    training: TrainingWork | None,
-) -> tuple[dict[int | None, ByBlocks], float | None]:
-    """Return what each of ``requests`` takes, or those ``apart``; of a ``training`` the ratio of its offload too."""
-    model = config.get("model") or {}
-    geometry, library = read_geometry(model), PEFT_BYTES if with_adapter(config) else 0
-    if training is None:
-
-        def asked(requests: Sequence[Request], blocks: Mapping[int, int]) -> Work:
-            needs = most(work(outline, geometry, one, kernels, blocks=blocks) for one in requests)
-            return replace(needs, library_bytes=library)
-
-        return {size: partial(asked, (request, *apart)) for size, request in requests.items()}, None
-    (request,) = requests.values()
-    scratch = product_bytes(outline, geometry, request, kernels)
-    ratio = training.ratio(outline, beside=scratch + library)
-    needs = training.at(ratio, scratch=scratch)
-    needs = replace(needs, library_bytes=needs.library_bytes + library)
-    return {None: lambda _blocks: needs}, ratio
+    library: int,
+    blocks: Mapping[int, int] | None = None,
+) -> MemoryNeeds:
+    """Return what those of ``requests`` take that take the most, beside ``library`` bytes; see ``memory_needs``."""
+    needs = most(memory_needs(outline, geometry, one, kernels, blocks=blocks) for one in requests)
+    return replace(needs, library_bytes=library)
 
 
-def _routing(request: Request) -> Routing:
-    """Return how the tokens of ``request`` use a mixture's experts."""
-    return Routing(request.pass_tokens, prompt_tokens=request.prompt_tokens, passes=request.passes)
+def _step(outline: Outline, geometry: Geometry, request: Request, *, pages_stay: bool = False) -> Step:
+    """Return one pass of decoding of ``request``."""
+    tokens = request.pass_tokens // request.members
+    routing = SINGLE
+    if outline.experts or outline.listed:
+        routing = Routing(request.pass_tokens, prompt_tokens=request.prompt_tokens, passes=request.passes)
+    return Step(
+        routing,
+        request.members,
+        LayerOutput(tokens, tokens * geometry.hidden * int(DTYPE_BYTES[compute_dtype(outline)])),
+        decodes=request.length > 0,
+        pages_stay=pages_stay,
+        forwards=request.forwards,
+    )
 
 
 def _demand(
     outline: Outline,
-    config: Config,
+    given: options.PlanConfig,
     machine: Hardware,
-    needs: Work,
-    routing: Routing | None,
-    request: Request,
+    needs: MemoryNeeds,
+    requests: tuple[Request, ...],
+    step: Step,
 ) -> Demand:
-    """Return what ``request`` comes to, whose ``needs`` are known."""
-    given = read(options.PlanConfig, config)
-    fastest = given.execution == options.FASTEST
-    on_device, on_host = _needed(machine, needs, host_computes=fastest)
+    """Return what ``requests`` come to, whose ``needs`` are known."""
+    on_device = needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
+    on_host = on_device + needs.scratch_bytes + needs.result_bytes + needs.library_bytes
+    host_computes = given.execution == options.FASTEST or not machine.accelerators
     allowance = allow(
-        given.max_memory, machine, needed=on_device, host_needed=on_host, unpacking=outline.unpacking_bytes
+        given.max_memory,
+        machine,
+        needed=on_device,
+        host_needed=on_host if host_computes else 0,
+        unpacking=outline.unpacking_bytes,
     )
     streaming = _streaming(machine, outline, allowance, needs)
-    demand = Demand(
-        work=needs,
-        allowance=allowance,
-        io=choose_io(given.storage.io, **streaming),
-        pages_stay=choose_io("auto", **streaming) == "mmap",
-        tight=None,
-        routing=routing,
-        members=request.members,
-        output=_output(outline, config, request) if fastest else LayerOutput(),
-        decodes=request.length > 0,
-    )
-    return replace(demand, tight=_tight(demand, machine, outline))
-
-
-def _output(outline: Outline, config: Config, request: Request) -> LayerOutput:
-    """Return what a layer hands to the next in a pass of ``request``, of one member."""
-    hidden = read_geometry(config.get("model") or {}).hidden * int(DTYPE_BYTES[compute_dtype(outline)])
-    tokens = request.pass_tokens // request.members
-    return LayerOutput(tokens, tokens * hidden)
+    step = replace(step, pages_stay=choose_io("auto", **streaming) == "mmap")
+    return Demand(needs, allowance, step, choose_io(given.storage.io, **streaming), requests)
 
 
 def known_machine(config: Config, cache: Path) -> Hardware:
@@ -277,7 +263,7 @@ def known_machine(config: Config, cache: Path) -> Hardware:
     return replace(machine, host=replace(machine.host, process_bytes=process))
 
 
-def assumed_of_host(config: Config) -> tuple[str, ...]:
+def _assumed_of_host(config: Config) -> tuple[str, ...]:
     """Return in words what is assumed of a host that ``config`` describes: it isn't asked, nor is this one for it."""
     if (config.get("hardware") or {}).get("host") is None:
         return ()
@@ -328,17 +314,7 @@ def with_row_blocks(outline: Outline, config: Config, cache: Path, machine: Hard
     return replace(outline, exact=lru_cache(partial(exact_dtypes, cache / MEASURED, dtypes)))
 
 
-def _needed(machine: Hardware, needs: Work, *, host_computes: bool) -> tuple[int, int]:
-    """Return what the request takes beside weights on accelerators that compute, and on the host.
-
-    That computes where nothing else does, and where ``host_computes`` says that it may.
-    """
-    needed = needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
-    on_host = needed + needs.scratch_bytes + needs.result_bytes + needs.library_bytes
-    return needed, on_host if host_computes or not machine.accelerators else 0
-
-
-def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> dict[str, int]:
+def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: MemoryNeeds) -> dict[str, int]:
     """Return the least that the host streams where it holds all that it may, and what is free for its pages then.
 
     They are told before the placement is known, so that a key can hold what follows: a plan that was made when memory
@@ -351,15 +327,9 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
     return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - held), "free_bytes": free}
 
 
-def _tight(demand: Demand, machine: Hardware, outline: Outline) -> int | None:
-    """Return the memory that is free where it may be too little, else null: then it changes nothing of the plan."""
-    free = machine.host.available_bytes
-    return None if _most_held(outline, demand, machine, CPU) <= free else coarse(free)
-
-
 def _most_held(outline: Outline, demand: Demand, machine: Hardware, device: DeviceId) -> int:
     """Return bytes that no plan of such a request comes to on ``device``, whatever it places there."""
     most = demand.allowance.budgets.get(device)
     weights = outline.skeleton.bytes if most is None else min(most, outline.skeleton.bytes)
     process = machine.host.process_bytes + outline.unpacking_bytes if device == CPU else 0
-    return weights + max(outline.sizes.values(), default=0) + demand.work.bytes + process
+    return weights + max(outline.sizes.values(), default=0) + demand.needs.bytes + process

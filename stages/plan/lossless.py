@@ -1,23 +1,29 @@
 """Whether streamed weights are packed losslessly, and how far they shrink: the key ``storage.codec``.
 
 A packed copy is made once and read for every token after it. A plan needs its size before there is one: a few stretches
-of the checkpoint, always the same ones, say how far its floats shrink.
+of the checkpoint, always the same ones, say how far its floats shrink. They are packed once for a checkpoint's content:
+what they came to is kept beside the figures of the machine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
+from offstage.pipeline.cache.fingerprint import fingerprint
 from offstage.pipeline.errors import CheckpointError
-from offstage.pipeline.stage import Config
+from offstage.pipeline.stage import MEASURED, Config
+from offstage.pipeline.typed_config import fits
 from offstage.stages.checkpoints.adapters import is_added
-from offstage.stages.checkpoints.checkpoint import open_checkpoint
+from offstage.stages.checkpoints.checkpoint import Checkpoint, identity, open_checkpoint
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.hub import checkpoint_folder
 from offstage.stages.checkpoints.shard_files import opened_shard, read_into
 from offstage.stages.empty_init.skeleton import PackedSpec
+from offstage.stages.machine.kept_figures import kept_or_measured
 from offstage.stages.machine.probes import READERS, READING_THREADS
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.options import StorageConfig
@@ -26,7 +32,7 @@ from offstage.stages.plan.request.requests import what_learns
 from offstage.stages.plan.token_time import Brought, expected_seconds, token_seconds
 from offstage.stages.units import CPU, DISK, DTYPE_BYTES
 
-NAME = "zstd"
+NAME, FILE_NAME = "zstd", "packing.json"
 NOMINAL = {"bfloat16": 0.67, "float16": 0.84, "float32": 0.84}
 """The share of their bytes that weights are packed to which are about normally distributed."""
 _STRETCHES = 16
@@ -43,10 +49,12 @@ class LosslessPacking:
     codec: str = NAME
 
 
-def possible_packing(asked: StorageConfig, outline: Outline, config: Config) -> LosslessPacking | None:
+def possible_packing(
+    asked: StorageConfig, outline: Outline, config: Config, cache: Path | None = None
+) -> LosslessPacking | None:
     """Return how the floats of ``outline`` can be packed where the key ``storage.codec`` has it; null where not.
 
-    Where all weights learn none of them rests on disk.
+    Where all weights learn none of them rests on disk. What the checkpoint's stretches came to is kept in ``cache``.
     """
     if asked.codec == "none" or asked.io == "mmap" or what_learns(config) == "all":
         return None
@@ -54,9 +62,16 @@ def possible_packing(asked: StorageConfig, outline: Outline, config: Config) -> 
         can_pack,  # here and below: a run that packs nothing needs none of it
     )
 
-    dtypes = {spec.dtype for spec in outline.skeleton.tensors if can_pack(spec.dtype, spec.bytes)}
-    samples = _samples(config)
-    return LosslessPacking({dtype: _share(samples, dtype) for dtype in sorted(dtypes)}) if dtypes else None
+    dtypes = sorted({spec.dtype for spec in outline.skeleton.tensors if can_pack(spec.dtype, spec.bytes)})
+    checkpoint = _opened(config) if dtypes else None
+    if checkpoint is None:
+        return LosslessPacking({dtype: NOMINAL[dtype] for dtype in dtypes}) if dtypes else None
+    probe, shares = partial(_shares, checkpoint, dtypes), None
+    if cache is not None:
+        key = fingerprint([_STRETCHES, _ELEMENTS, dtypes, identity(checkpoint)])
+        is_sound = partial(fits, Sequence[float])
+        shares = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=is_sound).get(key)
+    return LosslessPacking(dict(zip(dtypes, shares or probe(), strict=True)))
 
 
 def choose_packing(
@@ -113,23 +128,27 @@ def _packed(size: int, share: float) -> PackedSpec:
     return PackedSpec(NAME, math.ceil(size * share), working)
 
 
-def _samples(config: Config) -> Sequence[Extent]:
-    """Return the floats of the checkpoint that could be packed; none where no file tells, as with a config alone."""
-    from offstage.stages.checkpoints.codecs.planes import can_pack
-
+def _opened(config: Config) -> Checkpoint | None:
+    """Return the checkpoint; null where no file tells what is in it, as with a config alone."""
     model = config.get("model") or {}
     if not model.get("path"):
-        return ()
+        return None
     try:
-        opened = open_checkpoint(checkpoint_folder(model), allow_links=bool(model.get("allow_links")))
+        return open_checkpoint(checkpoint_folder(model), allow_links=bool(model.get("allow_links")))
     except CheckpointError:  # whoever loads it says what is wrong; planning needs no weights
-        return ()
-    return [extent for _, extent in sorted(opened.entries.items()) if can_pack(extent.dtype, extent.bytes)]
+        return None
 
 
-def _share(samples: Sequence[Extent], dtype: str) -> float:
+def _shares(checkpoint: Checkpoint, dtypes: Iterable[str]) -> list[float]:
+    return [_share(checkpoint, dtype) for dtype in dtypes]
+
+
+def _share(checkpoint: Checkpoint, dtype: str) -> float:
     """Return the share that floats of ``dtype`` are packed to; nominal where the checkpoint has none."""
-    own = [extent for extent in samples if extent.dtype == dtype]
+    from offstage.stages.checkpoints.codecs.planes import can_pack
+
+    entries = (extent for _, extent in sorted(checkpoint.entries.items()) if extent.dtype == dtype)
+    own = [extent for extent in entries if can_pack(dtype, extent.bytes)]
     if not own:
         return NOMINAL[dtype]
     chosen = [own[number * len(own) // _STRETCHES] for number in range(_STRETCHES)]

@@ -2,127 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from operator import mul
 
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.host_memory import PROCESS_BYTES
-from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.machine.probes import CHUNK_BYTES
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.cache_ledger import block_caches, cache_bytes
 from offstage.stages.plan.host_buffers import PINNED_BYTES, bounce_bytes
 from offstage.stages.plan.layout import Layout, Room
-from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.memory_needs import MemoryNeeds, cache_bytes
 from offstage.stages.plan.plan import SIMULATED, Plan
-from offstage.stages.plan.request.geometry import Geometry, Request
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
-from offstage.stages.plan.work import Work
-from offstage.stages.units import CPU, DISK, DTYPE_BYTES, DeviceId, in_tier_order
-
-
-def work(
-    outline: Outline,
-    geometry: Geometry,
-    request: Request,
-    kernels: Kernels = NOMINAL,
-    *,
-    blocks: Mapping[int, int] | None = None,
-) -> Work:
-    """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.
-
-    The moments of the prompt's forward are the rehearsal's, which asks for the logits of one position of a sequence.
-    Beside them stand the logits that the request asks for, and what decoding takes with a whole cache: a layer's keys
-    and values are copied as they grow, and repeated for every head. ``kernels`` says what those of the host take.
-    ``blocks`` has the bytes of weights that are multiplied by blocks of rows, and those of a block.
-    """
-    dtype = compute_dtype(outline)
-    width = int(DTYPE_BYTES[dtype])
-    caches = block_caches(outline, geometry, request, width=width)
-    layers = {"": max(1, geometry.layers)}  # of what isn't known by blocks
-    copied = max((one.finished // layers.get(one.block, 1) for one in caches), default=0) // request.members
-    grown = copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width
-    moments = outline.skeleton.moments
-    found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
-    if not found:
-        tokens = request.sequences * max(request.prompt, request.length)
-        found = [
-            (tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width, 0),
-            (0, _scratch_bytes(outline, kernels)),
-        ]
-    found += [moment.at(1, 1, kernels) for moment in request.moments]
-    found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()), blocks=blocks or {})
-    activations = max(grown, *(held for held, _ in found))
-    scratch = max(map(sum, found)) - activations
-    beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
-    beside += request.judged * copied // request.sequences  # each has a block's keys and values in hand
-    beside += (request.members - 1) * _parked_bytes(outline, request, at_most=activations)
-    return Work(activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes, caches=caches)
-
-
-def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:
-    """Return the most that a call in lockstep keeps of a prompt's forward while it waits for a product's weight."""
-    products = [moment for moment in outline.skeleton.moments if moment.kernel.startswith("mm ")]
-    return max((moment.before(request.sequences, request.prompt) for moment in products), default=at_most)
-
-
-def _logits(
-    geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...], blocks: Mapping[int, int]
-) -> Iterator[tuple[int, int]]:
-    """Yield the activations and the scratch of the moments that make ``request``'s logits and then take their softmax.
-
-    They are made in the model's dtype, of ``width`` bytes, by a product whose kernel takes the factors of ``head``
-    beside, of as much of the weight as ``blocks`` says; softmax has those that it takes at once twice in float32.
-    """
-    rows = request.sequences * request.positions
-    hidden, logits = rows * geometry.hidden * width, rows * geometry.vocabulary * width
-    at_once = rows if request.normalised is None else min(rows, request.normalised)
-    if request.positions > 1:  # of one position of each the rehearsal has the product
-        weight = geometry.hidden * geometry.vocabulary * width
-        block = blocks.get(weight, weight)
-        part = logits * block // max(1, weight)
-        beside = round(sum(map(mul, head, (hidden, block, part))))
-        yield 2 * hidden + logits + (part if block < weight else 0), beside
-    yield logits + at_once * geometry.vocabulary * 2 * 4, 0
-
-
-def _scratch_bytes(outline: Outline, kernels: Kernels) -> int:
-    """Return the most that the host's kernels copy of one matrix for a product with it.
-
-    It stands for what a rehearsal would have shown. Of stacked matrices, such as a mixture's experts, one is copied at
-    a time.
-    """
-    matrices = (
-        tensor
-        for tensor in outline.skeleton.unique
-        if tensor.bytes and len(tensor.shape) > 1 and tensor.name not in outline.lookups
-    )
-    copied = (
-        tensor.bytes // math.prod(tensor.shape[:-2]) * kernels[kernel][1]
-        for tensor in matrices
-        for kernel in (f"mm {tensor.dtype}", f"strided bmm {tensor.dtype}")
-        if kernel in kernels
-    )
-    return round(max(copied, default=0))
-
-
-def compute_dtype(outline: Outline) -> str:
-    """Return the floating dtype that most of the model's bytes have."""
-    count: Counter[str] = Counter()
-    for tensor in outline.skeleton.unique:
-        if tensor.dtype.startswith(("float", "bfloat")):
-            count[tensor.dtype] += tensor.bytes
-    return max(count, key=lambda dtype: count[dtype], default="float32")
+from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
 
 def predict(
     layout: Layout,
     plan: Plan,
-    needs: Work,
+    needs: MemoryNeeds,
     rates: Rates,
     *,
     step: Step = PLAIN_STEP,
@@ -145,7 +44,7 @@ def predict(
     )
 
 
-def _peaks(layout: Layout, plan: Plan, needs: Work, *, process: int) -> dict[DeviceId, dict[str, int]]:
+def _peaks(layout: Layout, plan: Plan, needs: MemoryNeeds, *, process: int) -> dict[DeviceId, dict[str, int]]:
     """Return the bytes of each device at its peak, by what they are for; the host's own process takes ``process``."""
     main = layout.placement.main
     staged, bounced = _staged_bytes(layout), _bounced(layout)
@@ -226,7 +125,9 @@ def _unpacking_bytes(layout: Layout) -> int:
     return max((packed[line.name].working_bytes for line in by_host), default=0)
 
 
-def _with_simulated(peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: Work) -> dict[DeviceId, dict[str, int]]:
+def _with_simulated(
+    peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: MemoryNeeds
+) -> dict[DeviceId, dict[str, int]]:
     """Return ``peaks``; the host's with what simulated accelerators hold, which really lies there.
 
     One of them computes at a time, on the host, so the widest moment of a forward counts once for all.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from offstage.pipeline.typed_config import read
 from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
-from offstage.stages.machine.kernels import identity
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.assembly import assemble, lying_bytes
 from offstage.stages.plan.checks import (
@@ -31,7 +30,6 @@ from offstage.stages.plan.checks import (
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
-    assumed_of_host,
     gather_inputs,
     host_kernels,
     known_machine,
@@ -51,18 +49,17 @@ from offstage.stages.plan.policies.explicit import explicit, override
 from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.predict import predict
-from offstage.stages.plan.request.choose import brings_more, choose_batch, choose_lockstep
+from offstage.stages.plan.request.choose import PlanOption, brings_more, choose
 from offstage.stages.plan.request.media_demand import media_demand
-from offstage.stages.plan.request.requests import asking, what_learns
-from offstage.stages.plan.request.training import FinetuneOptions
-from offstage.stages.plan.request.training_demand import training_demand
+from offstage.stages.plan.request.requests import asking
+from offstage.stages.plan.request.training import training_demand
 from offstage.stages.plan.row_blocks import block_sizes
-from offstage.stages.plan.traffic import forecast
-from offstage.stages.plan.training_work import TrainingWork
+from offstage.stages.plan.token_time import ONE_TOKEN
+from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"
-_Placements = dict[tuple[object, ...], Placement]
+_Placed = Callable[[tuple[tuple[DeviceId, int | None], ...], Step], Placement]
 
 
 class PlanStage(Stage[PlanInputs]):
@@ -105,43 +102,22 @@ class PlanStage(Stage[PlanInputs]):
         machine = known_machine(config, context.cache)
         outline = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME)))
         storage = read(PlanConfig, config).storage
-        packing = possible_packing(storage, outline, config)
-        rates = machine_rates(config, machine, context.cache, with_copies(outline, packing))
-        kernels = host_kernels(config, context.cache)
-        media = None
-        if asking(config) == "generate":
-            live = partial(context.live, EmptyInitStage.name)
-            media = media_demand(config, context.cache, skeleton=stored.key, live=live)
-        training = self._training(context, machine) if asking(config) == "finetune" else None
+        packing = possible_packing(storage, outline, config, context.cache)
+        packed = with_copies(outline, packing)
+        rates = machine_rates(config, machine, context.cache, packed)
         packing = choose_packing(storage, packing, outline, rates)
-        inputs = gather_inputs(
-            with_row_blocks(with_copies(outline, packing), config, context.cache, machine),
+        outline = with_row_blocks(packed if packing else outline, config, context.cache, machine)
+        weighed: Any = {"skeleton": stored.key, "live": partial(context.live, EmptyInitStage.name)}
+        return gather_inputs(
+            outline,
             config,
             machine=machine,
             rates=rates,
-            kernels=kernels,
+            kernels=host_kernels(config, context.cache),
             skeleton=stored.key,
-            media=media,
-            training=training,
-        )
-        inputs = replace(inputs, notes=(*inputs.notes, *assumed_of_host(config)))
-        return replace(inputs, packing=packing, kernels=identity() if inputs.outline.exact else "")
-
-    def _training(self, context: Context, machine: Hardware) -> TrainingWork:
-        """Return what a step of training takes on ``machine``, rehearsed if that isn't known."""
-        config, options = context.config, read(FinetuneOptions, context.config["finetune"])
-        demand = training_demand(
-            config,
-            context.cache,
-            skeleton=context.artifact("empty_init").key,
-            live=partial(context.live, EmptyInitStage.name),
-        )
-        return TrainingWork(
-            demand=demand,
-            asked=options.activation_offload,
-            machine=machine,
-            whole=what_learns(config) == "all",
-            max_memory=read(PlanConfig, config).max_memory or {},
+            media=media_demand(config, context.cache, **weighed) if asking(config) == "generate" else None,
+            training=training_demand(config, context.cache, **weighed) if asking(config) == "finetune" else None,
+            packing=packing,
         )
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
@@ -172,39 +148,29 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     hold the plan.
     """
     _require_devices(inputs.choice, inputs.overrides, inputs.machine)
-    placements: _Placements = {}
+    placed = cache(partial(_placed, inputs))
     *larger, least = inputs.demands
-    plan = _least_plan(inputs, least, placements)
-    if least is not None and inputs.lockstep:
-        plan = _soonest_in_lockstep(inputs, plan, placements)
-    elif least is not None:
-        found = {size: other for size in larger if size and (other := _larger_plan(inputs, size, placements))}
-        counts = {"count": inputs.count, "copies": inputs.copies, "weights": inputs.outline.token_bytes}
-        plan = choose_batch({**found, least: plan}, **counts)
+    found = {least: _least_plan(inputs, least, placed)}
+    for size in reversed(larger):
+        option = _larger_plan(inputs, size, placed)
+        if option is not None and (not inputs.lockstep or brings_more(option, found.values())):
+            found[size] = option
+        elif inputs.lockstep:
+            break
+    plan = choose(found, fewest=inputs.lockstep)
     require_room(plan, inputs.machine)
     return replace(plan, notes=(*plan.notes, *inputs.notes))
 
 
-def _soonest_in_lockstep(inputs: PlanInputs, least: plans.Plan, placements: _Placements) -> plans.Plan:
-    """Return the plan under which tokens come soonest, of more and more that go together, until more bring nothing."""
-    found = {1: least}
-    for size in sorted(size for size in inputs.demands if size and size > 1):
-        plan = _larger_plan(inputs, size, placements)
-        if plan is None or not brings_more(plan, found):
-            break
-        found[size] = plan
-    return choose_lockstep(found)
-
-
-def _larger_plan(inputs: PlanInputs, size: int, placements: _Placements) -> plans.Plan | None:
+def _larger_plan(inputs: PlanInputs, size: int | None, placed: _Placed) -> PlanOption | None:
     """Return the plan for batches of ``size``, or so many in lockstep; null where there is no room for it."""
     with suppress(BudgetError):
-        plan = _plan_for(inputs, size, inputs.demands[size], placements)
-        return plan if has_room(plan, inputs.rooms) else None
+        option = _plan_for(inputs, size, inputs.demands[size], placed)
+        return option if has_room(option.plan, inputs.rooms) else None
     return None
 
 
-def _least_plan(inputs: PlanInputs, size: int | None, placements: _Placements) -> plans.Plan:
+def _least_plan(inputs: PlanInputs, size: int | None, placed: _Placed) -> PlanOption:
     """Return the plan for batches of ``size``, the least: a budget that was worked out then is as large as it must be.
 
     Raises ``BudgetError``, with the machine's limit, where that can't be.
@@ -213,7 +179,7 @@ def _least_plan(inputs: PlanInputs, size: int | None, placements: _Placements) -
     asked = demand.allowance
     while True:
         try:
-            return _plan_for(inputs, size, demand, placements)
+            return _plan_for(inputs, size, demand, placed)
         except ShortageError as error:
             device, terms = error.shortage.device, asked.terms.get(str(error.shortage.device))
             allowance = asked.with_least(device, error.shortage.least)
@@ -224,69 +190,64 @@ def _least_plan(inputs: PlanInputs, size: int | None, placements: _Placements) -
             demand = replace(demand, allowance=allowance)
 
 
-def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:
-    """Return the plan that leaves room for batches of ``size``; ``placements`` keeps those of budgets met before."""
-    outline = inputs.outline
-    allowed = (*demand.allowance.budgets.items(), demand.step)
-    if allowed not in placements:
-        placements[allowed] = _placed(inputs, demand)
-    placement = placements[allowed]
+def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Placed) -> PlanOption:
+    """Return the plan that leaves room for batches of ``size``, placed as ``placed`` does in the budgets for a step."""
+    outline, fastest = inputs.outline, inputs.execution == options.FASTEST
+    # Where a layer computes is settled but for ``fastest``, so how long many tokens take changes nothing of the rest.
+    moving = demand.step if fastest else replace(demand.step, output=ONE_TOKEN)
+    placement = placed(tuple(demand.allowance.budgets.items()), moving)
     policy, blocks = inputs.choice.policy, [layer for layer in outline.layers if layer.name in outline.blocks]
     whole = blocks or outline.layers
     computing = set(placement.computes.values())
     allowance = budgets.with_idle_noted(
         demand.allowance, placement.homes, computing=computing, layers=whole, policy=policy
     )
-    if inputs.execution == options.FASTEST and placement.main == CPU:
+    if fastest and placement.main == CPU:
         idle = "execution=fastest changes nothing: no accelerator computes"
         allowance = replace(allowance, notes=(*allowance.notes, idle))
     plan, layout = assemble(outline, placement, allowance, policy=policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
-    listed = ledgers(inputs.machine, plan.budgets, beside=demand.work.activation_bytes if inputs.trains else 0)
+    listed = ledgers(inputs.machine, plan.budgets, beside=demand.needs.activation_bytes if inputs.trains else 0)
     codec = inputs.packing.codec if inputs.packing else None
     plan = replace(plan, ledgers=listed, names=given_names(inputs.machine))
     plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
-    return predict(
-        layout,
-        plan,
-        inputs.works[size](block_sizes(outline, plan.block_rows)),
-        inputs.rates,
-        step=demand.step,
-        process_bytes=inputs.process_bytes,
-    )
+    needs = inputs.needs(demand, block_sizes(outline, plan.block_rows))
+    plan = predict(layout, plan, needs, inputs.rates, step=demand.step, process_bytes=inputs.process_bytes)
+    if size is None or inputs.lockstep:
+        return PlanOption(plan, float(plan.forecast["seconds_per_token"]))
+    full, rest = divmod(inputs.count, size)
+    last = forecast(layout, inputs.step(demand, rest), inputs.rates).seconds if rest else 0.0
+    return PlanOption(plan, full * float(plan.forecast["seconds_per_token"]) + last)
 
 
-def _placed(inputs: PlanInputs, demand: Demand) -> Placement:
+def _placed(inputs: PlanInputs, allowed: tuple[tuple[DeviceId, int | None], ...], step: Step) -> Placement:
     """Return the placement that was asked for. An adapter that learns stays where it computes, whatever a map says."""
     outline, kept = inputs.outline, inputs.learning if inputs.learns == "adapter" else ()
     taken = sum(outline.sizes[name] for name in kept)
-    allowed = demand.allowance.budgets
-    left = {device: room if room is None else max(0, room - taken) for device, room in allowed.items()}
-    placement = override(outline, _place(inputs, demand, left), inputs.overrides)
+    left = {device: room if room is None else max(0, room - taken) for device, room in allowed}
+    placement = override(outline, _place(inputs, step, left), inputs.overrides)
     at_home = {name: execution_device(outline, outline.layer_of[name], placement) for name in kept}
     return replace(placement, homes={**placement.homes, **at_home})
 
 
-def _place(inputs: PlanInputs, demand: Demand, allowed: Budgets) -> Placement:
+def _place(inputs: PlanInputs, step: Step, allowed: Budgets) -> Placement:
     """Return the placement of the policy in the budgets ``allowed``, accelerators unpacking where that is sooner."""
     return with_unpacking(
         inputs.outline,
         allowed,
-        lambda outline, budgets: _place_in(inputs, demand, outline, budgets),
-        lambda outline, placement, budgets: (
-            forecast(lay_out(outline, placement, budgets), demand.step, inputs.rates).seconds
-        ),
+        lambda outline, budgets: _place_in(inputs, step, outline, budgets),
+        lambda outline, placement, budgets: forecast(lay_out(outline, placement, budgets), step, inputs.rates).seconds,
     )
 
 
-def _place_in(inputs: PlanInputs, demand: Demand, outline: Outline, allowed: Budgets) -> Placement:
+def _place_in(inputs: PlanInputs, step: Step, outline: Outline, allowed: Budgets) -> Placement:
     choice = inputs.choice
     if inputs.execution == options.FASTEST:
-        return with_host_layers(outline, allowed, inputs.rates, step=demand.step)
+        return with_host_layers(outline, allowed, inputs.rates, step=step)
     if choice.policy == "optimal":
-        return optimal(outline, allowed, inputs.rates, step=demand.step)
+        return optimal(outline, allowed, inputs.rates, step=step)
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowed)
     if choice.policy == options.OFFLOAD:

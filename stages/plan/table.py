@@ -125,7 +125,7 @@ def experts_told(plan: Plan) -> list[str]:
     where = ", ".join(f"{slots_told(plan, device)} on {device}" for device in plan.pools)
     found, brought = plan.forecast["expert_hit_rate"], int(plan.forecast["expert_bytes_per_token"])
     told = f"{where}; {found:.0%} of those a token uses are expected there; {format_bytes(brought)} a token are brought"
-    return [f"{told}, which assumes {plan.forecast['expert_routing']} routing"]
+    return [f"{told}, which assumes uniform routing"]
 
 
 def links_told(plan: Plan) -> list[str]:

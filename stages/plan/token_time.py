@@ -2,7 +2,8 @@
 
 Decoding is bound by the movement of weights: each token reads the resident weights once from the memory they lie in,
 and the streamed ones once from where they wait. Reading ahead overlaps these, so a token takes as long as the slowest
-of storage, links and memory (the roofline argument, with bytes in place of operations). Each accelerator has a link of
+of storage, links and memory (the roofline argument, with bytes in place of operations). A pass of many tokens takes as
+long as these compute, where that is longer than reading what they compute with. Each accelerator has a link of
 its own; memories are read one after the other, as layers compute, those of the host among them where it computes some
 beside accelerators. That links read the host's memory too isn't counted. Beside its bytes each call of a module takes
 the host a while, and so does each tensor that is brought for it. What rests packed is read in fewer bytes, and takes
@@ -30,6 +31,8 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.units import CPU, DISK, DeviceId
 
 HOST, DEVICE, CROSSING, UNPACKING = "host memory", "device memory", "crossing", "unpacking"
+HOST_CORES, DEVICE_CORES = "host cores", "device cores"
+"""What takes the place of a memory where a pass has more tokens than compute while it is read."""
 WAITING = "link beside the host"
 """What layers wait for whose weights found no room ahead while the host computed."""
 BRINGING, ROUTED, UNPACKING_ROUTED = "bringing", "storage for experts", "unpacking experts"
@@ -191,10 +194,6 @@ class HostShare:
     crossings: int = 0
     output: LayerOutput = ONE_TOKEN
 
-    def computing_seconds(self, rates: Rates) -> float:
-        """Return how long the host computes: as long as it reads, unless a pass has more tokens than go with that."""
-        return self.read_bytes / rates.host * max(1.0, self.output.tokens / HOST_TOKENS)
-
     def crossing_seconds(self, rates: Rates) -> float:
         """Return how long the activations are under way."""
         return self.crossings * (_CROSSING_SECONDS + self.output.bytes / rates.slowest_link)
@@ -209,20 +208,28 @@ def token_seconds(
     on_host: HostShare | None = None,
     reserves: Mapping[DeviceId, int] | None = None,
     host_calls: float = 0,
+    computed: Mapping[DeviceId, float] | None = None,
 ) -> dict[str, float]:
     """Return the seconds that a token takes storage, the links, either memory, and the cores that unpack and compute.
 
     ``brought`` is for a pass, ``held`` are the bytes that a token reads on each device which computes with them. A pass
     has a token for each of ``members``. Each device runs ahead by the bytes of its one of ``reserves``; null: by all.
     Where accelerators compute and the host beside them, ``on_host`` is what it has to do. So many ``host_calls`` of
-    modules that hold weights each take it a while, however few these are.
+    modules that hold weights each take it a while, however few these are. The tokens of a member's pass have
+    ``computed`` with so many bytes on each device, each token counted; null: one does, while they are read.
     """
-    computing = on_host.computing_seconds(rates) if on_host else held.get(CPU, 0) / rates.host
+    there = on_host.read_bytes if on_host else held.get(CPU, 0)
+    computed = computed or {}
+    cores = computed.get(CPU, 0) / rates.host / HOST_TOKENS
+    computing = max(there / rates.host, cores) if on_host else there / rates.host
+    apart = sum(count / rates.device_of(device) for device, count in computed.items() if device != CPU)
     return {
         "storage": brought.at_rest.get(DISK, 0) / rates.storage / members,
         "link": link_seconds(brought, rates, reserves) / members,
-        HOST: computing + brought.used.get(CPU, 0) / rates.host + host_calls / rates.calls,
+        HOST: (there + brought.used.get(CPU, 0)) / rates.host + host_calls / rates.calls,
+        HOST_CORES: cores + host_calls / rates.calls,
         DEVICE: _read_on_devices(brought, held, members, rates) / rates.device,
+        DEVICE_CORES: apart / DEVICE_TOKENS,
         CROSSING: on_host.crossing_seconds(rates) if on_host else 0.0,
         WAITING: waiting_seconds(brought, rates, reserves, computing * members) / members if on_host else 0.0,
         UNPACKING: (brought.unpacked - brought.unpacked_there) / rates.unpacking / members,
@@ -321,8 +328,9 @@ def slowest(seconds: Mapping[str, float]) -> tuple[str, float]:
     bounds a token.
     """
     last = {part: count for part, count in seconds.items() if part not in (BRINGING, ROUTED, UNPACKING_ROUTED)}
-    apart = max(DEVICE, WAITING, key=seconds.__getitem__)
-    for parts in [(HOST, apart, CROSSING), *([(HOST, UNPACKING)] if seconds[HOST] else [])]:
+    host = max(HOST, HOST_CORES, key=seconds.__getitem__)
+    apart = max(DEVICE, DEVICE_CORES, WAITING, key=seconds.__getitem__)
+    for parts in [(host, apart, CROSSING), *([(host, UNPACKING)] if seconds[HOST] else [])]:
         longest = max(parts, key=seconds.__getitem__)
         last[longest] = max(last[longest], sum(seconds[part] for part in parts))
     bound = max(last, key=last.__getitem__)
@@ -335,8 +343,9 @@ def expected_seconds(seconds: Mapping[str, float]) -> float:
     That is more than what ``slowest`` has: experts are read and unpacked when they are called, and what overlaps on the
     host takes from each other.
     """
-    computing, unpacked_ahead = seconds[HOST] + seconds[BRINGING], seconds[UNPACKING] - seconds[UNPACKING_ROUTED]
-    in_turn = seconds[HOST] + max(seconds[DEVICE], seconds[WAITING]) + seconds[CROSSING]
+    on_host = max(seconds[HOST], seconds[HOST_CORES])
+    computing, unpacked_ahead = on_host + seconds[BRINGING], seconds[UNPACKING] - seconds[UNPACKING_ROUTED]
+    in_turn = on_host + max(seconds[DEVICE], seconds[DEVICE_CORES], seconds[WAITING]) + seconds[CROSSING]
     in_turn += _together(seconds[ROUTED], seconds[UNPACKING_ROUTED])
     if seconds[HOST]:
         in_turn += seconds[BRINGING] + unpacked_ahead + _DISTURBANCE * min(unpacked_ahead, computing)

@@ -7,16 +7,17 @@ once slots are full.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.expert_slots import SINGLE, UNIFORM, Routing, hit_rates
+from offstage.stages.plan.expert_slots import SINGLE, Routing, hit_rates
 from offstage.stages.plan.layout import Layout, Line
 from offstage.stages.plan.token_time import (
+    HOST_TOKENS,
     ONE_TOKEN,
     Brought,
     HostShare,
@@ -35,6 +36,7 @@ class Step:
 
     Its tokens use a mixture's experts as ``routing`` says. A layer hands ``output`` to the next. One that ``decodes``
     isn't the first, and needs nothing that only a prompt does. Where ``pages_stay``, what is mapped is in memory then.
+    It is so many ``forwards``, one after the other, each over all weights.
     """
 
     routing: Routing = SINGLE
@@ -42,6 +44,7 @@ class Step:
     output: LayerOutput = ONE_TOKEN
     decodes: bool = True
     pages_stay: bool = False
+    forwards: int = 1
 
 
 PLAIN_STEP = Step()
@@ -53,8 +56,8 @@ def traffic(layout: Layout, step: Step) -> Brought:
     outline, routing, found = layout.outline, step.routing, Brought()
     kept = hit_rates(outline, layout.offloaded_experts, pools=layout.pools, slots=layout.slots, routing=routing)
     on_host = set(layout.host_layers)
-    for layer, lines in groupby(_needed(layout, step), key=lambda line: line.layer):
-        there = list(lines)
+    needed = [(layer, list(lines)) for layer, lines in groupby(_needed(layout, step), key=lambda line: line.layer)]
+    for layer, there in needed * step.forwards:
         for line in there:
             if line.serving is None or line.serving == "rows":
                 continue
@@ -89,11 +92,27 @@ def used_bytes(layout: Layout, step: Step, brought: Brought) -> dict[DeviceId, i
         if line.name != line.leader or line.home == DISK or line.serving == "experts":
             continue
         if line.home != CPU or line.leader in on_host:
-            used[line.home] += line.bytes * (step.routing.share(*line.routed) if line.routed else 1)
+            share = step.routing.share(*line.routed) if line.routed else 1
+            used[line.home] += line.bytes * share * step.forwards
     for device, count in brought.in_slots.items():
         if device in used:
             used[device] += count
     return {device: round(count) for device, count in used.items()}
+
+
+def computed_bytes(layout: Layout, step: Step) -> dict[DeviceId, float]:
+    """Return the bytes that a member's tokens compute with on each device, each token counted; of tables none.
+
+    Nothing where they are so few that they compute while the weights are read.
+    """
+    tokens, found = step.output.tokens * step.forwards, Counter[DeviceId]()
+    if step.output.tokens <= HOST_TOKENS:
+        return {}
+    for line in {(line.leader, line.computes): line for line in _needed(layout, step)}.values():
+        if line.name not in layout.outline.lookups:
+            share = SINGLE.share(*line.routed) if line.routed else 1
+            found[line.computes] += line.used * share * tokens  # type: ignore[assignment]
+    return dict(found)
 
 
 def host_share(layout: Layout, step: Step) -> HostShare | None:
@@ -105,7 +124,8 @@ def host_share(layout: Layout, step: Step) -> HostShare | None:
         return None
     there = [line for line in layout.lines if line.computes == CPU]
     layers = {line.layer for line in there}
-    return HostShare(_read_bytes(layout, there, step.routing), 2 * len(layers), step.output)
+    read = step.forwards * _read_bytes(layout, there, step.routing)
+    return HostShare(read, 2 * len(layers) * step.forwards, step.output)
 
 
 def host_calls(layout: Layout, routing: Routing) -> float:
@@ -151,7 +171,7 @@ class Forecast:
             found["device_moved_bytes_per_token"] = round(brought.moved.total() / members)
         if brought.hit_rate is not None:
             found["expert_bytes_per_token"] = round(brought.expert_bytes / members)
-            found |= {"expert_hit_rate": round(brought.hit_rate, 4), "expert_routing": UNIFORM}
+            found["expert_hit_rate"] = round(brought.hit_rate, 4)
         if share is not None:
             found["host_read_bytes_per_token"] = round(share.read_bytes)
             found["crossing_bytes_per_token"] = round(share.crossings * self.step.output.bytes)
@@ -168,8 +188,16 @@ def forecast(layout: Layout, step: Step, rates: Rates) -> Forecast:
     """Return what is expected of ``step`` where weights lie as ``layout`` says: the one answer to how long it takes."""
     brought, share = traffic(layout, step), host_share(layout, step)
     used = used_bytes(layout, step, brought)
-    beside: Any = {"on_host": share, "host_calls": host_calls(layout, step.routing)}
-    terms = token_seconds(brought, used, rates=rates, members=step.members, reserves=layout.reserves, **beside)
+    terms = token_seconds(
+        brought,
+        used,
+        rates=rates,
+        members=step.members,
+        on_host=share,
+        reserves=layout.reserves,
+        host_calls=step.forwards * host_calls(layout, step.routing),
+        computed=computed_bytes(layout, step),
+    )
     return Forecast(step, rates, brought, used, share, terms)
 
 

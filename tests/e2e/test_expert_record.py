@@ -86,7 +86,6 @@ def test_what_a_run_found_changes_no_plan_and_nothing_is_done_again(
     metrics = first.record["metrics"]
     assert abs(metrics["expert_hit_rate"] - metrics["predicted_expert_hit_rate"]) > 0.05, "else the test proves nothing"
     for done in (first, second):
-        assert done.record["metrics"]["predicted_expert_routing"] == "uniform"
         assert "The plan assumed uniform routing" in done.out
         assert "assumes uniform routing" in " ".join(done.out.split())
     assert all(second.cached.values())

@@ -164,6 +164,23 @@ def test_what_a_token_of_an_encoder_decoder_streams_is_its_decoders(
     assert metrics["predicted_streamed_bytes_per_token"] == metrics["streamed_bytes_per_token"] > 0
 
 
+@pytest.mark.parametrize("together", ["lockstep=1", "lockstep=2", "batch_size=2"])
+def test_with_guidance_a_token_streams_the_weights_of_both_forwards(
+    together: str, offstage_here: Callable[..., Finished]
+) -> None:
+    asked = (
+        "max_memory.cpu=1500kB", "storage.io=direct", "generate.prompts=[[5,6,7,8],[9,10]]", f"generate.{together}",
+        "generate.max_new_tokens=6", "generate.min_new_tokens=6",
+    )  # fmt: skip
+    plain, guided = offstage_here(*asked), offstage_here(*asked, "generate.guidance_scale=1.5")
+    for done in (plain, guided):
+        assert done.code == 0, done.err
+        metrics = done.record["metrics"]
+        assert metrics["predicted_streamed_bytes_per_token"] == metrics["streamed_bytes_per_token"] > 0
+    one, two = (done.record["metrics"]["predicted_streamed_bytes_per_token"] for done in (plain, guided))
+    assert two == 2 * one
+
+
 @pytest.mark.parametrize("io", ["direct", "mmap"])
 def test_a_host_that_is_too_small_is_told_the_bytes_that_the_record_predicts_and_a_budget_that_works(
     io: str, tmp_path: Path, offstage_here: Callable[..., Finished]

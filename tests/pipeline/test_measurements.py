@@ -107,10 +107,11 @@ def test_what_others_took_and_a_cap_that_nothing_tested_are_said_below(tmp_path:
     assert len(list(remarks(record.data))) == 1
 
 
-@pytest.mark.parametrize(("routing", "said"), [("uniform", True), ("measured", False), (None, False)])
-def test_what_a_mixtures_prediction_assumes_is_said_below(routing: str | None, said: bool, tmp_path: Path) -> None:
-    record = recorded(tmp_path, Report(metrics={"predicted_expert_routing": routing} if routing else {}))
-    assert [line.split(":")[0] for line in remarks(record.data)] == ["The plan assumed uniform routing"] * said
+@pytest.mark.parametrize("rate", [0.5, None])
+def test_what_a_mixtures_prediction_assumes_is_said_below(rate: float | None, tmp_path: Path) -> None:
+    record = recorded(tmp_path, Report(metrics={} if rate is None else {"predicted_expert_hit_rate": rate}))
+    said = ["The plan assumed uniform routing"] * (rate is not None)
+    assert [line.split(":")[0] for line in remarks(record.data)] == said
 
 
 LINKS = {

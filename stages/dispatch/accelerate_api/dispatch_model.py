@@ -32,8 +32,8 @@ from offstage.stages.dispatch.streaming.guard import is_guarded
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton
 from offstage.stages.machine.devices import AnyDevice, device_id
+from offstage.stages.plan.functions import map_by_policy
 from offstage.stages.plan.placement import Budgets
-from offstage.stages.plan.policy_map import map_by_policy
 from offstage.stages.plan.serving import routed
 from offstage.stages.shard_load.checkpoint_in_model import fill_model, homes_of, load_checkpoint_in_model, with_dtype
 from offstage.stages.shard_load.sources import LoadPlan, find_sources, prepare

@@ -8,14 +8,11 @@ weights does.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from offstage.stages.empty_init.skeleton import Skeleton
-from offstage.stages.machine.rates import known_rates
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.token_time import DEVICE_TOKENS, HOST_TOKENS
-from offstage.stages.units import CPU
 
 LARGEST_BATCH = 256
 """No batch has more prompts: a kill loses no more than one batch, and none waits for the slowest of thousands."""
@@ -54,72 +51,31 @@ def why_not_in_lockstep(skeleton: Skeleton) -> str:
     return f"one after another, not in lockstep: the model's own code changes {large!r} in place"
 
 
-def choose(
-    plans: Mapping[int, Plan],
-    seconds: Callable[[int, Plan], float],
-    *,
-    prefer: Callable[[int, Plan], tuple[float, int]],
-) -> Plan:
-    """Return the one of ``plans``, by their sizes, that takes the fewest ``seconds``.
+@dataclass(frozen=True, slots=True)
+class PlanOption:
+    """A plan for one of the sizes, and the ``seconds`` in which all that is asked gets a token under it."""
 
-    Of those that are alike within a twentieth it is the one whose ``prefer`` is least.
-    """
-    taken = {size: seconds(size, plan) for size, plan in plans.items()}
-    least = min(taken.values())
-    alike = (size for size in plans if taken[size] <= least * _ALIKE)
-    return plans[min(alike, key=lambda size: prefer(size, plans[size]))]
+    plan: Plan
+    seconds: float
 
 
-def choose_batch(plans: Mapping[int, Plan], *, count: int, copies: int, weights: int) -> Plan:
-    """Return the one of ``plans``, by their batch sizes, that answers ``count`` prompts in the least predicted time.
+def choose(options: Mapping[int | None, PlanOption], *, fewest: bool) -> Plan:
+    """Return the plan of the least seconds of ``options``, which are by the number that compute together.
 
-    Each prompt is ``copies`` sequences; a token computes with ``weights`` bytes. Of those that are alike it is the one
-    that streams the least, then that of the largest batch: beside a budget that is given, where the size moves no
+    Of those that are alike within a twentieth it is that of the ``fewest``, where more would bring nothing; or else the
+    one that streams the least, then that of the largest batch: beside a budget that is given, where the size moves no
     weight, that is the largest that fits.
     """
+    least = min(option.seconds for option in options.values())
+    alike = [size for size, option in options.items() if option.seconds <= least * _ALIKE]
 
-    def seconds(size: int, plan: Plan) -> float:
-        full, rest = divmod(count, size)
-        last = _step_seconds(plan, rest * copies, weights) if rest else 0
-        return full * _step_seconds(plan, size * copies, weights) + last
+    def order(size: int | None) -> tuple[float, int]:
+        streamed = float(options[size].plan.forecast["streamed_bytes_per_token"])
+        return (0.0, size or 1) if fewest else (streamed, -(size or 1))
 
-    return choose(plans, seconds, prefer=lambda size, plan: (float(plan.forecast["streamed_bytes_per_token"]), -size))
-
-
-def choose_lockstep(plans: Mapping[int, Plan]) -> Plan:
-    """Return the one of ``plans``, by how many go together, under which tokens come soonest.
-
-    Of those that are alike it is the one with the fewest: more would bring nothing.
-    """
-    return choose(plans, lambda _, plan: _token_seconds(plan), prefer=lambda size, _: (0.0, size))
+    return options[min(alike, key=order)].plan
 
 
-def brings_more(plan: Plan, smaller: Mapping[int, Plan]) -> bool:
-    """Return whether tokens come sooner under ``plan`` than with all ``smaller`` numbers, by more than is alike."""
-    return _token_seconds(plan) * _ALIKE < min(map(_token_seconds, smaller.values()))
-
-
-def _token_seconds(plan: Plan) -> float:
-    return float(plan.forecast["seconds_per_token"])
-
-
-def _step_seconds(plan: Plan, sequences: int, weights: int) -> float:
-    """Return the seconds in which each of ``sequences`` gets a token, which computes with ``weights`` bytes.
-
-    They are what the plan predicts for a token, or what the sequences take to compute, whichever is longer.
-    """
-    on_host = weights if plan.main_device == CPU else float(plan.forecast.get("host_read_bytes_per_token", 0))
-    computing = on_host / plan.rates["host"] / HOST_TOKENS
-    computing += max(0, weights - on_host) / _device_rate(plan) / DEVICE_TOKENS
-    return max(_token_seconds(plan), computing * sequences)
-
-
-def _device_rate(plan: Plan) -> float:
-    """Return how fast accelerators read what they compute with, one after another, each what it has of the model."""
-    rates = known_rates(plan.rates, plan.device_rates)
-    computed = Counter(plan.link_bytes_per_token) + Counter(
-        {device: count for device, count in plan.used_bytes.items() if isinstance(device, int)}
-    )
-    if not (plan.device_rates and computed):
-        return rates.device
-    return computed.total() / sum(count / rates.device_of(device) for device, count in computed.items())
+def brings_more(option: PlanOption, others: Iterable[PlanOption]) -> bool:
+    """Return whether tokens come sooner under ``option`` than under all ``others``, by more than is alike."""
+    return option.seconds * _ALIKE < min(other.seconds for other in others)

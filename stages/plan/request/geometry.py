@@ -58,7 +58,8 @@ class Request:
     ``length`` is 0 where one forward is all: then no keys and values are kept for a next token. ``positions`` is of how
     many positions of each sequence a forward gives logits, and ``normalised`` of how many of these, of all sequences
     together, softmax is taken at once; null: of all. Each prompt or text is ``copies`` of the sequences. So many
-    ``members`` go through the model in lockstep, with as many sequences each. The host keeps
+    ``members`` go through the model in lockstep, with as many sequences each. Each token takes so many ``forwards`` of
+    them all, one after the other, over a cache each. The host keeps
     ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32. So many guesses
     are ``judged`` in lockstep with the token before them, over one cache. ``assistant_bytes`` are what a second model
     takes beside. ``moments`` are those of a forward that is known at its very shape, and ``caches`` what it leaves,
@@ -74,6 +75,7 @@ class Request:
     normalised: int | None = None
     copies: int = 1
     members: int = 1
+    forwards: int = 1
     result_bytes: int = 0
     kept: int = 0
     judged: int = 0
@@ -83,6 +85,11 @@ class Request:
     rows: int = field(default=1, compare=False)
     routed: int = field(default=0, compare=False)
     steps: int = field(default=0, compare=False)
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts or texts the sequences of one member answer."""
+        return self.sequences // self.copies
 
     @property
     def tokens(self) -> int:
@@ -97,12 +104,12 @@ class Request:
     @property
     def prompt_tokens(self) -> int:
         """The tokens of the prompts that go together; copies are routed alike."""
-        return self.members * self.sequences // self.copies * self.routed
+        return self.members * self.prompts * self.routed
 
     @property
     def passes(self) -> int:
         """The passes of decoding that answer all prompts."""
-        return self.steps * -(-self.rows // max(1, self.members * self.sequences // self.copies))
+        return self.steps * -(-self.rows // max(1, self.members * self.prompts))
 
 
 def read_geometry(model: Mapping[str, Any]) -> Geometry:

@@ -2,6 +2,8 @@
 
 A stage that runs the model has a reader here, below itself, by its name: from its own node of the config to a
 ``Request``. Lengths are rounded up, and to at least 64 tokens, so that a plan isn't made again for every other prompt.
+The assistant of ``generate.assistant_model``, a second, small checkpoint that guesses tokens ahead, is resident where
+the model computes: room is left for all of it, as for the request's own work.
 """
 
 from __future__ import annotations
@@ -19,18 +21,22 @@ from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.calls.options import ForwardOptions, count_rows, read_texts
 from offstage.stages.checkpoints.adapters import adapter_folder
+from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.generation_defaults import generation_defaults
 from offstage.stages.checkpoints.hub import checkpoint_folder, tokenizer_folder
+from offstage.stages.checkpoints.quantization import quantization_of
 from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
 from offstage.stages.checkpoints.tokenizers import tokenizing
-from offstage.stages.inputs.generate_options import AUTO, GenerateOptions, count_of, read_generate
+from offstage.stages.checkpoints.weight_files import weight_files
+from offstage.stages.empty_init.identity import MODEL_KEYS
+from offstage.stages.inputs.finetune_options import FinetuneOptions, Learns
+from offstage.stages.inputs.generate_options import AUTO, GUESSED, GUESSES, GenerateOptions, count_of, read_generate
 from offstage.stages.inputs.prompts import Prompt, read_prompts
 from offstage.stages.inputs.texts import ScoredText, ScoreOptions, Tokens, read_scored_texts
-from offstage.stages.plan.request.assistant import assistant_bytes, assistant_defaults
 from offstage.stages.plan.request.choose import MOST_TOGETHER, batch_sizes, lockstep_sizes
-from offstage.stages.plan.request.geometry import LEAST_LENGTH, Request, read_geometry, round_up
+from offstage.stages.plan.request.geometry import LEAST_LENGTH, Request, geometry_of, read_geometry, round_up
 from offstage.stages.plan.request.media_demand import MediaDemand
-from offstage.stages.plan.request.training import FinetuneOptions, Learns
+from offstage.stages.units import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -67,7 +73,7 @@ def read_requests(config: Config) -> dict[int | None, Request]:
         return {size: replace(request, members=size) for size in lockstep_sizes(request.members)}
     if node.get("batch_size") != AUTO:
         return {None: request}
-    sizes = batch_sizes(request.sequences // request.copies)
+    sizes = batch_sizes(request.prompts)
     return {size: replace(request, sequences=size * request.copies) for size in sizes}
 
 
@@ -155,6 +161,7 @@ def _answers(
         length if is_cached else 0,
         positions=1 + guesses,
         copies=copies,
+        forwards=max(_forwards(one.options) for one in asked),
         judged=guesses if given.judges_exactly else 0,
         kept=round_up(new) if keeps else 0,
         assistant_bytes=assistant_bytes(given.assistant_model, prompt=prompt, length=both),
@@ -164,15 +171,64 @@ def _answers(
 
 
 def _copies(options: Mapping[str, Any]) -> int:
-    """Return how many sequences each prompt is: with guidance as many go beside them, over a cache of their own."""
-    sequences = max(count_of(options, "num_beams", 1), count_of(options, "num_return_sequences", 1))
-    return 2 * sequences if options.get("guidance_scale", 1) != 1 else sequences
+    """Return how many sequences each prompt is."""
+    return max(count_of(options, "num_beams", 1), count_of(options, "num_return_sequences", 1))
+
+
+def _forwards(options: Mapping[str, Any]) -> int:
+    """Return how many forwards a token takes: guidance has one beside the prompt's, over a cache of its own."""
+    return 2 if options.get("guidance_scale") not in (None, 1) else 1
 
 
 def _new_tokens(options: Mapping[str, Any], prompt: int) -> int:
     """Return how many tokens are decoded at most, where so many of a ``prompt`` count as decoded too."""
     longest = count_of(options, "max_length", 0)
     return count_of(options, "max_new_tokens", max(0, longest - prompt) if longest else _NEW_TOKENS)
+
+
+def assistant_node(path: str | None) -> dict[str, Any] | None:
+    """Return the assistant in the folder ``path`` as a node ``model`` says it; null where there is none."""
+    return {**MODEL_KEYS, "path": path} if path else None
+
+
+def assistant_defaults(path: str | None) -> dict[str, Any]:
+    """Return how many tokens the assistant in the folder ``path`` guesses at once where nothing is given, if it says.
+
+    That is the assistant's own to say: what the model's files have of it isn't asked.
+    """
+    node = assistant_node(path)
+    told = generation_defaults(checkpoint_folder(node)) if node else {}
+    return {GUESSED: told.get(GUESSED)}
+
+
+def assistant_bytes(path: str | None, *, prompt: int, length: int) -> int:
+    """Return what the assistant takes for a sequence of ``length`` tokens in the end, ``prompt`` of them at once.
+
+    That is its weights, in the dtype in which they rest or are unpacked to, its keys and values, and the widest moment
+    of a layer. A folder without weights takes nothing here: the stage itself refuses it.
+    """
+    node = assistant_node(path)
+    if node is None:
+        return 0
+    folder = checkpoint_folder(node)
+    weights = assistant_weights(folder)
+    config = read_object(folder / "config.json")
+    geometry = geometry_of(config)
+    width = int(DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4))
+    cache = (geometry.layers + 1) * geometry.cached * length * width
+    rows = max(prompt, GUESSES) * (6 * geometry.hidden + 2 * geometry.intermediate) * width
+    return weights + cache + max(rows, 2 * length * geometry.hidden * width) + geometry.vocabulary * (width + 4 * 4)
+
+
+def assistant_weights(folder: Path) -> int:
+    """Return the bytes of the weights in ``folder`` in use: those at rest, unless they are quantised."""
+    if quantization_of(folder) is None:
+        return sum(file.stat().st_size for file in weight_files(folder))
+    from offstage.stages.checkpoints.packed import in_dtype
+    from offstage.stages.checkpoints.readers import open_reader
+
+    dtype = str(read_object(folder / "config.json").get("dtype"))
+    return sum((in_dtype(rest, dtype) or rest).bytes for rest in open_reader(open_checkpoint(folder)).entries.values())
 
 
 def forward_request(forward: Mapping[str, Any], model: Mapping[str, Any]) -> Request:

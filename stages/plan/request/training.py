@@ -1,110 +1,227 @@
-"""What a model is trained with: the text, how it is cut into sequences and batches, the optimizer, what is kept.
+"""What a training takes beside the model's weights: gradients, what is kept of each weight, activations.
 
-It is read here, below the stage that trains, since a plan leaves room for gradients, the optimizer's moments and what
-a forward saves for the backward pass.
+Those activations that are offloaded go from an accelerator to the host, or to disk. Where the host computes, only disk
+is elsewhere.
+
+Only the model's code knows what it saves for the backward pass, and how much that is hangs on how the model is trained.
+So a step is rehearsed once, at the very shape of the request, before the plan is made, and what it showed is kept
+beside the figures of the machine: a run that is served from the cache rehearses nothing.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from offstage.pipeline.errors import ConfigError, Fault
-from offstage.pipeline.typed_config import LEAST
-from offstage.stages.inputs.prompts import check_seed
-from offstage.stages.inputs.texts import read_text
+from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.errors import OffstageError
+from offstage.pipeline.stage import MEASURED, Config
+from offstage.pipeline.typed_config import fits, read
+from offstage.stages.checkpoints.adapters import adapter_folder
+from offstage.stages.empty_init.step_peaks import TrainingPeaks
+from offstage.stages.inputs.finetune_options import FinetuneOptions
+from offstage.stages.machine.hardware import Hardware
+from offstage.stages.machine.host_memory import TRAINING_BYTES
+from offstage.stages.machine.kept_figures import kept_or_measured
+from offstage.stages.machine.kernels import Kernels
+from offstage.stages.plan.budgets import rooms
+from offstage.stages.plan.memory_needs import MemoryNeeds, compute_dtype
+from offstage.stages.plan.options import PlanConfig
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
+from offstage.stages.plan.request.requests import read_request, what_learns
+from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, parse_size
 
-LONGEST_SEQUENCE = 512
-"""The tokens of a sequence where nobody says how many, and the model's context is longer or not known."""
+if TYPE_CHECKING:
+    from torch import nn
 
-Learns = Literal["nothing", "adapter", "all"]
-"""Which of a model's weights are changed by a run: none, those of its adapter, or all that are floating."""
+Parameters = dict[str, "nn.Parameter"]
 
-TEXT = "finetune.text_file"
+FILE_NAME = "training.json"
+VERSION = 2
+"""Raised by hand where what is rehearsed changes."""
+
+_KEPT = {"adamw": 2, "sgd": 0}
+"""How many tensors an optimizer keeps of each weight, of the weight's own size."""
+_MADE = {"adamw": 3, "sgd": 1}
+"""How many it makes to change a weight, one weight after the other."""
+_GROWN = 2
+"""How many times what lies in it the memory on the host may have grown to: it doubles, and is registered whole."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoraOptions:
-    """The keys below ``finetune.lora``; ``conf/config.yaml`` says what each means."""
+class TrainingDemand:
+    """What a step of training holds: the ``peaks`` of its forward and backward, and what stays from step to step.
 
-    r: int = field(default=8, metadata={LEAST: 1})
-    alpha: float = 16
-    target_modules: Sequence[str] | str = "all-linear"
+    ``kept_bytes`` are the optimizer's, and the weights of an adapter that is new; ``update_bytes`` are held, gradients
+    included, while the weights are changed.
+    """
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments of peft's ``LoraConfig``."""
-        targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
-        return {"r": self.r, "lora_alpha": self.alpha, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    peaks: TrainingPeaks
+    kept_bytes: int
+    update_bytes: int
 
-
-@dataclass(frozen=True, slots=True)
-class ActivationOffload:
-    """The keys below ``finetune.activation_offload``."""
-
-    ratio: float | Literal["auto"] = 0.0
-    target: Literal["host", "disk"] = "host"
+    def step_bytes(self, ratio: float) -> int:
+        """Return the most that a step holds beside weights and what is kept, at that ratio of activation offload."""
+        return max(self.peaks.peak(ratio), self.update_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class FinetuneOptions:
-    """The keys below ``finetune``; ``conf/config.yaml`` says what each means."""
+def training_demand(config: Config, cache: Path, *, skeleton: str, live: Callable[[], nn.Module]) -> TrainingDemand:
+    """Return what a step of the config's ``finetune`` takes.
 
-    text_file: str | None = None
-    steps: int = field(default=10, metadata={LEAST: 1})
-    batch_size: int = field(default=1, metadata={LEAST: 1})
-    window: int | None = field(default=None, metadata={LEAST: 2})
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.01
-    clip_norm: float | None = 1.0
-    gradient_accumulation: int = field(default=1, metadata={LEAST: 1})
-    checkpointing: bool = False
-    lora: LoraOptions | None = None
-    activation_offload: ActivationOffload = field(default_factory=ActivationOffload)
-    seed: int = 0
-    save_every: int = field(default=50, metadata={LEAST: 1})
-
-    def sequence(self, context: int) -> int:
-        """Return the tokens of a sequence for a model with positions for ``context`` tokens, 0 where not known."""
-        return self.window or min(context or LONGEST_SEQUENCE, LONGEST_SEQUENCE)
+    ``skeleton`` is the key of the model, and ``live`` returns it on meta. Raises ``ConfigError`` for an adapter that
+    has no place in the model.
+    """
+    options, model = read(FinetuneOptions, config["finetune"]), config["model"]
+    window = options.sequence(read_geometry(model).context)
+    adapted = adapter_folder(model) is not None
+    shaping = ("batch_size", "checkpointing", "lora")
+    asked = {name: value for name, value in asdict(options).items() if name in shaping}
+    asked |= {"accumulates": options.gradient_accumulation > 1, "window": window, "adapted": adapted}
+    key = fingerprint([VERSION, asked, skeleton])
+    probe = partial(_rehearse, options, live, window=window, adapted=adapted)
+    figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=_is_sound).get(key) or probe()
+    return _demand(figure, options)
 
 
-def check_training(options: FinetuneOptions) -> Iterable[Fault]:
-    """Yield what is wrong with the text and the optimizer, as far as the model needn't be known."""
-    yield from check_seed("finetune.seed", options.seed)
-    yield from _check_rates(options)
-    yield from _check_lora(options.lora)
-    ratio = options.activation_offload.ratio
-    if ratio != "auto" and not 0 <= ratio <= 1:
-        yield Fault("finetune.activation_offload.ratio", f"{ratio} is no share of bytes; give one from 0 to 1, or auto")
-    if options.text_file is None:
-        yield Fault(TEXT, f"None is no file; give the text to train on: {TEXT}=FILE")
-        return
+def training_needs(
+    demand: TrainingDemand, outline: Outline, config: Config, machine: Hardware, kernels: Kernels, *, library: int
+) -> tuple[MemoryNeeds, float]:
+    """Return what the config's ``finetune`` takes on ``machine``, and the share of its activations that goes.
+
+    Where that is left open, it is the least with which a step fits in the memory of the device that computes, beside
+    the weights that are resident there, the optimizer, what ``kernels`` take and ``library`` bytes. Raises
+    ``BudgetError`` where no share is enough.
+    """
+    asked = read(FinetuneOptions, config["finetune"]).activation_offload
+    scratch = _product_bytes(outline, read_geometry(config["model"]), read_request(config), kernels)
+    main: DeviceId = 0 if machine.accelerators else CPU
+    goes = main != CPU or asked.target == "disk"
+    if asked.ratio != "auto":
+        ratio = float(asked.ratio)
+    elif not goes:
+        ratio = 0.0
+    else:
+        held = outline.skeleton.bytes
+        if what_learns(config) != "all":
+            given = read(PlanConfig, config).max_memory or {}
+            largest = max((layer.bytes for layer in outline.layers), default=0)
+            held = min(held, parse_size(given.get(str(main), largest), of=held))
+        process = machine.host.process_bytes + TRAINING_BYTES if main == CPU else 0
+        room = rooms(machine, leaves=True)[main] - held - demand.kept_bytes - process - scratch - library
+        ratio = demand.peaks.least_ratio(room)
+    needs = MemoryNeeds(
+        activation_bytes=demand.step_bytes(ratio if goes else 0.0),
+        scratch_bytes=scratch,
+        library_bytes=TRAINING_BYTES + library,
+        learning_bytes=demand.kept_bytes,
+        offloaded_bytes=round(_GROWN * ratio * demand.peaks.saved_bytes) if goes and asked.target == "host" else 0,
+    )
+    return needs, ratio
+
+
+def _product_bytes(outline: Outline, geometry: Geometry, request: Request, kernels: Kernels) -> int:
+    """Return the most that the host's kernels take beside a product of a step.
+
+    Its widest matrix is the logits of all positions, or the largest weight, whose gradient is a product too.
+    """
+    dtype = compute_dtype(outline)
+    widest = max(geometry.hidden, geometry.intermediate, geometry.vocabulary) * int(DTYPE_BYTES[dtype])
+    matrices = (tensor.bytes for tensor in outline.skeleton.unique if len(tensor.shape) == 2)
+    product = max(request.sequences * request.prompt * widest, *matrices)
+    return round(max(kernels.get(f"mm {dtype}", (0,))) * product)
+
+
+def _demand(figure: Mapping[str, Any], options: FinetuneOptions) -> TrainingDemand:
+    told: dict[str, Any] = {
+        name: tuple(map(tuple, one)) if isinstance(one, list) else one for name, one in figure["peaks"].items()
+    }
+    peaks = TrainingPeaks(**told)
+    added = peaks.gradient_bytes if options.lora is not None else 0
+    return TrainingDemand(
+        peaks,
+        kept_bytes=added + _KEPT[options.optimizer] * peaks.gradient_bytes,
+        update_bytes=peaks.gradient_bytes + _MADE[options.optimizer] * figure["largest_bytes"],
+    )
+
+
+def _is_sound(figure: Any) -> bool:
+    if not isinstance(figure, dict) or set(figure) != {"peaks", "largest_bytes"}:
+        return False
+    return isinstance(figure["peaks"], dict) and fits(int, figure["largest_bytes"])
+
+
+def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window: int, adapted: bool) -> dict[str, Any]:
+    """Return the figure of one step, rehearsed on a copy of the model."""
+    import torch
+
+    from offstage.stages.empty_init.fake_weights import REFUSALS
+    from offstage.stages.empty_init.training_peaks import rehearse_step
+
+    model: Any = copy.deepcopy(live())
+    adapt(model, options)
+    learning = choose_learning(model, adapter=adapted or options.lora is not None)
+
+    def call(model: nn.Module) -> object:
+        ids = torch.ones((options.batch_size, window), dtype=torch.long)
+        return model(input_ids=ids, labels=ids, use_cache=False)
+
+    sizes = [weight.nbytes for weight in learning.values()]
     try:
-        read_text(TEXT, options.text_file)
-    except ConfigError as error:
-        yield Fault.of(error)
+        peaks = rehearse_step(model, call, accumulates=options.gradient_accumulation > 1).peaks
+    except OffstageError:
+        raise
+    except REFUSALS:
+        geometry = geometry_of(model.config.to_dict())
+        peaks = bound_peaks(geometry, tokens=options.batch_size * window, gradient_bytes=sum(sizes))
+    return {"peaks": asdict(peaks), "largest_bytes": max(sizes)}
 
 
-def _check_rates(options: FinetuneOptions) -> Iterable[Fault]:
-    if not 0 < options.learning_rate < math.inf:
-        yield Fault("finetune.learning_rate", f"{options.learning_rate} is no rate; give a finite number above 0")
-    if not 0 <= options.weight_decay < math.inf:
-        yield Fault("finetune.weight_decay", f"{options.weight_decay} is no decay; give a finite number from 0")
-    if options.clip_norm is not None and not 0 < options.clip_norm < math.inf:
-        yield Fault("finetune.clip_norm", f"{options.clip_norm} is no norm; give a finite number above 0, or null")
+def bound_peaks(geometry: Geometry, *, tokens: int, gradient_bytes: int) -> TrainingPeaks:
+    """Return the most that a step over so many ``tokens`` holds, for a model whose code can't be rehearsed.
+
+    All in float32: what a layer's modules take and give, and logits with what a loss makes of them. No offload of
+    activations is known to lower it.
+    """
+    layer = 20 * geometry.hidden + 4 * geometry.intermediate + 4 * geometry.cached
+    saved = 4 * tokens * (geometry.layers * layer + 5 * geometry.vocabulary)
+    every = saved + gradient_bytes
+    return TrainingPeaks(saved, gradient_bytes, ((saved, saved, saved),), ((every, saved, saved),))
 
 
-def _check_lora(lora: LoraOptions | None) -> Iterable[Fault]:
-    if lora is None:
-        return
-    if not 0 < lora.alpha < math.inf:
-        yield Fault("finetune.lora.alpha", f"{lora.alpha} is no scale; give a finite number above 0")
-    if not lora.target_modules or not all(lora.target_modules):
-        yield Fault(
-            "finetune.lora.target_modules",
-            f"{lora.target_modules!r} names no modules; give a list of their names, a pattern, or all-linear",
-        )
+def adapt(model: nn.Module, options: FinetuneOptions) -> None:
+    """Put into ``model`` what the options ask for: a new adapter, on meta, and checkpointing of its layers.
+
+    It is made one that trains here for a rehearsal on meta and for the training itself alike.
+    """
+    from offstage.stages.empty_init.adapted_model import add_new_adapter
+
+    if options.lora is not None:
+        add_new_adapter(model, options.lora.settings, key="finetune.lora")
+    if options.checkpointing:
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def choose_learning(model: nn.Module, *, adapter: bool) -> Parameters:
+    """Have the floating parameters of ``model`` learn, or only those of its ``adapter``; return them by name.
+
+    Tied ones are there once. The model is in training mode then, so that dropout drops what its config says.
+    """
+    from offstage.stages.empty_init.adapted_model import without_adapter
+
+    added = set(without_adapter(model).added.values()) if adapter else set()
+    chosen = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if (name in added if adapter else weight.is_floating_point())
+    }
+    model.requires_grad_(False)
+    for weight in chosen.values():
+        weight.requires_grad_(True)
+    model.train()
+    return chosen

@@ -8,7 +8,7 @@ import pytest
 from transformers import BertConfig, LlamaConfig, PretrainedConfig, T5Config, WhisperConfig
 
 from offstage.stages.finetune.served import check_served
-from offstage.stages.plan.request.training import FinetuneOptions, LoraOptions
+from offstage.stages.inputs.finetune_options import FinetuneOptions, LoraOptions
 
 REFUSED = [
     (T5Config(architectures=["T5ForConditionalGeneration"]), "has an encoder, which a text says nothing of"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from offstage.pipeline.stage import Config
 from offstage.pipeline.typed_config import read
 from offstage.stages.machine.hardware import hardware
@@ -12,6 +10,7 @@ from offstage.stages.machine.rates import Rates, read_rates
 from offstage.stages.plan.inputs import gather_inputs
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
+from offstage.stages.plan.memory_needs import MemoryNeeds
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement
@@ -19,7 +18,6 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.predict import predict
 from offstage.stages.plan.serving import Io
 from offstage.stages.plan.stage import plan_from
-from offstage.stages.plan.work import Work
 
 
 def make_plan(
@@ -36,11 +34,12 @@ def make_plan(
     rates = rates or read_rates(config.get("hardware") or {})
     storage, machine = read(PlanConfig, config).storage, hardware(config)
     packing = choose_packing(storage, possible_packing(storage, outline, config), outline, rates)
-    inputs = gather_inputs(with_copies(outline, packing), config, machine=machine, rates=rates, kernels=kernels)
-    return plan_from(replace(inputs, packing=packing))
+    outline = with_copies(outline, packing)
+    inputs = gather_inputs(outline, config, machine=machine, rates=rates, kernels=kernels, packing=packing)
+    return plan_from(inputs)
 
 
-def predicted(outline: Outline, plan: Plan, needs: Work, rates: Rates, *, io: Io = "direct") -> Plan:
+def predicted(outline: Outline, plan: Plan, needs: MemoryNeeds, rates: Rates, *, io: Io = "direct") -> Plan:
     """Return ``plan`` with what is predicted of it where a request takes ``needs``."""
     leaders = {name: home for name, home in plan.homes.items() if outline.skeleton.leader(name) == name}
     packed = frozenset(name for name in plan.packed_on_host if outline.skeleton.leader(name) == name)

@@ -204,7 +204,7 @@ def test_it_is_refused_where_nothing_is_chosen_by_a_tokens_time(changes: dict[st
 
 def test_without_an_accelerator_it_is_the_same_and_said_so() -> None:
     fastest, exact = (make_plan(llama(), config(accelerators=0, execution=how)) for how in ("fastest", "exact"))
-    assert fastest.notes == (*exact.notes, "execution=fastest changes nothing: no accelerator computes")
+    assert {*fastest.notes} - {*exact.notes} == {"execution=fastest changes nothing: no accelerator computes"}
     assert replace(fastest, notes=()) == replace(exact, notes=())
 
 

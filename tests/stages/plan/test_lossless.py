@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.empty_init.skeleton import ModuleSpec, Skeleton, TensorSpec
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan import options
+from offstage.stages.plan import lossless, options
 from offstage.stages.plan.lossless import NOMINAL, choose_packing, pays, possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig, StorageConfig
 from offstage.stages.plan.outline import Outline
@@ -73,6 +74,32 @@ def test_a_few_stretches_of_the_checkpoint_say_how_far_it_shrinks(tmp_path: Path
     found = possible_packing(StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}})
     assert found is not None
     assert found.shares == {"bfloat16": NOMINAL["bfloat16"]}, "whoever loads it says what is wrong"
+
+
+def test_a_checkpoint_is_packed_for_its_share_once_and_again_where_its_content_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    weighed: list[Extent] = []
+
+    def watched(extent: Extent) -> float:
+        weighed.append(extent)
+        return packed_share(extent)
+
+    packed_share = lossless._packed_share
+    monkeypatch.setattr(lossless, "_packed_share", watched)
+    asked: Any = (StorageConfig(codec="zstd"), weights(), {"model": {"path": str(tmp_path)}}, tmp_path / "cache")
+    save_file({"weights": torch.randn(2**17).bfloat16()}, tmp_path / "model.safetensors")
+    first = possible_packing(*asked)
+    once = len(weighed)
+    assert once
+    assert possible_packing(*asked) == first == possible_packing(*asked[:3])
+    assert len(weighed) == 2 * once, "without a cache it is packed each time"
+    save_file({"weights": torch.zeros(2**17).bfloat16()}, tmp_path / "model.safetensors")
+    other = possible_packing(*asked)
+    assert first is not None
+    assert other is not None
+    assert other.shares["bfloat16"] < 0.1 < first.shares["bfloat16"]
 
 
 def test_weights_that_all_learn_and_those_looked_up_stay_as_they_are() -> None:

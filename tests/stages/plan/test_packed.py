@@ -16,6 +16,7 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.budgets import allow
 from offstage.stages.plan.checks import require_fit
 from offstage.stages.plan.layout import lay_out
+from offstage.stages.plan.memory_needs import MemoryNeeds
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement, resident_bytes
 from offstage.stages.plan.plan import Plan
@@ -24,7 +25,6 @@ from offstage.stages.plan.table import packed_told
 from offstage.stages.plan.token_bound import bound_seconds
 from offstage.stages.plan.token_time import Brought, slowest, token_seconds
 from offstage.stages.plan.traffic import PLAIN_STEP, traffic
-from offstage.stages.plan.work import Work
 from offstage.stages.units import CPU, DeviceId
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan, predicted
@@ -42,7 +42,7 @@ def planned(model: Outline, *, io: str = "direct", rates: Rates = RATES, **max_m
     hardware = {"devices": [{"memory": "1GB"}] * 2}
     budgets = {key.lstrip("_"): size for key, size in max_memory.items()}
     config = {"max_memory": budgets, "device_map": "sequential", "device_map_overrides": {}, "hardware": hardware}
-    return predicted(model, make_plan(model, {**config, "generate": {}, "storage": {"io": io}}), Work(0), rates)
+    return predicted(model, make_plan(model, {**config, "generate": {}, "storage": {"io": io}}), MemoryNeeds(0), rates)
 
 
 def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_the_unpacking() -> None:

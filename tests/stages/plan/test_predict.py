@@ -15,12 +15,10 @@ from offstage.stages.empty_init.skeleton import Moment, TensorSpec
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates, read_rates
-from offstage.stages.plan.cache_ledger import BlockCache
+from offstage.stages.plan.memory_needs import BlockCache, MemoryNeeds, memory_needs
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.predict import work
 from offstage.stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
-from offstage.stages.plan.work import Work
 from tests.stages.plan.plans import make_plan, predicted
 from tests.stages.plan.skeletons import outline
 
@@ -76,14 +74,14 @@ def test_a_model_without_a_config_has_no_cache(tmp_path: Path) -> None:
 
 def test_the_cache_counts_layers_tokens_and_the_dtype() -> None:
     model = outline({"w": 10})
-    needs = work(model, Geometry(layers=2, cached=8, hidden=4, vocabulary=10), Request(sequences=2, length=512))
+    needs = memory_needs(model, Geometry(layers=2, cached=8, hidden=4, vocabulary=10), Request(sequences=2, length=512))
     assert needs.cache_bytes == 2 * 8 * 1024 * 4, "no floating weights: float32"
 
 
 def test_activations_are_the_widest_moment_at_the_shape_of_the_request() -> None:
     wide, long = Moment((0, 0, 0, 8, 0, 0), "mm bfloat16", (NOTHING, NOTHING, FIFTY)), Moment((0, 0, 0, 0, 0, 1))
     model = Outline(replace(outline({"w": 10}).skeleton, moments=(wide, long)))
-    short, longer = (work(model, Geometry(), Request(2, length, length)) for length in (4, 100))
+    short, longer = (memory_needs(model, Geometry(), Request(2, length, length)) for length in (4, 100))
     assert (short.activation_bytes, short.scratch_bytes) == (2 * 4 * 8, 2 * 2 * 50)
     assert (longer.activation_bytes, longer.scratch_bytes) == (2 * 100**2, 0), "the host's peak is another moment"
 
@@ -102,25 +100,27 @@ def test_scratch_is_in_proportion_to_a_products_operands_as_the_machines_kernels
 ) -> None:
     moment = Moment(NOTHING, "mm bfloat16", ((10, 0, 0, 0, 0, 0), NOTHING, FIFTY))
     model = Outline(replace(outline({"w": 10}).skeleton, moments=(moment,)))
-    assert work(model, Geometry(), Request(2), kernels).scratch_bytes == expected
+    assert memory_needs(model, Geometry(), Request(2), kernels).scratch_bytes == expected
 
 
 def test_decoding_holds_a_layer_of_the_cache_twice_and_repeated_for_every_head() -> None:
     model = Outline(replace(outline({"w": 10}).skeleton, moments=(Moment(NOTHING),)))
-    needs = work(model, Geometry(layers=9, cached=8, hidden=16), Request(1, 10, 1000))
+    needs = memory_needs(model, Geometry(layers=9, cached=8, hidden=16), Request(1, 10, 1000))
     assert needs.activation_bytes == 1000 * (8 + 2 * 16) * 4
 
 
 def test_logits_of_a_whole_window_are_held_at_once_and_normalised_piece_by_piece() -> None:
     model = Outline(replace(outline({"w": 10}).skeleton, moments=(Moment(NOTHING),)))
     geometry, kernels = Geometry(layers=9, cached=8, hidden=4, vocabulary=100), {"mm float32": (1.0, 2.0, 3.0)}
-    one = work(model, geometry, Request(2, 10, 0), kernels)
+    one = memory_needs(model, geometry, Request(2, 10, 0), kernels)
     assert (one.cache_bytes, one.activation_bytes, one.scratch_bytes) == (0, 2 * 100 * (4 + 8), 0)
     window = Request(2, 10, 0, positions=10, normalised=5)
-    whole, pieces = (work(model, geometry, request, {}) for request in (replace(window, normalised=None), window))
+    whole, pieces = (
+        memory_needs(model, geometry, request, {}) for request in (replace(window, normalised=None), window)
+    )
     assert whole.activation_bytes == 20 * 100 * (4 + 8)
     assert pieces.activation_bytes == 20 * 100 * 4 + 5 * 100 * 8
-    head = work(model, geometry, window, kernels)
+    head = memory_needs(model, geometry, window, kernels)
     product = 2 * 20 * 4 * 4 + 20 * 100 * 4 + 20 * 4 * 4 + 2 * 4 * 100 * 4 + 3 * 20 * 100 * 4
     assert head.activation_bytes + head.scratch_bytes == product
 
@@ -136,7 +136,7 @@ def test_a_peak_is_weights_reserve_cache_activations_and_the_process() -> None:
     names = [f"l.{index}" for index in range(4)]
     model = outline({f"{name}.w": 10 for name in names}, classes=dict.fromkeys(names, "Block"), no_split=["Block"])
     caches = tuple(BlockCache(name, 100, 90) for name in names)
-    plan = predicted(model, planned(model, _0="20", _1="10", cpu="100"), Work(7, caches=caches), Rates())
+    plan = predicted(model, planned(model, _0="20", _1="10", cpu="100"), MemoryNeeds(7, caches=caches), Rates())
     assert plan.predicted[0] == {"weights": 10, "reserve": 10, "cache": 300, "activations": 7}
     assert plan.predicted[1] == {"weights": 10, "reserve": 0, "cache": 100, "activations": 7}
     assert plan.predicted["cpu"]["process"] == PROCESS_BYTES
@@ -147,9 +147,9 @@ def test_what_simulated_accelerators_hold_lies_on_the_host() -> None:
     names = [f"l.{index}" for index in range(4)]
     model = outline({f"{name}.w": 10 for name in names}, classes=dict.fromkeys(names, "Block"), no_split=["Block"])
     caches = tuple(BlockCache(name, 100, 90) for name in names)
-    plan = predicted(model, planned(model, _0="20", _1="10", cpu="100"), Work(7, 3, caches=caches), Rates())
+    plan = predicted(model, planned(model, _0="20", _1="10", cpu="100"), MemoryNeeds(7, 3, caches=caches), Rates())
     assert plan.predicted["cpu"]["simulated"] == (10 + 10 + 300) + (10 + 100) + 7 + 3
-    alone = predicted(model, replace(plan, ledgers={}), Work(7, 3, caches=caches), Rates())
+    alone = predicted(model, replace(plan, ledgers={}), MemoryNeeds(7, 3, caches=caches), Rates())
     assert "simulated" not in alone.predicted["cpu"], "a real accelerator's memory is its own"
 
 
@@ -157,9 +157,9 @@ def test_what_is_staged_on_the_host_is_predicted_unless_it_is_mapped() -> None:
     model = outline({f"l.{index}.w": 10 for index in range(4)})
     plan = planned(model, cpu="35")
     assert plan.resident_bytes["cpu"] == 20
-    assert predicted(model, plan, Work(0), Rates()).predicted["cpu"]["reserve"] == 15
-    assert predicted(model, plan, Work(0), Rates(), io="mmap").predicted["cpu"]["reserve"] == 0
-    through = predicted(model, planned(model, _0="30", cpu="5"), Work(0), Rates()).predicted
+    assert predicted(model, plan, MemoryNeeds(0), Rates()).predicted["cpu"]["reserve"] == 15
+    assert predicted(model, plan, MemoryNeeds(0), Rates(), io="mmap").predicted["cpu"]["reserve"] == 0
+    through = predicted(model, planned(model, _0="30", cpu="5"), MemoryNeeds(0), Rates()).predicted
     assert (through[0]["reserve"], through["cpu"]["staging"]) == (10, 10)
 
 
@@ -172,31 +172,33 @@ def test_without_a_rehearsal_kernels_may_copy_the_largest_matrix() -> None:
     model = outline({"a": 1})
     halves = Outline(replace(model.skeleton, tensors=specs))
     copying = {"strided bmm bfloat16": (1, 1, 0), "mm float16": (0, 2, 0)}
-    assert work(halves, Geometry(), Request(), copying).scratch_bytes == 4 * 3 * 2 * 2, "one of the stacked ones"
-    assert work(halves, Geometry(), Request(), {"strided bmm bfloat16": (1, 1, 0)}).scratch_bytes == 3 * 5 * 2
-    assert work(halves, Geometry(), Request(), {}).scratch_bytes == 0
-    assert work(model, Geometry(), Request()).scratch_bytes == 0
+    assert memory_needs(halves, Geometry(), Request(), copying).scratch_bytes == 4 * 3 * 2 * 2, (
+        "one of the stacked ones"
+    )
+    assert memory_needs(halves, Geometry(), Request(), {"strided bmm bfloat16": (1, 1, 0)}).scratch_bytes == 3 * 5 * 2
+    assert memory_needs(halves, Geometry(), Request(), {}).scratch_bytes == 0
+    assert memory_needs(model, Geometry(), Request()).scratch_bytes == 0
 
 
 def test_a_token_takes_as_long_as_the_slowest_of_storage_link_and_memory() -> None:
     model = outline({f"l.{index}.w": 10 for index in range(4)})
     plan = planned(model, cpu="30")
     rates = Rates(storage=10, host=1000, calls=10**9)
-    forecast = predicted(model, plan, Work(0), rates).forecast
+    forecast = predicted(model, plan, MemoryNeeds(0), rates).forecast
     storage = {"bound": "storage", "storage_bandwidth_bytes_per_second": 10, "forwards_for_free": 2.0 / (40 / 1000)}
     assert forecast == {
         "streamed_bytes_per_token": 20,
         "seconds_per_token": pytest.approx(2.0 + 0.25 * 40 / 1000),
         **storage,
     }
-    assert predicted(model, plan, Work(0), Rates(storage=1000, host=10)).forecast["bound"] == "host memory"
+    assert predicted(model, plan, MemoryNeeds(0), Rates(storage=1000, host=10)).forecast["bound"] == "host memory"
     linked = planned(model, _0="30", cpu="100")
-    assert predicted(model, linked, Work(0), Rates(link=10)).forecast["seconds_per_token"] == 2.0
+    assert predicted(model, linked, MemoryNeeds(0), Rates(link=10)).forecast["seconds_per_token"] == 2.0
 
 
 def test_guesses_that_are_judged_in_lockstep_have_a_layers_keys_and_values_each_and_no_cache() -> None:
     geometry, model = Geometry(layers=8, cached=16, hidden=4), outline({"w": 10})
-    none, some = (work(model, geometry, Request(length=100, positions=5, judged=count)) for count in (0, 4))
+    none, some = (memory_needs(model, geometry, Request(length=100, positions=5, judged=count)) for count in (0, 4))
     assert some.cache_bytes == none.cache_bytes
     assert some.activation_bytes - none.activation_bytes == 4 * 100 * 16 * 4
 

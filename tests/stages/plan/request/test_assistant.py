@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from offstage.stages.plan.request.assistant import assistant_bytes, assistant_weights
+from offstage.stages.plan.request.requests import assistant_bytes, assistant_weights
 
 
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])

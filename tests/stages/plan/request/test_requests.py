@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from offstage.stages.plan.predict import work
+from offstage.stages.plan.memory_needs import memory_needs
 from offstage.stages.plan.request.geometry import Geometry, Request, round_up
 from offstage.stages.plan.request.requests import (
     NORMALISED,
@@ -58,8 +58,8 @@ def test_a_request_is_rounded_up_and_short_ones_are_alike() -> None:
         ({"prompt_lookup_num_tokens": 3}, {}, Request(1, positions=4, judged=3)),
         ({}, {"use_cache": False}, Request(1, 64, 0)),
         ({"max_length": 512}, {"max_new_tokens": None}, Request(1, 64, 512)),
-        ({"guidance_scale": 1.5}, {}, Request(2)),
-        ({"guidance_scale": 1.5, "num_beams": 3}, {}, Request(6)),
+        ({"guidance_scale": 1.5}, {}, Request(1, forwards=2)),
+        ({"guidance_scale": 1.5, "num_beams": 3}, {}, Request(3, forwards=2)),
         ({"guidance_scale": 1}, {}, Request(1)),
         ({"num_beams": 4}, {"prompts": [{"token_ids": [5, 6], "num_beams": 1}]}, Request(1)),
         ({"num_beams": 4}, {"prompts": [[5], {"token_ids": [6], "num_beams": 1}], "lockstep": 1}, Request(4)),
@@ -86,7 +86,7 @@ def test_without_a_generation_config_what_transformers_takes_from_the_config_is_
     said = {"use_cache": False, "num_beams": 4, "guidance_scale": 2.0}
     tmp_path.joinpath("config.json").write_text(json.dumps(said))
     asked = generate_request({"prompts": [[5, 6]]}, {"path": str(tmp_path)})
-    assert asked == Request(2, 64, 0, copies=2)
+    assert asked == Request(1, 64, 0, forwards=2)
     model = LlamaForCausalLM(LlamaConfig(**SMALL, **said))
     assert (model.generation_config.num_beams or 1, model.generation_config.use_cache) == (1, False)
     assert model.generation_config.guidance_scale == 2
@@ -163,7 +163,7 @@ def test_logits_that_must_be_kept_for_log_probabilities_have_room() -> None:
     ]
     assert kept == [0, 0, 16, 0, 16]
     geometry, model = Geometry(vocabulary=100), outline({"w": 10})
-    more, less = (work(model, geometry, Request(3, kept=count)).bytes for count in (16, 0))
+    more, less = (memory_needs(model, geometry, Request(3, kept=count)).bytes for count in (16, 0))
     assert more - less == 3 * 16 * 100 * 4
 
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 
 from offstage.stages.empty_init.training_peaks import rehearse_step
 from offstage.stages.plan.request.geometry import geometry_of
-from offstage.stages.plan.request.training_demand import bound_peaks
+from offstage.stages.plan.request.training import bound_peaks
 
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, vocab_size=500)
 

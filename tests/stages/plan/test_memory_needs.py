@@ -13,7 +13,7 @@ from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.empty_init.media_call import weigh_media
 from offstage.stages.empty_init.skeleton import CacheSpec, Skeleton, from_json
-from offstage.stages.plan.cache_ledger import BlockCache, block_caches, cache_bytes
+from offstage.stages.plan.memory_needs import BlockCache, block_caches, cache_bytes
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import Geometry, Request
 from tests.long_form import in_ci
