@@ -39,13 +39,13 @@ class Faking(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _fake_grouped_mm(*args, **(kwargs or {}))
         if not self._decides:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs or {})
         if is_decided((args, kwargs)):
             return func(*args, **(kwargs or {}))
         self._decides = False  # inside an operator, fake tensors are what they always are
         try:
             args = with_indices(func, args)
-            faked = super().__torch_dispatch__(func, types, args, kwargs)
+            faked = self.dispatch(func, types, args, kwargs or {})
         finally:
             self._decides = True
         return decide(func, args, kwargs or {}, faked)

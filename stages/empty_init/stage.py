@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offstage.pipeline.errors import CheckpointError, Fault
+from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.stage import Artifact, Config, Context, Report, SourceFiles, Stage
 from offstage.pipeline.typed_config import PATHS, absolute, fits, unknown_keys
 from offstage.stages.calls.options import ForwardOptions, asked_of, identity as asked_identity
@@ -139,7 +139,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def build(self, inputs: EmptyInitInputs, context: Context, folder: Path) -> Any:
         """Write ``skeleton.json`` and return the model on meta."""
-        with _uncollected():
+        with uncollected():
             return self._build(inputs, folder)
 
     def _build(self, inputs: EmptyInitInputs, folder: Path) -> Any:
@@ -161,7 +161,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def revive(self, inputs: EmptyInitInputs, context: Context) -> Any:
         """Return the model on meta."""
-        with _uncollected():
+        with uncollected():
             from offstage.stages.empty_init.model import build_model
 
             with _bounds(inputs.node):
@@ -177,20 +177,6 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
             f"{skeleton.model_class}, {len(skeleton.unique)} tensors, {size}{packed}, {order}",
             model={"class": skeleton.model_class, "parameters": skeleton.parameters, "bytes": skeleton.bytes},
         )
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep Python from looking for cycles: imports and tens of thousands of names leave none, and have it look a
-    hundred times at all there is.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _declared(inputs: EmptyInitInputs, model: Any) -> DeclaredCheckpoint | None:

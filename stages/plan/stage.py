@@ -12,6 +12,7 @@ from typing import Any
 
 from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.errors import BudgetError, ConfigError, Fault
+from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
 from offstage.pipeline.typed_config import read
 from offstage.stages.empty_init import skeleton as skeletons
@@ -122,8 +123,9 @@ class PlanStage(Stage[PlanInputs]):
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
         """Write ``plan.json``, ``device_map.json``, and the sizes that the table is made from."""
-        plan = plan_from(inputs)
-        sizes = lying_bytes(inputs.outline, plan)
+        with uncollected():
+            plan = plan_from(inputs)
+            sizes = lying_bytes(inputs.outline, plan)
         plan.save(folder)
         write_text(folder / SIZES_NAME, json.dumps(sizes, indent=1) + "\n")
 

@@ -1,0 +1,27 @@
+"""Python's search for cycles, put off while a stage makes tens of thousands of small objects that stay."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python from looking for cycles in the block, and afterwards from looking at once at all that it made.
+
+    Imports and tens of thousands of names leave no cycles, and have it look a hundred times at all there is; what it
+    was kept from it makes up for at the first object after. What is there at the end counts as old instead: it is
+    looked at when all is. Where something was frozen (``gc.freeze``) that stays so, and nothing counts as old.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
