@@ -159,6 +159,12 @@ def test_what_is_in_memory_or_for_other_operators_goes_the_usual_way(tmp_path: P
 
 
 @pytest.mark.usefixtures("compiled")
+def test_a_loop_waits_for_nobody_whose_operators_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_reads, "_UNPACKING", None)  # nobody can enter it
+    read_packed(packed_at(tmp_path / "file", "fp8"))
+
+
+@pytest.mark.usefixtures("compiled")
 def test_no_more_is_kept_than_a_little_however_many_blocks_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
