@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from offstage.pipeline.errors import ConfigError, foreign
 from offstage.pipeline.regular_files import read_object
-from offstage.stages.calls.options import KEY, ForwardOptions, Text, files_of, read_texts
+from offstage.stages.calls.options import KEY, ForwardOptions, Text, check_unchanged, files_of, pins, read_texts
 from offstage.stages.checkpoints.hub import checkpoint_folder
 from offstage.stages.checkpoints.tokenizers import load_tokenizer, tokenizing
 from offstage.stages.inputs.audio import read_audio
@@ -26,6 +26,8 @@ from offstage.stages.inputs.processors import load_processor, sampling_rate
 from offstage.stages.inputs.tensor_files import read_tensors
 
 Tensors = dict[str, torch.Tensor]
+Pins = Mapping[Path, str]
+"""Files by the SHA-256 that their content must have."""
 _NO_LIMIT = 10**9
 """Tokenizers that know of no limit say a number beyond this one."""
 
@@ -43,29 +45,43 @@ class ForwardCall:
     made: frozenset[str] = field(default_factory=frozenset)
 
 
-def calls(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[ForwardCall]:
+def calls(
+    given: ForwardOptions, model: Mapping[str, Any], asked: Mapping[str, Any] | None = None
+) -> Iterator[ForwardCall]:
     """Yield the calls that ``given`` asks for, of the checkpoint of the config node ``model``; the largest comes first.
 
-    Raises ``ConfigError``, which names the key and the value, for what can't be made a call.
+    ``asked`` is the ``identity`` of what is given, values and all: what was changed since is refused. Raises
+    ``ConfigError``, which names the key and the value, for what can't be made a call.
     """
     texts = read_texts(given) if given.texts or given.texts_file else {}
+    if asked is not None and texts and [*texts.values()] != [_as_text(one) for one in asked["texts"]]:
+        raise ConfigError(f"{KEY}.texts_file: {given.texts_file!r} has changed since the run began; run it again")
+    pinned = {} if asked is None else pins(given, asked)
     kinds = [bool(texts), bool(given.images), bool(given.audio)]
     if not any(kinds):
-        yield from _of_tensors(given, model)
+        yield from _of_tensors(given, model, pinned)
         return
     if sum(kinds) > 1 or given.inputs:
-        yield _together(given, model, texts)
-    elif texts:
-        yield from _of_texts(given, model, texts)
-    elif given.images:
-        yield from _of_images(given, model)
+        yield _together(given, model, texts, pinned)
     else:
-        yield from _of_audio(given, model)
+        yield from _of_one_kind(given, model, texts, pinned)
 
 
-def _of_tensors(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[ForwardCall]:
+def _as_text(kept: Any) -> Text:
+    return kept if isinstance(kept, str) else (kept[0], kept[1])
+
+
+def _of_one_kind(
+    given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text], pinned: Pins
+) -> Iterator[ForwardCall]:
+    if texts:
+        return _of_texts(given, model, texts)
+    return _of_images(given, model, pinned) if given.images else _of_audio(given, model, pinned)
+
+
+def _of_tensors(given: ForwardOptions, model: Mapping[str, Any], pinned: Pins) -> Iterator[ForwardCall]:
     key = f"{KEY}.inputs"
-    tensors = read_tensors(key, Path(str(given.inputs)))
+    tensors = _tensors_of(given, pinned)
     counts = {name: len(tensor) if tensor.dim() else 0 for name, tensor in tensors.items()}
     count = max(counts.values())
     ids = tensors.get("input_ids")
@@ -83,6 +99,13 @@ def _of_tensors(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[For
     for start in range(0, count, given.batch_size):
         rows = range(start, min(start + given.batch_size, count))
         yield ForwardCall(key, tuple(rows), {name: tensor[rows.start : rows.stop] for name, tensor in tensors.items()})
+
+
+def _tensors_of(given: ForwardOptions, pinned: Pins) -> Tensors:
+    key, file = f"{KEY}.inputs", Path(str(given.inputs))
+    tensors = read_tensors(key, file)
+    check_unchanged(key, file, pinned)
+    return tensors
 
 
 def _of_texts(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]) -> Iterator[ForwardCall]:
@@ -156,16 +179,16 @@ def _numbers(model: Mapping[str, Any], name: str) -> list[int]:
     return [one for one in found if isinstance(one, int) and not isinstance(one, bool)]
 
 
-def _of_images(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[ForwardCall]:
+def _of_images(given: ForwardOptions, model: Mapping[str, Any], pinned: Pins) -> Iterator[ForwardCall]:
     files = files_of(given, "images")
     names = list(files)
     processor = load_processor(model, "image processor", key=f"{KEY}.images")
     for rows in by_length([0] * len(files), size=given.batch_size):
-        images = [read_image(names[row], files[names[row]]) for row in rows]
+        images = [read_image(names[row], files[names[row]], sha256=pinned.get(files[names[row]])) for row in rows]
         yield _call(names[rows[0]], rows, _processed(f"{KEY}.images", processor, images=images))
 
 
-def _of_audio(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[ForwardCall]:
+def _of_audio(given: ForwardOptions, model: Mapping[str, Any], pinned: Pins) -> Iterator[ForwardCall]:
     files = files_of(given, "audio")
     names = list(files)
     extractor = load_processor(model, "feature extractor", key=f"{KEY}.audio")
@@ -173,19 +196,21 @@ def _of_audio(given: ForwardOptions, model: Mapping[str, Any]) -> Iterator[Forwa
     padding = {} if pads is not None and pads.default else {"padding": True}
     rate = sampling_rate(extractor)
     for rows in by_length([file.stat().st_size for file in files.values()], size=given.batch_size):
-        sounds = [read_audio(names[row], files[names[row]], rate=rate) for row in rows]
+        sounds = [
+            read_audio(names[row], files[names[row]], rate=rate, sha256=pinned.get(files[names[row]])) for row in rows
+        ]
         made = _processed(f"{KEY}.audio", extractor, raw_speech=sounds, sampling_rate=rate, **padding)
         yield _call(names[rows[0]], rows, made)
 
 
-def _together(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]) -> ForwardCall:
+def _together(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text], pinned: Pins) -> ForwardCall:
     """Return the one call of things of several kinds: through the checkpoint's processor, beside named tensors."""
     key = KEY if sum(map(bool, (texts, given.images, given.audio))) > 1 else _kind_key(given, texts)
-    beside = read_tensors(f"{KEY}.inputs", Path(given.inputs)) if given.inputs else {}
+    beside = _tensors_of(given, pinned) if given.inputs else {}
     if key != KEY:
-        (call,) = calls(replace(given, inputs=None), model)
+        (call,) = _of_one_kind(given, model, texts, pinned)
     else:
-        call = _by_processor(given, model, texts)
+        call = _by_processor(given, model, texts, pinned)
     twice = sorted(beside.keys() & call.arguments.keys())
     if twice:
         raise ConfigError(f"{KEY}.inputs: {twice[0]!r} is made of {key} too; give it once")
@@ -196,13 +221,17 @@ def _kind_key(given: ForwardOptions, texts: Mapping[str, Text]) -> str:
     return f"{KEY}.{'texts' if texts else 'images' if given.images else 'audio'}"
 
 
-def _by_processor(given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text]) -> ForwardCall:
+def _by_processor(
+    given: ForwardOptions, model: Mapping[str, Any], texts: Mapping[str, Text], pinned: Pins
+) -> ForwardCall:
     processor = load_processor(model, "processor", key=KEY)
     if model.get("tokenizer"):
         processor.tokenizer = load_tokenizer(model)
-    images = [read_image(name, file) for name, file in files_of(given, "images").items()]
+    images = [read_image(name, file, sha256=pinned.get(file)) for name, file in files_of(given, "images").items()]
     rate = sampling_rate(getattr(processor, "feature_extractor", None))
-    sounds = [read_audio(name, file, rate=rate) for name, file in files_of(given, "audio").items()]
+    sounds = [
+        read_audio(name, file, rate=rate, sha256=pinned.get(file)) for name, file in files_of(given, "audio").items()
+    ]
     pairs = [text for text in texts.values() if not isinstance(text, str)]
     if pairs:
         raise ConfigError(f"{next(iter(texts))}: {pairs[0]!r} is a pair of texts, beside images or audio; give text")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,9 @@ Text = str | tuple[str, str]
 """A text, or a pair of texts that a model reads together."""
 
 _TEXTS = "give text, or a pair of texts that the model reads together"
-_FILE = LineFile(f"{KEY}.texts_file", "text", _TEXTS)
+_FILE = LineFile(f"{KEY}.texts_file", "text", _TEXTS, streams=False)
+_REMEMBERED = 2**16
+"""Of how many files the hash is remembered: what is asked is read several times in a run."""
 _GIVEN = ("inputs", "texts", "texts_file", "images", "audio")
 
 
@@ -152,8 +154,28 @@ def identity(given: ForwardOptions, *, values: bool) -> dict[str, object]:
     return found
 
 
+def pins(given: ForwardOptions, asked: Mapping[str, Any]) -> dict[Path, str]:
+    """Return the SHA-256 that each file must still have: ``asked`` is the ``identity`` of what is ``given``."""
+    files = [*files_of(given, "images").values(), *files_of(given, "audio").values()]
+    found = dict(zip(files, (*asked["images"], *asked["audio"]), strict=True))
+    return found | ({Path(given.inputs): asked["inputs"]} if given.inputs else {})
+
+
+def check_unchanged(key: str, file: Path, pinned: Mapping[Path, str]) -> None:
+    """Raise a ``ConfigError`` if ``file`` is ``pinned`` to another content than it has."""
+    if file in pinned and hash_of(file) != pinned[file]:
+        raise ConfigError(f"{key}: {str(file)!r} has changed since the run began; run it again")
+
+
 def hash_of(file: Path) -> str:
-    """Return the SHA-256 of what ``file`` holds, in hex."""
+    """Return the SHA-256 of what ``file`` holds, in hex; of a file that stays as it is, always the same one."""
+    with named(file):
+        status = file.stat()
+        return _hash(file, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+
+
+@lru_cache(_REMEMBERED)
+def _hash(file: Path, _state: tuple[int, ...]) -> str:
     with named(file), os.fdopen(open_regular(file), "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

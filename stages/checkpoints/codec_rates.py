@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from offstage.stages.checkpoints.packed import PackedBlock, PackedTensor
     from offstage.stages.machine.aligned_memory import Bytes
 
-_MODULES = {"mxfp4": "mxfp4", "nf4": "table_scaled", "zstd": "planes"}
-"""Codec → the module that has its sample."""
-_FAMILIES = ("fp8", "gguf")
-"""The modules that have those of several."""
+_FAMILIES = ("scaled_codes", "gguf", "planes")
+"""The modules that have samples of the codecs which they name."""
 _MEASURING_SECONDS, _TURNS = 0.3, 3
 """For how long it is measured again and again, and how often a sample is unpacked each time."""
 
@@ -62,10 +60,8 @@ def _measured(name: str) -> int | None:
 
 
 def _sample(name: str) -> tuple[PackedTensor, PackedBlock, list[Bytes]] | None:
-    if name in _MODULES:
-        return import_module(f"offstage.stages.checkpoints.codecs.{_MODULES[name]}").sample()  # type: ignore[no-any-return]
     families = (import_module(f"offstage.stages.checkpoints.codecs.{module}") for module in _FAMILIES)
-    return next((family.sample(name) for family in families if name in family.FORMATS), None)
+    return next((family.sample(name) for family in families if name in family.NAMES), None)
 
 
 def measure(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]) -> int:
@@ -77,6 +73,8 @@ def measure(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]) -> 
     """
     import numpy as np
 
+    from offstage.stages.checkpoints.packed_reads import unpack_block
+
     first = np.empty(tensor.bytes, np.uint8)
     has_loop = tensor.codec.loop(tensor, block, data, first) is not None
     threads = READING_THREADS if has_loop else min(READERS, len(allowed_cores()))
@@ -84,10 +82,10 @@ def measure(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes]) -> 
 
     def unpack(target: Bytes) -> None:
         for _ in range(_TURNS):
-            tensor.codec.unpack(tensor, block, data, target)
+            unpack_block(tensor, block, data, target)
 
     for target in targets:  # makes tables, and touches memory for the first time
-        tensor.codec.unpack(tensor, block, data, target)
+        unpack_block(tensor, block, data, target)
     taken: list[float] = []
     with ThreadPoolExecutor(threads) as pool:
         while sum(taken) < _MEASURING_SECONDS:

@@ -19,12 +19,12 @@ from typing import Any
 from offstage.pipeline.errors import CheckpointError
 from offstage.pipeline.typed_config import absolute
 from offstage.stages.checkpoints.gguf_model import gguf_folder
+from offstage.stages.checkpoints.shard_files import TEXTS
 from offstage.stages.checkpoints.weight_files import LAYOUTS, WeightNames, gguf_file, shard_names, weight_files
 
 DEFAULT_REVISION = "main"
 _CONFIG = "config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
-_TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 
 
 def is_hub_id(path: object) -> bool:
@@ -99,7 +99,7 @@ def _revision(model: Mapping[str, Any]) -> str:
 
 @cache
 def _texts(key: str, repo: str, revision: str) -> Path:
-    return _cached(repo, revision) or _fetch(key, repo, revision, _TEXTS)
+    return _cached(repo, revision) or _fetch(key, repo, revision, TEXTS)
 
 
 @cache
@@ -120,7 +120,7 @@ def _cached(repo: str, revision: str) -> Path | None:
 
     try:
         snapshot = snapshot_download(
-            repo, revision=revision, allow_patterns=list(_TEXTS), ignore_patterns=["*/*"], local_files_only=True
+            repo, revision=revision, allow_patterns=list(TEXTS), ignore_patterns=["*/*"], local_files_only=True
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None

@@ -59,14 +59,14 @@ class Codec(Protocol):
         """Return the blocks of ``tensor``: together all of it, each on its own."""
 
     def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
-        """Write what comes of ``block`` to its place in ``target``, the bytes of the whole tensor in use.
+        """Write what comes of ``block`` to its place in ``target``, the bytes of the whole tensor in use: by operators.
 
         ``data`` has the bytes of the block's spans. Several threads unpack blocks of one tensor at a time. Takes
         ``SCRATCH_BYTES`` at most; a ``CheckpointError`` names the file of bytes that can't be right.
         """
 
     def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
-        """Return what does the same without Python, where there is such a loop; ``data`` need not have been read."""
+        """Return what does the same in compiled code, where there is such a loop; ``data`` need not have been read."""
 
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return rows ``begin`` to ``end`` of the tensor's first dimension as a tensor; null where they can't be read

@@ -127,7 +127,7 @@ def bring_block(
     read.
     """
     data, count = read_block(block, buffer, small=small, direct=direct)
-    _unpack_block(tensor, block, data, target)
+    unpack_block(tensor, block, data, target)
     return count
 
 
@@ -173,11 +173,16 @@ def _chunk(span: Extent) -> Chunk:
     return Chunk(span.file, align_down(span.begin), span.begin, span.end)
 
 
-def _unpack_block(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
-    """Unpack ``block`` to its place in ``target``, by operators as many at a time as there are cores.
+def unpack_block(tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
+    """Unpack ``block``, whose bytes are ``data``, to its place in ``target``: by a loop where there is one for it.
 
-    More of them would wait for each other, and each for Python's lock between two of its operators.
+    Else by operators, as many at a time as there are cores. More of them would wait for each other, and each for
+    Python's lock between two of its operators; a loop holds no lock.
     """
+    loop = tensor.codec.loop(tensor, block, data, target)
+    if loop is not None:
+        loop.run()
+        return
     with _UNPACKING:
         tensor.codec.unpack(tensor, block, data, target)
 
@@ -194,7 +199,7 @@ def fill_packed(tensor: PackedTensor, target: torch.Tensor) -> None:
     """Read and unpack ``tensor`` into ``target``: contiguous, on the cpu, of its dtype and shape, not empty."""
     place = np.frombuffer(byte_view(target), np.uint8)
     for block in tensor.codec.blocks(tensor):
-        _unpack_block(tensor, block, [_bytes_of(span) for span in block.spans], place)
+        unpack_block(tensor, block, [_bytes_of(span) for span in block.spans], place)
 
 
 def _bytes_of(span: Extent) -> Bytes:

@@ -17,7 +17,9 @@ from pathlib import Path
 from offstage.pipeline.errors import CheckpointError, StorageError
 from offstage.pipeline.regular_files import NotRegularError, open_regular
 
-TEXTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "tokenizer*", "vocab*")
+TOKENIZER_TEXTS = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.spm", "*.codes")
+"""Of what one tokenizer or another is made beside what shows that there is one, as glob patterns."""
+TEXTS = (*TOKENIZER_TEXTS, "*.model", "*.py", "tokenizer*", "vocab*")
 """The files beside the weights that a model and its tokenizer are made from, as glob patterns."""
 _SHA256_LETTERS, _HEX = 64, frozenset("0123456789abcdef")
 

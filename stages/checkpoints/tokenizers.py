@@ -16,10 +16,6 @@ from offstage.stages.checkpoints.tokenizer_limits import check_tokenizer
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model")
 """The files of a checkpoint folder that show that it has a tokenizer, as glob patterns."""
 
-TEXT_FILES = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "*.spm", "*.codes")
-"""All other files that one tokenizer or another is made from, or that say what the default options are."""
-
-
 _STANDARD_ERROR = 2
 _one_at_a_time = threading.Lock()
 """Held while standard error is set aside: whoever set it aside meanwhile would bring back the wrong one."""

@@ -31,8 +31,8 @@ from offstage.stages.checkpoints.quantization import (
     quantization_of,
 )
 from offstage.stages.checkpoints.safetensors_header import read_header
-from offstage.stages.checkpoints.shard_files import is_plain_name
-from offstage.stages.checkpoints.tokenizers import TEXT_FILES, TOKENIZER_FILES
+from offstage.stages.checkpoints.shard_files import TOKENIZER_TEXTS, is_plain_name
+from offstage.stages.checkpoints.tokenizers import TOKENIZER_FILES
 from offstage.stages.checkpoints.weight_files import gguf_file, weight_files
 from offstage.stages.empty_init.source_code import code_identity, hashes, imports, source_files
 
@@ -171,7 +171,9 @@ def text_identity(model: Mapping[str, Any]) -> dict[str, object]:
 
 def _text_files(folder: Path) -> list[Path]:
     """Return the files of ``folder`` that a tokenizer, a processor or the default options may be read from."""
-    found = {file for pattern in (*TOKENIZER_FILES, *TEXT_FILES) for file in folder.glob(pattern) if file.is_file()}
+    found = {
+        file for pattern in (*TOKENIZER_FILES, *TOKENIZER_TEXTS) for file in folder.glob(pattern) if file.is_file()
+    }
     return sorted(file for file in found if not file.name.endswith(".index.json"))
 
 

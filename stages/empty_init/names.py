@@ -152,7 +152,7 @@ def _step(
     if index < 0:
         if len(sources) > 1:
             names = " and ".join(repr(name) for _, name in sources)
-            raise CheckpointError(f"{entries[sources[1][1]].file}: {names} are both the model's {target!r}")
+            raise CheckpointError(f"{entries[sources[1][1]].file.path}: {names} are both the model's {target!r}")
         return Step({target: entries[sources[0][1]].shape}, tuple(sources))
     converter: Converter = deepcopy(rename.converters[index])
     looks = tuple((pattern, entries[name].shape, entries[name].dtype) for pattern, name in sources)

@@ -60,7 +60,7 @@ class ForwardSession(ModelSession[ForwardInputs]):
         given, model = self.inputs.given, self.dispatched.model
         cost, joined, together = ForwardCost(self.dispatched.streamer.traffic), Joined(), []
         with tqdm(total=count_rows(given) or None, desc=title, unit="row", disable=None, leave=False) as bar:
-            for call in calls(given, self.inputs.model):
+            for call in calls(given, self.inputs.model, self.inputs.asked):
                 began = time.perf_counter()
                 with foreign(ConfigError, f"{call.key}: {type(model).__name__}'s forward fails with these inputs"):
                     joined.add(call, answer(model, call, given, device=self.dispatched.device))

@@ -18,13 +18,20 @@ _MOST_DEPTH = 50
 """More than what is asked for is nested, and little enough to have room in what keys and records hold it in."""
 
 
+_STREAM = f"{SIGN} for standard input"
+
+
 @dataclass(frozen=True, slots=True)
 class LineFile:
-    """What the config's ``key`` names: a file with one ``noun`` a line, which may be of the ``kinds`` that are told."""
+    """What the config's ``key`` names: a file with one ``noun`` a line, which may be of the ``kinds`` that are told.
+
+    Where it ``streams``, it may be standard input too.
+    """
 
     key: str
     noun: str
     kinds: str
+    streams: bool = True
 
     def read(self, file: object, streamed: object = None) -> dict[str, Any]:
         """Return the text of each line of ``file``, or its JSON value, by where it stands; blank lines are passed over.
@@ -32,15 +39,13 @@ class LineFile:
         ``streamed`` are the lines of standard input, where ``file`` is ``-``. Raises ``ConfigError`` for what is no
         such file.
         """
-        if file == SIGN:
+        if file == SIGN and self.streams:
             lines = list(map(str, streamed)) if isinstance(streamed, list) else []
             return self._values("standard input", lines, is_json=_are_json(lines))
         path = Path(str(file))
         if not path.is_file():
-            raise ConfigError(
-                f"{self.key}: {str(file)!r} is no file; give a text file with one {self.noun} a line, a .jsonl one, or "
-                f"{SIGN} for standard input"
-            )
+            kinds = f"a text file with one {self.noun} a line", "a .jsonl one", *([_STREAM] if self.streams else ())
+            raise ConfigError(f"{self.key}: {str(file)!r} is no file; give {', '.join(kinds[:-1])}, or {kinds[-1]}")
         try:
             lines = as_lines(read_regular(path))
         except OSError as error:

@@ -56,9 +56,10 @@ class Ledger:
     def room(self, shape: tuple[int, ...], dtype: torch.dtype, *, offset: int = 0) -> Room:
         """Return memory of the device for a tensor that lies at ``offset`` in its file; see ``room_for``."""
         count = math.prod(shape) * dtype.itemsize
-        self._check(count)
-        room = room_for(shape, dtype, offset=offset)
-        self._count(room.tensor.untyped_storage(), room.tensor.untyped_storage().data_ptr(), count)
+        with self._lock:  # nobody takes the room between the look and the taking
+            self._check(count)
+            room = room_for(shape, dtype, offset=offset)
+            self._count(room.tensor.untyped_storage(), room.tensor.untyped_storage().data_ptr(), count)
         return room
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -67,17 +68,19 @@ class Ledger:
 
     def allocate(self, size: int) -> Bytes:
         """Return ``size`` bytes of the device's memory; a ``BudgetError`` where there is no room for them."""
-        self._check(size)
-        memory = private_bytes(size)
-        self._count(memory, memory.ctypes.data, size)
+        with self._lock:
+            self._check(size)
+            memory = private_bytes(size)
+            self._count(memory, memory.ctypes.data, size)
         return memory
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count the storage of ``tensor``, which was made there by computing; one that is counted stays so."""
         storage = tensor.untyped_storage()
-        if not self.holds(tensor):
-            self._check(storage.nbytes())
-            self._count(storage, storage.data_ptr(), storage.nbytes())
+        with self._lock:
+            if not self.holds(tensor):
+                self._check(storage.nbytes())
+                self._count(storage, storage.data_ptr(), storage.nbytes())
 
     def _check(self, count: int) -> None:
         if self.held + count > self.capacity:

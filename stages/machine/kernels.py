@@ -9,15 +9,18 @@ instructions or with AMX's, 0 with those of AVX-512, 0 wherever torch's own loop
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
 from offstage.pipeline.environment import allowed_cores
+from offstage.stages.machine import own_process
 from offstage.stages.machine.kept_figures import kept_for_user
 
 FILE_NAME = "kernel_factors.json"
@@ -101,6 +104,13 @@ def processor_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _measure() -> dict[str, list[float]] | None:
+    """Measure in a process of its own, whose peak is reset and which keeps what kernels do; here where there is no room
+    for a second one.
+    """
+    if own_process.has_room():
+        with suppress(ValueError):
+            return json.loads(own_process.measure_apart("kernel_probes") or b"null")  # type: ignore[no-any-return]
+        return None
     from offstage.stages.machine.kernel_probes import measure_kernels
 
     return measure_kernels()

@@ -119,6 +119,18 @@ def test_a_tokenizer_may_come_from_the_hub(offstage: Run, offstage_here: Run, hu
     assert done.tokens == offstage_here(f"model.path={TINY}", *run[2:]).tokens
 
 
+def test_the_files_of_every_tokenizer_come_with_the_config(offstage: Run, online: FakeHub, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "served")
+    kinds = {"source.spm", "target.spm", "bpe.codes", "vocab", "tokenizer.bin"}
+    for name in kinds:
+        (tmp_path / "served" / name).write_text(f"{name} of a tokenizer")
+    online.offer(tmp_path / "served")
+    done = offstage(*RUN, "stop_after=plan")
+    assert done.code == 0, done.err
+    assert kinds <= online.downloaded
+    assert not [name for name in online.downloaded if name.endswith(".safetensors")]
+
+
 @pytest.mark.parametrize("gone", ["everything", "a shard", "the config"])
 def test_what_the_cache_lacks_is_one_line_that_names_the_id(offstage: Run, hub_home: Path, gone: str) -> None:
     if gone != "everything":

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offstage.pipeline.errors import CheckpointError
-from offstage.stages.checkpoints.device_codec import look_up
+from offstage.stages.checkpoints.device_codec import DeviceCodec, look_up
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_memory
 from offstage.stages.checkpoints.shard_files import ShardFile
@@ -89,7 +89,7 @@ class ScaledRows:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchScaledRows(ScaledRows):
+class TorchScaledRows(ScaledRows, DeviceCodec):
     """The same, which torch can unpack on any device."""
 
     def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:

@@ -16,8 +16,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from offstage.pipeline.errors import CheckpointError
-from offstage.stages.checkpoints.codecs.fp8 import DTYPES
-from offstage.stages.checkpoints.codecs.table_scaled import RUNS, PackedScales, TableScaled
+from offstage.stages.checkpoints.codecs.scaled_codes import DTYPES, RUNS, PackedScales, table_codes
 from offstage.stages.checkpoints.extents import Extent, TensorHeader, is_shape
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_span
@@ -109,7 +108,7 @@ class _Weight:
         parts = (codes, scales, *((above[1],) if above else ()))
         dtypes = DTYPES if dtype == "float32" else (dtype,)
         values = self._values(_MAP, 16)
-        return PackedTensor(TableScaled(values, run, above[0] if above else None, dtypes), parts, dtype, tuple(shape))
+        return PackedTensor(table_codes(values, run, above[0] if above else None, dtypes), parts, dtype, tuple(shape))
 
     def _nested_scales(self, told: Mapping[str, Any], count: int) -> tuple[PackedScales, Extent]:
         run, offset = told.get("nested_blocksize"), told["nested_offset"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from offstage.pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from offstage.stages.checkpoints.codecs.fp8 import Codes
+    from offstage.stages.checkpoints.codecs.scaled_codes import Codes
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block"]
 

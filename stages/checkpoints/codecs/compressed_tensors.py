@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.codecs.compressed_scheme import WeightScheme, weight_scheme
-from offstage.stages.checkpoints.codecs.fp8 import DTYPES, BlockScaled, Codes
+from offstage.stages.checkpoints.codecs.scaled_codes import DTYPES, Codes, ScaledCodes
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.checkpoints.shard_files import opened_shard, read_into
@@ -114,7 +114,7 @@ def _folded(name: str, entries: Mapping[str, Extent], scheme: WeightScheme) -> P
         raise _unfit(f"{module}.{_SCALE}", scales, f"{' or '.join(of_scales) or 'nothing'} {list(grid)}")
     dtypes = DTYPES if scales.dtype == "float32" else (scales.dtype if scheme.codes != "fp4" else "bfloat16",)
     parts = (codes, replace(scales, shape=grid), *_global_scale(module, entries, scheme))
-    return PackedTensor(BlockScaled(scheme.codes, height, width, dtypes), parts, dtypes[0], (rows, columns))
+    return PackedTensor(ScaledCodes(scheme.codes, height, width, dtypes), parts, dtypes[0], (rows, columns))
 
 
 def _refuse_padding(name: str, codes: Extent, shape: Extent | None, columns: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from offstage.pipeline.errors import CheckpointError
-from offstage.stages.checkpoints.codecs.fp8 import SCALE_DTYPES, BlockScaled
+from offstage.stages.checkpoints.codecs.scaled_codes import SCALE_DTYPES, ScaledCodes
 from offstage.stages.checkpoints.extents import Extent, TensorHeader
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 
@@ -122,7 +122,7 @@ def _folded(
             f"{'matrix, or part that divides it' if declared is None else f'block of {list(declared)}'} belongs here"
         )
     grid_extent = Extent(scales.file, scales.begin, scales.dtype, (*shape[:-2], *grid))
-    return PackedTensor(BlockScaled(kind, *block), (codes, grid_extent), "bfloat16", shape)
+    return PackedTensor(ScaledCodes(kind, *block), (codes, grid_extent), "bfloat16", shape)
 
 
 def _grid(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int] | None:

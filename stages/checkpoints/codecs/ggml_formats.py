@@ -27,6 +27,19 @@ FORMATS: Mapping[str, BlockFormat] = {
     "q4_k": BlockFormat(12, 256, 144),
     "q5_k": BlockFormat(13, 256, 176),
     "q6_k": BlockFormat(14, 256, 210),
+    "q2_k": BlockFormat(10, 256, 84),
+    "q3_k": BlockFormat(11, 256, 110),
+    "iq1_s": BlockFormat(19, 256, 50),
+    "iq1_m": BlockFormat(29, 256, 56),
+    "iq2_xxs": BlockFormat(16, 256, 66),
+    "iq2_xs": BlockFormat(17, 256, 74),
+    "iq2_s": BlockFormat(22, 256, 82),
+    "iq3_xxs": BlockFormat(18, 256, 98),
+    "iq3_s": BlockFormat(21, 256, 110),
+    "iq4_nl": BlockFormat(20, 32, 18),
+    "iq4_xs": BlockFormat(23, 256, 136),
+    "tq1_0": BlockFormat(34, 256, 54),
+    "tq2_0": BlockFormat(35, 256, 66),
 }
 """By the name that ggml gives them, in small letters."""
 

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from offstage.stages.checkpoints.codecs.float_tiles import DTYPES, TILE_ELEMENTS, cast_values, elements_of
 from offstage.stages.checkpoints.codecs.ggml_blocks import UNPACK
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
-from offstage.stages.checkpoints.codecs.ggml_on_device import UNPACK_ON_DEVICE
 from offstage.stages.checkpoints.codecs.loops import Loop, Loops, loops
+from offstage.stages.checkpoints.device_codec import TILE, DeviceCodec, tiles
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
@@ -28,7 +28,14 @@ from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.machine.aligned_memory import Bytes
 from offstage.stages.units import DTYPE_BYTES
 
+NAMES = tuple(FORMATS)
+"""What rates of them are known by."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""What float32 values can be written as."""
+
 _SAMPLE_ROWS, _SAMPLE_COLUMNS = 512, 4096
+_LOOKED_UP = 2**14
+"""How many values the ``gguf`` package unpacks at once: what it looks them up by takes dozens of bytes for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ AS_THEY_ARE = Arrangement()
 
 
 @dataclass(frozen=True, slots=True)
-class GgufCodec:
+class GgufCodec(DeviceCodec):
     """Unpacks tensors of a GGUF file.
 
     A part is rows of blocks of one of ``FORMATS``, an extent of ``uint8`` (rows, bytes a row) or, of plain values, one
@@ -75,47 +82,31 @@ class GgufCodec:
         """The dtypes that it unpacks to."""
         return DTYPES
 
+    @property
+    def portable(self) -> bool:
+        """Whether torch has operators for all formats."""
+        return all(kind in UNPACK for kind in self.kinds)
+
     def blocks(self, tensor: PackedTensor) -> tuple[PackedBlock, ...]:
         """Return runs of rows, none of which goes from one matrix of a stack, or part, to the next.
 
         Rows are counted through all parts, one after the other.
         """
-        return tuple(self._blocks(tensor))
-
-    def _blocks(self, tensor: PackedTensor) -> Iterator[PackedBlock]:
-        begin = 0
-        for part, kind in zip(tensor.parts, self.kinds, strict=True):
-            rows, width = _grid(part)
+        ends = accumulate(_grid(part)[0] for part in tensor.parts)
+        found: list[PackedBlock] = []
+        for part, kind, end in zip(tensor.parts, self.kinds, ends, strict=True):
+            rows = _grid(part)[0]
             row_bytes = int(_columns(part, kind) * DTYPE_BYTES[tensor.dtype])
-            most = max(1, BLOCK_BYTES // max(1, row_bytes))
             run = rows // tensor.shape[0] if len(tensor.parts) > 1 else rows
-            for at in _cuts(rows, run, most):
-                span = part.as_bytes.span_of(at.start * width, at.stop * width)
-                yield PackedBlock((span,), begin + at.start, begin + at.stop)
-            begin += rows
+            for cut in _cuts(range(end - rows, end), max(1, run), max(1, BLOCK_BYTES // max(1, row_bytes))):
+                found.append(self._block(tensor, cut))
+        return tuple(found)
 
-    def unpack(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> None:
-        """Write the rows of ``block`` to their places in ``target``; takes some tiles of float32."""
-        index, first = _part_of(tensor, block.begin)
-        form, columns = FORMATS[self.kinds[index]], _columns(tensor.parts[index], self.kinds[index])
-        count = block.end - block.begin
-        packed = np.frombuffer(data[0], np.uint8).reshape(count, -1, form.bytes)
-        loop = self.loop(tensor, block, data, target)
-        if loop is not None:
-            loop.run()
-            return
-        whole = elements_of(np.frombuffer(target, np.uint8), tensor.dtype)
-        whole = whole.reshape(columns, -1).T if self.arrangement.transposed else whole.reshape(-1, columns)
-        for rows, blocks in _tiles(count, columns // form.elements, form.elements):
-            chosen = packed[rows, blocks].reshape(-1, form.bytes)
-            values = np.empty((len(chosen), form.elements), np.float32)
-            UNPACK[self.kinds[index]](chosen, values)
-            if self.arrangement.less:
-                values -= np.float32(self.arrangement.less)
-            values = values.reshape(rows.stop - rows.start, -1)
-            place = self._place(tensor, index, slice(first + rows.start, first + rows.stop))
-            width = slice(blocks.start * form.elements, blocks.stop * form.elements)
-            whole[place, width] = cast_values(values, tensor.dtype)
+    def _block(self, tensor: PackedTensor, rows: range) -> PackedBlock:
+        index, first = _part_of(tensor, rows.start)
+        width = _grid(tensor.parts[index])[1]
+        span = tensor.parts[index].as_bytes.span_of(first * width, (first + len(rows)) * width)
+        return PackedBlock((span,), rows.start, rows.stop)
 
     def loop(self, tensor: PackedTensor, block: PackedBlock, data: Sequence[Bytes], target: Bytes) -> Loop | None:
         """Return what unpacks ``block`` at once, if there is such a loop."""
@@ -125,9 +116,12 @@ class GgufCodec:
         if known is None:
             return None
         packed = np.frombuffer(data[0], np.uint8).reshape(count, -1, FORMATS[kind].bytes)
-        place = self._place(tensor, index, slice(first, first + count))
         made = target.reshape(-1, _columns(tensor.parts[index], kind) * int(DTYPE_BYTES[tensor.dtype]))
-        made, places = (made[place], None) if isinstance(place, slice) else (made, place)
+        places = None
+        if self.arrangement.swapped is None:
+            made = made[self._place(tensor, index, first, count)]
+        else:
+            places = _swapped(np.arange(first, first + count), self.arrangement.swapped)
         return known.ggml(packed, made, kind=kind, dtype=tensor.dtype, places=places)
 
     def _loops(self, kind: str, dtype: str) -> Loops | None:
@@ -137,18 +131,14 @@ class GgufCodec:
             return None
         return known if known.can_unpack_ggml(kind, dtype) else None
 
-    def _place(self, tensor: PackedTensor, index: int, rows: slice) -> slice | npt.NDArray[np.int64]:
-        """Return which rows of the tensor in use those ``rows`` of the part ``index`` are."""
-        if self.arrangement.swapped is not None:
-            a, b, c, d = self.arrangement.swapped
-            order = np.unravel_index(np.arange(rows.start, rows.stop), (a, b, c, d))
-            return np.ravel_multi_index((order[0], order[2], order[1], order[3]), (a, c, b, d))
+    def _place(self, tensor: PackedTensor, index: int, first: int, count: int) -> slice:
+        """Return which rows of the tensor in use those are that begin at ``first`` in the part ``index``."""
         if len(tensor.parts) == 1:
-            return rows
+            return slice(first, first + count)
         shares = [_grid(part)[0] // tensor.shape[0] for part in tensor.parts]
-        matrix, within = divmod(rows.start, shares[index])
+        matrix, within = divmod(first, shares[index])
         begin = matrix * sum(shares) + sum(shares[:index]) + within
-        return slice(begin, begin + rows.stop - rows.start)
+        return slice(begin, begin + count)
 
     def tables(self, tensor: PackedTensor) -> tuple[torch.Tensor, ...]:
         """Return nothing: all is computed."""
@@ -173,19 +163,25 @@ class GgufCodec:
         index, first = _part_of(tensor, block.begin)
         kind, count = self.kinds[index], block.end - block.begin
         form, columns = FORMATS[kind], _columns(tensor.parts[index], kind)
-        shape = (count * columns // form.elements, form.elements)
-        values = torch.empty(shape, dtype=torch.float32, device=target.device)
-        UNPACK_ON_DEVICE[kind](data[0].view(-1, form.bytes), values)
-        if self.arrangement.less:
-            values -= self.arrangement.less
-        values = values.view(count, columns)
+        packed = data[0].view(count, -1, form.bytes)
         whole = target.view(torch_dtype(tensor.dtype))
         whole = whole.view(columns, -1).T if self.arrangement.transposed else whole.view(-1, columns)
+        place: slice | torch.Tensor
         if self.arrangement.swapped is None:
-            whole[self._place(tensor, index, slice(first, first + count))].copy_(values)
+            place = self._place(tensor, index, first, count)
         else:
-            order = torch.arange(first, first + count, device=target.device)
-            whole.index_copy_(0, _swapped(order, self.arrangement.swapped), values.to(whole.dtype))
+            place = _swapped(torch.arange(first, first + count, device=target.device), self.arrangement.swapped)
+        most = _LOOKED_UP if kind not in UNPACK else TILE if target.is_cpu else count * columns
+        room = torch.empty(min(most, count * columns), dtype=torch.float32, device=target.device)
+        for some, part in tiles(count, columns, most=most, height=1, width=256):
+            blocks = packed[some, part.start // form.elements : part.stop // form.elements].reshape(-1, form.bytes)
+            values = _values(kind, blocks, room).view(some.stop - some.start, -1)
+            if self.arrangement.less:
+                values -= self.arrangement.less
+            if isinstance(place, slice):
+                whole[place][some, part].copy_(values)
+            else:
+                whole[:, part].index_copy_(0, place[some], values.to(whole.dtype))
 
     def rows(self, tensor: PackedTensor, begin: int, end: int) -> PackedTensor | None:
         """Return rows ``begin`` to ``end`` of the first dimension, which each part has its share of."""
@@ -195,11 +191,28 @@ class GgufCodec:
         return replace(tensor, parts=parts, shape=(end - begin, *tensor.shape[1:]))
 
 
-def _swapped(rows: torch.Tensor, sizes: tuple[int, int, int, int]) -> torch.Tensor:
+Rows = TypeVar("Rows", torch.Tensor, npt.NDArray[np.int64])
+
+
+def _swapped(rows: Rows, sizes: tuple[int, int, int, int]) -> Rows:
     """Return where ``rows`` in the order a, b, c, d are in the order a, c, b, d."""
     _, b, c, d = sizes
     within, inner, outer = rows % d, rows // d % c, rows // (c * d) % b
     return ((rows // (b * c * d) * c + inner) * b + outer) * d + within
+
+
+def _values(kind: str, blocks: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """Return the float32 values of ``blocks`` (n, bytes): made by torch in ``room``, or by the format's package."""
+    if kind in UNPACK:
+        values = room[: len(blocks) * FORMATS[kind].elements].view(len(blocks), -1)
+        UNPACK[kind](blocks, values)
+        return values
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):
+        found = dequantize(blocks.numpy().reshape(1, -1), GGMLQuantizationType[kind.upper()])
+    return torch.from_numpy(found)
 
 
 def _grid(part: Extent) -> tuple[int, int]:
@@ -220,23 +233,12 @@ def _part_of(tensor: PackedTensor, row: int) -> tuple[int, int]:
     return index, row - end + _grid(tensor.parts[index])[0]
 
 
-def _cuts(rows: int, run: int, most: int) -> Iterator[range]:
-    """Yield ``rows`` in ranges of at most ``most``, none of which reaches over a multiple of ``run``."""
-    for begin in range(0, rows, max(1, run)):
-        for at in range(begin, begin + run, most):
-            yield range(at, min(at + most, begin + run))
-
-
-def _tiles(rows: int, blocks: int, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Yield which rows, and which blocks of each, are unpacked at once: many whole rows, or a piece of one."""
-    most = max(1, TILE_ELEMENTS // elements)
-    if blocks <= most:
-        for row in range(0, rows, most // max(1, blocks)):
-            yield slice(row, min(row + most // max(1, blocks), rows)), slice(0, blocks)
-        return
-    for row in range(rows):
-        for block in range(0, blocks, most):
-            yield slice(row, row + 1), slice(block, min(block + most, blocks))
+def _cuts(rows: range, run: int, most: int) -> Iterator[range]:
+    """Yield ``rows`` in ranges of at most ``most``, none of which reaches over a multiple of ``run`` from the first."""
+    for begin in range(rows.start, rows.stop, run):
+        stop = min(begin + run, rows.stop)
+        for at in range(begin, stop, most):
+            yield range(at, min(at + most, stop))
 
 
 def _rows_of(part: Extent, matrices: int, begin: int, end: int) -> Extent:

@@ -53,12 +53,15 @@ INLINE float to_float32(float value) { return value; }
 enum { BFLOAT16, FLOAT16, FLOAT32, DTYPES };
 #define SIZE_OF(dtype) ((dtype) == FLOAT32 ? 4 : 2)
 
-/* What a loop needs: where the codes and their scales are, where what comes of them goes, and what else it tells. */
+/* What a loop needs: where the codes, their scales and what is above these are, where what comes of them goes, and what
+   else it tells. */
 typedef struct {
-    const uint8_t *codes, *scales;
+    const uint8_t *codes, *scales, *above;
     char *made;
     const void *table;
-    int64_t kind, dtype, rows, columns, across, inside, block_rows, block_columns, scale_bytes;
+    const float *scale_table;
+    int64_t kind, dtype, rows, columns, across, inside, block_rows, block_columns, scale_kind, above_run;
+    float offset;
 } Work;
 
 /* Codes and what they stand for. */
@@ -108,7 +111,7 @@ RUNS(RUN_OF_BYTES, int8)
 RUNS(RUN_OF_PAIRS, fp4)
 RUNS(RUN_OF_PAIRS, int4)
 
-enum { FP8, INT8, FP4, INT4, CODES };
+enum { FP8, INT8, FP4, INT4, CODES, TABLE = CODES };
 
 static const Run RUN[CODES][DTYPES] = {
     {fp8_bfloat16, fp8_float16, fp8_float32},
@@ -131,41 +134,54 @@ static int are_numbers(const uint8_t *codes, int64_t count) {
     return most < 0x7f;
 }
 
-/* Scales of float32 or bfloat16, which may begin at any byte. */
-INLINE float scale_at(const Work *all, int64_t at) {
-    uint32_t bits = 0;
-    if (all->scale_bytes == 4)
-        memcpy(&bits, all->scales + 4 * at, 4);
-    else
-        memcpy((char *)&bits + 2, all->scales + 2 * at, 2);
-    return as_float(bits);
+/* Float32 at any byte. */
+INLINE float float_at(const uint8_t *place) {
+    float value;
+    memcpy(&value, place, sizeof value);
+    return value;
 }
 
-/* Rows of a matrix of codes of a kind, each block of rows and columns with a scale of its own. The first row is that of
-   number inside among the matrix's; scales has those of its block first, across in each line. */
-void unpack_scaled(const Work *all) {
-    Run run = RUN[all->kind][all->dtype];
-    int64_t per_byte = all->kind >= FP4 ? 2 : 1, first = all->inside / all->block_rows, columns = all->columns;
-    for (int64_t row = 0; row < all->rows; row++) {
-        int64_t block = ((all->inside + row) / all->block_rows - first) * all->across;
-        int numbers = all->kind == FP8 && all->dtype == BFLOAT16 && are_numbers(all->codes + row * columns, columns);
-        for (int64_t begin = 0; begin < columns; begin += all->block_columns, block++) {
-            int64_t count = columns - begin < all->block_columns ? columns - begin : all->block_columns;
-            int64_t at = row * columns + begin;
-            float scale = scale_at(all, block);
-            if (numbers && scale - scale == 0) /* which is finite */
-                fp8_numbers(all->codes + at, scale, (uint16_t *)all->made + at, count);
-            else
-                run(all->codes + at / per_byte, scale, all->made + at * SIZE_OF(all->dtype), count);
-        }
+static float half_at(const uint8_t *place) {
+    uint32_t bits = place[0] | (uint32_t)place[1] << 8, size = bits & 0x7fff;
+    uint32_t normal = (size << 13) + (112u << 23), subnormal = as_bits((float)(int32_t)size * 0x1p-24f);
+    uint32_t number = size >= 0x7c00 ? size << 13 | 0x7f800000 : size < 0x400 ? subnormal : normal;
+    return as_float(number | (bits & 0x8000) << 16);
+}
+
+enum { OF_BFLOAT16, OF_FLOAT16, OF_FLOAT32, OF_FP8, OF_E8M0, OF_EXPONENTS, OF_TABLE };
+
+/* A scale as it rests, at any byte: a float; FP8; a power of two by its exponent, of which the last is no number in e8m0
+   and infinite in a plain byte; or one of a table. */
+INLINE float stored_scale(const Work *all, int64_t at) {
+    const uint8_t *scales = all->scales;
+    switch (all->scale_kind) {
+        case OF_FLOAT32: return float_at(scales + 4 * at);
+        case OF_BFLOAT16: return as_float((uint32_t)(scales[2 * at] | scales[2 * at + 1] << 8) << 16);
+        case OF_FLOAT16: return half_at(scales + 2 * at);
+        case OF_FP8: return of_fp8(scales[at]);
+        case OF_TABLE: return all->scale_table[scales[at]];
+        default:
+            if (scales[at] == 255 && all->scale_kind == OF_E8M0) return as_float(0x7fc00000);
+            return as_float(scales[at] ? (uint32_t)scales[at] << 23 : 0x400000);
     }
 }
 
-/* Codes of four bits whose values a table has: pairs[byte] are the two of a byte. Runs share a scale. */
+/* The scale of the block at, in row: those of a table have a scale and an offset above them, others may be divided. */
+INLINE float scale_at(const Work *all, int64_t at, int64_t row) {
+    float scale = stored_scale(all, at);
+    if (all->scale_kind == OF_TABLE) {
+        int64_t run = (all->inside + row) / all->above_run - all->inside / all->above_run;
+        scale = scale * float_at(all->above + 4 * run);
+        return scale + all->offset;
+    }
+    return all->above ? scale / float_at(all->above) : scale;
+}
+
+/* Codes of four bits whose values a table has: pairs[byte] are the two of a byte. */
 
 enum { PIECE = 512 };
 
-#define TABLE(dtype, type)                                                                                    \
+#define RUN_OF_TABLE(dtype, type)                                                                             \
     static void table_##dtype(const uint8_t *restrict codes, const float (*restrict pairs)[2], float scale,   \
                               void *restrict made, int64_t count) {                                           \
         type *restrict values = made;                                                                         \
@@ -174,22 +190,41 @@ enum { PIECE = 512 };
         for (int64_t at = 0; at < count; at++) values[at] = to_##dtype(found[at] * scale);                    \
     }
 
-TABLE(bfloat16, uint16_t)
-TABLE(float16, uint16_t)
-TABLE(float32, float)
+RUN_OF_TABLE(bfloat16, uint16_t)
+RUN_OF_TABLE(float16, uint16_t)
+RUN_OF_TABLE(float32, float)
 
-/* Rows of codes that share a scale; table has the two float32 values of each byte. */
-void unpack_table_scaled(const Work *all) {
-    int64_t run = all->columns;
-    for (int64_t begin = 0; begin < all->rows * run;) {
-        int64_t left = run - begin % run, count = left < PIECE ? left : PIECE;
-        const uint8_t *codes = all->codes + begin / 2;
-        char *values = all->made + begin * SIZE_OF(all->dtype);
-        float scale = scale_at(all, begin / run);
-        if (all->dtype == BFLOAT16) table_bfloat16(codes, all->table, scale, values, count);
-        if (all->dtype == FLOAT16) table_float16(codes, all->table, scale, values, count);
-        if (all->dtype == FLOAT32) table_float32(codes, all->table, scale, values, count);
-        begin += count;
+static void run_of_table(const Work *all, const uint8_t *codes, float scale, char *made, int64_t count) {
+    for (int64_t begin = 0; begin < count; begin += PIECE) {
+        int64_t some = count - begin < PIECE ? count - begin : PIECE;
+        char *values = made + begin * SIZE_OF(all->dtype);
+        if (all->dtype == BFLOAT16) table_bfloat16(codes + begin / 2, all->table, scale, values, some);
+        if (all->dtype == FLOAT16) table_float16(codes + begin / 2, all->table, scale, values, some);
+        if (all->dtype == FLOAT32) table_float32(codes + begin / 2, all->table, scale, values, some);
+    }
+}
+
+/* Rows of a matrix of codes of a kind, each block of rows and columns with a scale of its own. The first row is that of
+   number inside among the matrix's; scales has those of its block first, across in each line. */
+void unpack_scaled(const Work *all) {
+    Run run = all->kind == TABLE ? 0 : RUN[all->kind][all->dtype];
+    int64_t per_byte = all->kind >= FP4 ? 2 : 1, first = all->inside / all->block_rows, columns = all->columns;
+    for (int64_t row = 0; row < all->rows; row++) {
+        int64_t block = ((all->inside + row) / all->block_rows - first) * all->across;
+        int numbers = all->kind == FP8 && all->dtype == BFLOAT16 && are_numbers(all->codes + row * columns, columns);
+        for (int64_t begin = 0; begin < columns; begin += all->block_columns, block++) {
+            int64_t count = columns - begin < all->block_columns ? columns - begin : all->block_columns;
+            int64_t at = row * columns + begin;
+            const uint8_t *codes = all->codes + at / per_byte;
+            char *made = all->made + at * SIZE_OF(all->dtype);
+            float scale = scale_at(all, block, row);
+            if (numbers && scale - scale == 0) /* which is finite */
+                fp8_numbers(codes, scale, (uint16_t *)made, count);
+            else if (run)
+                run(codes, scale, made, count);
+            else
+                run_of_table(all, codes, scale, made, count);
+        }
     }
 }
 
@@ -238,14 +273,7 @@ void merge_planes(const uint8_t *restrict low, const uint8_t *restrict high, uin
     for (int64_t at = 0; at < count; at++) words[at] = (uint16_t)(low[at] | high[at] << 8);
 }
 
-/* ggml's blocks, as ggml_blocks.py and k_quants.py have them. */
-
-static float half_at(const uint8_t *place) {
-    uint32_t bits = place[0] | (uint32_t)place[1] << 8, size = bits & 0x7fff;
-    uint32_t normal = (size << 13) + (112u << 23), subnormal = as_bits((float)(int32_t)size * 0x1p-24f);
-    uint32_t number = size >= 0x7c00 ? size << 13 | 0x7f800000 : size < 0x400 ? subnormal : normal;
-    return as_float(number | (bits & 0x8000) << 16);
-}
+/* ggml's blocks, as ggml_blocks.py has them. */
 
 INLINE void split_nibbles(const uint8_t *packed, float *values, int count) {
     for (int at = 0; at < count; at++) {
@@ -389,8 +417,8 @@ typedef struct {
     int64_t file, offset, bytes, least, place;
 } Read;
 
-/* Do the reads into the buffer, then call the loop, whose codes and scales are places in the buffer and what is made one
-   in the target. Returns 0, or -1 where something couldn't be read. */
+/* Do the reads into the buffer, then call the loop, whose codes, scales and what is above are places in the buffer and
+   what is made one in the target. Returns 0, or -1 where something couldn't be read. */
 int32_t read_and_unpack(const Read *reads, int64_t count, char *buffer, void (*loop)(const Work *), const Work *relative,
                         char *target) {
     for (int64_t number = 0; number < count; number++) {
@@ -405,6 +433,7 @@ int32_t read_and_unpack(const Read *reads, int64_t count, char *buffer, void (*l
     Work all = *relative;
     all.codes = (uint8_t *)buffer + (intptr_t)all.codes;
     all.scales = (uint8_t *)buffer + (intptr_t)all.scales;
+    if (all.above) all.above = (uint8_t *)buffer + (intptr_t)all.above;
     all.made = target + (intptr_t)all.made;
     loop(&all);
     return 0;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import Structure, byref, c_int32, c_int64, c_void_p, cast
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p, cast
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,22 +25,22 @@ from offstage.stages.machine import compiled_code
 from offstage.stages.units import DTYPE_BYTES
 
 _SOURCE = Path(__file__).with_name("loops.c")
-_UNPACKERS = ("unpack_scaled", "unpack_table_scaled", "unpack_mxfp4", "unpack_ggml")
+_UNPACKERS = ("unpack_scaled", "unpack_mxfp4", "unpack_ggml")
 _FUNCTIONS = (*_UNPACKERS, "merge_planes", "read_and_unpack")
 _DTYPES = {"bfloat16": 0, "float16": 1, "float32": 2}
-_CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3}
-_OF_FOUR_BITS = ("fp4", "int4")
+_CODES = {"fp8": 0, "int8": 1, "fp4": 2, "int4": 3, "table": 4}
+_OF_EIGHT_BITS = ("fp8", "int8")
 _FORMATS = {name: at for at, name in enumerate(("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"))}
 
-SCALE_DTYPES = ("float32", "bfloat16")
-"""The dtypes of the scales that loops know."""
+_SCALES = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e8m0fnu": 4, "uint8": 5}
+_SCALES_OF_A_TABLE = 6
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.unsignedinteger[Any]]
 
 
 _NUMBERS = (
-    "kind", "dtype", "rows", "columns", "across", "inside", "block_rows", "block_columns", "scale_bytes",
+    "kind", "dtype", "rows", "columns", "across", "inside", "block_rows", "block_columns", "scale_kind", "above_run",
 )  # fmt: skip
 
 
@@ -48,8 +48,9 @@ class _LoopArguments(Structure):
     """``Work`` in ``loops.c``."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("codes", "scales", "made", "table")),
+        *((name, c_void_p) for name in ("codes", "scales", "above", "made", "table", "scale_table")),
         *((name, c_int64) for name in _NUMBERS),
+        ("offset", c_float),
     ]
 
 
@@ -68,8 +69,8 @@ class Loop:
     library: ctypes.CDLL
     function: Any
     work: _LoopArguments
-    arrays: tuple[npt.NDArray[Any], ...]
-    table: npt.NDArray[Any] | None = None
+    arrays: tuple[npt.NDArray[Any] | None, ...]
+    tables: tuple[npt.NDArray[Any] | None, ...] = ()
 
     def run(self) -> None:
         """Unpack."""
@@ -87,7 +88,8 @@ class LoopAfterReads:
         self._call, self._function = loop.library.read_and_unpack, cast(loop.function, c_void_p)
         work = _LoopArguments.from_buffer_copy(loop.work)
         work.codes, work.scales, work.made = work.codes - buffer, (work.scales or buffer) - buffer, work.made - target
-        self._reads, self._count, self._work, self._table = (Read * len(reads))(*reads), len(reads), work, loop.table
+        work.above = work.above and work.above - buffer
+        self._reads, self._count, self._work, self._tables = (Read * len(reads))(*reads), len(reads), work, loop.tables
 
     def run(self, buffer: int, target: int) -> bool:
         """Read into the buffer at that address, and unpack to the target at that; return false where a read failed.
@@ -118,7 +120,7 @@ class Loops:
 
     def can_scale(self, code: str, dtype: str, block_columns: int) -> bool:
         """Return whether there is a loop for such codes, a scale for so many of them, to ``dtype``."""
-        return dtype in _DTYPES and (code not in _OF_FOUR_BITS or block_columns % 2 == 0)
+        return dtype in _DTYPES and (code in _OF_EIGHT_BITS or block_columns % 2 == 0)
 
     def scaled(
         self,
@@ -131,39 +133,41 @@ class Loops:
         scale_dtype: str,
         inside: int,
         block: tuple[int, int],
+        values: Numbers | None = None,
+        above: Bytes | None = None,
+        nested: tuple[npt.NDArray[np.float32], int, float] | None = None,
     ) -> Loop:
         """Return what writes to ``made`` [rows, bytes of a row of ``dtype``] what comes of ``codes`` [rows, bytes].
 
-        ``scales`` [blocks down, bytes of a line of them], at any place, has one of ``scale_dtype``, of
-        ``SCALE_DTYPES``, for each ``block`` (rows, columns) of the matrix, from the block on that its row ``inside`` is
-        in: the first of these.
+        ``scales`` [blocks down, bytes of a line of them], at any place, has one of ``scale_dtype`` for each ``block``
+        (rows, columns) of the matrix, from the block on that its row ``inside`` is in: the first of these. ``values``
+        has the two float32 of each byte as one number, where the codes are of a ``table``. ``above`` is one float32
+        that all scales are divided by. Scales that are ``nested`` are codes (their 256 values, how many share one
+        above them, what is added).
         """
         rows = len(codes)
-        columns = codes.shape[1] * (2 if code in _OF_FOUR_BITS else 1)
-        size = int(DTYPE_BYTES[scale_dtype])
-        across = scales.shape[1] // size
+        columns = codes.shape[1] * (1 if code in _OF_EIGHT_BITS else 2)
+        across = scales.shape[1] // int(DTYPE_BYTES[scale_dtype])
         height = min(block[0], inside + rows)  # what is declared may be more than fits in any number
         width = columns if across == 1 else min(block[1], columns)
         assert made.shape == (rows, columns * DTYPE_BYTES[dtype])
         assert across * width >= columns
         assert not rows or len(scales) > (inside + rows - 1) // height - inside // height
+        assert (values is not None and values.shape == (256,)) == (code == "table")
+        scale_table, run, offset = nested or (None, 1, 0.0)
+        if scale_table is not None:
+            assert scale_table.dtype == np.float32
+            assert (scale_table.shape, height, across) == ((256,), 1, 1)
+            assert above is not None
+            assert not rows or above.nbytes >= 4 * ((inside + rows - 1) // run - inside // run + 1)
+        else:
+            assert above is None or above.nbytes == 4
+        tables = values, scale_table
         work = _LoopArguments(
-            *_pointers(codes, scales, made), None, _CODES[code], _DTYPES[dtype],
-            rows, columns, across, inside, height, width, size,
+            *_pointers(codes, scales, above, made, *tables), _CODES[code], _DTYPES[dtype], rows, columns, across,
+            inside, height, width, _SCALES[scale_dtype] if nested is None else _SCALES_OF_A_TABLE, run, offset,
         )  # fmt: skip
-        return Loop(self._library, self._library.unpack_scaled, work, (codes, scales, made))
-
-    def table_scaled(self, codes: Bytes, pairs: Numbers, scales: Bytes, made: Bytes, *, dtype: str) -> Loop:
-        """Return what writes to ``made`` [runs, bytes of a run of ``dtype``] what comes of ``codes`` [runs, bytes] and
-        ``scales``, float32 in bytes at any place.
-
-        ``pairs`` has the two float32 values of each byte as one number.
-        """
-        runs, run = codes.shape
-        assert made.shape == (runs, 2 * run * DTYPE_BYTES[dtype])
-        assert (pairs.shape, scales.shape) == ((256,), (4 * runs,))
-        work = _LoopArguments(*_pointers(codes, scales, made, pairs), 0, _DTYPES[dtype], runs, 2 * run, scale_bytes=4)
-        return Loop(self._library, self._library.unpack_table_scaled, work, (codes, scales, made), pairs)
+        return Loop(self._library, self._library.unpack_scaled, work, (codes, scales, above, made), tables)
 
     def mxfp4(self, codes: Bytes, scales: Bytes, table: Numbers, made: Numbers) -> Loop:
         """Return what writes to ``made`` [columns, rows], the lines of which may be part of longer ones, what comes of
@@ -176,9 +180,9 @@ class Loops:
         line = made.strides[0] // made.itemsize
         dtype = _DTYPES["float32" if made.itemsize == 4 else "bfloat16"]
         work = _LoopArguments(
-            *_pointers(codes, scales), made.ctypes.data, *_pointers(table), 0, dtype, rows, line, groups
+            *_pointers(codes, scales, None), made.ctypes.data, *_pointers(table, None), 0, dtype, rows, line, groups
         )
-        return Loop(self._library, self._library.unpack_mxfp4, work, (codes, scales, made), table)
+        return Loop(self._library, self._library.unpack_mxfp4, work, (codes, scales, made), (table,))
 
     def merge_planes(self, low: Bytes, high: Bytes, words: Numbers) -> None:
         """Write to ``words``, of two bytes, those that have their bytes in ``low`` and ``high``."""
@@ -202,15 +206,15 @@ class Loops:
             assert places.dtype == np.int64
             assert places.shape == (rows,)
             assert not rows or 0 <= places.min() <= places.max() < len(made)
-        (packed, values), order = _pointers(blocks, made), None if places is None else places.ctypes.data
-        work = _LoopArguments(packed, None, values, order, _FORMATS[kind], _DTYPES[dtype], rows, count)
-        return Loop(self._library, self._library.unpack_ggml, work, (blocks, made), places)
+        pointers = _pointers(blocks, None, None, made, places, None)
+        work = _LoopArguments(*pointers, _FORMATS[kind], _DTYPES[dtype], rows, count)
+        return Loop(self._library, self._library.unpack_ggml, work, (blocks, made), (places,))
 
 
-def _pointers(*arrays: npt.NDArray[Any]) -> list[int]:
-    """Return where ``arrays`` lie, each in one piece."""
-    assert all(array.flags.c_contiguous for array in arrays)
-    return [array.ctypes.data for array in arrays]
+def _pointers(*arrays: npt.NDArray[Any] | None) -> list[int | None]:
+    """Return where ``arrays`` lie, each in one piece; null for one that isn't there."""
+    assert all(array is None or array.flags.c_contiguous for array in arrays)
+    return [None if array is None else array.ctypes.data for array in arrays]
 
 
 def build() -> None:

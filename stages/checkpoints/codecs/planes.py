@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from offstage.stages.machine.aligned_memory import Bytes  # without torch, which planning doesn't need
 
 NAME = "zstd"
+NAMES = (NAME,)
+"""What rates of such copies are known by."""
 TILE_ELEMENTS = 2**18
 """A tile's planes and what comes of them stay in a core's cache together."""
 _MOST_BYTES = TILE_ELEMENTS + 2**12
@@ -169,7 +171,7 @@ def codec_of(dtype: str, elements: int, run: object, tiles: object) -> PlaneCode
     return PlaneCodec(dtype, run, tuple(map(tuple, tiles))) if len(tiles) == count else None
 
 
-def sample() -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
+def sample(name: str = NAME) -> tuple[PackedTensor, PackedBlock, list[Bytes]]:
     """Return a made-up tensor of one block with that block and its data: weights as they are, of bfloat16."""
     weights = np.random.default_rng(0).standard_normal(BLOCK_BYTES // 2, np.float32) * np.float32(0.02)
     data = np.ascontiguousarray(weights.view(np.uint16)[1::2]).view(np.uint8)

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from offstage.stages.checkpoints.codecs.fp8 import BlockScaled
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
-from offstage.stages.checkpoints.codecs.mxfp4 import Mxfp4
-from offstage.stages.checkpoints.codecs.table_scaled import PackedScales, TableScaled
+from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, PackedScales, ScaledCodes, table_codes
 from offstage.stages.checkpoints.device_codec import DeviceCodec
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.memory_file import MemoryFile
@@ -100,7 +98,7 @@ def block_scaled() -> Iterator[tuple[str, PackedTensor]]:
                 codes = _bytes(*shape[:-1], shape[-1] // (2 if name in ("fp4", "int4") else 1))
                 grid = (*shape[:-2], -(-shape[-2] // height), -(-shape[-1] // width))
                 tensor = tensor_of(
-                    BlockScaled(name, height, width),
+                    ScaledCodes(name, height, width),
                     [codes, _scales(dtype, *grid)],
                     ["uint8", dtype],
                     "bfloat16",
@@ -109,26 +107,26 @@ def block_scaled() -> Iterator[tuple[str, PackedTensor]]:
                 yield f"{name}, {told}, scales in {dtype}", tensor
     codes, scales = _bytes(64, 96), _scales("float8_e4m3fn", 64, 12)
     parts, kinds = [codes, scales, np.array([1234.5], np.float32)], ["uint8", "float8_e4m3fn", "float32"]
-    yield "nvfp4", tensor_of(BlockScaled("fp4", 1, 16), parts, kinds, "bfloat16", (64, 192))
+    yield "nvfp4", tensor_of(ScaledCodes("fp4", 1, 16), parts, kinds, "bfloat16", (64, 192))
 
 
 def mxfp4() -> Iterator[tuple[str, PackedTensor]]:
     """Yield stacks of experts: every byte at every scale, and blocks that go on in the next expert."""
     every = np.arange(256, dtype=np.uint8)
     blocks, scales = np.tile(every, (256, 1)).reshape(1, 256, 16, 16), np.repeat(every, 16).reshape(1, 256, 16)
-    yield "mxfp4, every byte", tensor_of(Mxfp4(), [blocks, scales], ["uint8"] * 2, "bfloat16", (1, 512, 256))
+    yield "mxfp4, every byte", tensor_of(MXFP4, [blocks, scales], ["uint8"] * 2, "bfloat16", (1, 512, 256))
     blocks, scales = _bytes(3, 1000, 25, 16), _scales("uint8", 3, 1000, 25)
-    yield "mxfp4, of experts", tensor_of(Mxfp4(), [blocks, scales], ["uint8"] * 2, "bfloat16", (3, 800, 1000))
+    yield "mxfp4, of experts", tensor_of(MXFP4, [blocks, scales], ["uint8"] * 2, "bfloat16", (3, 800, 1000))
 
 
 def table_scaled() -> Iterator[tuple[str, PackedTensor]]:
     """Yield tensors of four bits by a table, their scales plain and packed."""
     values = tuple(map(float, _RANDOM.standard_normal(16).astype(np.float32)))
-    codec = TableScaled(values, 64, None, ("bfloat16",))
+    codec = table_codes(values, 64, None, ("bfloat16",))
     parts = [_bytes(96 * 128 // 2), _scales("float32", 96 * 2)]
     yield "nf4", tensor_of(codec, parts, ["uint8", "float32"], "bfloat16", (96, 128))
     above = PackedScales(tuple(map(float, _RANDOM.standard_normal(256).astype(np.float32))), 256, 0.0517)
-    codec = TableScaled(values, 64, above, ("bfloat16",))
+    codec = table_codes(values, 64, above, ("bfloat16",))
     parts = [_bytes(1700 * 64 * 20 // 2), _bytes(1700 * 20), _RANDOM.random(133).astype(np.float32)]
     yield "nf4, scales packed", tensor_of(codec, parts, ["uint8", "uint8", "float32"], "bfloat16", (1700, 64 * 20))
 

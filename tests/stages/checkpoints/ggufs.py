@@ -12,7 +12,7 @@ from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 STRING, ARRAY, UINT32 = 8, 9, 4
 HALVES = {
     "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2),
-    "q6_k": (208,),
+    "q6_k": (208,), "q2_k": (80, 82), "q3_k": (108,), "tq1_0": (52,), "tq2_0": (64,), "iq1_m": (),
 }  # fmt: skip
 """Where in a block of each format a float16 stands."""
 KEYS = {"general.architecture": "llama"}
@@ -60,9 +60,12 @@ def random_blocks(kind: str, rows: int, columns: int, *, seed: int = 0) -> npt.N
         return values.astype(np.float16 if kind == "f16" else np.float32).view(np.uint8)
     count = rows * columns // form.elements
     blocks = generator.integers(0, 256, (count, form.bytes), dtype=np.uint8)
-    for begin in HALVES[kind]:
+    for begin in HALVES.get(kind, (0,)):
         scales = (generator.standard_normal((count, 1)) * 0.01).astype(np.float16)
         blocks[:, begin : begin + 2] = scales.view(np.uint8)
+    if kind == "iq1_m":  # whose float16 lies in the upper four bits of four numbers: a small one here
+        blocks[:, 49::2] &= 15
+        blocks[:, 55] |= 0x10
     return blocks.reshape(rows, -1)
 
 

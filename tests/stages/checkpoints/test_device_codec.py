@@ -45,9 +45,19 @@ def test_the_room_on_a_device_is_that_of_the_largest_block_and_of_each_table_onc
     assert both == alone == device_bytes([tensor, tensor])
     (block,) = tensor.codec.blocks(tensor)
     values = 256 * 384
-    assert 2 * block.bytes + 6 * values < alone < 2 * block.bytes + 6 * values + 20_000
+    table = 8 * 2**16
+    assert 2 * block.bytes + 6 * values < alone - table < 2 * block.bytes + 6 * values + 20_000
     assert moved_bytes(tensor) == pytest.approx(values * (1 + 2 * 6 + 2), rel=0.01)
     assert device_bytes([]) == 0
+
+
+def test_what_is_looked_up_stays_the_same_objects_however_many_maps_a_checkpoint_has() -> None:
+    tensor = TENSORS["nf4"]
+    many = [replace(tensor, codec=replace(tensor.codec, values=(*range(15), float(100 + n)))) for n in range(200)]
+    codecs = [each.codec for each in many if isinstance(each.codec, DeviceCodec)]
+    first, again = ([id(table) for codec in codecs for table in codec.tables(tensor)] for _ in range(2))
+    assert first == again
+    assert len(set(first)) == len(many)
 
 
 def test_what_only_the_host_can_unpack_is_no_codec_of_devices() -> None:

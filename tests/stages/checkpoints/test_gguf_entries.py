@@ -25,7 +25,7 @@ from tests.packed_references import without_asking_for_accelerate
 from tests.stages.checkpoints.ggufs import make_gguf, raw_gguf, settings, tensor
 
 pytest.importorskip("gguf")
-KINDS = ("q4_k", "q6_k", "q8_0", "q5_k", "q4_0", "q5_0", "f16")
+KINDS = ("q4_k", "q6_k", "q8_0", "q5_k", "q4_0", "q5_0", "f16", "q2_k", "q3_k", "iq3_s", "iq4_xs", "tq2_0")
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 320}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIGS: Mapping[str, tuple[str, dict[str, Any]]] = {

@@ -52,7 +52,7 @@ REFUSED = {
     "many dimensions": (raw_gguf([text("a") + struct.pack("<I", 2**31)], data=DATA), "dimensions; one to 4"),
     "a size of zero": (raw_gguf([tensor("a", [0, 4])], data=DATA), "'a': shape"),
     "sizes that overflow": (raw_gguf([tensor("a", [2**40, 2**40])], data=DATA), "'a': shape"),
-    "a type that isn't served": (raw_gguf([tensor("a", [256], code=16)], data=DATA), "IQ2_XXS, which isn't served"),
+    "a type that isn't served": (raw_gguf([tensor("a", [256], code=28)], data=DATA), "F64, which isn't served"),
     "a type that nobody knows": (raw_gguf([tensor("a", [4], code=99)], data=DATA), "type 99, which isn't served"),
     "rows that are no whole blocks": (raw_gguf([tensor("a", [48], code=8)], data=DATA), "no multiple of the 32"),
 }  # fmt: skip

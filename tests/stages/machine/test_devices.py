@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
 from offstage.pipeline.errors import BudgetError
+from offstage.stages.machine.aligned_memory import private_bytes
 from offstage.stages.machine.devices import Devices
 
 
@@ -34,6 +36,32 @@ def test_a_ledger_counts_until_the_last_view_is_gone() -> None:
     again = devices.put(tensor(9), 0)
     assert devices.peaks == {0: 9, 1: 0}
     del again
+
+
+def test_threads_that_ask_at_once_get_no_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, errors = threading.Barrier(2, timeout=0.5), []
+
+    def slowly(size: int) -> object:
+        with suppress(threading.BrokenBarrierError):
+            both.wait()
+        return private_bytes(size)
+
+    monkeypatch.setattr("offstage.stages.machine.devices.private_bytes", slowly)
+    ledger, kept = Devices({0: 10}).ledger(0), []
+
+    def take() -> None:
+        assert ledger is not None
+        try:
+            kept.append(ledger.allocate(8))
+        except BudgetError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(kept), len(errors)) == (1, 1)
 
 
 def test_a_full_ledger_raises_and_says_how_much_would_do() -> None:

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from offstage.pipeline.cache.sealed_files import write_sealed
+from offstage.stages.machine import kernels
 from offstage.stages.machine.kernel_probes import PeakMeter, measure_kernels
 from offstage.stages.machine.kernels import FILE_NAME, NOMINAL, Kernels, identity, local_kernels
 from tests.long_form import in_ci
@@ -102,6 +104,21 @@ def test_a_system_that_tells_no_peak_has_nominal_figures(tmp_path: Path) -> None
     assert measure_kernels(tmp_path) is None
 
 
+def test_measuring_leaves_the_peak_of_the_process_as_it_is() -> None:
+    peak = peak_bytes()
+    held = np.ones(2**28, np.uint8)
+    highest = peak_bytes()
+    assert highest >= max(peak, held.nbytes)
+    del held
+    kernels._measure()
+    assert peak_bytes() > highest - 2**24  # the kernel counts pages in batches
+
+
+def peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
 def test_figures_are_coarse(tmp_path: Path) -> None:
-    kernels: Kernels = local_kernels(tmp_path)
-    assert all(factor * 2 == round(factor * 2) >= 0 for factors in kernels.values() for factor in factors)
+    found: Kernels = local_kernels(tmp_path)
+    assert all(factor * 2 == round(factor * 2) >= 0 for factors in found.values() for factor in factors)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
 from offstage.stages.checkpoints.codecs.bitsandbytes import fold_bitsandbytes
-from offstage.stages.checkpoints.codecs.table_scaled import sample
+from offstage.stages.checkpoints.codecs.scaled_codes import sample
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor, in_dtype
 from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.readers import open_reader
@@ -113,7 +113,7 @@ def test_rows_of_whole_runs_are_read_alone(tmp_path: Path) -> None:
 
 
 def test_the_sample_is_a_block_that_can_be_unpacked() -> None:
-    tensor, block, data = sample()
+    tensor, block, data = sample("nf4")
     target = torch.zeros(tensor.shape, dtype=torch.bfloat16)
     tensor.codec.unpack(tensor, block, data, target.view(torch.uint8).flatten().numpy())
     assert (target != 0).float().mean() > 0.9

@@ -1,3 +1,4 @@
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -6,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from offstage.stages.checkpoints.codecs.float_tiles import DTYPES, TILE_ELEMENTS
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
-from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec, sample
+from offstage.stages.checkpoints.codecs.gguf import DTYPES, Arrangement, GgufCodec, sample
+from offstage.stages.checkpoints.device_codec import TILE, can_unpack, device_bytes
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedTensor
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, SCRATCH_BYTES, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_packed
 from offstage.stages.checkpoints.shard_files import ShardFile
 from tests.stages.checkpoints.ggufs import dequantized, random_blocks
@@ -47,11 +48,40 @@ def test_every_format_comes_out_as_the_package_of_the_format_has_it(tmp_path: Pa
     assert_same(packed_tensor(tmp_path / "f", [(kind, rows)], (48, 768)), dequantized(kind, rows))
 
 
-@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "f32"])
+@pytest.mark.parametrize("kind", [kind for kind, form in FORMATS.items() if form.elements > 1])
+def test_any_bytes_at_all_come_out_as_that_package_has_them(tmp_path: Path, kind: str) -> None:
+    size = 60, 3 * 256 // FORMATS[kind].elements * FORMATS[kind].bytes
+    rows = np.random.default_rng(1).integers(256, size=size, dtype=np.uint8)
+    got = read_packed(packed_tensor(tmp_path / "f", [(kind, rows)], (60, 768)))
+    with np.errstate(all="ignore"):
+        wanted = torch.from_numpy(dequantized(kind, rows))
+    assert torch.equal(got.isnan(), wanted.isnan())
+    assert torch.equal(got.nan_to_num().view(torch.int32), wanted.nan_to_num().view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_unpacking_takes_no_more_beside_than_it_may(kind: str) -> None:
+    tensor, block, data = sample(kind)
+    target = np.zeros(tensor.bytes, np.uint8)
+    tensor.codec.unpack(tensor, block, data, target)  # imports, and makes the package's tables
+    tracemalloc.start()
+    tensor.codec.unpack(tensor, block, data, target)
+    traced = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert traced + TILE * (torch.float32.itemsize + torch.int16.itemsize) < SCRATCH_BYTES
+
+
+def test_formats_that_torch_has_no_operators_for_are_left_to_the_host() -> None:
+    assert can_unpack(sample("q4_k")[0])
+    assert not can_unpack(sample("iq2_xs")[0])
+    assert device_bytes([sample("iq2_xs")[0]]) == 0
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k", "f32", "q2_k"])
 def test_rows_longer_than_a_tile_and_tensors_of_several_blocks_are_whole(tmp_path: Path, kind: str) -> None:
     rows = random_blocks(kind, 9, 2**18)
     tensor = packed_tensor(tmp_path / "f", [(kind, rows)], (9, 2**18))
-    assert TILE_ELEMENTS < 2**18
+    assert TILE < 2**18
     assert len(tensor.codec.blocks(tensor)) == -(-9 * 2**20 // BLOCK_BYTES)
     assert_same(tensor, dequantized(kind, rows))
 

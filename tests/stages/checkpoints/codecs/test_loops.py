@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from offstage.stages.checkpoints.codecs import loops, planes
-from offstage.stages.checkpoints.codecs.fp8 import BlockScaled
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
-from offstage.stages.checkpoints.codecs.mxfp4 import Mxfp4
-from offstage.stages.checkpoints.codecs.table_scaled import RUNS, TableScaled
+from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, RUNS, ScaledCodes, table_codes
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor
@@ -82,7 +80,7 @@ def test_scaled_codes(tmp_path: Path, both: Both, case: str, code: Any, dtype: s
     codes = (np.arange(2 * rows * bytes_a_row) * 37 % 256).astype(np.uint8).reshape(2, rows, bytes_a_row)
     scales = odd_scales(2, -(-rows // tall), -(-columns // wide))
     parts = (codes, "uint8"), (scales, "float32")
-    tensor = packed_at(tmp_path / "f", BlockScaled(code, tall, wide), (2, rows, columns), *parts)
+    tensor = packed_at(tmp_path / "f", ScaledCodes(code, tall, wide), (2, rows, columns), *parts)
     assert_same_bits(*both(replace(tensor, dtype=dtype)))
 
 
@@ -91,14 +89,14 @@ def test_every_code_of_eight_bits_at_every_sixteenth_scale_there_is(tmp_path: Pa
     codes = np.tile(np.arange(256, dtype=np.uint8), (len(scales), 1))
     for dtype in DTYPES:
         parts = (codes, "uint8"), (scales, "float32")
-        tensor = packed_at(tmp_path / dtype, BlockScaled("fp8", 1, 256), codes.shape, *parts)
+        tensor = packed_at(tmp_path / dtype, ScaledCodes("fp8", 1, 256), codes.shape, *parts)
         assert_same_bits(*both(replace(tensor, dtype=dtype)))
 
 
 def test_a_dtype_without_a_loop_is_left_to_the_operators(tmp_path: Path, both: Both) -> None:
     codes, scales = np.arange(256, dtype=np.uint8).reshape(2, 128), np.ones((2, 1), np.float32)
     parts = (codes, "uint8"), (scales, "float32")
-    tensor = replace(packed_at(tmp_path / "f", BlockScaled("fp8", 1, 128), (2, 128), *parts), dtype="float64")
+    tensor = replace(packed_at(tmp_path / "f", ScaledCodes("fp8", 1, 128), (2, 128), *parts), dtype="float64")
     one, other = both(tensor)
     assert one.dtype == torch_dtype("float64")
     assert torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -110,7 +108,7 @@ def test_codes_of_a_table_in_runs_of_every_length(tmp_path: Path, both: Both) ->
         values = (*map(float, np.linspace(-1, 1, 15, dtype=np.float32)), -0.0)
         parts = (codes, "uint8"), (odd_scales(12), "float32")
         for dtype in DTYPES:
-            tensor = packed_at(tmp_path / dtype, TableScaled(values, run, None, DTYPES), (3, 4 * run), *parts)
+            tensor = packed_at(tmp_path / dtype, table_codes(values, run, None, DTYPES), (3, 4 * run), *parts)
             assert_same_bits(*both(replace(tensor, dtype=dtype)))
 
 
@@ -121,7 +119,7 @@ def test_stacks_of_mxfp4(tmp_path: Path, both: Both, shape: tuple[int, int, int]
     every = np.arange(experts * rows * groups * 16, dtype=np.uint32)
     codes, scales = (every + every // 256 % 7).astype(np.uint8), (every[: every.size // 16] // groups).astype(np.uint8)
     parts = (codes.reshape(*shape, 16), "uint8"), (scales.reshape(shape), "uint8")
-    tensor = packed_at(tmp_path / "f", Mxfp4(), (experts, groups * 32, rows), *parts)
+    tensor = packed_at(tmp_path / "f", MXFP4, (experts, groups * 32, rows), *parts)
     assert_same_bits(*both(replace(tensor, dtype=dtype)))
 
 

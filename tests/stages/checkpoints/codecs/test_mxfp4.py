@@ -8,7 +8,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints.checkpoint import open_checkpoint
-from offstage.stages.checkpoints.codecs.mxfp4 import Mxfp4, fold_mxfp4, sample
+from offstage.stages.checkpoints.codecs.mxfp4 import fold_mxfp4
+from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, sample
 from offstage.stages.checkpoints.packed import AtRest, PackedTensor
 from offstage.stages.checkpoints.packed_reads import read_packed
 
@@ -89,7 +90,7 @@ def test_a_stack_without_experts_is_empty(tmp_path: Path) -> None:
 
 
 def test_the_sample_is_a_block_that_can_be_unpacked() -> None:
-    tensor, block, data = sample()
+    tensor, block, data = sample("mxfp4")
     target = torch.empty(tensor.shape, dtype=torch.bfloat16)
     tensor.codec.unpack(tensor, block, data, target.view(torch.uint8).flatten().numpy())
     blocks, scales = (torch.from_numpy(part).reshape(rest.shape) for part, rest in zip(data, tensor.parts, strict=True))
@@ -102,7 +103,7 @@ def test_all_but_stacks_of_experts_stays_as_it_is(tmp_path: Path) -> None:
     assert entries.keys() == {STACK, *plain}
     assert not any(isinstance(entries[name], PackedTensor) for name in plain)
     assert entries[STACK].shape == (2, 32, 8)
-    assert entries[STACK].codec == Mxfp4()
+    assert entries[STACK].codec == MXFP4
 
 
 BLOCKS, SCALES = random_stack(2, 8, 3).values()

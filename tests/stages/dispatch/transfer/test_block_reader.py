@@ -14,10 +14,8 @@ import pytest
 
 from offstage.pipeline.errors import CheckpointError
 from offstage.stages.checkpoints import packed_reads
-from offstage.stages.checkpoints.codecs.fp8 import BlockScaled
 from offstage.stages.checkpoints.codecs.gguf import Arrangement, GgufCodec
-from offstage.stages.checkpoints.codecs.mxfp4 import Mxfp4
-from offstage.stages.checkpoints.codecs.table_scaled import TableScaled
+from offstage.stages.checkpoints.codecs.scaled_codes import MXFP4, ScaledCodes, table_codes
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import PackedTensor, in_memory
 from offstage.stages.checkpoints.packed_reads import read_packed
@@ -44,20 +42,20 @@ def halves(*shape: int) -> Any:
 
 
 KINDS: dict[str, tuple[Any, tuple[int, ...], list[tuple[Any, str]]]] = {
-    "fp8": (BlockScaled("fp8", 128, 128), (3000, 2048), [(codes(3000, 2048), "uint8"), (scales(24, 16), "float32")]),
+    "fp8": (ScaledCodes("fp8", 128, 128), (3000, 2048), [(codes(3000, 2048), "uint8"), (scales(24, 16), "float32")]),
     "fp8, many scales": (
-        BlockScaled("fp8", 1, 32),
+        ScaledCodes("fp8", 1, 32),
         (3000, 2048),
         [(codes(3000, 2048), "uint8"), (halves(3000, 64), "bfloat16")],
     ),
-    "int4": (BlockScaled("int4", 1, 64), (3000, 2048), [(codes(3000, 1024), "uint8"), (scales(3000, 32), "float32")]),
+    "int4": (ScaledCodes("int4", 1, 64), (3000, 2048), [(codes(3000, 1024), "uint8"), (scales(3000, 32), "float32")]),
     "nf4": (
-        TableScaled(VALUES, 64, None, ("bfloat16",)),
+        table_codes(VALUES, 64, None, ("bfloat16",)),
         (3000, 2048),
         [(codes(3000 * 1024), "uint8"), (scales(3000 * 32), "float32")],
     ),
     "mxfp4": (
-        Mxfp4(),
+        MXFP4,
         (1, 1024, 5000),
         [(codes(1, 5000, 32, 16), "uint8"), (codes(1, 5000, 32), "uint8")],
     ),
@@ -110,7 +108,7 @@ def test_in_one_call_come_the_bits_that_come_in_several(
 ) -> None:
     one, other = packed_at(tmp_path / "one", kind), packed_at(tmp_path / "other", kind, before=8 * 4096)
     wanted = bytes(byte_view(read_packed(one)))
-    monkeypatch.setattr(packed_reads, "_unpack_block", None)  # nothing is left to it
+    monkeypatch.setattr(packed_reads, "unpack_block", None)  # nothing is left to it
     with reading(one, other) as reader:
         for tensor in (one, other, one, other):
             assert brought(reader, tensor)[0] == wanted
@@ -161,13 +159,19 @@ def test_what_is_in_memory_or_for_other_operators_goes_the_usual_way(tmp_path: P
 
 
 @pytest.mark.usefixtures("compiled")
+def test_a_loop_waits_for_nobody_whose_operators_unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_reads, "_UNPACKING", None)  # nobody can enter it
+    read_packed(packed_at(tmp_path / "file", "fp8"))
+
+
+@pytest.mark.usefixtures("compiled")
 def test_no_more_is_kept_than_a_little_however_many_blocks_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_reader, "_MOST_KNOWN", 2)
     tensor = packed_at(tmp_path / "file", "fp8")
     wanted = bytes(byte_view(read_packed(tensor)))
-    monkeypatch.setattr(packed_reads, "_unpack_block", None)  # nothing is left to it
+    monkeypatch.setattr(packed_reads, "unpack_block", None)  # nothing is left to it
     with reading(tensor) as reader:
         assert brought(reader, tensor)[0] == brought(reader, tensor)[0] == wanted
         assert len(tensor.codec.blocks(tensor)) > len(reader._known) == 2
