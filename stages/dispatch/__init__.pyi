@@ -35,6 +35,6 @@ from .accelerate_api.offloaded_params import (
 )
 from .dispatch_plan import DispatchPlan as DispatchPlan, make_dispatch_plan as make_dispatch_plan
 from .loaded_model import LoadedModel as LoadedModel, load as load
-from .shared_passes import in_lockstep as in_lockstep, lockstep as lockstep
+from .shared_passes import lockstep as lockstep
 from .streaming.streamer import Streamer as Streamer
 from .transfer.values import send_to_device as send_to_device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
 
@@ -39,24 +38,3 @@ def lockstep(model: nn.Module, calls: Iterable[Callable[[], Answer]], *, size: i
     tasks = (partial(answer, number, call) for number, call in enumerate(calls))
     streamer_of(model).go_together(tasks, size=size)
     return [answers[number] for number in sorted(answers)]
-
-
-def in_lockstep(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which the forwards of ``model`` go together with those of all other threads inside one.
-
-    It is ``lockstep`` for who has threads already; ``lockstep`` itself is faster, since each thread computes with a
-    team of OpenMP's of its own. A thread joins where it enters, at the next pass, and leaves where the block ends. From
-    here to there one thread runs at a time, between its forwards too: it must not wait for what another one does
-    inside, nor for one that calls the model outside, whose turn comes when all have left. Gradients are off, and random
-    numbers are each thread's own: all go on from the state that torch had as the first one entered.
-
-    The first error of one is raised there, and ends the others with a ``RuntimeError``. Raises ``ValueError`` for a
-    model that isn't dispatched, ``RuntimeError`` where this thread is inside already or ``lockstep`` is under way.
-
-    >>> def answer(ids):  # doctest: +SKIP
-    ...     with offstage.in_lockstep(loaded.model):
-    ...         return loaded.model.generate(ids, max_new_tokens=20)
-    >>> with ThreadPoolExecutor(8) as threads:  # doctest: +SKIP
-    ...     answers = list(threads.map(answer, prompts))
-    """
-    return streamer_of(model).joined()

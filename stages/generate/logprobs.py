@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import StoppingCriteria
 
-from offstage.stages.dispatch.streaming.turns import current_call
+from offstage.stages.dispatch.streaming.lockstep import current_call
 
 _ROWS = 16
 """How many sequences are normalised at once: what that takes needs no room in a plan then."""

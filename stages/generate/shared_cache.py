@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 )
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
-from offstage.stages.dispatch.streaming.turns import Place, Shared
+from offstage.stages.dispatch.streaming.lockstep import Place, Shared
 
 WaitFor = Callable[[Shared], None]
 """Returns when it is the caller's turn to use what it waits for."""

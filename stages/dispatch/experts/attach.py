@@ -20,8 +20,8 @@ from offstage.stages.dispatch.experts.routed_experts import RoutedExperts
 from offstage.stages.dispatch.experts.router_guess import RouterGuess
 from offstage.stages.dispatch.experts.slot_memory import Kind, RowShape, SlotMemory, kind_bytes
 from offstage.stages.dispatch.streaming.bindings import Binding, make_binding, source_of
+from offstage.stages.dispatch.streaming.lockstep import ALONE, Turns
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
-from offstage.stages.dispatch.streaming.turns import ALONE, Turns
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
 from offstage.stages.dispatch.transfer.link import Link

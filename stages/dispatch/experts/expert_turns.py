@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
-from offstage.stages.dispatch.streaming.turns import Place, Turns, current_call
+from offstage.stages.dispatch.streaming.lockstep import Place, Turns, current_call
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,8 +20,8 @@ from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
 from offstage.stages.dispatch.experts.expert_turns import ExpertTurns
 from offstage.stages.dispatch.experts.router_guess import RouterGuess
+from offstage.stages.dispatch.streaming.lockstep import ALONE, Place, Turns, current_call
 from offstage.stages.dispatch.streaming.saved_weights import Bring, SavedWeights
-from offstage.stages.dispatch.streaming.turns import ALONE, Place, Turns, current_call
 
 _PASSED_ON = 4
 """Slots that experts pass through which can't all stay: one computes while the others are on their way."""

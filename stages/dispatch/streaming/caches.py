@@ -16,8 +16,8 @@ from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertLayer
 from offstage.stages.dispatch.experts.listed_slots import ListedSlots, SlotRegions
 from offstage.stages.dispatch.streaming.bindings import Binding, settle
+from offstage.stages.dispatch.streaming.lockstep import Place
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
-from offstage.stages.dispatch.streaming.turns import Place
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker, open_unpacker
 from offstage.stages.dispatch.transfer.link import Link, pin

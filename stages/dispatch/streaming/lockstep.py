@@ -1,4 +1,9 @@
-"""Lockstep: several calls of one model, in one thread of the system, go through it together.
+"""Lockstep: several calls of one model go through it together, in one thread of the system.
+
+Each call is an ordinary one, of its own shape and with its own cache, and computes exactly what it computes alone: what
+is shared is the weights and not the arithmetic, whose last bits would depend on the batch. One call runs at a time. At
+each shared part it stops, and the turn goes on; once all have come as far, the part is brought, used by each in turn,
+and let go. Calls join and leave where passes begin.
 
 A member is a greenlet: a second thread would bring a second team of OpenMP's. Each has random numbers of its own, which
 go on from where they were as it began, and a state of the thread, such as autocast; none records gradients.
@@ -6,36 +11,85 @@ go on from where they were as it began, and a state of the thread, such as autoc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any, Protocol
 
 import greenlet
 import torch
 
-from offstage.stages.dispatch.streaming.module_state import ModuleState
+from offstage.stages.dispatch.streaming.module_state import ModuleState, Written
 from offstage.stages.dispatch.streaming.thread_state import ThreadState
-from offstage.stages.dispatch.streaming.turns import Group, Member, Shared, check_gradients
 
 Task = Callable[[], object]
 
+Place = tuple[int, ...]
+"""The number of a module in the order of a pass; then, of what comes inside its call, numbers in the order of that."""
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Greenlet(Member):
-    """A member that is a greenlet: ``switch`` goes to it, ``throw`` ends it."""
+
+class Shared(Protocol):
+    """What members wait for to use it one after another; ``place`` is when it comes in a pass."""
+
+    @property
+    def place(self) -> Place:
+        """Where it stands in the order of a pass."""
+
+    def expect(self, users: int) -> None:
+        """Hear that so many more will use it, before it may be let go."""
+
+
+class Turns:
+    """Who may go on: without lockstep, whoever asks. The hooks of a model ask it at each pass and each shared part."""
+
+    def begin_pass(self) -> bool:
+        """Say that a pass of the model is to begin; return whether it is for the caller to begin it."""
+        return True
+
+    def end_pass(self) -> bool:
+        """Say that the caller's pass has ended well; return whether it is for the caller to end it."""
+        return True
+
+    def wait_for(self, shared: Shared) -> None:
+        """Return when it is the caller's turn to use ``shared``."""
+
+
+ALONE = Turns()
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One call under way, a greenlet: the state of its random numbers, and what it waits for (null: the next pass).
+
+    ``switch`` of its ``thread`` goes on with it, ``throw`` ends it. ``written`` is what it has written into the modules
+    of the model, while others have their turn.
+    """
 
     thread: greenlet.greenlet
+    random: torch.Tensor
+    wants: Shared | None = None
+    in_pass: bool = False
+    depth: int = 0
+    written: Written = field(default_factory=dict)
 
 
-class Lockstep(Group):
-    """Calls that are made in lockstep, at most ``size`` at a time."""
+class Lockstep(Turns):
+    """Calls that go together, at most ``size`` at a time; ``state`` is what they keep in the modules of the model.
+
+    ``passes`` counts the passes that they shared, ``started`` how many calls there were.
+    """
 
     def __init__(self, size: int, state: ModuleState) -> None:
-        super().__init__(state)
-        self._size = size
+        self._size, self._state = size, state
         self._outside = ThreadState.current()
+        self._members: list[Member] = []
+        self._current: Member | None = None
+        self._going: deque[Member] = deque()
+        self._leads = False
+        self.passes = self.started = 0
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Call all ``tasks``, whose calls of the model go together. The first error of one ends them all."""
@@ -51,19 +105,42 @@ class Lockstep(Group):
             self._dismiss()
             self._state.end()
 
+    def begin_pass(self) -> bool:
+        """Wait until all members are ready for a pass; the first to go on begins it for all."""
+        member = self._mine()
+        member.depth += 1
+        if member.depth > 1:  # a model that calls itself
+            return False
+        self._park(member, None)
+        member.in_pass = True
+        leads, self._leads = self._leads, False
+        return leads
+
+    def end_pass(self) -> bool:
+        """Note that the caller's pass has ended; the last to say so ends it for all."""
+        member = self._mine()
+        member.depth -= 1
+        if member.depth:
+            return False
+        member.in_pass = False
+        return not any(other.in_pass for other in self._members)
+
+    def wait_for(self, shared: Shared) -> None:
+        """Wait until all members who are further behind have come as far."""
+        self._park(self._mine(), shared)
+
     def _admit(self, waiting: Iterator[Task]) -> None:
         """Have tasks join as far as there is room, and go on until they call the model."""
         while len(self._members) < self._size and (found := next(islice(waiting, 1), None)) is not None:
             self.started += 1
             thread = greenlet.greenlet(found)
             thread.gr_context = copy_context()
-            member = _Greenlet(torch.get_rng_state(), thread=thread)
+            member = Member(thread, torch.get_rng_state())
             self._members.append(member)
             self._resume(member)
 
     def _resume(self, member: Member, go: Callable[[], object] | None = None) -> None:
         """Let ``member`` go on until it waits again or is done. Raises what its task raises."""
-        assert isinstance(member, _Greenlet)
         random = torch.get_rng_state()
         self._take_up(member)
         self._current = member
@@ -83,16 +160,59 @@ class Lockstep(Group):
         What goes wrong as one is ended says nothing of what ended them all, and doesn't keep the others.
         """
         for member in [*self._members]:
-            assert isinstance(member, _Greenlet)
             with suppress(Exception):
                 self._resume(member, member.thread.throw)
 
     def _park(self, member: Member, wants: Shared | None) -> None:
-        assert isinstance(member, _Greenlet)
+        """Give the turn of ``member``, the caller, back until it is its own again."""
         check_gradients()
         member.wants = wants
         with self._outside.in_place():
             member.thread.parent.switch()
 
-    def _is_mine(self, member: Member) -> bool:
-        return isinstance(member, _Greenlet) and greenlet.getcurrent() is member.thread
+    def _take_up(self, member: Member) -> None:
+        """Put in place what is ``member``'s own, whose turn it is."""
+        self._state.enter(member.written)
+        torch.set_rng_state(member.random)
+
+    def _put_down(self, member: Member, *, is_over: bool = False) -> None:
+        """Keep what is ``member``'s own, whose turn ends, the last one if all of it ``is_over``."""
+        member.random = torch.get_rng_state()
+        self._state.leave(member.written, is_over=is_over)
+
+    def _mine(self) -> Member:
+        if self._current is None or greenlet.getcurrent() is not self._current.thread:
+            raise RuntimeError("the model was called from outside while calls in lockstep are under way")
+        return self._current
+
+    def _next(self) -> Member | None:
+        """Return who goes on now that none does; null where there is no member."""
+        if not self._going:
+            self._choose()
+        return self._going.popleft() if self._going else None
+
+    def _choose(self) -> None:
+        """Have those go on who are the furthest behind, or all where all are ready for a pass."""
+        inside = [member.wants for member in self._members if member.wants is not None]
+        if inside:
+            shared = min(inside, key=lambda wants: wants.place)
+            self._going.extend(member for member in self._members if member.wants is shared)
+            shared.expect(len(self._going))
+        elif self._members:
+            self.passes += 1
+            self._leads = True
+            self._going.extend(self._members)
+
+
+def check_gradients() -> None:
+    """Refuse a call that records gradients: what it keeps for them would be let go as others have their turn."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a call in lockstep turned gradients on, which none can have there: leave that out of it, or call the "
+            "model without lockstep"
+        )
+
+
+def current_call() -> Any:
+    """Return what tells calls in lockstep apart: the same for all that one of them does."""
+    return greenlet.getcurrent()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -30,7 +30,7 @@ class PassLock:
     def __init__(self, model: nn.Module) -> None:
         self._modules = {id(module) for module in model.modules()}
         self._owner: int | None = None
-        self._guests: Collection[int] | None = None
+        self._is_held = False  # between the owner's calls, too
         self.start_anew()
 
     def start_anew(self) -> None:
@@ -39,9 +39,7 @@ class PassLock:
         self._changed = threading.Condition(threading.Lock())
         self._waiting: deque[object] = deque()
         if self._owner != me:
-            self._owner = None
-        if self._guests is not None and me not in self._guests:
-            self._guests = None
+            self._owner, self._is_held = None, False
 
     def enter(self) -> None:
         """Return when what streams is the calling thread's."""
@@ -52,14 +50,13 @@ class PassLock:
             self._owner = threading.get_ident()
 
     def is_mine(self) -> bool:
-        """Return whether what streams is the calling thread's, by itself or as a guest."""
-        me = threading.get_ident()
-        return self._owner == me if self._guests is None else me in self._guests
+        """Return whether what streams is the calling thread's."""
+        return self._owner == threading.get_ident()
 
     def leave(self) -> None:
         """Let the next thread have it, if it is the calling thread's."""
         with self._changed:
-            if self._owner == threading.get_ident() and self._guests is None:
+            if self.is_mine() and not self._is_held:
                 self._owner = None
                 self._changed.notify_all()
 
@@ -67,32 +64,19 @@ class PassLock:
     def held(self) -> Iterator[None]:
         """Have what streams be the calling thread's, whose it may be already."""
         outermost = not self.is_mine()
-        if outermost:
-            self.lend([threading.get_ident()])
+        self.enter()
+        self._is_held = self._is_held or outermost
         try:
             yield
         finally:
             if outermost:
-                self.take_back()
-
-    def lend(self, guests: Collection[int]) -> None:
-        """Return when what streams is that of the threads ``guests``, whoever is among them, until ``take_back``."""
-        with self._changed:
-            self._wait()
-            self._owner, self._guests = None, guests
-
-    def take_back(self) -> None:
-        """Let the next thread have what was lent."""
-        with self._changed:
-            self._owner = self._guests = None
-            self._changed.notify_all()
+                self._is_held = False
+                self.leave()
 
     def _wait(self) -> None:
         """Wait until nobody owns it and nobody who came before waits; ``_changed`` is held."""
         if not self._waiting and self._is_free():
             return
-        if self.is_mine():
-            raise RuntimeError("this thread is in a call of the model: others can't join it there")
         ticket = object()
         self._waiting.append(ticket)
         try:
@@ -103,7 +87,7 @@ class PassLock:
             self._changed.notify_all()
 
     def _is_free(self) -> bool:
-        return self._guests is None and (self._owner is None or not self._is_calling(self._owner))
+        return self._owner is None or not (self._is_held or self._is_calling(self._owner))
 
     def _is_calling(self, thread: int) -> bool:
         """Return whether a call of one of the model's modules is on the stack of ``thread``."""

@@ -10,20 +10,17 @@ all passes.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.streaming.lockstep import Lockstep, Task
-from offstage.stages.dispatch.streaming.lockstep_threads import ThreadLockstep
+from offstage.stages.dispatch.streaming.lockstep import ALONE, Lockstep, Task, Turns
 from offstage.stages.dispatch.streaming.module_state import ModuleState
 from offstage.stages.dispatch.streaming.pass_lock import PassLock, calls_on
 from offstage.stages.dispatch.streaming.tensor_copies import LargeCopies
-from offstage.stages.dispatch.streaming.turns import ALONE, Member, Turns
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 
 
@@ -49,8 +46,6 @@ class ModelPasses:
         self._calls = 0  # of parts of the model, inside a pass or outside of all
         self.lock = PassLock(model)
         self.turns: Turns = ALONE
-        self._changing = threading.Condition()  # held while ``turns`` changes
-        self._is_forming = False  # a group that waits for its turn to begin
         self._copies: list[LargeCopies] = []  # of buffers, which no call needs now
 
     def hook(self) -> Iterator[Callable[[], None]]:
@@ -65,15 +60,17 @@ class ModelPasses:
 
         The first error of one is raised once all have ended; the model is then as before.
         """
-        self._refuse_second()
+        if self.turns is not ALONE and self.lock.is_mine():
+            raise RuntimeError("calls of this model in lockstep are under way already: end them first")
         with self.lock.held():
-            with self._changing:
-                group = self.turns = Lockstep(size, self._state())
+            group = self.turns = Lockstep(size, self._state())
             try:
                 with torch.no_grad():
                     group.run(tasks)
             finally:
-                self._disband(failed=False)
+                self.turns = ALONE
+                if self._depth or self._is_left():  # by calls that ended early
+                    self._take_back()
         return group
 
     def alone(self) -> AbstractContextManager[None]:
@@ -82,61 +79,6 @@ class ModelPasses:
 
     def _state(self) -> ModuleState:
         return ModuleState(self._model, self._copies)
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Have the passes of the calling thread go together with those of all others that are in here too.
-
-        The first error of one is raised, and ends all; the model is then as before.
-        """
-        group, member = self._join()
-        error: BaseException | None = None
-        try:
-            with torch.no_grad():
-                group.wait(member)
-                yield
-        except BaseException as found:
-            error = found
-            raise
-        finally:
-            with self._changing:
-                if group.leave(member, error):
-                    self._disband(failed=group.has_failed)
-                    self.lock.take_back()
-
-    def _join(self) -> tuple[ThreadLockstep, Member]:
-        """Have the calling thread be a member of the group that is under way, or of one that begins at its turn."""
-        with self._changing:
-            self._changing.wait_for(lambda: not (self._is_forming or self._is_failing()))
-            if isinstance(self.turns, ThreadLockstep):
-                return self.turns, self.turns.join()
-            self._refuse_second()
-            self._is_forming = True
-        group = ThreadLockstep(self._state())
-        try:
-            self.lock.lend(group.threads)
-            with self._changing:
-                self.turns = group
-                return group, group.join()
-        finally:
-            with self._changing:
-                self._is_forming = False
-                self._changing.notify_all()
-
-    def _is_failing(self) -> bool:
-        return isinstance(self.turns, ThreadLockstep) and self.turns.has_failed
-
-    def _refuse_second(self) -> None:
-        if self.turns is not ALONE and self.lock.is_mine():
-            raise RuntimeError("calls of this model in lockstep are under way already: end them first")
-
-    def _disband(self, *, failed: bool) -> None:
-        """Have calls go by themselves again, and take back what those that ended early had."""
-        with self._changing:
-            self.turns = ALONE
-            if failed or self._depth or self._is_left():
-                self._take_back()
-            self._changing.notify_all()
 
     def enter_call(self) -> None:
         """Say that a call of a part of the model begins, once what streams is the calling thread's."""
@@ -157,7 +99,6 @@ class ModelPasses:
         Return whether what is in use is so by the thread that forked; else all of it has to be taken back.
         """
         self.lock.start_anew()
-        self._changing, self._is_forming = threading.Condition(), False
         self._copies.clear()  # their file is the other process's
         if not self.lock.is_mine():
             self.turns, self._depth, self._calls = ALONE, 0, 0

@@ -13,9 +13,9 @@ from offstage.stages.checkpoints.mapped_file import MappedFile
 from offstage.stages.checkpoints.packed import PackedTensor
 from offstage.stages.dispatch.dispatch_plan import DispatchPlan, ModulePlan
 from offstage.stages.dispatch.streaming.bindings import Binding, make_binding
+from offstage.stages.dispatch.streaming.lockstep import Place
 from offstage.stages.dispatch.streaming.mapped_weights import MappedWeights
 from offstage.stages.dispatch.streaming.packed_table import can_be_looked_up, have_table_wait
-from offstage.stages.dispatch.streaming.turns import Place
 from offstage.stages.dispatch.streaming.waiting_tensor import rebuild
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.empty_init.skeleton import parent

@@ -25,12 +25,11 @@ from offstage.stages.dispatch.streaming.bindings import Binding, have_wait, with
 from offstage.stages.dispatch.streaming.caches import Links, OpenLink, open_caches, open_unpackers, pin_waiting
 from offstage.stages.dispatch.streaming.guard import guard, shut, unguard
 from offstage.stages.dispatch.streaming.inputs import move_inputs
-from offstage.stages.dispatch.streaming.lockstep import Lockstep, Task
+from offstage.stages.dispatch.streaming.lockstep import Lockstep, Shared, Task
 from offstage.stages.dispatch.streaming.passes import ModelPasses
 from offstage.stages.dispatch.streaming.row_blocks import RowBlocks, have_blocks_wait
 from offstage.stages.dispatch.streaming.saved_weights import SavedWeights
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart, streamed_parts
-from offstage.stages.dispatch.streaming.turns import Shared
 from offstage.stages.dispatch.streaming.uncompiled import uncompiled
 from offstage.stages.dispatch.streaming.weight_cache import WeightCache
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
@@ -121,10 +120,6 @@ class Streamer:
         See ``lockstep``. The first error of a task is raised once all have ended.
         """
         return self._passes.go_together(tasks, size=size)
-
-    def joined(self) -> AbstractContextManager[None]:
-        """Return the context of a thread whose calls of the model go with those of others; see ``in_lockstep``."""
-        return self._passes.joined()
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context of calls that keep in the modules of the model nothing that later ones see."""

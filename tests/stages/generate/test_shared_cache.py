@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from offstage.stages.dispatch.streaming.turns import Shared
+from offstage.stages.dispatch.streaming.lockstep import Shared
 from offstage.stages.generate.shared_cache import LayerView, strange_layer, take_back, view_of, why_not_shared
 
 CONFIG = transformers.Gemma3TextConfig(

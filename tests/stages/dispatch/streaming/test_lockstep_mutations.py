@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from offstage.stages.dispatch.streaming.lockstep import Lockstep
+from offstage.stages.dispatch.streaming.lockstep import Lockstep, Member
 from offstage.stages.dispatch.streaming.streamed_part import StreamedPart
-from offstage.stages.dispatch.streaming.turns import Group, Member
 from tests.stages.dispatch.streaming.lockstep_grid import Prepared, Setting, prepare
 
-_choose, _next, _resume = Group._choose, Group._next, Lockstep._resume
+_choose, _next, _resume = Lockstep._choose, Lockstep._next, Lockstep._resume
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +21,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(setting, tmp_path_factory.mktemp("mutations"))
 
 
-def go_without_waiting(self: Group, shared: Any) -> None:
+def go_without_waiting(self: Lockstep, shared: Any) -> None:
     """Pass no turn on at a part: whoever comes there goes on."""
 
 
-def prefer_the_first(self: Group) -> None:
+def prefer_the_first(self: Lockstep) -> None:
     """Give the turn back to the member that began first, before the others have come as far."""
     wants = self._members[0].wants if self._members else None
     if wants is None:
@@ -36,7 +35,7 @@ def prefer_the_first(self: Group) -> None:
     wants.expect(1)
 
 
-def resume_another(self: Group) -> Member | None:
+def resume_another(self: Lockstep) -> Member | None:
     """Resume the member after the one whose turn it is."""
     member = _next(self)
     place = self._members.index(member) + 1 if member in self._members else 0
@@ -54,9 +53,9 @@ def share_random_numbers(self: Lockstep, member: Member, go: Callable[[], object
 
 
 MUTATIONS: Mapping[str, tuple[type, str, Any]] = {
-    "the turn isn't passed on": (Group, "wait_for", go_without_waiting),
-    "the turn goes back to one before its time": (Group, "_choose", prefer_the_first),
-    "a wrong member is resumed": (Group, "_next", resume_another),
+    "the turn isn't passed on": (Lockstep, "wait_for", go_without_waiting),
+    "the turn goes back to one before its time": (Lockstep, "_choose", prefer_the_first),
+    "a wrong member is resumed": (Lockstep, "_next", resume_another),
     "a part goes early": (StreamedPart, "expect", expect_nobody),
     "random numbers are another member's": (Lockstep, "_resume", share_random_numbers),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,19 +75,8 @@ def totalling(keep: Callable[[Any, torch.Tensor], None], size: int = 4) -> nn.Mo
     return nn.Sequential(nn.Linear(4, 4), Total(keep, size), nn.Linear(4, 4)).requires_grad_(False)
 
 
-def by_threads(model: nn.Module, tasks: list[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-    def answer(task: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with offstage.in_lockstep(model):
-            return task()
-
-    with ThreadPoolExecutor(len(tasks)) as pool, offstage.in_lockstep(model):
-        found = [pool.submit(answer, task) for task in tasks]
-    return [each.result() for each in found]
-
-
-@pytest.mark.parametrize("together", [partial(offstage.lockstep, size=3), by_threads])
 @pytest.mark.parametrize("keep", [set_anew, register, add_in_place, set_attribute, delete])
-def test_what_a_call_writes_no_other_sees_however_it_is_written(keep: Any, together: Any, tmp_path: Path) -> None:
+def test_what_a_call_writes_no_other_sees_however_it_is_written(keep: Any, tmp_path: Path) -> None:
     model = totalling(keep)
     asked = [torch.randn(rows, 4) for rows in (2, 1, 3, 5)]
     with torch.no_grad():
@@ -97,7 +85,7 @@ def test_what_a_call_writes_no_other_sees_however_it_is_written(keep: Any, toget
     kept = copy.deepcopy(model[1])
     offstage.disk_offload(model, tmp_path / "offload", execution_device="cpu")
     for _ in range(2):
-        answers = together(model, [partial(sums, model, given) for given in asked])
+        answers = offstage.lockstep(model, [partial(sums, model, given) for given in asked], size=3)
         assert all(map(torch.equal, answers, wanted))
         assert vars(model[1]).keys() == vars(kept).keys()
         assert torch.equal(model[1].seen, kept.seen), "later calls see nothing of them"
@@ -185,10 +173,9 @@ def test_a_buffer_that_streams_is_each_calls_own_once_it_is_set(keep: Any, size:
             with streamer_of(model).alone(), torch.no_grad():
                 assert torch.equal(sums(model, given), answer)
             assert isinstance(model[1].seen, WaitingTensor)
-        for together in (partial(offstage.lockstep, size=3), by_threads):
-            answers = together(model, [partial(sums, model, given) for given in asked])
-            assert all(map(torch.equal, answers, wanted))
-            assert isinstance(model[1].seen, WaitingTensor)
+        answers = offstage.lockstep(model, [partial(sums, model, given) for given in asked], size=3)
+        assert all(map(torch.equal, answers, wanted))
+        assert isinstance(model[1].seen, WaitingTensor)
 
 
 class Twice(nn.Module):

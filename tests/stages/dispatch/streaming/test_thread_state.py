@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -19,7 +18,6 @@ import offstage
 from offstage.stages.dispatch.streaming.lockstep import Lockstep
 from offstage.stages.dispatch.streaming.module_state import ModuleState
 from tests.stages.dispatch.streaming.lockstep_grid import WORDS, opened, saved
-from tests.stages.dispatch.streaming.test_module_state import by_threads
 
 AUTOCAST = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 
@@ -89,9 +87,8 @@ def logits(model: Any, ids: torch.Tensor, around: Callable[[], AbstractContextMa
     return torch.cat([*found, model(ids).logits]).clone()
 
 
-@pytest.mark.parametrize("together", [partial(offstage.lockstep, size=4), by_threads])
 def test_autocast_inference_mode_and_overrides_are_those_of_the_call_that_entered_them(
-    together: Any, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     plain = saved(tmp_path / "checkpoint", "llama", torch.float32)
     entered = [AUTOCAST, nullcontext, torch.inference_mode, partial(AUTOCAST, dtype=torch.float16), Doubles,
@@ -104,7 +101,7 @@ def test_autocast_inference_mode_and_overrides_are_those_of_the_call_that_entere
     with opened(tmp_path) as loaded:
         tasks = [partial(logits, loaded.model, ids, around) for ids, around in zip(asked, entered, strict=True)]
         for _ in range(2):
-            assert all(map(torch.equal, together(loaded.model, tasks), wanted))
+            assert all(map(torch.equal, offstage.lockstep(loaded.model, tasks, size=4), wanted))
     assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()

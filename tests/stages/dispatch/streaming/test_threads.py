@@ -146,10 +146,6 @@ def test_forwards_parts_and_lockstep_take_turns_with_what_generates(tmp_path: Pa
                 return model.generate(ids, max_new_tokens=3, do_sample=False)
             return offstage.lockstep(model, calls(model, [(ids, 3)] * 2))[1]
 
-        def joined() -> torch.Tensor:
-            with offstage.in_lockstep(model) if model is not plain else torch.no_grad():
-                return model.generate(ids, max_new_tokens=3, do_sample=False)
-
         with_gradients = lambda: torch.autograd.grad(model(inputs_embeds=given).logits.sum(), given)[0]  # noqa: E731
         given = states.clone().requires_grad_()
         return [
@@ -158,8 +154,7 @@ def test_forwards_parts_and_lockstep_take_turns_with_what_generates(tmp_path: Pa
             lambda: model.model.layers[1].mlp(states),
             with_gradients,
             together,
-            joined,
-            joined,
+            together,
         ]
 
     wanted = [task() for task in tasks(plain)]
