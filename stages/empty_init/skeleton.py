@@ -188,7 +188,8 @@ class Skeleton:
     ``borrowers`` lists, for a module whose tensors other modules' code reads directly, those other modules (a
     mixer that reads the weight of its convolution without calling it). ``moments`` are those of a forward that can be
     the peak of what it holds beside weights; none where no rehearsal gave them. ``caches`` are what such a forward
-    leaves for the next one, by kind of block.
+    leaves for the next one, by kind of block. Those of ``decoding`` are of that next one, after so many positions; none
+    where it couldn't be rehearsed.
     ``written`` has the tensors that the model's own code changes in place, each with the module that does.
     ``experts`` are those of a mixture whose experts can be brought one by one, in the order of registration.
     ``expert_lists`` are those whose experts are modules in a list, of which a forward calls some: each such list, and
@@ -207,6 +208,7 @@ class Skeleton:
     model_class: str = ""
     moments: tuple[Moment, ...] = ()
     caches: tuple[CacheSpec, ...] = ()
+    decoding: tuple[Moment, ...] = ()
     written: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[ExpertsSpec, ...] = ()
     expert_lists: Mapping[str, int] = field(default_factory=dict)
@@ -281,9 +283,10 @@ def from_json(data: Mapping[str, Any]) -> Skeleton:
     for key in ("no_split", "order", "calls", "once"):
         fields[key] = tuple(data.get(key, ()))
     fields["borrowers"] = {owner: tuple(users) for owner, users in data["borrowers"].items()}
-    fields["moments"] = tuple(
-        Moment(tuple(m["activations"]), m["kernel"], tuple(map(tuple, m["operands"]))) for m in data["moments"]
-    )
+    for key in ("moments", "decoding"):
+        fields[key] = tuple(
+            Moment(tuple(m["activations"]), m["kernel"], tuple(map(tuple, m["operands"]))) for m in data.get(key, ())
+        )
     fields["caches"] = tuple(CacheSpec(**{**c, "blocks": tuple(c["blocks"])}) for c in data["caches"])
     fields["experts"] = tuple(ExpertsSpec(**{**e, "tensors": tuple(e["tensors"])}) for e in data["experts"])
     return Skeleton(**fields)

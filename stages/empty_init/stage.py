@@ -87,7 +87,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
     """
 
     name = "empty_init"
-    version = 16
+    version = 17
     needs: tuple[str, ...] = ()
     config_class = EmptyInitConfig
 

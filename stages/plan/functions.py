@@ -186,7 +186,8 @@ def _free(model: nn.Module, outline: Outline) -> Budgets:
     config: Any = getattr(model, "config", None)
     shape: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     rehearsed = describe(model, no_split=outline.skeleton.no_split)
-    forward = Outline(replace(outline.skeleton, moments=rehearsed.moments, caches=rehearsed.caches))
+    weighed = {name: getattr(rehearsed, name) for name in ("moments", "caches", "decoding")}
+    forward = Outline(replace(outline.skeleton, **weighed))
     needs = memory_needs(forward, geometry_of(shape), REQUEST, local_kernels(user_cache() / MEASURED))
     return allow(None, Hardware(local_accelerators(), host_memory()), needed=needs.bytes).budgets
 
