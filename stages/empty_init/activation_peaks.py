@@ -183,10 +183,10 @@ def _decoding(shorter: Sequence[_Instant], longer: Sequence[_Instant]) -> tuple[
     rest = low - slope * sequences * length
     weights = np.zeros_like(rest, dtype=bool)
     weights[:, 2] = [kernel.startswith("mm ") for kernel in kernels]
-    polynomials = np.zeros((len(monomials(1, 1)), *rest.shape))
+    polynomials = np.zeros((len(monomials(1, 1)), *rest.shape), np.float64)
     polynomials[0], polynomials[1], polynomials[3] = np.where(weights, rest, 0), np.where(weights, 0, rest), slope
     polynomials[1] /= sequences
-    return _peaks(np.round(polynomials, 2) + 0.0, kernels)
+    return _peaks(np.round(polynomials, 2).astype(np.float64), kernels)
 
 
 def weigh_call(
