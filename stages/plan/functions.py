@@ -23,7 +23,7 @@ from offstage.stages.plan import checks
 from offstage.stages.plan.budgets import allow, size_of
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.module_sizes import Classes, outline_of
-from offstage.stages.plan.placement import Budgets, fold, resident_bytes
+from offstage.stages.plan.placement import Budgets, all_homes, fold, resident_bytes
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.explicit import spread
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order, parse_device, parse_size
@@ -97,7 +97,7 @@ def infer_auto_device_map(
         for device, count in resident_bytes(outline, placement.homes).items():
             _log.info("%s holds %d bytes", device, count)
     if clean_result:
-        return fold(outline, placement.homes)
+        return fold(all_homes(outline, placement.homes))
     return {layer.name: placement.homes[outline.skeleton.leader(layer.tensors[0])] for layer in outline.layers}
 
 

@@ -28,7 +28,6 @@ from offstage.stages.plan.budgets import Allowance, allow, rooms
 from offstage.stages.plan.expert_slots import SINGLE, Routing
 from offstage.stages.plan.lossless import LosslessPacking
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.predict import compute_dtype, work
 from offstage.stages.plan.request.choose import why_not_in_lockstep
 from offstage.stages.plan.request.geometry import Request, read_geometry
 from offstage.stages.plan.request.media_demand import MediaDemand
@@ -47,7 +46,7 @@ from offstage.stages.plan.serving import Io, choose_io
 from offstage.stages.plan.token_time import LayerOutput
 from offstage.stages.plan.traffic import Step
 from offstage.stages.plan.training_work import TrainingWork, product_bytes
-from offstage.stages.plan.work import Work, most
+from offstage.stages.plan.work import Work, compute_dtype, most, work
 from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, format_bytes
 
 ByBlocks = Callable[[Mapping[int, int]], Work]

@@ -23,11 +23,11 @@ from offstage.stages.plan.functions import Sizes, get_max_memory
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.module_sizes import Classes, outline_of
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, fold
+from offstage.stages.plan.placement import Budgets, all_homes, fold
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.predict import work
 from offstage.stages.plan.request.geometry import Request, geometry_of
+from offstage.stages.plan.work import work
 from offstage.stages.units import CPU, DISK, DeviceId
 
 REQUEST = Request(sequences=1, prompt=256, length=512)
@@ -52,7 +52,7 @@ def map_by_policy(
     # A map has a module compute where it lies, or on the main device: it can't say more of what is streamed.
     placement = optimal(outline, budgets, links=1) if policy == "optimal" else POLICIES[policy](outline, budgets)
     require_fit(lay_out(outline, placement, budgets))
-    return fold(outline, placement.homes), budgets
+    return fold(all_homes(outline, placement.homes)), budgets
 
 
 def _free(model: nn.Module, outline: Outline) -> Budgets:

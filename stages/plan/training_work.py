@@ -14,11 +14,10 @@ from offstage.stages.machine.host_memory import TRAINING_BYTES
 from offstage.stages.machine.kernels import Kernels
 from offstage.stages.plan.budgets import rooms
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.predict import compute_dtype
 from offstage.stages.plan.request.geometry import Geometry, Request
 from offstage.stages.plan.request.training import ActivationOffload
 from offstage.stages.plan.request.training_demand import TrainingDemand
-from offstage.stages.plan.work import Work
+from offstage.stages.plan.work import Work, compute_dtype
 from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId, parse_size
 
 _GROWN = 2

@@ -1,12 +1,35 @@
-"""What a request takes beside the model's weights, in bytes."""
+"""What a request takes beside the model's weights, in bytes.
+
+The cache of a block lies where the block computes. What each block keeps is what a rehearsal of the model showed,
+whatever it keeps: keys and values of all positions or of a window, compressed ones, a state, what an encoder gave. A
+model whose code refuses a rehearsal is taken to keep what its ``config.json`` makes likely, as much in each block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from operator import mul
 
-from offstage.stages.plan.cache_ledger import BlockCache, cache_bytes
-from offstage.stages.units import CPU
+from offstage.stages.empty_init.skeleton import CacheSpec
+from offstage.stages.machine.kernels import NOMINAL, Kernels
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.request.geometry import Geometry, Request
+from offstage.stages.units import CPU, DTYPE_BYTES, DeviceId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCache:
+    """The bytes that ``block`` keeps of a request: after the prompts' forward, and in the end.
+
+    The first may be more: a window's keys are a view of the whole prompt's until the next token comes.
+    """
+
+    block: str
+    prompted: int
+    finished: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +71,134 @@ def most(works: Iterable[Work]) -> Work:
     works = list(works)
     largest = max(works, key=lambda one: one.cache_bytes)
     return replace(largest, **{name: max(getattr(one, name) for one in works) for name in _PARTS})
+
+
+def work(
+    outline: Outline,
+    geometry: Geometry,
+    request: Request,
+    kernels: Kernels = NOMINAL,
+    *,
+    blocks: Mapping[int, int] | None = None,
+) -> Work:
+    """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.
+
+    The moments of the prompt's forward are the rehearsal's, which asks for the logits of one position of a sequence.
+    Beside them stand the logits that the request asks for, and what decoding takes with a whole cache: a layer's keys
+    and values are copied as they grow, and repeated for every head. ``kernels`` says what those of the host take.
+    ``blocks`` has the bytes of weights that are multiplied by blocks of rows, and those of a block.
+    """
+    dtype = compute_dtype(outline)
+    width = int(DTYPE_BYTES[dtype])
+    caches = block_caches(outline, geometry, request, width=width)
+    layers = {"": max(1, geometry.layers)}  # of what isn't known by blocks
+    copied = max((one.finished // layers.get(one.block, 1) for one in caches), default=0) // request.members
+    grown = copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width
+    moments = outline.skeleton.moments
+    found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
+    if not found:
+        tokens = request.sequences * max(request.prompt, request.length)
+        found = [
+            (tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width, 0),
+            (0, _scratch_bytes(outline, kernels)),
+        ]
+    found += [moment.at(1, 1, kernels) for moment in request.moments]
+    found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()), blocks=blocks or {})
+    activations = max(grown, *(held for held, _ in found))
+    scratch = max(map(sum, found)) - activations
+    beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
+    beside += request.judged * copied // request.sequences  # each has a block's keys and values in hand
+    beside += (request.members - 1) * _parked_bytes(outline, request, at_most=activations)
+    return Work(activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes, caches=caches)
+
+
+def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:
+    """Return the most that a call in lockstep keeps of a prompt's forward while it waits for a product's weight."""
+    products = [moment for moment in outline.skeleton.moments if moment.kernel.startswith("mm ")]
+    return max((moment.before(request.sequences, request.prompt) for moment in products), default=at_most)
+
+
+def _logits(
+    geometry: Geometry, request: Request, *, width: int, head: tuple[float, ...], blocks: Mapping[int, int]
+) -> Iterator[tuple[int, int]]:
+    """Yield the activations and the scratch of the moments that make ``request``'s logits and then take their softmax.
+
+    They are made in the model's dtype, of ``width`` bytes, by a product whose kernel takes the factors of ``head``
+    beside, of as much of the weight as ``blocks`` says; softmax has those that it takes at once twice in float32.
+    """
+    rows = request.sequences * request.positions
+    hidden, logits = rows * geometry.hidden * width, rows * geometry.vocabulary * width
+    at_once = rows if request.normalised is None else min(rows, request.normalised)
+    if request.positions > 1:  # of one position of each the rehearsal has the product
+        weight = geometry.hidden * geometry.vocabulary * width
+        block = blocks.get(weight, weight)
+        part = logits * block // max(1, weight)
+        beside = round(sum(map(mul, head, (hidden, block, part))))
+        yield 2 * hidden + logits + (part if block < weight else 0), beside
+    yield logits + at_once * geometry.vocabulary * 2 * 4, 0
+
+
+def _scratch_bytes(outline: Outline, kernels: Kernels) -> int:
+    """Return the most that the host's kernels copy of one matrix for a product with it.
+
+    It stands for what a rehearsal would have shown. Of stacked matrices, such as a mixture's experts, one is copied at
+    a time.
+    """
+    matrices = (
+        tensor
+        for tensor in outline.skeleton.unique
+        if tensor.bytes and len(tensor.shape) > 1 and tensor.name not in outline.lookups
+    )
+    copied = (
+        tensor.bytes // math.prod(tensor.shape[:-2]) * kernels[kernel][1]
+        for tensor in matrices
+        for kernel in (f"mm {tensor.dtype}", f"strided bmm {tensor.dtype}")
+        if kernel in kernels
+    )
+    return round(max(copied, default=0))
+
+
+def compute_dtype(outline: Outline) -> str:
+    """Return the floating dtype that most of the model's bytes have."""
+    count: Counter[str] = Counter()
+    for tensor in outline.skeleton.unique:
+        if tensor.dtype.startswith(("float", "bfloat")):
+            count[tensor.dtype] += tensor.bytes
+    return max(count, key=lambda dtype: count[dtype], default="float32")
+
+
+def block_caches(outline: Outline, geometry: Geometry, request: Request, *, width: int) -> tuple[BlockCache, ...]:
+    """Return what each block keeps of ``request``; ``geometry`` and the ``width`` of a number in bytes stand for what
+    no rehearsal showed. Nothing is kept where one forward is all.
+    """
+    if not request.length:
+        return ()
+    specs = request.caches or outline.skeleton.caches or (_guess(outline, geometry, width=width),)
+    sequences = request.members * request.sequences
+    prompt = min(request.prompt, request.length)
+    return tuple(
+        BlockCache(
+            block,
+            prompted=round(sequences * spec.after_prompt(prompt, encoded=request.prompt)),
+            finished=round(sequences * spec.after_token(request.length, encoded=request.prompt)),
+        )
+        for spec in specs
+        for block in spec.blocks
+    )
+
+
+def cache_bytes(caches: Iterable[BlockCache], device_of: Callable[[str], DeviceId]) -> dict[DeviceId, int]:
+    """Return the most bytes that ``caches`` take at once on each device, where that of a block is ``device_of`` it."""
+    prompted, finished = Counter[DeviceId](), Counter[DeviceId]()
+    for cache in caches:
+        device = device_of(cache.block)
+        prompted[device] += cache.prompted
+        finished[device] += cache.finished
+    return dict(prompted | finished)
+
+
+def _guess(outline: Outline, geometry: Geometry, *, width: int) -> CacheSpec:
+    """Return what a model keeps by its ``config.json``; a decoder as much of each of an encoder's positions."""
+    blocks = tuple(layer.name for layer in outline.layers if layer.name in outline.blocks) or ("",)
+    each = geometry.layers * geometry.cached * width / len(blocks)
+    return CacheSpec(blocks, position_bytes=each, encoded_bytes=each if geometry.has_encoder else 0)

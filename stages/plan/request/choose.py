@@ -8,11 +8,9 @@ weights does.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 from offstage.stages.empty_init.skeleton import Skeleton
-from offstage.stages.machine.rates import known_rates
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.token_time import DEVICE_TOKENS, HOST_TOKENS
 from offstage.stages.units import CPU
@@ -116,10 +114,8 @@ def _step_seconds(plan: Plan, sequences: int, weights: int) -> float:
 
 def _device_rate(plan: Plan) -> float:
     """Return how fast accelerators read what they compute with, one after another, each what it has of the model."""
-    rates = known_rates(plan.rates, plan.device_rates)
-    computed = Counter(plan.link_bytes_per_token) + Counter(
-        {device: count for device, count in plan.used_bytes.items() if isinstance(device, int)}
-    )
-    if not (plan.device_rates and computed):
+    rates, accelerators = plan.known_rates, [device for device in plan.devices if isinstance(device, int)]
+    computed = {device: plan.devices[device].link_bytes + plan.devices[device].used_bytes for device in accelerators}
+    if not (rates.devices and sum(computed.values())):
         return rates.device
-    return computed.total() / sum(count / rates.device_of(device) for device, count in computed.items())
+    return sum(computed.values()) / sum(count / rates.device_of(device) for device, count in computed.items())

@@ -12,8 +12,8 @@ from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan, from_json
 from offstage.stages.plan.table import packed_told
-from offstage.stages.plan.token_bound import bound_seconds
 from offstage.stages.plan.token_time import Brought, token_seconds
+from offstage.stages.plan.traffic import bound_seconds
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, stack

@@ -22,8 +22,7 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.link_shares import share_layers
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.table import render
-from offstage.stages.plan.token_bound import bound_seconds
-from offstage.stages.plan.traffic import Step, forecast
+from offstage.stages.plan.traffic import Step, bound_seconds, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.plans import make_plan
 from tests.stages.plan.skeletons import at_rest, outline

@@ -309,7 +309,7 @@ def test_what_is_unpacked_for_slots_of_an_accelerator_passes_through_buffers_of_
     assert plan.predicted[CPU]["staging"] - plan_for(plain, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"] == (
         8 * (largest - 1)
     )
-    monkeypatch.setattr("offstage.stages.plan.host_buffers.PINNED_BYTES", 1)
+    monkeypatch.setattr("offstage.stages.machine.probes.PINNED_BYTES", 1)
     small = plan_for(model, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"]
     assert small == largest, "one is enough, which several threads unpack into"
 

@@ -21,9 +21,8 @@ from offstage.stages.plan.placement import Placement, resident_bytes
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import packed_told
-from offstage.stages.plan.token_bound import bound_seconds
 from offstage.stages.plan.token_time import Brought, slowest, token_seconds
-from offstage.stages.plan.traffic import PLAIN_STEP, traffic
+from offstage.stages.plan.traffic import PLAIN_STEP, bound_seconds, traffic
 from offstage.stages.plan.work import Work
 from offstage.stages.units import CPU, DeviceId
 from tests.stages.plan.mixtures import mixture

@@ -15,12 +15,10 @@ from offstage.stages.empty_init.skeleton import Moment, TensorSpec
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates, read_rates
-from offstage.stages.plan.cache_ledger import BlockCache
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.predict import work
 from offstage.stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
-from offstage.stages.plan.work import Work
+from offstage.stages.plan.work import BlockCache, Work, work
 from tests.stages.plan.plans import make_plan, predicted
 from tests.stages.plan.skeletons import outline
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from offstage.stages.plan.predict import work
 from offstage.stages.plan.request.geometry import Geometry, Request, round_up
 from offstage.stages.plan.request.requests import (
     NORMALISED,
@@ -17,6 +16,7 @@ from offstage.stages.plan.request.requests import (
     read_requests,
     score_request,
 )
+from offstage.stages.plan.work import work
 from tests.stages.plan.skeletons import outline
 
 SMALL = {

@@ -13,9 +13,9 @@ from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.empty_init.media_call import weigh_media
 from offstage.stages.empty_init.skeleton import CacheSpec, Skeleton, from_json
-from offstage.stages.plan.cache_ledger import BlockCache, block_caches, cache_bytes
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import Geometry, Request
+from offstage.stages.plan.work import BlockCache, block_caches, cache_bytes
 from tests.long_form import in_ci
 from tests.stages.plan.cache_models import CONFIGS, WINDOW, build, inputs_of, kept_bytes
 from tests.stages.plan.skeletons import outline
