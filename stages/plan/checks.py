@@ -198,6 +198,6 @@ def require_resident(plan: Plan, learning: Sequence[str]) -> None:
     more = f" and {len(away) - 1} more" if len(away) > 1 else ""
     raise BudgetError(
         f"max_memory.{device}: {away[0]!r}{more} would wait on {plan.tensors[away[0]].home}, and what is streamed can't"
-        f" learn; the least that works is {least} bytes ({format_bytes(least)}); or train an adapter beside streamed weights:"
-        " finetune.lora={r: 8}"
+        f" learn; the least that works is {least} bytes ({format_bytes(least)}); or train an adapter beside streamed"
+        " weights: finetune.lora={r: 8}"
     )
