@@ -315,11 +315,11 @@ class Layout:
             return layers, layers
         layers = _largest([layers, *whole.values()])  # a module that isn't kept whole is a layer for each tensor
         beside = _beside(outline, whole)
-        together = _least_staging(outline, whole) if beside else _largest(whole.values())
-        kept = (layers + beside) | together
+        least = _least_staging(outline, whole) if beside else _largest(whole.values())
+        kept = (layers + beside) | least
         if outline.listed:
             return kept, kept
-        return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else together
+        return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else least
 
 
 def lay_out(

@@ -300,6 +300,8 @@ def _streamed_of(
         return None
     tables = {name for layer in layers for name in layer.owned if device == CPU and is_table(outline, name)}
     stays = {name for layer in layers for name in layer.owned if plain_stays and name not in outline.packed} - tables
+    if device == CPU:  # what code makes is there anyway
+        stays |= outline.computed & {name for layer in layers for name in layer.owned}
     left = room - total_bytes(outline, stays)
     streamed = _least_streamed(outline, _without(outline, layers, tables | stays), left, alone=alone)
     if streamed is None:

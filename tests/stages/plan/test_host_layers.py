@@ -106,7 +106,9 @@ def test_activations_that_are_slow_to_cross_keep_layers_together_on_the_accelera
 
 
 def test_where_many_share_what_is_brought_less_computes_on_the_host() -> None:
-    alone, together = (len(with_host_layers(llama(), BUDGETS, RATES, step=Step(members=count)).computes) for count in (1, 8))
+    alone, together = (
+        len(with_host_layers(llama(), BUDGETS, RATES, step=Step(members=count)).computes) for count in (1, 8)
+    )
     assert alone > together
 
 
@@ -218,7 +220,7 @@ def test_the_plan_says_what_computes_on_the_host_and_that_bits_may_differ() -> N
 
 def test_keys_and_values_of_the_hosts_layers_are_predicted_there() -> None:
     plan = make_plan(llama(), {**config(), "model": {}})
-    assert plan.predicted[CPU]["weights"] == plan.resident_bytes[CPU]
+    assert plan.predicted[CPU]["weights"] == plan.devices[CPU].weights
     assert plan.predicted[CPU]["activations"] == plan.predicted[0]["activations"]
 
 

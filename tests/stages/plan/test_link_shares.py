@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.empty_init.skeleton import parent
-from offstage.stages.machine.rates import Rates, known_rates
+from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
@@ -267,7 +267,7 @@ def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     plan = make_plan(model, {**config, "hardware": hardware})
     read = plan.used_bytes
     assert seconds(plan) == pytest.approx(int(read[0]) / 10**11 + int(read[1]) / (25 * 10**9))
-    assert plan.device_rates == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
+    assert of(plan, "rates") == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
     shown = render(plan, model.sizes)
     assert "0 (RTX 4090)" in shown
     assert "1 1.00 TB over its link and 25.00 GB in its memory" in shown
@@ -286,7 +286,7 @@ def test_plans_over_unlike_links_fit_and_are_never_slower_than_over_one(seed: in
         plan = unlike(model, *devices)
     except BudgetError:
         return
-    rates = known_rates(plan.rates, plan.device_rates)
+    rates = plan.known_rates
     alone = optimal(model, plan.budgets, rates, links=1)
     assert lay_out(model, alone, plan.budgets).shortage(tight=True) is not None or (
         seconds(plan) <= forecast(lay_out(model, alone, plan.budgets), Step(), rates).seconds * (1 + 1e-9)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from offstage.pipeline.errors import BudgetError
+from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.checks import require_fit
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
@@ -14,12 +15,13 @@ from offstage.stages.plan.placement import (
     held_bytes,
     resident_bytes,
 )
+from offstage.stages.plan.policies.balanced import balanced
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.policies.sequential import sequential
 from offstage.stages.plan.policies.subset_sums import subset_sums
-from offstage.stages.plan.traffic import PLAIN_STEP, traffic
+from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast, traffic
 from offstage.stages.units import CPU, DISK, DeviceId
-from tests.stages.plan.skeletons import outline
+from tests.stages.plan.skeletons import at_rest, outline
 
 MLP, ATTENTION, EMBEDDING = 23_068_672, 8_388_608, 131_072_000
 
@@ -131,3 +133,24 @@ def test_where_no_rehearsal_saw_what_borrows_what_a_whole_layer_is_there_at_once
     blind = Outline(replace(model.skeleton, unrehearsed="no"))
     placement = Placement(dict.fromkeys(model.sizes, DISK), CPU)
     assert [lay_out(one, placement, {CPU: 0}).reserves for one in (model, blind)] == [{CPU: 100}, {CPU: 180}]
+
+
+@pytest.mark.parametrize("members", [1, 8, 64])
+@pytest.mark.parametrize("seed", [3, 17, 41, 129])
+def test_none_is_sooner_by_what_the_plan_says_of_the_pass_at_hand(members: int, seed: int) -> None:
+    draw = random.Random(seed)
+    model, whole = llama(draw.choice([4, 12])), llama(12).skeleton.bytes
+    if draw.random() < 0.5:
+        model = at_rest(model, {name: size // 2 for name, size in model.sizes.items() if "norm" not in name})
+    budgets: dict[DeviceId, int | None] = {CPU: draw.randrange(whole // 10, whole), DISK: None}
+    if draw.random() < 0.5:
+        budgets = {0: draw.randrange(whole // 10, whole), **budgets}
+    rates, step = Rates(*(10 ** draw.uniform(8, 11) for _ in range(4))), Step(members=members)
+
+    def seconds(placement: Placement) -> float:
+        return forecast(lay_out(model, placement, budgets), step, rates).seconds
+
+    best = seconds(optimal(model, budgets, rates, step=step))
+    of_one = seconds(optimal(model, budgets, rates))
+    assert best <= min(of_one, seconds(sequential(model, budgets)), seconds(balanced(model, budgets)))
+    assert best < of_one or members == 1 or seed != 129, "what is best for one isn't for many"
