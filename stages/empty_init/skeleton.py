@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import mul
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from offstage.pipeline.atomic_files import write_text
 from offstage.stages.machine.kernels import Kernels
@@ -272,35 +272,6 @@ class Skeleton:
     def save(self, folder: Path) -> None:
         """Write ``skeleton.json`` into ``folder``."""
         write_text(folder / FILE_NAME, json.dumps(asdict(self), indent=1) + "\n")
-
-
-def from_json(data: Mapping[str, Any]) -> Skeleton:
-    """Return the skeleton that ``skeleton.json`` holds."""
-    fields = dict(data)
-    fields["tensors"] = tuple(map(_tensor_spec, data["tensors"]))
-    fields["modules"] = tuple(ModuleSpec(**m) for m in data["modules"])
-    fields["tied"] = tuple(tuple(group) for group in data["tied"])
-    for key in ("no_split", "order", "calls", "once"):
-        fields[key] = tuple(data.get(key, ()))
-    fields["borrowers"] = {owner: tuple(users) for owner, users in data["borrowers"].items()}
-    for key in ("moments", "decoding"):
-        fields[key] = tuple(
-            Moment(tuple(m["activations"]), m["kernel"], tuple(map(tuple, m["operands"]))) for m in data.get(key, ())
-        )
-    fields["caches"] = tuple(CacheSpec(**{**c, "blocks": tuple(c["blocks"])}) for c in data["caches"])
-    fields["experts"] = tuple(ExpertsSpec(**{**e, "tensors": tuple(e["tensors"])}) for e in data["experts"])
-    return Skeleton(**fields)
-
-
-def _tensor_spec(data: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "packed": _packed_spec(data.get("packed"))})
-
-
-def _packed_spec(data: Mapping[str, Any] | None) -> PackedSpec | None:
-    if not data:
-        return None
-    device = DeviceUnpacking(**data["device"]) if data.get("device") else None
-    return PackedSpec(**{**data, "device": device})
 
 
 def parent(name: str) -> str:

@@ -76,7 +76,7 @@ class ForwardSession:
 
     def __init__(self, inputs: ForwardInputs, context: Context) -> None:
         self.inputs, self._context = inputs, context
-        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
         self._storage_rate = storage_rate(inputs, plan)  # before the weights take the memory that is planned
         self.dispatched: Dispatched = context.live("dispatch")
         self.passes = 0

@@ -71,7 +71,7 @@ class GenerationSession:
 
     def __init__(self, inputs: GenerateInputs, context: Context) -> None:
         self._inputs, self._context = inputs, context
-        self.plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        self.plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
         self._storage_rate = storage_rate(inputs, self.plan)  # before the weights take the memory that is planned
         self._tokenizer = load_tokenizer(inputs.model)
         encoder = prompts.Encoder.of(inputs.asked, self._tokenizer)

@@ -15,7 +15,7 @@ from offstage.stages.generate.judged import Judged
 from offstage.stages.inference.bound import Bound, bound_of
 from offstage.stages.inference.cost import Metrics, link_metrics
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.token_bound import bound_seconds
+from offstage.stages.plan.traffic import bound_seconds
 from offstage.stages.units import DeviceId
 
 

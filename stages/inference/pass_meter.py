@@ -59,5 +59,5 @@ class PassMeter:
 
 def storage_rate(inputs: InferenceInputs, plan: Plan) -> int | None:
     """Return the bytes a second at which the storage gives weights now; null where none are read from it."""
-    files = local_weights(inputs.model) if plan.resident_bytes.get(DISK) else []
+    files = local_weights(inputs.model) if any(line.home == DISK for line in plan.tensors.values()) else []
     return read_speed(max(files, key=lambda path: path.stat().st_size)) if files else None

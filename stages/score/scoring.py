@@ -67,7 +67,7 @@ class ScoringSession:
 
     def __init__(self, inputs: ScoreInputs, context: Context) -> None:
         self.inputs, self._context = inputs, context
-        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
         self._storage_rate = storage_rate(inputs, plan)  # before the weights take the memory that is planned
         tokenizer = load_tokenizer(inputs.model)
         self.dispatched: Dispatched = context.live("dispatch")

@@ -32,7 +32,7 @@ from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.empty_init.experts import routing
 from offstage.stages.empty_init.skeleton import ExpertsSpec, parent, upward
 from offstage.stages.machine.devices import Devices
-from offstage.stages.plan.expert_banks import wanted
+from offstage.stages.plan.expert_slots import wanted
 from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
 

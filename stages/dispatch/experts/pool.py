@@ -16,7 +16,7 @@ from offstage.stages.dispatch.transfer.carrier import Traffic
 from offstage.stages.dispatch.transfer.device_unpacker import DeviceUnpacker
 from offstage.stages.dispatch.transfer.link import Link
 from offstage.stages.dispatch.transfer.trace import Trace
-from offstage.stages.plan.expert_banks import bank_bounds
+from offstage.stages.plan.expert_slots import bank_bounds
 from offstage.stages.units import DeviceId
 
 Rows = Mapping[str, Sequence[RowSource]]

@@ -27,8 +27,7 @@ from offstage.stages.dispatch.transfer.link import Event, Link
 from offstage.stages.dispatch.transfer.part_layout import read_lengths
 from offstage.stages.dispatch.transfer.pinned_buffers import PinnedBuffers, SharedBuffer
 from offstage.stages.dispatch.transfer.trace import STALL_SECONDS, Trace
-from offstage.stages.machine.probes import CHUNK_BYTES
-from offstage.stages.plan.host_buffers import bounce_buffers
+from offstage.stages.machine.probes import CHUNK_BYTES, bounce_buffers
 from offstage.stages.units import DeviceId
 
 RowSource = tuple[AtRest, ...] | torch.Tensor

@@ -6,7 +6,7 @@ import pytest
 
 from offstage.stages.dispatch.experts.bank import Bank
 from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES
-from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
+from offstage.stages.plan.expert_slots import bank_bounds, kept_share, wanted
 
 
 def bank(size: int) -> Bank:

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from offstage.stages.dispatch.experts.bank import Bank
 from offstage.stages.dispatch.experts.eviction import DEFAULT, POLICIES, Expert
-from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
+from offstage.stages.plan.expert_slots import bank_bounds, kept_share, wanted
 
 TENSORS = ("gate_up_proj", "down_proj")
 """What there is of each expert."""
