@@ -74,7 +74,7 @@ def measurements(record: Mapping[str, Any]) -> Iterator[Table]:
         if row[0] or (planned and any(row))
     ]
     yield from _table(["", _how(record), "least to largest", "predicted", "bound"], rows)
-    yield from _table(["device", "peak", "predicted", "budget of weights"], list(_devices(memory)))
+    yield from _table(["device", "peak", "predicted"], list(_devices(memory)))
     yield from _table(["streamed to", *(figure.title for figure in LINK_FIGURES)], list(_links(metrics)))
 
 
@@ -136,8 +136,8 @@ def _devices(memory: Mapping[str, Mapping[str, int | None]]) -> Iterator[list[st
     measured, predicted = memory["measured"], memory["predicted"]
     for device in dict.fromkeys((*predicted, *measured)):
         if device != _DISK:
-            peak, expected, budget = (held.get(device) for held in (measured, predicted, memory["budget"]))
-            yield [device, *("" if held is None else tell(held, "bytes") for held in (peak, expected, budget))]
+            peak, expected = measured.get(device), predicted.get(device)
+            yield [device, *("" if held is None else tell(held, "bytes") for held in (peak, expected))]
 
 
 def _links(metrics: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from offstage.pipeline.errors import Fault
+from offstage.pipeline.decoding import decode
+from offstage.pipeline.errors import Fault, StorageError
 from offstage.pipeline.regular_files import read_json
 
 Config = Mapping[str, Any]
@@ -30,6 +31,8 @@ def model_name(config: Config) -> str:
 
 Inputs = TypeVar("Inputs")
 """What a stage depends on: a frozen dataclass of its own."""
+Content = TypeVar("Content")
+"""What a file of an artifact says: a dataclass."""
 
 TENSORS = "weights.json"
 """The file beside a run's record that has what was seen of each tensor of its weights."""
@@ -61,6 +64,13 @@ class Artifact:
     def json(self, name: str) -> Any:
         """Return what the JSON file ``name`` holds."""
         return read_json(self.path(name))
+
+    def read(self, kind: type[Content], name: str) -> Content:
+        """Return what the JSON file ``name`` says, one of ``kind``; a ``StorageError`` where it says another thing."""
+        try:
+            return decode(kind, self.json(name))
+        except ValueError as error:
+            raise StorageError(f"{self.path(name)}{error}; remove {self.folder}, and it is made again") from error
 
     def digest(self, name: str) -> str:
         """Return the SHA-256 of the file ``name``: what a later stage that depends on its content puts in its key."""

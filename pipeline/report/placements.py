@@ -81,9 +81,8 @@ def read_layers(run: Run) -> tuple[PlacedLayer, ...]:
     there: a pruned cache is no fault of the report."""
     folder = _artifact(run)
     plan = _read(folder, _PLAN)
-    homes, names = plan.get("homes"), plan.get("reasons")
-    if isinstance(homes, dict) and isinstance(names, dict) and homes and names:
-        return _layers(homes, list(names))
+    if found := _layers(plan.get("layers"), plan.get("reasons")):
+        return found
     entries = _read(folder, _MAP) or run.device_map
     return tuple(PlacedLayer(name or "the model", (str(device),)) for name, device in entries.items())
 
@@ -109,13 +108,17 @@ def _artifact(run: Run) -> Path | None:
     return next((folder for folder in moved if folder.is_dir() and lies_in(folder, caches)), None)
 
 
-def _layers(homes: Mapping[str, Any], names: Sequence[str]) -> tuple[PlacedLayer, ...]:
-    """Return the layers ``names``, each with the homes of the tensors whose nearest layer it is."""
-    held: dict[str, set[str]] = {name: set() for name in names}
-    for tensor, device in homes.items():
-        above = tensor
-        while above and above not in held:
-            above = above.rpartition(".")[0]
-        if above in held:
-            held[above].add(str(device))
-    return tuple(PlacedLayer(name, tuple(in_tier_order(devices))) for name, devices in held.items() if devices)
+def _layers(alike: object, order: object) -> tuple[PlacedLayer, ...]:
+    """Return the layers of a plan, which are written together where they are ``alike``, in their ``order``.
+
+    Of what isn't written as a plan is there is nothing.
+    """
+    held: dict[str, list[str]] = {}
+    try:
+        for one in alike if isinstance(alike, list) else ():
+            homes = in_tier_order(str(line["home"]) for line in one["lines"])
+            held |= dict.fromkeys(map(str, one["names"]), homes)
+    except (KeyError, TypeError):
+        return ()
+    names = [name for name in order if name in held] if isinstance(order, dict) else []
+    return tuple(PlacedLayer(name, tuple(held[name])) for name in names if held[name])

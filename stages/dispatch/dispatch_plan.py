@@ -9,13 +9,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from offstage.pipeline.atomic_files import write_text
 from offstage.stages.empty_init.skeleton import ExpertsSpec, Skeleton, parent, upward
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Serving, is_streamed
-from offstage.stages.units import CPU, DeviceId, parse_device
+from offstage.stages.units import CPU, DeviceId
 
 FILE_NAME = "dispatch.json"
 
@@ -80,31 +79,17 @@ class DispatchPlan:
         write_text(folder / FILE_NAME, json.dumps(asdict(self), indent=1) + "\n")
 
 
-def from_json(data: Mapping[str, Any]) -> DispatchPlan:
-    """Return the plan that ``dispatch.json`` holds."""
-    parts = {name: _part(part) for name, part in data["parts"].items()}
-    by_device = {  # JSON's keys are strings
-        key: {parse_device(device): count for device, count in data.get(key, {}).items()}
-        for key in ("reserves", "slots", "unpacking")
-    }
-    return DispatchPlan(**{**data, "parts": parts, "order": tuple(data["order"]), **by_device})
-
-
-def _part(data: Mapping[str, Any]) -> ModulePlan:
-    found = data["experts"]
-    experts = None if found is None else ExpertsSpec(**{**found, "tensors": tuple(found["tensors"])})
-    return ModulePlan(**{**data, "callers": tuple(data["callers"]), "experts": experts})
-
-
 def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
     """Return the dispatch plan of a model with this ``skeleton`` placed by this ``plan``."""
-    parts, experts = {}, _experts(skeleton, plan)
+    parts, experts, devices = {}, _experts(skeleton, plan), plan.devices.items()
+    simulated = any(one.simulated is not None and one.ledger for _, one in devices)
     for module, tensors in skeleton.by_module.items():
-        serving = {spec.name: plan.serving[spec.name] for spec in tensors if spec.name in plan.serving}
+        lines = [plan.tensors[spec.name] for spec in tensors]
+        serving = {line.name: line.serving for line in lines if line.serving is not None}
         callers = (module, *skeleton.borrowers.get(module, ()))
         listed = skeleton.expert_of.get(module)
         blocks = {spec.name: plan.block_rows[spec.name] for spec in tensors if spec.name in plan.block_rows}
-        parts[module] = ModulePlan(plan.execution[module], serving, callers, experts.get(module), listed, blocks)
+        parts[module] = ModulePlan(lines[0].computes, serving, callers, experts.get(module), listed, blocks)
     return DispatchPlan(
         main_device=plan.main_device,
         parts=parts,
@@ -117,11 +102,11 @@ def make_dispatch_plan(skeleton: Skeleton, plan: Plan) -> DispatchPlan:
             for name in part.streamed
         ),
         staging_bytes=plan.staging_bytes if plan.serving else 0,  # what nobody uses would be news to every key
-        reserves=plan.reserves,
-        slots=plan.slots,
-        host_peak_bytes=sum(plan.predicted[CPU].values()) if plan.ledgers and plan.predicted else None,
+        reserves={device: one.reserve for device, one in devices if one.reserve},
+        slots={device: one.slots for device, one in devices if one.pool is not None},
+        host_peak_bytes=sum(plan.devices[CPU].ledger.values()) if simulated else None,
         pass_tokens=plan.pass_tokens,
-        unpacking=plan.unpacking,
+        unpacking={device: one.unpacking for device, one in devices if one.unpacking},
     )
 
 

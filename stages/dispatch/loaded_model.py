@@ -74,7 +74,7 @@ class LoadedModel:
     @cached_property
     def plan(self) -> plans.Plan:
         """What lies where, and what is predicted of it."""
-        return plans.from_json(self._chain.artifact(PlanStage.name).json(plans.FILE_NAME))
+        return self._chain.artifact(PlanStage.name).read(plans.Plan, plans.FILE_NAME)
 
     @property
     def traffic(self) -> Traffic:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.stage import Artifact, Context, Report, Stage
 from offstage.pipeline.typed_config import read
-from offstage.stages.dispatch.dispatch_plan import FILE_NAME, from_json, make_dispatch_plan
+from offstage.stages.dispatch.dispatch_plan import FILE_NAME, DispatchPlan, make_dispatch_plan
 from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.plan import plan as plans
 from offstage.stages.units import CPU, format_bytes
@@ -76,8 +76,8 @@ class DispatchStage(Stage[DispatchInputs]):
 
     def build(self, inputs: DispatchInputs, context: Context, folder: Path) -> Any:
         """Write ``dispatch.json``; no weight is touched."""
-        skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
-        plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        skeleton = context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME)
+        plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
         make_dispatch_plan(skeleton, plan).save(folder)
 
     def revive(self, inputs: DispatchInputs, context: Context) -> Dispatched:
@@ -85,7 +85,7 @@ class DispatchStage(Stage[DispatchInputs]):
         from offstage.stages.dispatch.streaming.streamer import Streamer
         from offstage.stages.dispatch.transfer.trace import Trace
 
-        plan = from_json(context.artifact("dispatch").json(FILE_NAME))
+        plan = context.artifact("dispatch").read(DispatchPlan, FILE_NAME)
         placed = context.live("shard_load")
         streamer = Streamer(
             placed.model,
@@ -102,7 +102,7 @@ class DispatchStage(Stage[DispatchInputs]):
 
     def report(self, artifact: Artifact) -> Report:
         """Say what computes where, how much is streamed a pass, and what the host takes that stands in for others."""
-        plan = from_json(artifact.json(FILE_NAME))
+        plan = artifact.read(DispatchPlan, FILE_NAME)
         streamed = sum(1 for part in plan.parts.values() if part.streamed and not part.listed_expert)
         experts = sum(part.experts.count for part in plan.parts.values() if part.experts is not None)
         experts += len({part.listed_expert for part in plan.parts.values() if part.streamed and part.listed_expert})

@@ -5,6 +5,9 @@ a forward are polynomials of the number of sequences and their length. So a few 
 every storage is counted from its birth to its death, give for each moment of a forward the polynomial of what is
 alive then. Only the moments that are the peak of some shape, with some machine's kernels, are kept.
 
+Decoding a token with what the prompt left is another forward, which two of the shapes have, too: each layer's keys and
+values are copied as they grow, repeated for every head where code does that, and scored.
+
 Blocks of one kind take the same, so a list is run up to where each kind was seen. What they leave for the next forward
 is no part of a moment: a plan counts what all blocks keep, of which those that were run tell.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +36,7 @@ from offstage.stages.empty_init.kept_caches import (
     encoded_positions,
     new_cache,
 )
-from offstage.stages.empty_init.rehearsal import call_with_tokens
+from offstage.stages.empty_init.rehearsal import call_with_next_token, call_with_tokens
 from offstage.stages.empty_init.repeated_blocks import kinds_of
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
 
@@ -42,6 +45,9 @@ _PROBES = ((2, 128), (2, 256), (2, 512), (3, 128), (3, 256), (3, 512))
 
 The second shows whether a model runs other operators for longer prompts: few of the others need then be run.
 """
+_DECODED = 2
+"""So many probes go on to a token. They differ in length alone: what doesn't grow with that is a sequence's, weights
+that are multiplied aside."""
 _LOOPS = 1.5
 """A prompt twice as long that takes this many times the operators is gone through token by token."""
 _SHAPES = tuple((1 << i, 1 << j) for i in range(9) for j in range(18))
@@ -81,19 +87,24 @@ class _Instant(NamedTuple):
 
 class Weighed(NamedTuple):
     """The moments of a forward that can be its peak, and what it leaves for the next one, of which its one call left
-    ``left_bytes`` where that was weighed.
+    ``left_bytes`` where that was weighed. Those of ``decoding`` are of a token after so many positions.
     """
 
     moments: tuple[Moment, ...] = ()
     caches: tuple[CacheSpec, ...] = ()
     left_bytes: int = 0
+    decoding: tuple[Moment, ...] = ()
 
 
 class _Forward(NamedTuple):
-    """One forward: what is alive after each operator, without what it leaves for the next one; and that."""
+    """One forward: what is alive after each operator, without what it leaves for the next one; and that.
+
+    ``decoding`` is of that next one, of a token, where it was gone through.
+    """
 
     moments: list[_Instant]
     left: Leftover
+    decoding: Sequence[_Instant] = ()
 
     def probe(self, sequences: int, length: int) -> Probe:
         """Return what was left of so many ``sequences``; a decoder beside an encoder has one position of each."""
@@ -157,7 +168,25 @@ def weigh(model: nn.Module, blocks: Iterable[str]) -> Weighed:
     sizes = np.array(rows, dtype=np.float64)  # (probes, moments, 4)
     solved = np.linalg.solve(np.array([monomials(*probe) for probe in _PROBES], np.float64), sizes.reshape(6, -1))
     polynomials = np.round(solved, 2).reshape(sizes.shape) + 0.0  # no negative zeros
-    return Weighed(_peaks(polynomials, [instant.kernel for instant in runs[0].moments]), caches)
+    moments = _peaks(polynomials, [instant.kernel for instant in runs[0].moments])
+    return Weighed(moments, caches, decoding=_decoding(*(run.decoding for run in runs[:_DECODED])))
+
+
+def _decoding(shorter: Sequence[_Instant], longer: Sequence[_Instant]) -> tuple[Moment, ...]:
+    """Return the moments of a token that can be its peak; none where the two probes don't compute the same."""
+    kernels = [instant.kernel for instant in shorter]
+    if not kernels or kernels != [instant.kernel for instant in longer]:
+        return ()
+    sequences, length = _PROBES[0]
+    low, high = (np.array([instant.sizes for instant in run], np.float64) for run in (shorter, longer))
+    slope = (high - low) / (sequences * (_PROBES[1][1] - length))
+    rest = low - slope * sequences * length
+    weights = np.zeros_like(rest, dtype=bool)
+    weights[:, 2] = [kernel.startswith("mm ") for kernel in kernels]
+    polynomials = np.zeros((len(monomials(1, 1)), *rest.shape), np.float64)
+    polynomials[0], polynomials[1], polynomials[3] = np.where(weights, rest, 0), np.where(weights, 0, rest), slope
+    polynomials[1] /= sequences
+    return _peaks(np.round(polynomials, 2).astype(np.float64), kernels)
 
 
 def weigh_call(
@@ -188,14 +217,14 @@ def _runs(model: nn.Module, blocks: set[str]) -> tuple[list[_Forward], bool]:
 
     Where the second doesn't, the third is the last; where it takes the longer, the longer the prompt, none follows it.
     """
-    runs = [_run_probe(model, blocks, *probe) for probe in _PROBES[:2]]
+    runs = [_run_probe(model, blocks, number) for number in (0, 1)]
     first = [instant.kernel for instant in runs[0].moments]
     if [instant.kernel for instant in runs[1].moments] != first:
         if len(runs[1].moments) < _LOOPS * len(first):
-            runs.append(_run_probe(model, blocks, *_PROBES[2]))
+            runs.append(_run_probe(model, blocks, 2))
         return runs, False
-    for probe in _PROBES[2:]:
-        runs.append(_run_probe(model, blocks, *probe))
+    for number in range(2, len(_PROBES)):
+        runs.append(_run_probe(model, blocks, number))
         if [instant.kernel for instant in runs[-1].moments] != first:
             return runs[:3], False
     return runs, True
@@ -227,41 +256,63 @@ def _widest(run: Sequence[_Instant]) -> dict[str, _Instant]:
     return {"": max(run, key=lambda instant: instant.live), **found}
 
 
-def _run_probe(model: nn.Module, blocks: set[str], sequences: int, length: int) -> _Forward:
-    return _run(model, partial(call_with_tokens, sequences=sequences, length=length), blocks, caches=True)
+def _run_probe(model: nn.Module, blocks: set[str], number: int) -> _Forward:
+    sequences, length = _PROBES[number]
+    follows = partial(call_with_next_token, sequences=sequences, length=length) if number < _DECODED else None
+    call = partial(call_with_tokens, sequences=sequences, length=length)
+    return _run(model, call, blocks, caches=True, follows=follows)
 
 
-def _run(model: nn.Module, call: Callable[..., object], blocks: set[str], *, caches: bool = False) -> _Forward:
+def _run(
+    model: nn.Module,
+    call: Callable[..., object],
+    blocks: set[str],
+    *,
+    caches: bool = False,
+    follows: Callable[..., object] | None = None,
+) -> _Forward:
     """Return what is alive after each operator of one forward, with its kernel, and what it leaves.
 
-    One that ``caches`` is given what ``generate`` would keep keys and values in. Code that asks for values is answered
-    as ``deciding`` decides.
+    One that ``caches`` is given what ``generate`` would keep keys and values in. What ``follows`` is given what the
+    forward kept, where that is something. Code that asks for values is answered as ``deciding`` decides.
     """
     try:
-        return _tally(model, call, blocks, caches=caches)
+        return _tally(model, call, blocks, caches=caches, follows=follows)
     except OffstageError:
         raise
     except REFUSALS:
-        return _tally(model, call, blocks, caches=caches, decides=True)
+        return _tally(model, call, blocks, caches=caches, follows=follows, decides=True)
 
 
 def _tally(
-    model: nn.Module, call: Callable[..., object], blocks: set[str], *, caches: bool, decides: bool = False
+    model: nn.Module,
+    call: Callable[..., object],
+    blocks: set[str],
+    *,
+    caches: bool,
+    follows: Callable[..., object] | None,
+    decides: bool = False,
 ) -> _Forward:
     with torch.no_grad(), quiet(), _Weighing(decides=decides) as mode:
         fakes, given = fake_weights(model), new_cache(model) if caches else {}
-        tally = _Tally()
+        tally, decoding = _Tally(), list[_Instant]()
         held = [*fakes.values(), *(mode.from_tensor(buffer) for buffer in model.buffers())]
         for tensor in held:
             tally.meet(tensor, counts=False)
         mode.tally = tally
         with tally.watching(model, blocks), swapped(model, fakes):
             output = call(model, **given)
-            filled, encoded = [*given.values(), *kept_cache(output).values()], encoded_positions(output)
+            kept, encoded = given | kept_cache(output), encoded_positions(output)
             del output
-            left = tally.leftover(filled, encoded=encoded)
+            left = tally.leftover(kept.values(), encoded=encoded)
+            moments, tally.moments = tally.moments, []
+            if follows is not None and kept and not encoded:
+                with suppress(*REFUSALS):  # then less is known of decoding
+                    follows(model, **kept)
+                    most = max(left.bytes, tally.leftover(kept.values(), encoded=0).bytes)
+                    decoding = [instant._replace(live=max(0, instant.live - most)) for instant in tally.moments]
         mode.tally = None
-        return _Forward([instant._replace(live=instant.live - left.bytes) for instant in tally.moments], left)
+        return _Forward([instant._replace(live=instant.live - left.bytes) for instant in moments], left, decoding)
 
 
 @contextmanager

@@ -53,6 +53,7 @@ def describe(
         unrehearsed=refusal,
         moments=weighed.moments,
         caches=weighed.caches,
+        decoding=weighed.decoding,
         model_class=type(model).__name__,
         written=seen.written if seen else {},
         experts=tuple(_experts(model, seen, tied, borrowers)),

@@ -109,6 +109,12 @@ def call_with_tokens(model: nn.Module, *, sequences: int = 1, length: int = 8, *
     return model(**given, **beside)
 
 
+def call_with_next_token(model: nn.Module, *, sequences: int, length: int, **kept: object) -> object:
+    """Call ``model`` on one more token of each prompt, the way ``generate`` does, with what their call ``kept``."""
+    mask = torch.ones((sequences, length + 1), dtype=torch.long)
+    return model(input_ids=mask[:, :1], attention_mask=mask, **kept)
+
+
 def rehearse_next_token(model: nn.Module, first: Rehearsal | None) -> list[str]:
     """Return the calls of modules with tensors for a token after the one that ``first`` saw, of an encoder-decoder.
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import mul
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from offstage.pipeline.atomic_files import write_text
 from offstage.stages.machine.kernels import Kernels
@@ -188,7 +188,8 @@ class Skeleton:
     ``borrowers`` lists, for a module whose tensors other modules' code reads directly, those other modules (a
     mixer that reads the weight of its convolution without calling it). ``moments`` are those of a forward that can be
     the peak of what it holds beside weights; none where no rehearsal gave them. ``caches`` are what such a forward
-    leaves for the next one, by kind of block.
+    leaves for the next one, by kind of block. Those of ``decoding`` are of that next one, after so many positions; none
+    where it couldn't be rehearsed.
     ``written`` has the tensors that the model's own code changes in place, each with the module that does.
     ``experts`` are those of a mixture whose experts can be brought one by one, in the order of registration.
     ``expert_lists`` are those whose experts are modules in a list, of which a forward calls some: each such list, and
@@ -207,6 +208,7 @@ class Skeleton:
     model_class: str = ""
     moments: tuple[Moment, ...] = ()
     caches: tuple[CacheSpec, ...] = ()
+    decoding: tuple[Moment, ...] = ()
     written: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[ExpertsSpec, ...] = ()
     expert_lists: Mapping[str, int] = field(default_factory=dict)
@@ -270,34 +272,6 @@ class Skeleton:
     def save(self, folder: Path) -> None:
         """Write ``skeleton.json`` into ``folder``."""
         write_text(folder / FILE_NAME, json.dumps(asdict(self), indent=1) + "\n")
-
-
-def from_json(data: Mapping[str, Any]) -> Skeleton:
-    """Return the skeleton that ``skeleton.json`` holds."""
-    fields = dict(data)
-    fields["tensors"] = tuple(map(_tensor_spec, data["tensors"]))
-    fields["modules"] = tuple(ModuleSpec(**m) for m in data["modules"])
-    fields["tied"] = tuple(tuple(group) for group in data["tied"])
-    for key in ("no_split", "order", "calls", "once"):
-        fields[key] = tuple(data.get(key, ()))
-    fields["borrowers"] = {owner: tuple(users) for owner, users in data["borrowers"].items()}
-    fields["moments"] = tuple(
-        Moment(tuple(m["activations"]), m["kernel"], tuple(map(tuple, m["operands"]))) for m in data["moments"]
-    )
-    fields["caches"] = tuple(CacheSpec(**{**c, "blocks": tuple(c["blocks"])}) for c in data["caches"])
-    fields["experts"] = tuple(ExpertsSpec(**{**e, "tensors": tuple(e["tensors"])}) for e in data["experts"])
-    return Skeleton(**fields)
-
-
-def _tensor_spec(data: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "packed": _packed_spec(data.get("packed"))})
-
-
-def _packed_spec(data: Mapping[str, Any] | None) -> PackedSpec | None:
-    if not data:
-        return None
-    device = DeviceUnpacking(**data["device"]) if data.get("device") else None
-    return PackedSpec(**{**data, "device": device})
 
 
 def parent(name: str) -> str:

@@ -34,7 +34,7 @@ from offstage.stages.empty_init.identity import (
     resolve_dtype,
     text_identity,
 )
-from offstage.stages.empty_init.skeleton import FILE_NAME, from_json
+from offstage.stages.empty_init.skeleton import FILE_NAME, Skeleton
 from offstage.stages.empty_init.source_code import find_module
 from offstage.stages.units import format_bytes
 
@@ -169,7 +169,7 @@ class EmptyInitStage(Stage[EmptyInitInputs]):
 
     def report(self, artifact: Artifact) -> Report:
         """Say what the model is and how large, and whether its order is that of a rehearsal."""
-        skeleton = from_json(artifact.json(FILE_NAME))
+        skeleton = artifact.read(Skeleton, FILE_NAME)
         order = "rehearsed" if skeleton.unrehearsed is None else "order of registration"
         size, at_rest = format_bytes(skeleton.bytes), skeleton.rest_bytes
         packed = f" ({format_bytes(at_rest)} at rest)" if at_rest != skeleton.bytes else ""

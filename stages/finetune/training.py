@@ -48,7 +48,7 @@ def perform(inputs: FinetuneInputs, context: Context, file: Path) -> None:
     sequences = make_sequences(inputs.content, inputs.model, window=inputs.window)
     dispatched: Dispatched = context.live("dispatch")
     check_words(dispatched.model, [[int(sequences.max())]], key=TEXT)
-    plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+    plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
     parameters = _choose(inputs, plan, dispatched)
     offload = _offload(inputs, plan.main_device, dispatched, folder)
     cost = _run(inputs, dispatched, parameters, sequences=sequences, offload=offload, folder=folder)

@@ -121,7 +121,7 @@ def loaded_assistant(path: str | None, context: Context) -> Iterator[Assistant |
         return
     from offstage.stages.dispatch import load
 
-    main = plans.from_json(context.artifact("plan").json(plans.FILE_NAME)).main_device
+    main = context.artifact("plan").read(plans.Plan, plans.FILE_NAME).main_device
     whole = {main: 2 * assistant_weights(checkpoint_folder({"path": path}))}
     options = {"hardware": context.config["hardware"], "cache": context.cache}
     try:

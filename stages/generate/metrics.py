@@ -14,7 +14,7 @@ from offstage.stages.dispatch.transfer.traffic import LinkTraffic, Traffic
 from offstage.stages.generate.judged import Judged
 from offstage.stages.inference.cost import Bound, Metrics, bound_of, link_metrics
 from offstage.stages.plan.plan import Plan
-from offstage.stages.plan.token_bound import bound_seconds
+from offstage.stages.plan.traffic import bound_seconds
 from offstage.stages.units import DeviceId
 
 

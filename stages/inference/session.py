@@ -75,7 +75,7 @@ class ModelSession(ABC, Generic[Given]):
 
     def __init__(self, inputs: Given, context: Context) -> None:
         self.inputs, self.context, self.passes = inputs, context, 0
-        self.plan = plans.from_json(context.artifact("plan").json(plans.FILE_NAME))
+        self.plan = context.artifact("plan").read(plans.Plan, plans.FILE_NAME)
         self._storage_rate = self._measure_storage()  # before the weights take the memory that is planned
 
     @cached_property
@@ -155,7 +155,8 @@ class ModelSession(ABC, Generic[Given]):
 
     def _measure_storage(self) -> int | None:
         """Return the bytes a second at which the storage gives weights now; null where none are read from it."""
-        files = local_weights(self.inputs.model) if self.plan.resident_bytes.get(DISK) else []
+        stored = any(line.home == DISK for line in self.plan.tensors.values())
+        files = local_weights(self.inputs.model) if stored else []
         return read_speed(max(files, key=lambda path: path.stat().st_size)) if files else None
 
 

@@ -16,11 +16,18 @@ READERS = 4
 """How streaming reads: chunks of that size, that many in flight. So storage is measured."""
 READING_THREADS = 8
 """How many threads read: so many are in flight while others unpack what they read, or wait for a core that computes."""
+PINNED_BYTES = 16 * 2**20
+"""The host memory that weights pass through on their way from storage to an accelerator."""
 _STORAGE_BYTES = 256 * 2**20
 _DEVICE_BYTES = 128 * 2**20
 _ROUNDS = 4
 _READING_SECONDS, _PAUSE_SECONDS = 1.0, 0.2
 """For how long storage is read again and again, and how long it rests between: others slow a shared one for a while."""
+
+
+def bounce_buffers(size: int) -> int:
+    """Return how many buffers of ``size`` bytes experts pass through: one for each thread, fewer where it is large."""
+    return max(1, min(READING_THREADS, round(PINNED_BYTES / size)))
 
 
 def read_speed(path: Path, limit: int = _STORAGE_BYTES) -> int | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.checks import require_fit
 from offstage.stages.plan.layout import Layout, lay_out
 from offstage.stages.plan.options import EXPLICIT, OFFLOAD
 from offstage.stages.plan.outline import Layer, Outline
-from offstage.stages.plan.placement import Placement, fold
-from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.placement import Placement
+from offstage.stages.plan.plan import DevicePlan, Plan, alike_layers
 from offstage.stages.plan.serving import Io
 from offstage.stages.units import CPU, DISK, format_bytes, in_tier_order
 
@@ -31,46 +32,20 @@ def plan_of(
     layout: Layout, *, policy: str, notes: tuple[str, ...] = (), budget_terms: Mapping[str, Mapping[str, int]] = {}
 ) -> Plan:
     """Return the plan that has everything lie as ``layout`` says."""
-    outline, lines, rooms = layout.outline, layout.by_name, layout.rooms
     return Plan(
         policy=policy,
         main_device=layout.placement.main,
-        device_map=fold(outline, layout.placement.homes),
-        homes={name: lines[name].home for name in outline.sizes},
-        execution=layout.execution,
-        serving=layout.serving,
-        budgets={device: room.budget for device, room in rooms.items()},
-        resident_bytes={device: room.weights for device, room in rooms.items()},
-        reserves=layout.reserves,
-        reasons={layer.name: _reason(layout, layer, policy) for layer in outline.layers},
-        pools=layout.pools,
-        slots=layout.slots,
-        unpacking=layout.unpacking,
-        packed=_packed(layout),
-        packed_on_host=tuple(name for name in outline.sizes if lines[name].at_rest and lines[name].home == CPU),
-        block_rows=layout.block_rows,
-        tied={name: lines[name].leader for name in outline.sizes if lines[name].leader != name},
+        devices={
+            device: DevicePlan(
+                **asdict(room), budget_terms=budget_terms.get(str(device), {}), pool=layout.pools.get(device)
+            )
+            for device, room in layout.rooms.items()
+        },
+        layers=alike_layers(layout),
+        reasons={layer.name: _reason(layout, layer, policy) for layer in layout.outline.layers},
         notes=notes,
-        host_layers=layout.host_layers,
-        budget_terms=budget_terms,
+        block_rows=layout.block_rows,
     )
-
-
-def lying_bytes(outline: Outline, plan: Plan) -> dict[str, int]:
-    """Return the bytes of every tensor where it lies."""
-    at_rest = {name for name, home in plan.homes.items() if home == DISK} | set(plan.packed_on_host)
-    return {name: (outline.rest_sizes if name in at_rest else outline.sizes)[name] for name in outline.sizes}
-
-
-def _packed(layout: Layout) -> dict[str, dict[str, int]]:
-    """Return the bytes that lie packed by codec and device, and as they are used."""
-    found: dict[str, dict[str, int]] = {}
-    for line in layout.lines:
-        if line.at_rest and line.name == line.leader:
-            told = found.setdefault(layout.outline.packed[line.name].codec, {"used": 0})
-            told["used"] += line.used
-            told[str(line.home)] = told.get(str(line.home), 0) + line.bytes
-    return found
 
 
 def _reason(layout: Layout, layer: Layer, policy: str) -> str:

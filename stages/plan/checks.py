@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from offstage.pipeline.errors import BudgetError, ConfigError, closest
-from offstage.stages.empty_init.skeleton import longest_prefix, parent
+from offstage.stages.empty_init.skeleton import longest_prefix
 from offstage.stages.machine.hardware import Hardware
 from offstage.stages.machine.host_memory import Host
 from offstage.stages.plan.budgets import least_available
@@ -125,13 +125,13 @@ def require_room(plan: Plan, machine: Hardware) -> None:
         parts = _own(plan, device)
         excess = sum(parts.values()) - rooms[device]
         if excess > 0:
-            automatic = str(device) in plan.budget_terms
+            automatic = bool(device in plan.devices and plan.devices[device].budget_terms)
             limit = _limit(machine.host) if automatic and device == CPU else f"max_memory.{device}"
             raise BudgetError(_excess(plan, device, room=rooms[device], excess=excess, limit=limit))
 
 
 def _own(plan: Plan, device: DeviceId) -> dict[str, int]:
-    return own_parts(plan.predicted.get(device, {}))
+    return own_parts(plan.devices[device].ledger) if device in plan.devices else {}
 
 
 def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int, limit: str) -> str:
@@ -139,7 +139,7 @@ def _excess(plan: Plan, device: DeviceId, *, room: int, excess: int, limit: str)
     where = "the host" if device == CPU else f"accelerator {device}"
     terms = ", ".join(f"{format_bytes(count)} {part}" for part, count in parts.items() if count)
     # A reserve takes its part of the budget, whether the staging memory needs all of it or none (a map).
-    reserve = max(parts["reserve"], plan.reserves.get(device, 0))
+    reserve = max(parts["reserve"], plan.devices[device].reserve)
     most = parts["weights"] + reserve + parts.get("slots", 0) - excess
     most_told = (
         "the most that works is" if limit.startswith("max_memory") else "the most that works as max_memory.cpu is"
@@ -174,30 +174,30 @@ def require_writable(plan: Plan, written: Mapping[str, str]) -> None:
     ``written`` has the tensors and the modules whose code does it. What is brought in for each use is what the
     checkpoint holds: the change would be lost, and the answer wrong.
     """
-    lost = [name for name in written if name in plan.serving]
+    lost = [name for name in written if plan.tensors[name].serving]
     if lost:
         more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise ConfigError(
-            f"device_map: {lost[0]!r}{more} can't wait on {plan.homes[lost[0]]}: the code of module "
+            f"device_map: {lost[0]!r}{more} can't wait on {plan.tensors[lost[0]].home}: the code of module "
             f"{written[lost[0]]!r} changes it in place, and what is streamed comes back unchanged; keep it where it "
             "computes, with a larger max_memory or device_map_overrides"
         )
 
 
-def require_resident(outline: Outline, plan: Plan, learning: Sequence[str]) -> None:
+def require_resident(plan: Plan, learning: Sequence[str]) -> None:
     """Raise ``BudgetError`` where a weight that is ``learning`` isn't resident, with the least budget by which all are.
 
     What is brought in for each use is what the checkpoint holds: what it has learnt would be lost.
     """
-    away = [name for name in learning if name in plan.serving]
+    away = [name for name in learning if plan.tensors[name].serving]
     if not away:
         return
-    device = plan.execution[parent(away[0])]
-    computed = {outline.skeleton.leader(name) for name in outline.sizes if plan.execution[parent(name)] == device}
-    least = sum(outline.sizes[name] for name in computed)
+    device = plan.tensors[away[0]].computes
+    computed = {line.leader: line.used for line in plan.tensors.values() if line.computes == device}
+    least = sum(computed.values())
     more = f" and {len(away) - 1} more" if len(away) > 1 else ""
     raise BudgetError(
-        f"max_memory.{device}: {away[0]!r}{more} would wait on {plan.homes[away[0]]}, and what is streamed can't learn;"
-        f" the least that works is {least} bytes ({format_bytes(least)}); or train an adapter beside streamed weights:"
-        " finetune.lora={r: 8}"
+        f"max_memory.{device}: {away[0]!r}{more} would wait on {plan.tensors[away[0]].home}, and what is streamed can't"
+        f" learn; the least that works is {least} bytes ({format_bytes(least)}); or train an adapter beside streamed"
+        " weights: finetune.lora={r: 8}"
     )

@@ -32,7 +32,7 @@ from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.memory_needs import memory_needs
 from offstage.stages.plan.module_sizes import Classes, outline_of
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Homes, fold, resident_bytes
+from offstage.stages.plan.placement import Budgets, Homes, all_homes, fold, resident_bytes
 from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.policies.explicit import spread
 from offstage.stages.plan.policies.optimal import optimal
@@ -110,7 +110,7 @@ def infer_auto_device_map(
         for device, count in resident_bytes(outline, homes).items():
             _log.info("%s holds %d bytes", device, count)
     if clean_result:
-        return fold(outline, homes)
+        return fold(all_homes(outline, homes))
     return {layer.name: homes[outline.skeleton.leader(layer.tensors[0])] for layer in outline.layers}
 
 
@@ -148,7 +148,7 @@ def map_by_policy(
     classes = getattr(model, "_no_split_modules", None) if no_split is None else no_split
     outline = replace(outline_of(model, classes, dtype=dtype), gathers=True, routes=True)
     budgets: Budgets = {CPU: 0, DISK: None, **(get_max_memory(max_memory) if max_memory else _free(model, outline))}
-    return fold(outline, _homes(outline, policy, budgets)), budgets
+    return fold(all_homes(outline, _homes(outline, policy, budgets))), budgets
 
 
 def clean_device_map(device_map: Mapping[str, DeviceId], module_name: str = "") -> dict[str, DeviceId]:
@@ -186,7 +186,8 @@ def _free(model: nn.Module, outline: Outline) -> Budgets:
     config: Any = getattr(model, "config", None)
     shape: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
     rehearsed = describe(model, no_split=outline.skeleton.no_split)
-    forward = Outline(replace(outline.skeleton, moments=rehearsed.moments, caches=rehearsed.caches))
+    weighed = {name: getattr(rehearsed, name) for name in ("moments", "caches", "decoding")}
+    forward = Outline(replace(outline.skeleton, **weighed))
     needs = memory_needs(forward, geometry_of(shape), REQUEST, local_kernels(user_cache() / MEASURED))
     return allow(None, Hardware(local_accelerators(), host_memory()), needed=needs.bytes).budgets
 

@@ -33,20 +33,27 @@ class Line(NamedTuple):
     """One tensor by its ``name``, tied ones included: where it lies, ``bytes`` there, and where it computes, ``used``.
 
     ``serving`` is how it gets there, null where it is resident. The bytes of tied ones are those of their ``leader``.
-    ``at_rest`` says that it lies packed, as it rests on disk. ``routed`` says, where that is experts of which a token
-    uses some, of how many it uses how many.
+    ``codec`` is what it lies packed by, as it rests on disk, null where it lies as it is used. ``made`` says that the
+    model's constructor makes it, on the host, where the placement has it on disk. ``routed`` says, where that is
+    experts of which a token uses some, of how many it uses how many.
     """
 
     name: str
-    leader: str
-    layer: str
     home: DeviceId
     computes: DeviceId
-    serving: Serving | None
-    at_rest: bool
     bytes: int
     used: int
-    routed: tuple[int, int] | None
+    leader: str = ""
+    layer: str = ""
+    serving: Serving | None = None
+    codec: str | None = None
+    made: bool = False
+    routed: tuple[int, int] | None = None
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether it lies packed, as it rests on disk."""
+        return self.codec is not None
 
     @property
     def is_streamed(self) -> bool:
@@ -77,6 +84,15 @@ class Room:
         taken = self.weights + self.reserve + self.slots + self.unpacking
         return None if self.budget is None else self.budget - taken
 
+    def staging_bytes(self, *, is_main: bool) -> int:
+        """Return the bytes that the host may hold for streamed weights where it computes some: all, if it ``is_main``.
+
+        They are its reserve, and what is left of its budget, slots aside.
+        """
+        if self.budget is None or not (self.reserve or is_main):
+            return self.reserve
+        return max(self.reserve, self.budget - self.weights - self.slots)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -102,9 +118,8 @@ class Layout:
 
     @cached_property
     def serving(self) -> dict[str, Serving]:
-        """How each tensor is served that isn't resident where it computes, by module."""
-        lines = (self.by_name[name] for names in self.outline.direct.values() for name in names)
-        return {line.name: line.serving for line in lines if line.serving is not None}
+        """How each tensor is served that isn't resident where it computes."""
+        return {line.name: line.serving for line in self.lines if line.serving is not None}
 
     @cached_property
     def weights(self) -> dict[DeviceId, int]:
@@ -215,14 +230,14 @@ class Layout:
 
     @cached_property
     def rooms(self) -> dict[DeviceId, Room]:
-        """What every device has room for that has a budget, or holds something."""
+        """What every device has room for that has a budget, or holds something, and the host."""
+        kept = (self.reserves, self.slots, self.unpacking)
+        main = self.placement.main
         return {
             device: Room(
-                self.budgets.get(device),
-                self.weights.get(device, 0),
-                *(counts.get(device, 0) for counts in (self.reserves, self.slots, self.unpacking)),
+                self.budgets.get(device), self.weights.get(device, 0), *(counts.get(device, 0) for counts in kept)
             )
-            for device in in_tier_order([*self.budgets, *self.weights])
+            for device in in_tier_order([*self.budgets, *self.weights, *self.reserves, *self.slots, main, CPU])
         }
 
     @cached_property
@@ -230,17 +245,6 @@ class Layout:
         """How many rows of a weight come at a time, of those that not even the reserve can hold whole."""
         brought = [line.name for line in self.lines if line.serving in ("direct", "copy", "packed")]
         return block_rows(self.outline, brought, self.execution, self.reserves)
-
-    @property
-    def staging_bytes(self) -> int:
-        """The bytes that the host may hold for streamed weights, where it computes some.
-
-        They are its reserve, and what is left of its budget, slots aside.
-        """
-        room = self.rooms.get(CPU, Room(None, 0))
-        if room.budget is None or not (room.reserve or self.placement.main == CPU):
-            return room.reserve
-        return max(room.reserve, room.budget - room.weights - room.slots)
 
     @property
     def host_layers(self) -> tuple[str, ...]:
@@ -251,8 +255,7 @@ class Layout:
     @cached_property
     def _made_there(self) -> int:
         """The bytes of buffers on the host that the placement has on disk: no checkpoint has them, code made them."""
-        made = (self.by_name[name] for name in self.outline.computed if self.placement.homes.get(name) == DISK)
-        return sum(line.bytes for line in made if line.home == CPU)
+        return sum(line.bytes for line in self.lines if line.made and line.name == line.leader)
 
     def _left(self, device: DeviceId, beside: Counts) -> int | None:
         """Return what the budget of ``device`` leaves beside the weights that lie there and what else is ``beside``."""
@@ -342,22 +345,25 @@ def lay_out(
         for name in layer.tensors:
             leader = outline.skeleton.leader(name)
             home = homes[name] if name in homes else homes[leader]
-            if home == DISK and name in outline.computed:  # no checkpoint has it: it is where the constructor made it
-                home = CPU
+            made = home == DISK and name in outline.computed
+            # No checkpoint has it: it is where the constructor made it.
+            home = CPU if made else home
             computes = computing[layer.name] if execution is None else execution[parent(name)]
-            packed = home == CPU and leader in placement.packed
+            rests = home == DISK or (home == CPU and leader in placement.packed)
+            packed = outline.packed.get(name) if rests else None
             served = _serving(outline, name, home, computes, io=io, homes=homes, packed=placement.packed)
             lines.append(
                 Line(
                     name=name,
-                    leader=leader,
-                    layer=layer.name,
                     home=home,
                     computes=computes,
-                    serving="copy" if served is None and name in apart else served,
-                    at_rest=name in outline.packed and (home == DISK or packed),
-                    bytes=(outline.rest_sizes if home == DISK or packed else outline.sizes)[name],
+                    bytes=(outline.rest_sizes if rests else outline.sizes)[name],
                     used=outline.sizes[name],
+                    leader=leader,
+                    layer=layer.name,
+                    serving="copy" if served is None and name in apart else served,
+                    codec=packed.codec if packed else None,
+                    made=made,
                     routed=_routed(outline, name, served),
                 )
             )

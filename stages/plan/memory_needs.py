@@ -84,8 +84,9 @@ def memory_needs(
     """Return what ``request`` takes beside weights: the cache of all layers, and the widest moment of a forward.
 
     The moments of the prompt's forward are the rehearsal's, which asks for the logits of one position of a sequence.
-    Beside them stand the logits that the request asks for, and what decoding takes with a whole cache: a layer's keys
-    and values are copied as they grow, and repeated for every head. ``kernels`` says what those of the host take.
+    Beside them stand those of a token with a whole cache, and the logits that the request asks for. Where no rehearsal
+    went on to a token, a layer's keys and values are taken to be copied as they grow, and repeated for every head.
+    ``kernels`` says what those of the host take.
     ``blocks`` has the bytes of weights that are multiplied by blocks of rows, and those of a block.
     """
     dtype = compute_dtype(outline)
@@ -94,7 +95,6 @@ def memory_needs(
     layers = {"": max(1, geometry.layers)}  # of what isn't known by blocks
     calls = request.members * request.forwards
     copied = max((one.finished // layers.get(one.block, 1) for one in caches), default=0) // calls
-    grown = copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width
     moments = outline.skeleton.moments
     found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
     if not found:
@@ -103,9 +103,14 @@ def memory_needs(
             (tokens * (6 * geometry.hidden + 2 * geometry.intermediate) * width, 0),
             (0, _scratch_bytes(outline, kernels)),
         ]
+    if outline.skeleton.decoding and request.length:
+        decoding = outline.skeleton.decoding
+        found += [moment.at(request.sequences, request.length, kernels, blocks=blocks) for moment in decoding]
+    else:
+        found.append((copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width, 0))
     found += [moment.at(1, 1, kernels) for moment in request.moments]
     found += _logits(geometry, request, width=width, head=kernels.get(f"mm {dtype}", ()), blocks=blocks or {})
-    activations = max(grown, *(held for held, _ in found))
+    activations = max(held for held, _ in found)
     scratch = max(map(sum, found)) - activations
     beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
     beside += request.judged * copied // request.sequences  # each has a block's keys and values in hand

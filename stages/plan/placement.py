@@ -107,19 +107,30 @@ def held_bytes(outline: Outline, homes: Homes) -> tuple[int, int]:
     return sum(count for device, count in held.items() if isinstance(device, int)), held.get(CPU, 0)
 
 
-def fold(outline: Outline, homes: Homes) -> dict[str, DeviceId]:
-    """Return the shortest device map that says what ``homes`` says: one entry for a module that lies on one device."""
-    devices: dict[str, set[DeviceId]] = {name: set() for name in outline.names}
-    for name in outline.sizes:
-        home = homes[outline.skeleton.leader(name)]
+def fold(homes: Homes) -> dict[str, DeviceId]:
+    """Return the shortest device map that says what ``homes`` of all tensors say: one entry for a module that lies on
+    one device.
+    """
+    devices: dict[str, set[DeviceId]] = {}
+    inside: dict[str, dict[str, None]] = {}
+    for name, home in homes.items():
+        below = ""
         for above in upward(name):
-            devices[above].add(home)
+            devices.setdefault(above, set()).add(home)
+            if above != name:
+                inside.setdefault(above, {})[below] = None
+            below = above
     folded: dict[str, DeviceId] = {}
-    stack = [""]
+    stack = [""] if homes else []
     while stack:
         name = stack.pop()
         if len(devices[name]) == 1:
             folded[name] = next(iter(devices[name]))
-        elif devices[name]:
-            stack += reversed(outline.direct[name] + outline.children[name])
+        else:
+            stack += reversed(inside[name])
     return folded
+
+
+def all_homes(outline: Outline, homes: Homes) -> dict[str, DeviceId]:
+    """Return the ``homes`` of all names, tied ones included, in the order of execution."""
+    return {name: homes[outline.skeleton.leader(name)] for layer in outline.layers for name in layer.tensors}

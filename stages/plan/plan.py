@@ -1,93 +1,136 @@
-"""The plan as data: what goes where, and how much each device is to hold."""
+"""The plan as data: a table of the devices, and one of the tensors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.atomic_files import write_text
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.machine.rates import Rates, known_rates
 from offstage.stages.plan.expert_slots import Pool
+from offstage.stages.plan.layout import Layout, Line, Room
+from offstage.stages.plan.placement import fold
 from offstage.stages.plan.serving import Serving
-from offstage.stages.units import CPU, DeviceId, parse_device
+from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
 FILE_NAME = "plan.json"
 MAP_NAME = "device_map.json"
-_BY_DEVICE = (
-    "budgets", "resident_bytes", "reserves", "slots", "predicted", "link_bytes_per_token", "ledgers", "used_bytes",
-    "unpacking", "device_rates", "names",
-)  # fmt: skip
 SIMULATED = "simulated"
 """The part of the host's peak that simulated accelerators hold: it is there only where they are simulated."""
 
 
+@dataclass(frozen=True, slots=True)
+class DevicePlan(Room):
+    """One device: what of its budget is for what, and what is expected of it. Bytes, but for rates: bytes a second.
+
+    ``name`` is what the config calls it; ``budget_terms`` are those that an automatic budget is the sum of. ``pool``
+    says for how many experts its ``slots`` are, null where it has none. ``simulated`` are the weights that it takes
+    before it is full, where it is simulated, else null. ``ledger`` is what it holds at its peak, by what that is for.
+    A token has ``link_bytes`` go over its link, and reads ``used_bytes`` where they lie, if they are computed with
+    there: of a mixture's experts those that it is routed to. ``rates`` are its own, where accelerators are unlike.
+    """
+
+    name: str = ""
+    budget_terms: Mapping[str, int] = field(default_factory=dict)
+    pool: Pool | None = None
+    simulated: int | None = None
+    ledger: Mapping[str, int] = field(default_factory=dict)
+    link_bytes: int = 0
+    used_bytes: int = 0
+    rates: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has something, or may have."""
+        return self.budget != 0 or any(self.ledger.values())
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeLayers:
+    """Layers whose tensors lie alike: their ``names``, and the lines of one, whose names go on from the layer's.
+
+    A line has the name of the layer for none, and its own name's end for its leader, where it isn't tied.
+    """
+
+    names: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+    def lines_of(self, layer: str) -> Iterator[Line]:
+        """Yield the lines of ``layer``, one of the names."""
+        for line in self.lines:
+            name = f"{layer}.{line.name}" if layer and line.name else layer or line.name
+            yield line._replace(name=name, layer=layer, leader=line.leader or name)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Where every tensor lies and where every module computes.
+    """Where every tensor lies and where every module computes: ``devices`` and ``tensors`` have it.
 
-    ``device_map`` is the folded map (module or tensor name → device id); ``homes`` has an entry for every tensor,
-    tied names included; ``execution`` one for every module that holds tensors directly; ``serving`` one for every
-    tensor that isn't resident where it computes: how it gets there. ``tied`` has the names that stand for another one's
-    tensor, each with that name. ``budgets`` are bytes of weights (null: unlimited).
-    ``resident_bytes`` counts tied tensors once; on disk it is what lies there. ``reserves`` are kept free for streamed
-    weights on each device that computes some. ``slots`` are the bytes on each device that computes experts which lie
-    elsewhere: they hold those that may be wanted again. ``pools`` says how many experts share them. ``reasons`` says
-    why each layer lies where it does. ``notes`` are remarks in words; ``budget_terms`` lists what automatic budgets are
-    the sum of.
-    ``ledgers`` has, for each simulated accelerator, the bytes of weights that it takes before it is full.
-    ``predicted`` are the bytes of each device at its peak, by what they are for; ``forecast`` the bytes streamed and
-    the seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with, and
-    ``device_rates`` those of each accelerator where they are unlike. ``names`` are those that the config gives them.
-    ``link_bytes_per_token`` has what of it goes over the link of each accelerator. ``used_bytes`` are those that a
-    token reads on each device which computes with what it holds: of a mixture's experts those it is routed to.
+    The tensors are written by the layers that are alike, in the order of execution. ``reasons`` says why each layer
+    lies where it does, in that order; ``notes`` are remarks in words. ``forecast`` has the bytes streamed and the
+    seconds of a token, and what bounds it; ``rates`` the bytes a second that all of it was reckoned with.
     ``batch_size`` is how many prompts are answered together where that was the plan's to choose, else null; likewise
-    ``lockstep``, how many batches share each pass.
-    ``offload_ratio`` is the share of a training's activations that waits elsewhere, null where nothing is trained.
-    ``packed`` has, for each codec, the bytes that rest packed by where they lie, and under ``used`` what they come to;
-    ``packed_on_host`` the tensors that lie so on the host, tied names included.
-    ``pass_tokens`` are those of a pass of decoding, by which slots are divided among layers. ``codec`` is what streamed
-    weights are packed by that the checkpoint has plain, null where they stay so. ``host_layers`` are the layers that
-    compute on the host because they lie there, beside accelerators. ``block_rows`` has the weights of linear layers
-    that are brought by blocks of so many rows, since not even the reserve can hold one of them whole. ``unpacking`` are
-    the bytes of each accelerator's budget by which it unpacks what comes to it packed; where one isn't listed the host
-    does.
+    ``lockstep``, how many batches share each pass. ``offload_ratio`` is the share of a training's activations that
+    waits elsewhere, null where nothing is trained. ``pass_tokens`` are those of a pass of decoding, by which slots are
+    divided among layers. ``codec`` is what streamed weights are packed by that the checkpoint has plain, null where
+    they stay so. ``block_rows`` has the weights of linear layers that are brought by blocks of so many rows, since not
+    even the reserve can hold one of them whole.
     """
 
     policy: str
     main_device: DeviceId
-    device_map: Mapping[str, DeviceId]
-    homes: Mapping[str, DeviceId]
-    execution: Mapping[str, DeviceId]
-    serving: Mapping[str, Serving]
-    budgets: Mapping[DeviceId, int | None]
-    resident_bytes: Mapping[DeviceId, int]
-    reserves: Mapping[DeviceId, int]
-    reasons: Mapping[str, str]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    slots: Mapping[DeviceId, int] = field(default_factory=dict)
-    pools: Mapping[DeviceId, Pool] = field(default_factory=dict)
+    devices: Mapping[DeviceId, DevicePlan]
+    layers: tuple[AlikeLayers, ...]
+    reasons: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    budget_terms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    predicted: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict)
     forecast: Mapping[str, float | int | str] = field(default_factory=dict)
-    link_bytes_per_token: Mapping[DeviceId, int] = field(default_factory=dict)
-    ledgers: Mapping[DeviceId, int] = field(default_factory=dict)
-    used_bytes: Mapping[DeviceId, int] = field(default_factory=dict)
     rates: Mapping[str, int] = field(default_factory=dict)
-    device_rates: Mapping[DeviceId, Mapping[str, int]] = field(default_factory=dict)
-    names: Mapping[DeviceId, str] = field(default_factory=dict)
     batch_size: int | None = None
     lockstep: int | None = None
     offload_ratio: float | None = None
-    packed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    packed_on_host: tuple[str, ...] = ()
     pass_tokens: int = 1
     codec: str | None = None
-    unpacking: Mapping[DeviceId, int] = field(default_factory=dict)
-    host_layers: tuple[str, ...] = ()
     block_rows: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def tensors(self) -> dict[str, Line]:
+        """The line of every tensor by its name, tied ones included, in the order of execution."""
+        found = {layer: alike for alike in self.layers for layer in alike.names}
+        order = {layer: place for place, layer in enumerate(self.reasons)}
+        names = sorted(found, key=lambda layer: order.get(layer, len(order)))
+        return {line.name: line for layer in names for line in found[layer].lines_of(layer)}
+
+    @cached_property
+    def homes(self) -> dict[str, DeviceId]:
+        """Where each tensor lies."""
+        return {name: line.home for name, line in self.tensors.items()}
+
+    @cached_property
+    def execution(self) -> dict[str, DeviceId]:
+        """Where each module computes that holds tensors directly."""
+        return {parent(name): line.computes for name, line in self.tensors.items()}
+
+    @cached_property
+    def serving(self) -> dict[str, Serving]:
+        """How each tensor gets to where it computes that isn't resident there."""
+        return {name: line.serving for name, line in self.tensors.items() if line.serving is not None}
+
+    @cached_property
+    def device_map(self) -> dict[str, DeviceId]:
+        """The shortest map that says where the tensors lie, module or tensor → device; what code makes as placed."""
+        return fold({name: DISK if line.made else line.home for name, line in self.tensors.items()})
+
+    @property
+    def host_layers(self) -> tuple[str, ...]:
+        """The layers that compute on the host because they lie there, beside accelerators."""
+        on_host = (line.layer for line in self.tensors.values() if line.computes == CPU != self.main_device)
+        return tuple(dict.fromkeys(on_host))
 
     @property
     def packs(self) -> tuple[str, ...]:
@@ -96,33 +139,75 @@ class Plan:
         return tuple(name for name, how in self.serving.items() if how in ways)
 
     @property
-    def staging_bytes(self) -> int:
-        """The bytes that the host may hold for streamed weights, where it computes some.
+    def packed_on_host(self) -> tuple[str, ...]:
+        """The tensors that lie on the host as they rest on disk."""
+        return tuple(name for name, line in self.tensors.items() if line.at_rest and line.home == CPU)
 
-        They are its reserve, and what the plan left of its budget, slots aside.
-        """
-        reserve = self.reserves.get(CPU, 0)
-        budget = self.budgets.get(CPU) if reserve or self.main_device == CPU else None
-        left = 0 if budget is None else budget - self.resident_bytes.get(CPU, 0) - self.slots.get(CPU, 0)
-        return max(reserve, left)
+    @property
+    def budgets(self) -> dict[DeviceId, int | None]:
+        """The bytes of weights that each device may hold; null is no limit."""
+        return {device: one.budget for device, one in self.devices.items()}
+
+    @property
+    def predicted(self) -> dict[DeviceId, Mapping[str, int]]:
+        """The bytes of each device at its peak, by what they are for."""
+        return {device: one.ledger for device, one in self.devices.items()}
+
+    @property
+    def used_bytes(self) -> dict[DeviceId, int]:
+        """The bytes that a token reads on each device which computes with what it holds."""
+        return {device: one.used_bytes for device, one in self.devices.items() if device != DISK}
+
+    @property
+    def known_rates(self) -> Rates:
+        """The rates that it was made with."""
+        return known_rates(self.rates, {device: one.rates for device, one in self.devices.items() if one.rates})
+
+    @property
+    def staging_bytes(self) -> int:
+        """The bytes that the host may hold for streamed weights, where it computes some."""
+        return self.devices[CPU].staging_bytes(is_main=self.main_device == CPU)
+
+    def with_devices(self, *, simulated: Mapping[DeviceId, int], names: Mapping[DeviceId, str]) -> Plan:
+        """Return the plan for the accelerators of a machine, some ``simulated``: those too that nothing is given."""
+        devices = {
+            device: replace(
+                self.devices.get(device, DevicePlan(0, 0)),
+                simulated=simulated.get(device),
+                name=names.get(device, ""),
+            )
+            for device in in_tier_order([*self.devices, *simulated])
+        }
+        return replace(self, devices=devices)
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json`` and ``device_map.json`` into ``folder``."""
-        write_text(folder / FILE_NAME, json.dumps(asdict(self), indent=1) + "\n")
-        write_text(folder / MAP_NAME, json.dumps(dict(self.device_map), indent=1) + "\n")
+        layers = [{"names": alike.names, "lines": [*map(_shown, alike.lines)]} for alike in self.layers]
+        data = {**asdict(replace(self, layers=())), "layers": layers}
+        write_text(folder / FILE_NAME, json.dumps(data, indent=1) + "\n")
+        write_text(folder / MAP_NAME, json.dumps(self.device_map, indent=1) + "\n")
 
 
-def own_parts(predicted: Mapping[str, int]) -> dict[str, int]:
-    """Return those parts of a device's predicted peak that it has on the machine that is planned for."""
-    return {part: count for part, count in predicted.items() if part != SIMULATED}
+def alike_layers(layout: Layout) -> tuple[AlikeLayers, ...]:
+    """Return the lines of ``layout`` by the layers that are alike."""
+    found: dict[tuple[Line, ...], list[str]] = {}
+    for layer, lines in groupby(layout.lines, key=lambda line: line.layer):
+        found.setdefault(tuple(_within(layer, line) for line in lines), []).append(layer)
+    return tuple(AlikeLayers(tuple(names), lines) for lines, names in found.items())
 
 
-def from_json(data: Mapping[str, Any]) -> Plan:
-    """Return the plan that ``plan.json`` holds; JSON's string keys become device ids again."""
-    fields = dict(data)
-    for key in _BY_DEVICE:
-        fields[key] = {parse_device(device): count for device, count in data.get(key, {}).items()}
-    fields["pools"] = {parse_device(device): Pool(**pool) for device, pool in data.get("pools", {}).items()}
-    for key in ("notes", "packed_on_host", "host_layers"):
-        fields[key] = tuple(data.get(key, ()))
-    return Plan(**fields)
+def _within(layer: str, line: Line) -> Line:
+    """Return ``line`` as it is within its layer."""
+    leader = "" if line.leader == line.name else line.leader
+    return line._replace(name=line.name[len(layer) :].removeprefix("."), layer="", leader=leader)
+
+
+def _shown(line: Line) -> dict[str, Any]:
+    """Return ``line`` without what it has by default."""
+    defaults = Line._field_defaults
+    return {name: value for name, value in line._asdict().items() if name not in defaults or value != defaults[name]}
+
+
+def own_parts(ledger: Mapping[str, int]) -> dict[str, int]:
+    """Return those parts of a device's peak that it has on the machine that is planned for."""
+    return {part: count for part, count in ledger.items() if part != SIMULATED}

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.host_memory import PROCESS_BYTES
-from offstage.stages.machine.probes import CHUNK_BYTES
+from offstage.stages.machine.probes import CHUNK_BYTES, PINNED_BYTES, bounce_buffers
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.host_buffers import PINNED_BYTES, bounce_bytes
-from offstage.stages.plan.layout import Layout, Room
+from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.memory_needs import MemoryNeeds, cache_bytes
 from offstage.stages.plan.plan import SIMULATED, Plan
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
-from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
+from offstage.stages.units import CPU, DISK, DeviceId
+
+Ledger = dict[DeviceId, dict[str, int]]
+"""The bytes of each device at its peak, by what they are for: those of its budget come first."""
 
 
 def predict(
@@ -31,50 +33,56 @@ def predict(
 
     A token stands for a ``step`` of decoding. The host's process holds ``process_bytes`` of its own.
     """
-    expected = forecast(layout, step, rates)
+    expected, held = forecast(layout, step, rates), ledger(layout, needs, process_bytes=process_bytes)
+    simulated = [device for device in held if plan.devices[device].simulated is not None]
+    held[CPU] |= _held_for(simulated, held, needs) if simulated else {}
+    devices = {
+        device: replace(
+            one,
+            ledger=held.get(device, {}),
+            link_bytes=expected.link_bytes.get(device, 0),
+            used_bytes=expected.used.get(device, 0),
+            rates=rates.apart.get(device, {}),
+        )
+        for device, one in plan.devices.items()
+    }
     return replace(
-        plan,
-        predicted=_peaks(layout, plan, needs, process=process_bytes),
-        forecast=expected.figures,
-        link_bytes_per_token=expected.link_bytes,
-        used_bytes=expected.used,
-        rates=rates.shared,
-        device_rates=rates.apart,
-        pass_tokens=step.routing.tokens,
+        plan, devices=devices, forecast=expected.figures, rates=rates.shared, pass_tokens=step.routing.tokens
     )
 
 
-def _peaks(layout: Layout, plan: Plan, needs: MemoryNeeds, *, process: int) -> dict[DeviceId, dict[str, int]]:
-    """Return the bytes of each device at its peak, by what they are for; the host's own process takes ``process``."""
+def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: int = PROCESS_BYTES) -> Ledger:
+    """Return what each device holds at its peak beside a request that ``needs`` so much, by what it is for.
+
+    What lies on disk is there without a part of a request. The host's process has ``process_bytes`` of its own.
+    """
     main = layout.placement.main
-    staged, bounced = _staged_bytes(layout), _bounced(layout)
-    caches = cache_bytes(needs.caches, partial(_computes, layout))
+    caches = cache_bytes(needs.caches, lambda block: _computes(layout, block))
     computed = {line.computes for line in layout.lines}
-    peaks: dict[DeviceId, dict[str, int]] = {}
-    for device in in_tier_order([*layout.rooms, main, CPU]):
-        room = layout.rooms.get(device, Room(0, 0))
-        held = {"weights": room.weights}
-        if device != DISK:
-            held["reserve"] = layout.reserves.get(device, 0)
-            held |= {"slots": room.slots} if device in layout.slots else {}
-            held |= {"unpacking": room.unpacking} if device in layout.unpacking else {}
-            held["cache"] = caches.get(device, 0)
-            held["activations"] = needs.activation_bytes if device in computed else 0
-            if needs.learning_bytes:
-                held["learning"] = round(needs.learning_bytes * _computed_share(layout, device))
+    found: Ledger = {}
+    for device, room in layout.rooms.items():
+        held = found[device] = {"weights": room.weights}
+        if device == DISK:
+            continue
+        held["reserve"] = room.reserve
+        held |= {"slots": room.slots} if device in layout.slots else {}
+        held |= {"unpacking": room.unpacking} if device in layout.unpacking else {}
+        held["cache"] = caches.get(device, 0)
+        held["activations"] = needs.activation_bytes if device in computed else 0
+        if needs.learning_bytes:
+            held["learning"] = round(needs.learning_bytes * _computed_share(layout, device))
         if device == main and needs.assistant_bytes:
             held["assistant"] = needs.assistant_bytes
-        if device == CPU:
-            held["reserve"] = staged.pop(CPU, 0)
-            held |= {"staging": min(sum(staged.values()), PINNED_BYTES)} if main != CPU else {}
-            held |= {"staging": held.get("staging", 0) + bounced} if bounced else {}
-            held["scratch"] = needs.scratch_bytes if CPU in computed else 0
-            held |= {"unpacking": unpacking} if (unpacking := _unpacking_bytes(layout)) else {}
-            held |= {"results": needs.result_bytes} if needs.result_bytes else {}
-            held |= {"offloaded": needs.offloaded_bytes} if needs.offloaded_bytes else {}
-            held["process"] = process + needs.library_bytes
-        peaks[device] = held
-    return _with_simulated(peaks, plan, needs)
+    host, staged, bounced = found[CPU], _staged_bytes(layout), _bounced(layout)
+    host["reserve"] = staged.pop(CPU, 0)
+    host |= {"staging": min(sum(staged.values()), PINNED_BYTES)} if main != CPU else {}
+    host |= {"staging": host.get("staging", 0) + bounced} if bounced else {}
+    host["scratch"] = needs.scratch_bytes if CPU in computed else 0
+    host |= {"unpacking": unpacking} if (unpacking := _unpacking_bytes(layout)) else {}
+    host |= {"results": needs.result_bytes} if needs.result_bytes else {}
+    host |= {"offloaded": needs.offloaded_bytes} if needs.offloaded_bytes else {}
+    host["process"] = process_bytes + needs.library_bytes
+    return found
 
 
 def _staged_bytes(layout: Layout) -> dict[DeviceId, int]:
@@ -88,7 +96,8 @@ def _staged_bytes(layout: Layout) -> dict[DeviceId, int]:
         if line.serving in ("direct", "packed"):
             there = layout.moved_bytes(line) is not None
             through[line.computes] += 0 if there and line.serving == "packed" else line.bytes if there else line.used
-    rooms = {device: layout.reserves.get(device, 0) for device in through} | {CPU: layout.staging_bytes}
+    rooms = {device: layout.reserves.get(device, 0) for device in through}
+    rooms[CPU] = layout.rooms[CPU].staging_bytes(is_main=layout.placement.main == CPU)
     return {device: min(count, rooms[device]) for device, count in through.items()}
 
 
@@ -107,7 +116,7 @@ def _bounced(layout: Layout) -> int:
     brought = [line for line in layout.lines if line.serving == "experts"]
     stored = any(line.home == DISK for line in brought)
     pools = layout.pools.values() if stored else ()
-    chunks = sum(bounce_bytes(min(CHUNK_BYTES, pool.unit_bytes)) for pool in pools)
+    chunks = sum(_bounce_bytes(min(CHUNK_BYTES, pool.unit_bytes)) for pool in pools)
     unpacked: dict[DeviceId, int] = {}
     for line in brought:
         if line.computes != CPU and line.at_rest:
@@ -115,7 +124,11 @@ def _bounced(layout: Layout) -> int:
             size = (line.bytes if there else line.used) // layout.outline.experts[parent(line.name)].count
             size = 0 if there and line.home == CPU else size
             unpacked[line.computes] = max(unpacked.get(line.computes, 0), size)
-    return max(chunks, sum(map(bounce_bytes, unpacked.values())))
+    return max(chunks, sum(map(_bounce_bytes, unpacked.values())))
+
+
+def _bounce_bytes(size: int) -> int:
+    return bounce_buffers(size) * size if size else 0
 
 
 def _unpacking_bytes(layout: Layout) -> int:
@@ -125,19 +138,15 @@ def _unpacking_bytes(layout: Layout) -> int:
     return max((packed[line.name].working_bytes for line in by_host), default=0)
 
 
-def _with_simulated(
-    peaks: dict[DeviceId, dict[str, int]], plan: Plan, needs: MemoryNeeds
-) -> dict[DeviceId, dict[str, int]]:
-    """Return ``peaks``; the host's with what simulated accelerators hold, which really lies there.
+def _held_for(simulated: Collection[DeviceId], held: Ledger, needs: MemoryNeeds) -> dict[str, int]:
+    """Return what the host holds for ``simulated`` accelerators, whose bytes really lie there.
 
     One of them computes at a time, on the host, so the widest moment of a forward counts once for all.
     """
-    there = [held for device, held in peaks.items() if device in plan.ledgers]
-    if there:
-        held = sum(sum(parts.values()) - parts["activations"] for parts in there)
-        computes = any(parts["activations"] for parts in there) and not peaks[CPU]["activations"]
-        peaks[CPU][SIMULATED] = held + (needs.activation_bytes + needs.scratch_bytes if computes else 0)
-    return peaks
+    there = [held[device] for device in simulated]
+    beside = sum(sum(parts.values()) - parts["activations"] for parts in there)
+    computes = any(parts["activations"] for parts in there) and not held[CPU]["activations"]
+    return {SIMULATED: beside + (needs.activation_bytes + needs.scratch_bytes if computes else 0)}
 
 
 def _computes(layout: Layout, name: str) -> DeviceId:

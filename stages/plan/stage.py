@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -10,7 +9,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from offstage.pipeline.atomic_files import write_text
 from offstage.pipeline.errors import BudgetError, ConfigError, Fault
 from offstage.pipeline.garbage import uncollected
 from offstage.pipeline.stage import Artifact, Config, Context, Report, Stage
@@ -19,7 +17,7 @@ from offstage.stages.empty_init import skeleton as skeletons
 from offstage.stages.empty_init.stage import EmptyInitStage
 from offstage.stages.machine.hardware import Hardware, given_names, hardware, ledgers
 from offstage.stages.plan import budgets, options, plan as plans, table
-from offstage.stages.plan.assembly import assemble, lying_bytes
+from offstage.stages.plan.assembly import assemble
 from offstage.stages.plan.checks import (
     ShortageError,
     has_room,
@@ -59,7 +57,6 @@ from offstage.stages.plan.token_time import ONE_TOKEN
 from offstage.stages.plan.traffic import Step, forecast
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
-SIZES_NAME = "sizes.json"
 _Placed = Callable[[tuple[tuple[DeviceId, int | None], ...], Step], Placement]
 
 
@@ -101,7 +98,7 @@ class PlanStage(Stage[PlanInputs]):
         """Return the model, the resolved budgets, the content of the map, the request's work, the machine's figures."""
         config, stored = context.config, context.artifact("empty_init")
         machine = known_machine(config, context.cache)
-        outline = Outline(skeletons.from_json(stored.json(skeletons.FILE_NAME)))
+        outline = Outline(stored.read(skeletons.Skeleton, skeletons.FILE_NAME))
         storage = read(PlanConfig, config).storage
         packing = possible_packing(storage, outline, config, context.cache)
         packed = with_copies(outline, packing)
@@ -122,24 +119,23 @@ class PlanStage(Stage[PlanInputs]):
         )
 
     def build(self, inputs: PlanInputs, context: Context, folder: Path) -> Any:
-        """Write ``plan.json``, ``device_map.json``, and the sizes that the table is made from."""
+        """Write ``plan.json`` and ``device_map.json``."""
         with uncollected():
             plan = plan_from(inputs)
-            sizes = lying_bytes(inputs.outline, plan)
         plan.save(folder)
-        write_text(folder / SIZES_NAME, json.dumps(sizes, indent=1) + "\n")
 
     def report(self, artifact: Artifact) -> Report:
         """Say what lies where, and what each device will hold."""
-        plan = plans.from_json(artifact.json(plans.FILE_NAME))
+        plan = artifact.read(plans.Plan, plans.FILE_NAME)
         metrics = {f"predicted_{name}": value for name, value in plan.forecast.items()}
-        links = plan.link_bytes_per_token.items()
-        metrics |= {f"predicted_link_bytes_per_token.{device}": count for device, count in links}
-        metrics |= {"simulated_accelerators": len(plan.ledgers)} if plan.ledgers else {}
+        devices = plan.devices.items()
+        metrics |= {f"predicted_link_bytes_per_token.{name}": one.link_bytes for name, one in devices if one.link_bytes}
+        simulated = sum(one.simulated is not None for _, one in devices)
+        metrics |= {"simulated_accelerators": simulated} if simulated else {}
         metrics |= {"host_layers": len(plan.host_layers)} if plan.host_layers else {}
         chosen = {"batch_size": plan.batch_size, "lockstep": plan.lockstep}
         metrics |= {name: size for name, size in chosen.items() if size}
-        screen = table.render(plan, artifact.json(SIZES_NAME))
+        screen = table.render(plan)
         return Report(_summary(plan), memory=_memory(plan), metrics=metrics, screen=screen)
 
 
@@ -209,10 +205,10 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placed: _Pla
         allowance = replace(allowance, notes=(*allowance.notes, idle))
     plan, layout = assemble(outline, placement, allowance, policy=policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
-    require_resident(outline, plan, inputs.learning)
+    require_resident(plan, inputs.learning)
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.needs.activation_bytes if inputs.trains else 0)
     codec = inputs.packing.codec if inputs.packing else None
-    plan = replace(plan, ledgers=listed, names=given_names(inputs.machine))
+    plan = plan.with_devices(simulated=listed, names=given_names(inputs.machine))
     plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     needs = inputs.needs(demand, block_sizes(outline, plan.block_rows))
@@ -263,8 +259,9 @@ def _require_devices(choice: options.Choice, overrides: Mapping[str, DeviceId], 
 
 
 def _summary(plan: plans.Plan) -> str:
-    held = [f"{device} {format_bytes(count)}" for device, count in plan.resident_bytes.items() if count]
-    kept = " and ".join(f"{format_bytes(count)} on {device}" for device, count in plan.reserves.items() if count)
+    devices = plan.devices.items()
+    held = [f"{device} {format_bytes(one.weights)}" for device, one in devices if one.weights]
+    kept = " and ".join(f"{format_bytes(one.reserve)} on {device}" for device, one in devices if one.reserve)
     reserve = [f"reserve {kept}"] if kept else []
     experts = [*table.experts_told(plan), *table.packed_told(plan), *table.host_layers_told(plan)]
     batch = [f"batches of {plan.batch_size}"] if plan.batch_size else []
@@ -279,9 +276,9 @@ def _memory(plan: plans.Plan) -> dict[str, dict[str, int | None]]:
 
     Told apart is the peak of a host that stands in for accelerators: this one's, if the plan is carried out here.
     """
-    host = plan.predicted.get(CPU, {})
+    host, devices = plan.devices[CPU].ledger, {str(device): one for device, one in plan.devices.items() if one.is_used}
     return {
-        "budget": {str(device): budget for device, budget in plan.budgets.items()},
-        "predicted": {str(device): sum(own_parts(parts).values()) for device, parts in plan.predicted.items()},
+        "budget": {device: one.budget for device, one in devices.items()},
+        "predicted": {device: sum(own_parts(one.ledger).values()) for device, one in devices.items()},
         **({SIMULATED: {str(CPU): sum(host.values())}} if SIMULATED in host else {}),
     }

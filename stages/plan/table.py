@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from offstage.pipeline.report.quantities import scale_for
 from offstage.stages.empty_init.skeleton import upward
-from offstage.stages.plan.plan import Plan
-from offstage.stages.units import DISK, DeviceId, format_bytes
+from offstage.stages.plan.layout import Line
+from offstage.stages.plan.plan import Plan, own_parts
+from offstage.stages.units import DeviceId, format_bytes, in_tier_order
 
 _MOST_LISTED = 24
 """The letters that the numbers of a row's modules may take."""
-_WIDTH = 100
+_WIDTH = 80
 """The letters of a line: names give way."""
+_PARTS = {
+    "weights": ("weights",),
+    "reserve": ("reserve", "staging", "unpacking"),
+    "slots": ("slots",),
+    "of budget": (),
+    "KV cache": ("cache",),
+    "activations": ("activations", "scratch", "results", "learning", "offloaded", "assistant"),
+    "process": ("process",),
+}
+"""What is shown of a device's ledger, and the parts that each column sums; the budget is one of what stands before."""
+_LEAST_NAME = 14
+"""The letters that names have in any case."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -31,27 +46,26 @@ class Row:
     bytes: int
 
 
-def rows(plan: Plan, sizes: Mapping[str, int]) -> list[Row]:
+def rows(plan: Plan) -> list[Row]:
     """Return the entries of the device map, those that differ only in their first number as one row a device.
 
-    ``sizes`` are the bytes of every tensor. A tied tensor counts once in each row that names it.
+    A tied tensor counts once in each row that names it.
     """
-    inside: dict[str, list[str]] = {name: [] for name in plan.device_map}
-    for tensor in sizes:
-        inside[next(name for name in upward(tensor) if name in inside)].append(tensor)
-    folded: dict[tuple[str, DeviceId, DeviceId], tuple[list[int], set[str]]] = {}
+    inside: dict[str, list[Line]] = {name: [] for name in plan.device_map}
+    for tensor, line in plan.tensors.items():
+        inside[next(name for name in upward(tensor) if name in inside)].append(line)
+    folded: dict[tuple[str, DeviceId, DeviceId], tuple[list[int], dict[str, int]]] = {}
     known: dict[str, set[int]] = {}
-    for name, tensors in inside.items():
+    for name, lines in inside.items():
         number = _NUMBER.search(name)
         stem = name if number is None else f"{name[: number.start()]}#{name[number.end() :]}"
-        key = (stem, plan.device_map[name], plan.execution[tensors[0].rpartition(".")[0]])
-        numbers, held = folded.setdefault(key, ([], set()))
+        numbers, held = folded.setdefault((stem, plan.device_map[name], lines[0].computes), ([], {}))
         if number is not None:
             numbers.append(int(number[0]))
             known.setdefault(name[: number.start()], set()).add(numbers[-1])
-        held |= {plan.tied.get(tensor, tensor) for tensor in tensors}
+        held |= {line.leader: line.bytes for line in lines}
     return [
-        Row(_name(stem, numbers, known) or "the model", device, execution, sum(map(sizes.__getitem__, held)))
+        Row(_name(stem, numbers, known) or "the model", device, execution, sum(held.values()))
         for (stem, device, execution), (numbers, held) in folded.items()
     ]
 
@@ -79,70 +93,93 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
-def render(plan: Plan, sizes: Mapping[str, int]) -> str:
-    """Return the table as text: module, where it lies, where it computes, bytes; then a line for each device."""
-    lines = [("module", "lies on", "computes on", "size")]
-    for row in rows(plan, sizes):
-        lines.append((row.name, str(row.device), str(row.execution), format_bytes(row.bytes)))
-    slots = ["slots"] if plan.slots else []
-    devices = [["device", "weights", "reserve", *slots, "budget"]]
-    for device, held in plan.resident_bytes.items():
-        reserve = plan.reserves.get(device, 0)
-        budget = plan.budgets.get(device)
-        room = "unlimited" if budget is None and device == DISK else format_bytes(budget or 0)
-        kept = [format_bytes(plan.slots.get(device, 0)) for _ in slots]
-        devices.append([named(plan, device), format_bytes(held), format_bytes(reserve), *kept, room])
+def render(plan: Plan) -> str:
+    """Return the table as text: module, where it lies, where it computes, bytes; then what each device has at its peak,
+    by what it is for, and what isn't a sum.
+    """
+    lines = [["module", "lies on", "computes on", "size"]]
+    lines += [[row.name, str(row.device), str(row.execution), format_bytes(row.bytes)] for row in rows(plan)]
     told = [*rates_told(plan), *links_told(plan), *experts_told(plan), *packed_told(plan), *host_layers_told(plan)]
-    return "\n\n".join([_align(_bounded(lines)), _align(devices), *told])
+    held = ledger_rows(plan)
+    return "\n\n".join([_align(_bounded(lines), numbers=1), _align(_bounded(held), numbers=len(held[0]) - 1), *told])
+
+
+def ledger_rows(plan: Plan) -> list[list[str]]:
+    """Return a row of cells for each device: what it has at its peak, by what it is for, and the sum.
+
+    The budget stands after what is part of it. All are in one unit, which the first row has, above what is for what;
+    columns of nothing are left out. What simulated accelerators hold isn't the host's own.
+    """
+    devices = [(device, one) for device, one in plan.devices.items() if one.is_used]
+    counts = {
+        title: [one.budget if not parts else sum(one.ledger.get(part, 0) for part in parts) for _, one in devices]
+        for title, parts in _PARTS.items()
+    }
+    shown = {title: column for title, column in counts.items() if any(column) or title in ("weights", "of budget")}
+    sums = [sum(own_parts(one.ledger).values()) for _, one in devices]
+    scale = scale_for([*sums, *(one.budget for _, one in devices)], "bytes")
+    cells = [["unlimited" if count is None else scale.number(count) if count else "" for count in column]
+             for column in shown.values()]  # fmt: skip
+    names, told = [named(plan, device) for device, _ in devices], [scale.number(count) for count in sums]
+    return [[f"{scale.unit} on", *shown, "sum"], *map(list, zip(names, *cells, told, strict=True))]
 
 
 def named(plan: Plan, device: DeviceId) -> str:
     """Return the id of ``device``, and the name that the config gives it: ``0 (RTX 4090)``."""
-    name = plan.names.get(device)
+    name = plan.devices[device].name
     return f"{device} ({name})" if name else str(device)
 
 
 def rates_told(plan: Plan) -> list[str]:
     """Return in words how fast the link and the memory of each accelerator are, where they are unlike."""
     told = [
-        f"{named(plan, device)} {format_bytes(rates['link'])} over its link and {format_bytes(rates['device'])} in its "
-        "memory"
-        for device, rates in plan.device_rates.items()
+        f"{named(plan, device)} {format_bytes(one.rates['link'])} over its link and "
+        f"{format_bytes(one.rates['device'])} in its memory"
+        for device, one in plan.devices.items()
+        if one.rates
     ]
     return [f"a second: {'; '.join(told)}"] if told else []
 
 
-def slots_told(plan: Plan, device: DeviceId) -> str:
-    """Return in words how many of the experts that ``device`` computes can be kept there."""
-    pool = plan.pools[device]
-    return f"{pool.count(plan.slots[device])} slots for {pool.experts} experts"
-
-
 def experts_told(plan: Plan) -> list[str]:
     """Return in words what the slots for experts are, and what a token brings of those that aren't in one."""
-    if not plan.pools:
+    where = [
+        f"{one.pool.count(one.slots)} slots for {one.pool.experts} experts on {device}"
+        for device, one in plan.devices.items()
+        if one.pool is not None
+    ]
+    if not where:
         return []
-    where = ", ".join(f"{slots_told(plan, device)} on {device}" for device in plan.pools)
     found, brought = plan.forecast["expert_hit_rate"], int(plan.forecast["expert_bytes_per_token"])
-    told = f"{where}; {found:.0%} of those a token uses are expected there; {format_bytes(brought)} a token are brought"
-    return [f"{told}, which assumes uniform routing"]
+    told = f"{found:.0%} of those a token uses are expected there; {format_bytes(brought)} a token are brought"
+    return [f"{', '.join(where)}; {told}, which assumes uniform routing"]
 
 
 def links_told(plan: Plan) -> list[str]:
     """Return in words what goes over the link of each accelerator for a token, where several stream."""
-    links = [f"{format_bytes(count)} over that of {device}" for device, count in plan.link_bytes_per_token.items()]
+    devices = plan.devices.items()
+    links = [f"{format_bytes(one.link_bytes)} over that of {device}" for device, one in devices if one.link_bytes]
     return [f"a token brings {', '.join(links)}, side by side"] if len(links) > 1 else []
+
+
+def packed_bytes(plan: Plan) -> dict[str, Counter[DeviceId]]:
+    """Return the bytes that rest packed, by codec and where they lie, and under ``used`` what they come to."""
+    found: dict[str, Counter[DeviceId]] = {}
+    for name, line in plan.tensors.items():
+        if line.codec is not None and name == line.leader:
+            found.setdefault(line.codec, Counter()).update({"used": line.used, line.home: line.bytes})
+    return found
 
 
 def packed_told(plan: Plan) -> list[str]:
     """Return in words what rests packed, where and by which codec, and what it comes to as it is used."""
     told = []
-    for codec, lying in plan.packed.items():
-        where = " and ".join(
-            f"{format_bytes(count)} on {device}" for device, count in lying.items() if device != "used"
-        )
+    for codec, lying in packed_bytes(plan).items():
+        homes = in_tier_order(lying.keys() - {"used"})
+        where = " and ".join(f"{format_bytes(lying[home])} on {home}" for home in homes)
         told.append(f"{codec}: {where} rest packed, {format_bytes(lying['used'])} as they are used")
-    rooms = " and ".join(f"{format_bytes(count)} on {device}" for device, count in plan.unpacking.items())
+    devices = plan.devices.items()
+    rooms = " and ".join(f"{format_bytes(one.unpacking)} on {device}" for device, one in devices if one.unpacking)
     return [*told, f"what comes to an accelerator packed is unpacked there, by {rooms}"] if rooms else told
 
 
@@ -160,7 +197,7 @@ def host_layers_told(plan: Plan) -> list[str]:
 def _bounded(lines: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return ``lines`` of cells with their first ones cut in the middle where a line would be wider than ``_WIDTH``."""
     others = sum(2 + max(map(len, column)) for column in list(zip(*lines, strict=True))[1:])
-    return [[_shortened(first, _WIDTH - others), *rest] for first, *rest in lines]
+    return [[_shortened(first, max(_LEAST_NAME, _WIDTH - others)), *rest] for first, *rest in lines]
 
 
 def _shortened(name: str, most: int) -> str:
@@ -170,11 +207,11 @@ def _shortened(name: str, most: int) -> str:
     return f"{name[: most - 1 - end]}…{name[-end:]}"
 
 
-def _align(lines: Sequence[Iterable[str]]) -> str:
-    cells = [list(line) for line in lines]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+def _align(lines: Sequence[Sequence[str]], *, numbers: int) -> str:
+    """Return ``lines`` of cells as text; so many columns at the end have ``numbers``."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(cell.rjust(width) if index == len(line) - 1 else cell.ljust(width)
+        "  ".join(cell.ljust(width) if index < len(line) - numbers else cell.rjust(width)
                   for index, (cell, width) in enumerate(zip(line, widths, strict=True)))
-        for line in cells
+        for line in lines
     )  # fmt: skip

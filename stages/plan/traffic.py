@@ -16,6 +16,7 @@ from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import SINGLE, Routing, hit_rates
 from offstage.stages.plan.layout import Layout, Line
+from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.token_time import (
     HOST_TOKENS,
     ONE_TOKEN,
@@ -199,6 +200,42 @@ def forecast(layout: Layout, step: Step, rates: Rates) -> Forecast:
         computed=computed_bytes(layout, step),
     )
     return Forecast(step, rates, brought, used, share, terms)
+
+
+def bound_seconds(plan: Plan, *, streamed_bytes: float, storage_bytes: float, members: float = 1) -> float:
+    """Return the least seconds of a token in a pass for which so much was streamed, ``storage_bytes`` of it read.
+
+    A pass has a token for each of ``members``. The rates are those that ``plan`` was made with.
+    """
+    expected = float(plan.forecast.get("streamed_bytes_per_token", 0))
+    share = streamed_bytes / expected if expected else 0.0
+    packed, unpacked, unpacked_there, moved = (
+        float(plan.forecast.get(f"{kind}_bytes_per_token", 0)) * share
+        for kind in ("packed", "unpacked", "device_unpacked", "device_moved")
+    )
+    streamed = Counter({DISK: storage_bytes, CPU: streamed_bytes - storage_bytes})
+    links = {device: one.link_bytes for device, one in plan.devices.items() if one.link_bytes}
+    over_links = sum(links.values())
+    shares = {device: count / over_links for device, count in links.items() if over_links}
+    used = streamed_bytes - packed + unpacked
+    computed = Counter({device: used * of_all for device, of_all in (shares or {CPU: 1.0}).items()})
+    less = max(0.0, used - over_links * share) if moved else 0.0
+    saved = Counter({device: less * of_all for device, of_all in shares.items()})
+    ahead = 1 - float(plan.forecast.get("expert_bytes_per_token", 0)) / expected if expected else 1.0
+    brought = Brought(streamed, packed, unpacked, computed, unpacked_there=unpacked_there, saved=saved)
+    brought.moved = Counter({device: moved * of_all for device, of_all in shares.items()})
+    brought.runs = [(device, count * ahead) for device, count in computed.items()]
+    on_host = _forecast_share(plan) if plan.host_layers else None
+    seconds = token_seconds(brought, plan.used_bytes, rates=plan.known_rates, members=members, on_host=on_host)
+    return slowest(seconds)[1]
+
+
+def _forecast_share(plan: Plan) -> HostShare:
+    """Return what the host computes of a token beside accelerators, as it was predicted."""
+    read, crossings, crossing = (
+        int(plan.forecast.get(f"{name}_per_token", 0)) for name in ("host_read_bytes", "crossings", "crossing_bytes")
+    )
+    return HostShare(read, crossings, LayerOutput(bytes=round(crossing / crossings) if crossings else 0))
 
 
 def _needed(layout: Layout, step: Step) -> Iterable[Line]:

@@ -115,7 +115,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
         """Return which checkpoint it is, what the model is, where each tensor goes, and what is checked."""
         given, model = read(ShardLoadConfig, context.config), context.config["model"]
         skeleton, plan = context.artifact("empty_init"), context.artifact("plan")
-        found = plans.from_json(plan.json(plans.FILE_NAME))
+        found = plan.read(plans.Plan, plans.FILE_NAME)
         opened, adapter = _open_weights(model, depth=given.depth), _open_adapter(model)
         if given.verify == "full":
             opened, adapter = hold(opened), hold(adapter) if adapter is not None else None
@@ -129,7 +129,7 @@ class ShardLoadStage(Stage[ShardLoadInputs]):
             routed=routed(found.serving),
             packed=found.packed_on_host,
             packs=found.packs,
-            ledgers=found.ledgers,
+            ledgers={name: one.simulated for name, one in found.devices.items() if one.simulated is not None},
             offload_folder=given.offload_folder,
             strict=given.strict,
             check_finite=given.check_finite,
@@ -217,7 +217,7 @@ def _prepare(inputs: ShardLoadInputs, context: Context) -> list[tuple[Load, Sour
     from offstage.stages.shard_load.adapter import prepare_adapted
     from offstage.stages.shard_load.sources import LoadPlan, find_sources, prepare
 
-    skeleton = skeletons.from_json(context.artifact("empty_init").json(skeletons.FILE_NAME))
+    skeleton = context.artifact("empty_init").read(skeletons.Skeleton, skeletons.FILE_NAME)
     model, checkpoint, strict = context.live("empty_init"), _opened(inputs), inputs.strict
     if inputs.opened_adapter is None:
         loads = [prepare(model, skeleton, checkpoint=checkpoint, strict=strict)]

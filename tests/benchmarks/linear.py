@@ -76,7 +76,7 @@ def measure(size: str, folder: Path, *, rounds: int, keep: bool) -> Point:
 def _measure(size: str, checkpoint: Path, work: Path, rounds: int) -> Point:
     plan = offstage_plan(checkpoint, work, [*OPTIONS, "max_memory={cpu: 1TB}"])
     options = [*OPTIONS, f"max_memory={{cpu: {2 * plan['reserves'].get('cpu', 0)}}}"]
-    steps = min(max(round(STREAM_BYTES / plan["resident_bytes"]["disk"]), STEPS[0]), STEPS[1])
+    steps = min(max(round(STREAM_BYTES / plan["devices"]["disk"]["weights"]), STEPS[0]), STEPS[1])
     drop_page_cache()
     raw = direct_read_bandwidth(checkpoint)
     found = []

@@ -25,7 +25,7 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.traffic import Step, forecast
-from tests.stages.plan.plans import make_plan
+from tests.stages.plan.plans import make_plan, of
 
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "13B": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
@@ -86,7 +86,7 @@ def rows() -> Iterator[tuple[str, str, str, float, Plan]]:
 def main() -> None:
     """Print the table: seconds a token over one link and over all, what bounds it, gigabytes in all and by link."""
     for name, machine, setting, before, plan in rows():
-        links = " ".join(f"{count / 1e9:.1f}" for count in plan.link_bytes_per_token.values())
+        links = " ".join(f"{count / 1e9:.1f}" for count in of(plan, "link_bytes").values())
         seconds, bound = plan.forecast["seconds_per_token"], plan.forecast["bound"]
         sys.stdout.write(
             f"{name:5} {machine:7} {setting:12} {before:7.3f} s  {seconds:7.3f} s  {bound:13} "

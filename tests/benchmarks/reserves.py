@@ -65,8 +65,8 @@ def cases(checkpoint: Path, work: Path, layout: str, *, device_map: DeviceMap, s
     path = work / f"{layout}.json"
     path.write_text(json.dumps(device_map))
     plan = offstage_plan(checkpoint, work / "plan", [f"device_map={path}", "max_memory={cpu: 1TB}"])
-    resident, reserve = plan["resident_bytes"]["cpu"], plan["reserves"].get("cpu", 0)
-    streamed = plan["resident_bytes"]["disk"]
+    resident, reserve = plan["devices"]["cpu"]["weights"], plan["devices"]["cpu"]["reserve"]
+    streamed = plan["devices"]["disk"]["weights"]
     chosen = sizes or sorted({max(reserve, round(share * streamed)) for share in SHARES})
     return [Case(layout, path, resident + size, size) for size in chosen]
 

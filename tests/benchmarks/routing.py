@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import groupby
 
 from offstage.stages.dispatch.experts.eviction import Expert
-from offstage.stages.plan.expert_banks import bank_bounds
+from offstage.stages.plan.expert_slots import bank_bounds
 from tests.benchmarks.eviction_rules import Rule
 
 

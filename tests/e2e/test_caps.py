@@ -67,9 +67,9 @@ def cap_that_leaves(share: float, plan: dict[str, Any]) -> int:
 
     What a run takes beside weights hangs on the processor's kernels; the plan's own terms say it.
     """
-    terms = plan["budget_terms"]["cpu"]
+    terms = plan["devices"]["cpu"]["budget_terms"]
     beside = -sum(terms[name] for name in ("process", "libraries", "request"))
-    return round((beside + share * sum(plan["resident_bytes"].values())) / (1 - MARGIN))
+    return round((beside + share * sum(one["weights"] for one in plan["devices"].values())) / (1 - MARGIN))
 
 
 @pytest.mark.parametrize("share", [0.4, pytest.param(0.7, marks=pytest.mark.long_form)])
@@ -87,7 +87,7 @@ def test_a_model_that_does_not_fit_under_the_cap_is_streamed_and_lives(
 
 def test_the_automatic_budget_stays_below_the_cap_and_says_why(roomy: tuple[Path, dict[str, Any]]) -> None:
     plan = roomy[1]
-    terms = plan["budget_terms"]["cpu"]
+    terms = plan["devices"]["cpu"]["budget_terms"]
     assert set(terms) == {"available", "process", "libraries", "request", "margin"}
     assert terms["available"] <= ROOMY
     assert plan["budgets"]["cpu"] == sum(terms.values()) < ROOMY + terms["process"] + terms["libraries"]
@@ -98,9 +98,9 @@ def test_a_cap_with_room_for_nothing_to_spare_is_lived_under(
     checkpoint: Path, roomy: tuple[Path, dict[str, Any]], folder: Path
 ) -> None:
     """CI has the plan on a described host in ``test_stage``."""
-    terms = roomy[1]["budget_terms"]["cpu"]
+    terms = roomy[1]["devices"]["cpu"]["budget_terms"]
     beside = -sum(terms[name] for name in ("process", "request"))
-    cap = round(least_available(beside + sum(roomy[1]["resident_bytes"].values()) // 3))
+    cap = round(least_available(beside + sum(one["weights"] for one in roomy[1]["devices"].values()) // 3))
     record = run(folder, cap, "max_memory=null", f"model.path={checkpoint}")
     assert len(record["outputs"][0]["token_ids"]) == 4
     assert record["memory"]["measured"]["cpu"] < cap

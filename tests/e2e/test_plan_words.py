@@ -51,7 +51,7 @@ def test_a_map_of_one_entry_is_a_row_of_the_size_of_the_model(offstage_here: Run
     assert done.code == 0, done.err
     row = next(line for line in done.out.splitlines() if line.startswith("the model"))
     assert row.split()[-2:] == ["7.48", "MB"], "the head and the embedding are one tensor"
-    assert plan_of(done)["resident_bytes"]["cpu"] == 7_477_760
+    assert plan_of(done)["devices"]["cpu"]["weights"] == 7_477_760
     assert done.record["device_map"] == {"": "cpu"}
 
 

@@ -74,7 +74,8 @@ def test_streaming_to_a_simulated_accelerator_reaches_its_reserve_and_lets_go(of
     assert metrics["bound"] in ("storage", "link", "compute")
     plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
     peak = done.record["memory"]["measured"]["0"]
-    assert plan["resident_bytes"]["0"] < peak <= plan["resident_bytes"]["0"] + plan["reserves"]["0"] <= 2 * 10**6
+    device = plan["devices"]["0"]
+    assert device["weights"] < peak <= device["weights"] + device["reserve"] <= 2 * 10**6
 
 
 def test_a_ledger_below_the_plan_raises_as_a_full_device_would(offstage_here: Run) -> None:
@@ -117,7 +118,7 @@ def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_
     assert (alike.code, unlike.code) == (0, 0), unlike.err
     assert unlike.tokens == alike.tokens
     plan = json.loads(Path(unlike.record["stages"][1]["artifact"], "plan.json").read_text())
-    brought = plan["link_bytes_per_token"]
+    brought = {device: one["link_bytes"] for device, one in plan["devices"].items() if one["link_bytes"]}
     assert brought["0"] > 2 * brought["1"] > 0
     took = max(brought["0"] / (200 * 10**6), brought["1"] / (50 * 10**6))
     assert plan["forecast"]["seconds_per_token"] == pytest.approx(took, rel=0.01)

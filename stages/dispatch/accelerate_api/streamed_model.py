@@ -105,7 +105,9 @@ def plan_for(skeleton: Skeleton, wanted: Wanted) -> Plan:
     layout = lay_out(outline, placement, budgets, io=io, homes=homes, execution=execution, apart=apart)
     whole = replace(outline, skeleton=_with_preloaded(outline.skeleton, wanted.preload))
     reserves = lay_out(whole, placement, budgets, homes=homes, execution=execution).reserves
-    return replace(plan_of(layout, policy="explicit"), device_map=homes, reserves=reserves)
+    plan = plan_of(layout, policy="explicit")
+    devices = {device: replace(one, reserve=reserves.get(device, 0)) for device, one in plan.devices.items()}
+    return replace(plan, devices=devices)
 
 
 def _budgets(outline: Outline, placement: Placement, wanted: Wanted) -> dict[DeviceId, int | None]:

@@ -33,8 +33,8 @@ from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.experts import routing
 from offstage.stages.empty_init.skeleton import ExpertsSpec, parent, upward
 from offstage.stages.machine.devices import Devices
-from offstage.stages.plan.expert_banks import bank_bounds, wanted
-from offstage.stages.plan.host_buffers import bounce_buffers
+from offstage.stages.machine.probes import bounce_buffers
+from offstage.stages.plan.expert_slots import bank_bounds, wanted
 from offstage.stages.shard_load.sources import DiskWeights
 from offstage.stages.units import DeviceId
 

@@ -19,8 +19,7 @@ import torch
 
 from offstage.stages.dispatch.transfer.link import Event, Link, pin
 from offstage.stages.machine.aligned_memory import Bytes, buffer_bytes
-from offstage.stages.machine.probes import CHUNK_BYTES
-from offstage.stages.plan.host_buffers import PINNED_BYTES
+from offstage.stages.machine.probes import CHUNK_BYTES, PINNED_BYTES
 
 BUFFERS = PINNED_BYTES // CHUNK_BYTES
 """Pinned buffers: one for each thread that reads, and one for each that is being copied meanwhile."""

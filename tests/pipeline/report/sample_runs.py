@@ -89,8 +89,7 @@ def plan_artifact(root: Path, budget: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     homes = {name: "cpu" if index < budget / 5e8 else "disk" for index, name in enumerate(LAYERS)}
     plan = {
-        "device_map": homes,
-        "homes": {f"{name}.weight": device for name, device in homes.items()},
+        "layers": [{"names": [name], "lines": [{"name": "weight", "home": device}]} for name, device in homes.items()],
         "reasons": dict.fromkeys(LAYERS, "why"),
     }
     folder.joinpath("plan.json").write_text(json.dumps(plan))

@@ -20,8 +20,9 @@ from offstage.stages.machine.devices import Devices, Ledger
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement
-from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.plan import DevicePlan
 from offstage.stages.units import CPU, DeviceId
+from tests.stages.plan.plans import plan_by_hand
 from tests.stages.shard_load.checkpoints import disk_weights
 
 X = torch.randn(3, 64)
@@ -87,7 +88,8 @@ def score_for(skeleton: Skeleton, homes: Mapping[str, DeviceId], execution: Mapp
     leaders = {skeleton.leader(name): home for name, home in homes.items()}
     computes = {layer.name: execution[parent(layer.tensors[0])] for layer in outline.layers if layer.tensors}
     kept = lay_out(outline, Placement(leaders, 0, computes=computes), {}).reserves
-    return make_dispatch_plan(skeleton, Plan("explicit", 0, homes, homes, execution, serving, {}, {}, kept, {}))
+    devices = {device: DevicePlan(None, 0, reserve=count) for device, count in kept.items()}
+    return make_dispatch_plan(skeleton, plan_by_hand(homes, execution, serving, main=0, devices=devices))
 
 
 class Setup:

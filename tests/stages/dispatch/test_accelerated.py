@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
+from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import BudgetError, CheckpointError
-from offstage.stages.dispatch.dispatch_plan import from_json
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.streaming.bindings import data_of
 from offstage.stages.dispatch.transfer.links import FreshMemory, SynchronousLink
 from offstage.stages.dispatch.transfer.trace import Trace
@@ -161,7 +162,7 @@ def test_an_accelerator_without_streams_is_served_copy_by_copy(setup: Callable[.
 def test_the_reserves_survive_the_scores_file(setup: Callable[..., Setup], tmp_path: Path) -> None:
     score = setup(net(), LAYOUTS["mixed"]).score
     score.save(tmp_path)
-    assert from_json(json.loads((tmp_path / "dispatch.json").read_text())) == score
+    assert decode(DispatchPlan, json.loads((tmp_path / "dispatch.json").read_text())) == score
     assert list(score.reserves) == [0]
 
 

@@ -15,6 +15,7 @@ from offstage.pipeline.errors import BudgetError
 from tests.e2e.fp8_checkpoints import save_fp8
 from tests.long_form import in_ci
 from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
+from tests.stages.plan.plans import of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "head_dim": 16,
@@ -69,7 +70,7 @@ def test_links_bring_packed_bytes_within_every_budget(checkpoint, cache, expecte
         except BudgetError:
             continue
         with loaded:
-            unpacked += len(loaded.plan.unpacking)
+            unpacked += len(of(loaded.plan, "unpacking"))
             check(loaded, expected)
     assert unpacked
 
@@ -82,12 +83,12 @@ def check(loaded: offstage.LoadedModel, expected: list[torch.Tensor]) -> None:
     plan, before = loaded.plan, loaded.traffic.copy()
     loaded.model(TOKENS[:, :1])
     brought = {device: link.bytes for device, link in loaded.traffic.since(before).items() if device != "cpu"}
-    if not plan.pools:
-        assert brought == plan.link_bytes_per_token
-    for device in plan.unpacking:
+    if not of(plan, "pool"):
+        assert brought == of(plan, "link_bytes")
+    for device in of(plan, "unpacking"):
         at_rest = loaded.traffic.links[device].bytes == loaded.traffic.streamed_bytes
-        assert at_rest or len(plan.link_bytes_per_token) > 1 or "copy" in plan.serving.values()
-        assert loaded.plan.predicted[device]["unpacking"] == plan.unpacking[device]
+        assert at_rest or len(of(plan, "link_bytes")) > 1 or "copy" in plan.serving.values()
+        assert loaded.plan.predicted[device]["unpacking"] == plan.devices[device].unpacking
     assert loaded.traffic.overflow_bytes == 0
     peaks = loaded._dispatched.streamer._devices.peaks
-    assert all(peak <= plan.ledgers[device] for device, peak in peaks.items())
+    assert all(peak <= of(plan, "simulated")[device] for device, peak in peaks.items())

@@ -23,6 +23,7 @@ from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.plan.serving import is_streamed
 from offstage.stages.units import CPU, DeviceId
 from tests.stages.dispatch.streaming.lockstep_grid import WORDS, saved
+from tests.stages.plan.plans import of
 
 SETTINGS = int(os.environ.get("OFFSTAGE_GRID", "0"))
 NAMES = ("llama", "mixtral", "t5", "gpt2")
@@ -148,7 +149,7 @@ def check(name: str, devices: int, way: str, number: int, folder: Path) -> int:
         assert +measured == +expected_bytes, given
         if name in ("llama", "gpt2"):  # whose forwards use all their weights
             links = {device: count for device, count in measured.items() if isinstance(device, int)}
-            assert +Counter(links) == +Counter(loaded.plan.link_bytes_per_token), given
+            assert +Counter(links) == +Counter(of(loaded.plan, "link_bytes")), given
         for device, peak in streamer_of(loaded.model)._devices.peaks.items():
             assert peak <= given["max_memory"][device], given
         assert loaded.traffic.overflow_bytes == 0, given

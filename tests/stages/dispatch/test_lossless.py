@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import offstage
+from offstage.stages.plan.table import packed_bytes
 from tests.long_form import in_ci
 
 SIZES = {"vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -78,7 +79,7 @@ def test_tokens_and_logits_are_those_of_the_model_in_memory(saved: tuple[str, Pa
         options = {**options_of(budget, model), "cache": folder / "cache", "max_length": 16, "batch_size": 2}
         with offstage.load(folder / "checkpoint", **options) as loaded:
             found = answers(loaded.model)
-            served |= set(loaded.plan.serving.values()) if "zstd" in loaded.plan.packed else set()
+            served |= set(loaded.plan.serving.values()) if "zstd" in packed_bytes(loaded.plan) else set()
         assert torch.equal(found[0], expected[0]), budget
         assert torch.equal(found[1], expected[1]), budget
     assert served >= ({"experts"} if name == "mixtral" else {"direct", "packed"})

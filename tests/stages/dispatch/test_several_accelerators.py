@@ -21,7 +21,7 @@ from offstage.pipeline.errors import BudgetError, CheckpointError
 from offstage.stages.dispatch.streaming.bindings import data_of
 from offstage.stages.dispatch.transfer.trace import Trace
 from offstage.stages.machine.devices import Devices
-from offstage.stages.plan.host_buffers import PINNED_BYTES
+from offstage.stages.machine.probes import PINNED_BYTES
 from offstage.stages.units import CPU, DeviceId
 from tests.stages.dispatch.late_link import LateLink
 from tests.stages.dispatch.placed_models import Setup, X, net

@@ -60,6 +60,26 @@ def held_by_a_real_forward(model: nn.Module, sequences: int, length: int) -> int
     return counting.peak - (counting.live if cache else 0)
 
 
+def held_by_a_real_token(model: nn.Module, sequences: int, length: int) -> int:
+    """Return the peak of a forward of one more token, without what is kept after it."""
+    tokens = torch.ones((sequences, length), dtype=torch.long)
+    with torch.no_grad():
+        kept = kept_cache(model(input_ids=tokens, attention_mask=torch.ones_like(tokens)))
+    mask = torch.ones((sequences, length + 1), dtype=torch.long)
+    (cache,) = kept.values()
+    counting = Counting()
+    for tensor in [*model.parameters(), *model.buffers(), tokens, mask]:
+        counting.meet(tensor.untyped_storage(), counts=False)
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values):
+            counting.meet(tensor.untyped_storage())
+    del layer, tensor
+    with torch.no_grad(), counting:
+        output = model(input_ids=mask[:, :1], attention_mask=mask, **kept)
+    del output
+    return counting.peak - counting.live
+
+
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = ("Llama", "OPT", "BLOOM", "GPT-2", "Qwen2", "Mixtral")
 
@@ -76,6 +96,16 @@ def test_a_real_forward_holds_what_was_weighed(name: str, dtype: torch.dtype) ->
     for shape in SHAPES:
         weighed = max(moment.at(*shape, {})[0] for moment in moments)
         assert weighed == pytest.approx(held_by_a_real_forward(real, *shape), rel=0.05, abs=2000), shape
+
+
+@pytest.mark.parametrize("name", in_ci("Llama", "BLOOM", "Mixtral", of=NAMES))
+def test_a_real_token_after_a_long_prompt_holds_what_was_weighed(name: str) -> None:
+    config = deepcopy(CONFIGS[name])
+    real = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    decoding = weigh(on_meta(config).to(torch.float32).requires_grad_(False), real._no_split_modules).decoding
+    for shape in [(1, 400), (5, 300)]:
+        weighed = max(moment.at(*shape, {})[0] for moment in decoding)
+        assert weighed == pytest.approx(held_by_a_real_token(real, *shape), rel=0.15), shape
 
 
 def test_blocks_of_one_kind_are_weighed_once() -> None:

@@ -19,10 +19,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from offstage.pipeline.decoding import decode
 from offstage.stages.empty_init import init_empty_weights
 from offstage.stages.empty_init.activation_peaks import weigh
 from offstage.stages.empty_init.describe import describe
-from offstage.stages.empty_init.skeleton import FILE_NAME, Skeleton, from_json
+from offstage.stages.empty_init.skeleton import FILE_NAME, Skeleton
 from tests.long_form import in_ci
 
 LLAMA_LIKE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -153,7 +154,7 @@ def test_the_model_is_as_it_was_after_its_rehearsal() -> None:
 def test_a_skeleton_survives_its_file(tmp_path) -> None:
     skeleton = described("Mamba")
     skeleton.save(tmp_path)
-    assert from_json(json.loads((tmp_path / FILE_NAME).read_text())) == skeleton
+    assert decode(Skeleton, json.loads((tmp_path / FILE_NAME).read_text())) == skeleton
 
 
 def test_a_buffer_that_a_forward_counts_in_keeps_its_value() -> None:

@@ -11,10 +11,11 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
+from offstage.pipeline.decoding import decode
 from offstage.stages.empty_init import init_empty_weights
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.rehearsal import rehearse
-from offstage.stages.empty_init.skeleton import FILE_NAME, Skeleton, from_json
+from offstage.stages.empty_init.skeleton import FILE_NAME, Skeleton
 from tests.stages.listed_experts import EXPERTS, LAYERS, STYLES, TOP, Block, HitExperts, Mixture, mixture
 
 LISTS = [f"layers.{layer}.mlp.experts" for layer in range(LAYERS)]
@@ -124,7 +125,7 @@ def test_a_decoder_that_was_not_rehearsed_has_no_list_of_experts() -> None:
 def test_a_list_of_experts_survives_the_file(tmp_path) -> None:
     skeleton = described(mixture())
     skeleton.save(tmp_path)
-    assert from_json(json.loads((tmp_path / FILE_NAME).read_text())) == skeleton
+    assert decode(Skeleton, json.loads((tmp_path / FILE_NAME).read_text())) == skeleton
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -20,9 +20,10 @@ from transformers import (
     Step3p7TextModel,
 )
 
+from offstage.pipeline.decoding import decode
 from offstage.stages.empty_init import init_empty_weights
 from offstage.stages.empty_init.describe import describe
-from offstage.stages.empty_init.skeleton import FILE_NAME, ExpertsSpec, from_json
+from offstage.stages.empty_init.skeleton import FILE_NAME, ExpertsSpec, Skeleton
 from tests.long_form import in_ci
 
 SIZES = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -75,7 +76,7 @@ def test_experts_that_a_models_own_code_computes_are_known_too() -> None:
 def test_they_stand_in_the_file(tmp_path) -> None:
     skeleton = describe(on_meta(CONFIGS["gpt-oss"]))
     skeleton.save(tmp_path)
-    assert from_json(json.loads((tmp_path / FILE_NAME).read_text())).experts == skeleton.experts != ()
+    assert decode(Skeleton, json.loads((tmp_path / FILE_NAME).read_text())).experts == skeleton.experts != ()
 
 
 def test_without_a_rehearsal_the_config_says_how_many_a_token_uses() -> None:

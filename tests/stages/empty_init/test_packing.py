@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 from transformers import LlamaConfig, Qwen3MoeConfig
 
+from offstage.pipeline.decoding import decode
 from offstage.stages.checkpoints.checkpoint import Checkpoint
 from offstage.stages.checkpoints.codecs.planes import PlaneCodec
 from offstage.stages.checkpoints.extents import Extent
@@ -17,7 +18,7 @@ from offstage.stages.checkpoints.packed import SCRATCH_BYTES, AtRest
 from offstage.stages.checkpoints.shard_files import ShardFile
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.packing import with_packed
-from offstage.stages.empty_init.skeleton import PackedSpec, Skeleton, from_json
+from offstage.stages.empty_init.skeleton import PackedSpec, Skeleton
 from tests.stages.empty_init.test_experts import on_meta
 
 FILE = ShardFile("model.safetensors", Path("model.safetensors"), 0, None, "")
@@ -80,5 +81,5 @@ def test_a_saved_skeleton_says_what_its_tensors_rest_in(tmp_path: Path) -> None:
     plain = describe(model, rehearsed=False)
     specs = tuple(replace(spec, packed=PackedSpec("half", 3, 7)) for spec in plain.tensors)
     replace(plain, tensors=specs).save(tmp_path)
-    again = from_json(json.loads(tmp_path.joinpath("skeleton.json").read_text()))
+    again = decode(Skeleton, json.loads(tmp_path.joinpath("skeleton.json").read_text()))
     assert again.tensors == specs

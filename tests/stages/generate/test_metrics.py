@@ -6,16 +6,15 @@ import pytest
 
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.generate.metrics import Cost, TimedBatch
-from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.plan import DevicePlan, Plan
 from offstage.stages.units import DeviceId
 
 NOTHING = Traffic()
 PLAN = Plan(
-    policy="explicit", main_device="cpu", device_map={}, homes={}, execution={}, serving={}, budgets={},
-    resident_bytes={"cpu": 80, "disk": 60}, reserves={}, reasons={}, used_bytes={"cpu": 80},
+    "explicit", "cpu", {"cpu": DevicePlan(None, 80, used_bytes=80), "disk": DevicePlan(None, 60)}, (),
     rates={"storage": 40, "host": 1000, "link": 10, "device": 1000},
 )  # fmt: skip
-ACCELERATED = replace(PLAN, main_device=0, used_bytes={0: 80}, link_bytes_per_token={0: 1})
+ACCELERATED = replace(PLAN, main_device=0, devices={0: DevicePlan(None, 80, link_bytes=1, used_bytes=80)})
 
 
 def cost(*, streamed: int = 0, storage: int = 0, stalled: float = 0.0) -> Cost:

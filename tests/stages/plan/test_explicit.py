@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from offstage.pipeline.errors import ConfigError
-from offstage.stages.plan.placement import fold
+from offstage.stages.plan.placement import all_homes, fold
 from offstage.stages.plan.policies.explicit import explicit, override
 from offstage.stages.plan.policies.sequential import sequential
 from tests.stages.plan.skeletons import outline, stack
@@ -58,14 +58,14 @@ def test_overrides_change_single_entries_and_the_map_is_folded_again() -> None:
     model = stack(3)
     placement = sequential(model, {0: 30, "cpu": 10, "disk": None})
     moved = override(model, placement, {"layers.1": "cpu"})
-    assert fold(model, moved.homes) == {"layers.0": 0, "layers.1": "cpu", "layers.2": 0}
-    assert fold(model, override(model, moved, {"layers.1.weight": 0}).homes) == {"": 0}
+    assert fold(all_homes(model, moved.homes)) == {"layers.0": 0, "layers.1": "cpu", "layers.2": 0}
+    assert fold(all_homes(model, override(model, moved, {"layers.1.weight": 0}).homes)) == {"": 0}
 
 
 def test_an_override_moves_a_tied_tensor_under_all_its_names() -> None:
     model = outline(FC, tied=[["fc.weight", "head.weight"]])
     moved = override(model, explicit(model, {"": 0}), {"head": "cpu"})
-    assert fold(model, moved.homes) == {"fc.weight": "cpu", "fc.bias": 0, "head": "cpu"}
+    assert fold(all_homes(model, moved.homes)) == {"fc.weight": "cpu", "fc.bias": 0, "head": "cpu"}
 
 
 def test_an_override_of_an_unknown_name_is_refused() -> None:

@@ -220,7 +220,7 @@ def test_the_plan_says_what_computes_on_the_host_and_that_bits_may_differ() -> N
 
 def test_keys_and_values_of_the_hosts_layers_are_predicted_there() -> None:
     plan = make_plan(llama(), {**config(), "model": {}})
-    assert plan.predicted[CPU]["weights"] == plan.resident_bytes[CPU]
+    assert plan.predicted[CPU]["weights"] == plan.devices[CPU].weights
     assert plan.predicted[CPU]["activations"] == plan.predicted[0]["activations"]
 
 

@@ -15,17 +15,16 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.empty_init.skeleton import parent
-from offstage.stages.machine.rates import Rates, known_rates
+from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.link_shares import share_layers
 from offstage.stages.plan.policies.optimal import optimal
 from offstage.stages.plan.table import render
-from offstage.stages.plan.token_bound import bound_seconds
-from offstage.stages.plan.traffic import Step, forecast
+from offstage.stages.plan.traffic import Step, bound_seconds, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
-from tests.stages.plan.plans import make_plan
+from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import at_rest, outline
 from tests.stages.plan.test_optimal import llama
 
@@ -61,12 +60,12 @@ def counted_seconds(model: Outline, plan: Plan, passes: int = 6) -> float:
         sizes = [sum(model.sizes[name] for name in model.direct[one] if name in plan.serving) for one in modules]
         parts += [(plan.execution[one], size) for one, size in zip(modules, sizes, strict=True) if size]
     now, ends = 0.0, []
-    free = dict.fromkeys(plan.reserves, 0.0)
-    held: dict[DeviceId, deque[tuple[float, int]]] = {device: deque() for device in plan.reserves}
+    free = dict.fromkeys(of(plan, "reserve"), 0.0)
+    held: dict[DeviceId, deque[tuple[float, int]]] = {device: deque() for device in of(plan, "reserve")}
     for _ in range(passes):
         for device, size in parts:
             begin, there = free[device], held[device]
-            while sum(count for _, count in there) + size > plan.reserves[device]:
+            while sum(count for _, count in there) + size > plan.devices[device].reserve:
                 begin = max(begin, there.popleft()[0])
             free[device] = begin + size / LINK
             now = max(now, free[device])
@@ -82,8 +81,8 @@ def test_as_many_links_are_about_as_many_times_as_fast(count: int, factor: float
     one, several = planned(model, room), planned(model, *[room] * count)
     assert (one.forecast["bound"], several.forecast["bound"]) == ("link", "link")
     assert seconds(one) > factor * seconds(several)
-    assert list(several.link_bytes_per_token) == list(range(count))
-    assert sum(several.link_bytes_per_token.values()) == several.forecast["streamed_bytes_per_token"]
+    assert list(of(several, "link_bytes")) == list(range(count))
+    assert sum(of(several, "link_bytes").values()) == several.forecast["streamed_bytes_per_token"]
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -91,7 +90,7 @@ def test_as_many_links_are_about_as_many_times_as_fast(count: int, factor: float
 def test_links_that_run_ahead_by_their_reserves_take_as_long_as_predicted(count: int, share: int) -> None:
     model = llama(48)
     plan = planned(model, *[model.skeleton.bytes // share] * count)
-    assert counted_seconds(model, plan) == pytest.approx(max(plan.link_bytes_per_token.values()) / LINK, rel=0.1)
+    assert counted_seconds(model, plan) == pytest.approx(max(of(plan, "link_bytes").values()) / LINK, rel=0.1)
 
 
 def test_one_stretch_of_layers_for_each_accelerator_is_predicted_as_slow_as_it_is() -> None:
@@ -104,7 +103,7 @@ def test_one_stretch_of_layers_for_each_accelerator_is_predicted_as_slow_as_it_i
     given = {"max_memory": {"0": "1GB", "1": "1GB", "cpu": "8GB"}, "hardware": hardware, "generate": {}}
     plan = make_plan(model, {**given, "device_map": device_map, "storage": {"io": "direct"}})
     assert seconds(plan) == pytest.approx(counted_seconds(model, plan), rel=0.02)
-    assert seconds(plan) > 0.9 * sum(plan.link_bytes_per_token.values()) / LINK, "hardly better than one link"
+    assert seconds(plan) > 0.9 * sum(of(plan, "link_bytes").values()) / LINK, "hardly better than one link"
 
 
 def test_layers_take_turns_and_parts_of_them_stay_on_each_accelerator() -> None:
@@ -116,23 +115,23 @@ def test_layers_take_turns_and_parts_of_them_stay_on_each_accelerator() -> None:
     for device in (0, 1):
         budget = plan.budgets[device]
         assert budget is not None
-        assert 0.9 * budget < plan.resident_bytes[device] + plan.reserves[device] <= budget
-    least, most = sorted(plan.link_bytes_per_token.values())
+        assert 0.9 * budget < plan.devices[device].weights + plan.devices[device].reserve <= budget
+    least, most = sorted(of(plan, "link_bytes").values())
     assert most < 1.25 * least, "as even as whole layers can be"
 
 
 def test_links_with_a_root_in_common_take_what_that_takes() -> None:
     model = llama(24)
     apart, shared = planned(model, 10**9, 10**9), planned(model, 10**9, 10**9, root="30GB")
-    assert seconds(shared) == pytest.approx(sum(shared.link_bytes_per_token.values()) / (30 * 10**9))
+    assert seconds(shared) == pytest.approx(sum(of(shared, "link_bytes").values()) / (30 * 10**9))
     assert seconds(apart) < seconds(shared) < seconds(planned(model, 10**9))
 
 
 def test_the_least_seconds_of_what_was_measured_are_those_of_the_slowest_link() -> None:
     plan = planned(llama(24), 5 * 10**8, 5 * 10**8)
-    streamed = sum(plan.link_bytes_per_token.values())
+    streamed = sum(of(plan, "link_bytes").values())
     assert bound_seconds(plan, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(
-        max(plan.link_bytes_per_token.values()) / LINK
+        max(of(plan, "link_bytes").values()) / LINK
     )
 
 
@@ -181,9 +180,9 @@ def test_plans_fit_and_are_never_slower_than_where_one_link_streams(seed: int) -
         seconds(plan) <= forecast(lay_out(model, alone, plan.budgets), Step(), rates).seconds * (1 + 1e-9)
     )
     for device, budget in plan.budgets.items():
-        taken = plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0)
+        taken = plan.devices[device].weights + plan.devices[device].reserve
         assert budget is None or taken <= budget
-    assert set(plan.link_bytes_per_token) <= set(plan.reserves)
+    assert set(of(plan, "link_bytes")) <= set(of(plan, "reserve"))
 
 
 BEFORE: Mapping[str, tuple[str, str]] = {
@@ -234,11 +233,11 @@ def unlike(model: Outline, *devices: tuple[int, str | None], **rates: str) -> Pl
 def test_a_faster_link_brings_more_and_both_take_about_as_long() -> None:
     model, room = llama(48), 10**9
     alike, mixed = unlike(model, (room, None), (room, None)), unlike(model, (room, None), (room, "5GB"))
-    streamed = sum(mixed.link_bytes_per_token.values())
-    took = {0: mixed.link_bytes_per_token[0] / LINK, 1: mixed.link_bytes_per_token[1] / (5 * 10**9)}
+    streamed = sum(of(mixed, "link_bytes").values())
+    took = {0: mixed.devices[0].link_bytes / LINK, 1: mixed.devices[1].link_bytes / (5 * 10**9)}
     assert seconds(mixed) == pytest.approx(max(took.values()))
     assert seconds(mixed) == pytest.approx(streamed / (30 * 10**9), rel=0.2), "as links of 25 and 5 GB bring together"
-    assert seconds(alike) == pytest.approx(max(alike.link_bytes_per_token.values()) / LINK)
+    assert seconds(alike) == pytest.approx(max(of(alike, "link_bytes").values()) / LINK)
     assert seconds(alike) < seconds(mixed)
     assert bound_seconds(mixed, streamed_bytes=streamed, storage_bytes=0) == pytest.approx(seconds(mixed))
 
@@ -253,9 +252,9 @@ def test_links_of_their_own_that_are_alike_are_as_one_rate_of_all() -> None:
 def test_a_link_that_hardly_brings_anything_is_left_to_layers_that_stay(slow: int) -> None:
     model, room = llama(24), 5 * 10**8
     plan = unlike(model, *((room, "1MB" if index == slow else None) for index in (0, 1)))
-    assert set(plan.link_bytes_per_token) == {1 - slow}
-    assert plan.resident_bytes[slow] > room / 2
-    assert seconds(plan) == pytest.approx(plan.link_bytes_per_token[1 - slow] / LINK)
+    assert set(of(plan, "link_bytes")) == {1 - slow}
+    assert plan.devices[slow].weights > room / 2
+    assert seconds(plan) == pytest.approx(plan.devices[1 - slow].link_bytes / LINK)
 
 
 def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
@@ -268,7 +267,7 @@ def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     plan = make_plan(model, {**config, "hardware": hardware})
     read = plan.used_bytes
     assert seconds(plan) == pytest.approx(int(read[0]) / 10**11 + int(read[1]) / (25 * 10**9))
-    assert plan.device_rates == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
+    assert of(plan, "rates") == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
     shown = render(plan, model.sizes)
     assert "0 (RTX 4090)" in shown
     assert "1 1.00 TB over its link and 25.00 GB in its memory" in shown
@@ -287,13 +286,13 @@ def test_plans_over_unlike_links_fit_and_are_never_slower_than_over_one(seed: in
         plan = unlike(model, *devices)
     except BudgetError:
         return
-    rates = known_rates(plan.rates, plan.device_rates)
+    rates = plan.known_rates
     alone = optimal(model, plan.budgets, rates, links=1)
     assert lay_out(model, alone, plan.budgets).shortage(tight=True) is not None or (
         seconds(plan) <= forecast(lay_out(model, alone, plan.budgets), Step(), rates).seconds * (1 + 1e-9)
     )
     for device, budget in plan.budgets.items():
-        taken = plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0)
+        taken = plan.devices[device].weights + plan.devices[device].reserve
         assert budget is None or taken <= budget
 
 
@@ -307,5 +306,5 @@ def test_where_nothing_streams_the_fastest_memory_is_filled_first(swift: int, sh
     config = {"max_memory": {"0": str(room), "1": str(room)}, "device_map": "optimal", "generate": {}}
     plan = make_plan(model, {**config, "hardware": {"devices": listed, "host": {"memory": "8TB"}, "rates": FAST}})
     assert plan.forecast["streamed_bytes_per_token"] == 0
-    assert plan.resident_bytes[1 - swift] <= max(0, whole - room) + 2 * largest
-    assert plan.resident_bytes[swift] > 0.6 * whole
+    assert plan.devices[1 - swift].weights <= max(0, whole - room) + 2 * largest
+    assert plan.devices[swift].weights > 0.6 * whole

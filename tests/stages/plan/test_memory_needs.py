@@ -9,10 +9,11 @@ from functools import cache
 import pytest
 import torch
 
+from offstage.pipeline.decoding import decode
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.empty_init.media_call import weigh_media
-from offstage.stages.empty_init.skeleton import CacheSpec, Skeleton, from_json
+from offstage.stages.empty_init.skeleton import CacheSpec, Skeleton
 from offstage.stages.plan.memory_needs import BlockCache, block_caches, cache_bytes
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.request.geometry import Geometry, Request
@@ -30,7 +31,7 @@ def described(name: str) -> Skeleton:
         model = build(name)
     skeleton = describe(model)
     if name != "whisper":
-        return from_json(json.loads(json.dumps(asdict(skeleton))))
+        return decode(Skeleton, json.loads(json.dumps(asdict(skeleton))))
     weighed, _ = weigh_media(model, inputs_of(name, sequences=1, length=0))
     return replace(skeleton, caches=weighed.caches)
 

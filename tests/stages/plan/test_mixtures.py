@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import BudgetError
 from offstage.stages.dispatch import dispatch_plan
 from offstage.stages.plan import plan as plans
@@ -20,7 +21,7 @@ from offstage.stages.plan.policies import POLICIES
 from offstage.stages.plan.table import render
 from offstage.stages.units import CPU, DISK, DeviceId
 from tests.stages.plan.mixtures import mixture
-from tests.stages.plan.plans import make_plan
+from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import at_rest
 
 NAMES = ["Mixtral", "Qwen3-MoE", "DeepSeek-V3", "gpt-oss"]
@@ -58,7 +59,7 @@ def kept_bytes(outline: Outline) -> int:
 
 def taken(plan: Plan, device: DeviceId) -> int:
     """Return the bytes of the budget of ``device`` that the plan gives to weights, the reserve and slots."""
-    return plan.resident_bytes.get(device, 0) + plan.reserves.get(device, 0) + plan.slots.get(device, 0)
+    return plan.devices[device].weights + plan.devices[device].reserve + plan.devices[device].slots
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,10 +68,10 @@ def test_what_every_token_needs_stays_and_the_rest_of_the_budget_is_slots(name: 
     plan = plan_for(model, cpu=kept_bytes(model) + 5 * expert_bytes(model) + 3)
     assert {tensor for tensor, home in plan.homes.items() if home == DISK} == model.expert_tensors | model.lookups
     assert set(plan.serving.values()) == {"experts", "rows"}
-    assert plan.slots == {CPU: 5 * expert_bytes(model)}
-    assert (plan.reserves, plan.staging_bytes) == ({}, 3)
+    assert of(plan, "slots") == {CPU: 5 * expert_bytes(model)}
+    assert (of(plan, "reserve"), plan.staging_bytes) == ({}, 3)
     count, together = 6 * len(model.experts), max(2, *(spec.per_token for spec in model.experts.values()))
-    assert plan.pools == {CPU: Pool(count, count * expert_bytes(model), expert_bytes(model), together)}
+    assert of(plan, "pool") == {CPU: Pool(count, count * expert_bytes(model), expert_bytes(model), together)}
 
 
 def test_tables_of_which_a_token_needs_a_row_make_room_for_slots_until_all_experts_have_one() -> None:
@@ -86,7 +87,7 @@ def test_tables_of_which_a_token_needs_a_row_make_room_for_slots_until_all_exper
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_that_fits_has_no_slots(name: str) -> None:
     plan = plan_for(mixture(name), cpu=mixture(name).skeleton.bytes)
-    assert (plan.serving, plan.slots, plan.pools) == ({}, {}, {})
+    assert (plan.serving, of(plan, "slots"), of(plan, "pool")) == ({}, {}, {})
 
 
 def test_two_experts_come_before_reading_ahead_and_one_is_enough() -> None:
@@ -96,8 +97,8 @@ def test_two_experts_come_before_reading_ahead_and_one_is_enough() -> None:
     words = str(refusal.value).split()
     least = int(words[words.index("bytes", words.index("least")) - 1])
     assert "a slot of 9.22 kB for an expert" in str(refusal.value)
-    assert plan_for(model, cpu=least).slots == {CPU: expert_bytes(model)}
-    assert plan_for(model, cpu=least + expert_bytes(model)).slots == {CPU: 2 * expert_bytes(model)}
+    assert of(plan_for(model, cpu=least), "slots") == {CPU: expert_bytes(model)}
+    assert of(plan_for(model, cpu=least + expert_bytes(model)), "slots") == {CPU: 2 * expert_bytes(model)}
     with pytest.raises(BudgetError):
         plan_for(model, cpu=least - 1)
 
@@ -107,7 +108,7 @@ def test_all_experts_of_a_token_have_a_slot_before_weights_that_every_token_need
     together, one = roomy_slots(model), expert_bytes(model)
     assert together == max(spec.per_token for spec in model.experts.values()) > 2
     whole = plan_for(model, cpu=kept_bytes(model) + together * one)
-    assert (whole.slots, whole.reserves) == ({CPU: together * one}, {})
+    assert (of(whole, "slots"), of(whole, "reserve")) == ({CPU: together * one}, {})
     less = plan_for(model, cpu=kept_bytes(model) + together * one - 1)
     assert less.slots == {CPU: together * one}
     assert less.reserves, "a part of what every token needs is read for each"
@@ -131,13 +132,13 @@ def test_a_plan_fits_its_budgets_or_is_refused_in_one_line(name: str, policy: st
         assert budget is None or taken(plan, device) <= (budget or made.get(device, 0))
     for experts in model.experts.values():
         assert len({plan.serving.get(tensor) for tensor in experts.tensors}) == 1, "all of them alike"
-    for device, pool in plan.pools.items():
-        assert pool.unit_bytes <= plan.slots[device] <= pool.bytes
-        assert plan.slots[device] % pool.unit_bytes == 0
+    for device, pool in of(plan, "pool").items():
+        assert pool.unit_bytes <= plan.devices[device].slots <= pool.bytes
+        assert plan.devices[device].slots % pool.unit_bytes == 0
         assert pool.bytes == pool.unit_bytes * pool.experts
     assert (
-        plan.slots.keys()
-        == plan.pools.keys()
+        of(plan, "slots").keys()
+        == of(plan, "pool").keys()
         == {plan.execution[module] for module, experts in model.experts.items() if experts.tensors[0] in plan.serving}
     )
     for parts in plan.predicted.values():
@@ -155,7 +156,7 @@ def test_more_budget_is_never_fewer_slots_nor_more_bytes_a_token(name: str, data
     if isinstance(less, str):
         return
     assert isinstance(more, Plan)
-    if less.resident_bytes[CPU] == more.resident_bytes[CPU]:
+    if less.devices[CPU].weights == more.devices[CPU].weights:
         assert less.slots.get(CPU, 0) <= more.slots.get(CPU, 0)
     assert less.forecast["streamed_bytes_per_token"] >= more.forecast["streamed_bytes_per_token"]
 
@@ -165,7 +166,7 @@ def test_the_second_slot_pushes_out_nothing_that_every_token_needs(name: str) ->
     model = mixture(name)
     found = [planned(model, "optimal", {"cpu": share * model.skeleton.bytes // 200}) for share in range(12, 60, 3)]
     plans_made = [plan for plan in found if isinstance(plan, Plan)]
-    assert {1, 2} <= {plan.slots[CPU] // expert_bytes(model) for plan in plans_made}
+    assert {1, 2} <= {plan.devices[CPU].slots // expert_bytes(model) for plan in plans_made}
     counts = [int(plan.forecast["streamed_bytes_per_token"]) for plan in plans_made]
     assert counts == sorted(counts, reverse=True)
 
@@ -187,10 +188,10 @@ def test_experts_wait_on_the_host_as_far_as_it_goes_and_compute_from_slots_of_th
     plan = plan_for(model, _0=both, cpu=rest // 2)
     assert plan.main_device == 0
     assert {plan.homes[name] for name in model.expert_tensors} == {CPU, DISK}
-    assert 0.6 * (rest // 2) < plan.resident_bytes[CPU] <= rest // 2
-    assert plan.slots == {0: 9 * expert_bytes(model)}
+    assert 0.6 * (rest // 2) < plan.devices[CPU].weights <= rest // 2
+    assert of(plan, "slots") == {0: 9 * expert_bytes(model)}
     two = plan_for(model, _0=both // 2, _1=both // 2, cpu=0)
-    assert set(two.slots) == {0, 1}
+    assert set(of(two, "slots")) == {0, 1}
     assert {home for name, home in two.homes.items() if name not in model.expert_tensors} == {0, 1}
 
 
@@ -202,8 +203,8 @@ def test_other_policies_keep_whole_layers() -> None:
     plan = plan_for(model, "sequential", cpu=sum(first) + reserve + 3 * expert_bytes(model))
     homes = [{plan.homes[name] for name in model.layer_of[f"{layer}.mlp.gate.weight"].tensors} for layer in layers]
     assert homes == [{CPU}, {DISK}, {DISK}]
-    assert plan.pools[CPU].experts == 12
-    assert plan.slots[CPU] >= 3 * expert_bytes(model)
+    assert of(plan, "pool")[CPU].experts == 12
+    assert plan.devices[CPU].slots >= 3 * expert_bytes(model)
 
 
 def test_of_a_map_that_tears_experts_apart_the_module_is_served_as_a_whole() -> None:
@@ -214,8 +215,8 @@ def test_of_a_map_that_tears_experts_apart_the_module_is_served_as_a_whole() -> 
     assert plan.serving == {
         f"{experts[0]}.gate_up_proj": "direct", **dict.fromkeys(model.experts[experts[1]].tensors, "experts"),
     }  # fmt: skip
-    assert plan.pools[CPU].experts == 6
-    assert plan.reserves == {CPU: model.sizes[f"{experts[0]}.gate_up_proj"]}
+    assert of(plan, "pool")[CPU].experts == 6
+    assert of(plan, "reserve") == {CPU: model.sizes[f"{experts[0]}.gate_up_proj"]}
 
 
 def test_cpu_offload_gb_takes_the_experts_of_a_layer_together() -> None:
@@ -228,7 +229,7 @@ def test_cpu_offload_gb_takes_the_experts_of_a_layer_together() -> None:
         before += model.sizes[name]
     plan = plan_for(model, {"cpu_offload_gb": (before + 1) / 10**9}, _0=10**8, cpu=10**8)
     assert {plan.serving[name] for name in first.tensors} == {"experts"}
-    assert plan.slots == {0: 6 * expert_bytes(model)}
+    assert of(plan, "slots") == {0: 6 * expert_bytes(model)}
 
 
 def test_a_token_is_expected_to_bring_the_experts_that_it_uses_and_that_have_no_slot() -> None:
@@ -259,9 +260,9 @@ def test_each_kind_of_experts_has_a_slot_at_least() -> None:
     mixed = Outline(replace(model.skeleton, tensors=tuple(narrow), experts=experts), routes=True)
     small, large = (mixed.expert_kinds[spec.module].bytes for spec in experts[:2])
     plan = plan_for(mixed, cpu=kept_bytes(mixed) + 3 * (small + large))
-    (pool,) = plan.pools.values()
+    (pool,) = of(plan, "pool").values()
     assert (small < large, pool.experts, pool.bytes) == (True, 24, 12 * small + 12 * large)
-    shares = [plan.slots[CPU] * 12 * kind // pool.bytes for kind in (small, large)]
+    shares = [plan.devices[CPU].slots * 12 * kind // pool.bytes for kind in (small, large)]
     assert [share // kind for share, kind in zip(shares, (small, large), strict=True)] == [3, 3]
 
 
@@ -310,7 +311,7 @@ def test_what_is_unpacked_for_slots_of_an_accelerator_passes_through_buffers_of_
     assert plan.predicted[CPU]["staging"] - plan_for(plain, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"] == (
         8 * (largest - 1)
     )
-    monkeypatch.setattr("offstage.stages.plan.host_buffers.PINNED_BYTES", 1)
+    monkeypatch.setattr("offstage.stages.machine.probes.PINNED_BYTES", 1)
     small = plan_for(model, _0=plan.budgets[0], cpu=0).predicted[CPU]["staging"]
     assert small == largest, "one is enough, which several threads unpack into"
 
@@ -319,11 +320,11 @@ def test_plan_and_dispatch_plan_come_back_from_their_files(tmp_path: Path) -> No
     model = mixture("DeepSeek-V3")
     plan = plan_for(model, cpu=kept_bytes(model) + 6 * expert_bytes(model))
     plan.save(tmp_path)
-    assert plans.from_json(json.loads((tmp_path / plans.FILE_NAME).read_text())) == plan
+    assert decode(Plan, json.loads((tmp_path / plans.FILE_NAME).read_text())) == plan
     made = dispatch_plan.make_dispatch_plan(model.skeleton, plan)
     made.save(tmp_path)
-    assert dispatch_plan.from_json(json.loads((tmp_path / dispatch_plan.FILE_NAME).read_text())) == made
-    assert made.slots == plan.slots
+    assert decode(dispatch_plan.DispatchPlan, json.loads((tmp_path / dispatch_plan.FILE_NAME).read_text())) == made
+    assert made.slots == of(plan, "slots")
     assert {name: part.experts for name, part in made.parts.items() if part.experts} == model.experts
     assert (made.order, made.streamed_bytes, made.reserves) == (tuple(model.experts), 0, {})
 
@@ -340,4 +341,4 @@ def test_without_the_switch_experts_are_streamed_as_any_weights() -> None:
     model = replace(mixture("Mixtral"), routes=False)
     plan = plan_for(model, cpu=model.skeleton.bytes // 2)
     assert set(plan.serving.values()) == {"direct", "rows"}
-    assert (plan.slots, "expert_hit_rate" in plan.forecast, "slots" in plan.predicted[CPU]) == ({}, False, False)
+    assert (of(plan, "slots"), "expert_hit_rate" in plan.forecast, "slots" in plan.predicted[CPU]) == ({}, False, False)

@@ -21,10 +21,9 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement, resident_bytes
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies import POLICIES
-from offstage.stages.plan.table import packed_told
-from offstage.stages.plan.token_bound import bound_seconds
+from offstage.stages.plan.table import packed_bytes, packed_told
 from offstage.stages.plan.token_time import Brought, slowest, token_seconds
-from offstage.stages.plan.traffic import PLAIN_STEP, traffic
+from offstage.stages.plan.traffic import PLAIN_STEP, bound_seconds, traffic
 from offstage.stages.units import CPU, DeviceId
 from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan, predicted
@@ -50,7 +49,7 @@ def test_a_token_takes_storage_the_bytes_at_rest_and_the_host_those_in_use_and_t
     plan = planned(model, cpu="30")
     away = [name for name, serving in plan.serving.items() if serving == "direct"]
     assert len(away) == 2
-    assert (plan.resident_bytes["cpu"], plan.resident_bytes["disk"]) == (20, 10)
+    assert (plan.devices["cpu"].weights, plan.devices["disk"].weights) == (20, 10)
     assert plan.forecast["streamed_bytes_per_token"] == plan.forecast["packed_bytes_per_token"] == 10
     assert plan.forecast["unpacked_bytes_per_token"] == 20
     assert (plan.forecast["bound"], plan.forecast["seconds_per_token"]) == (
@@ -138,7 +137,7 @@ def test_the_host_holds_packed_what_storage_would_be_slower_to_bring() -> None:
     slow = optimal_plan(model, rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu="120")
     packed = [name for name, serving in slow.serving.items() if serving == "packed"]
     assert len(packed) == 20, "all of it, beside a part that is used and one that comes"
-    assert slow.resident_bytes["cpu"] == 100
+    assert slow.devices["cpu"].weights == 100
     assert (slow.forecast["streamed_bytes_per_token"], slow.forecast["bound"]) == (100, "unpacking")
     assert slow.packed == {"half": {"used": 200, "cpu": 100}}
     assert slow.homes[packed[0]] == "cpu"
@@ -153,7 +152,7 @@ def test_the_budget_is_shared_between_what_lies_as_it_is_used_and_packed() -> No
     assert lying["direct"] == 0
     assert lying["resident"] >= 8
     assert lying["packed"] >= 8
-    assert plan.resident_bytes["cpu"] == 10 * lying["resident"] + 5 * lying["packed"]
+    assert plan.devices["cpu"].weights == 10 * lying["resident"] + 5 * lying["packed"]
 
 
 def test_an_accelerator_has_waiting_on_the_host_packed_what_would_be_on_disk() -> None:
@@ -177,8 +176,8 @@ def test_experts_wait_on_the_host_packed_where_storage_would_be_slower(accelerat
     plan = optimal_plan(model, rates=slow, **budgets)
     assert set(plan.packed_on_host) == plain.expert_tensors
     assert {plan.serving[name] for name in plain.expert_tensors} == {"experts"}
-    assert plan.packed["half"]["cpu"] == quarter
-    assert plan.resident_bytes["cpu"] + plan.slots.get("cpu", 0) <= (plan.budgets["cpu"] or 0)
+    assert packed_bytes(plan)["half"]["cpu"] == quarter
+    assert plan.devices["cpu"].weights + plan.devices["cpu"].slots <= (plan.budgets["cpu"] or 0)
     assert "storage_bandwidth_bytes_per_second" not in plan.forecast, "nothing of it is read for a token"
     swift = Rates(storage=10**9, host=10**9, link=10**9, device=10**9, unpacking=10**9)
     again = optimal_plan(plain, rates=swift, **budgets)
@@ -193,7 +192,7 @@ def test_what_is_not_packed_stays_before_what_is_read_in_fewer_bytes() -> None:
 
 def test_the_screen_says_what_rests_packed_where_and_by_which_codec() -> None:
     plan = optimal_plan(halved(stack(20)), rates=Rates(storage=10, host=10**6, unpacking=10**4), cpu="60")
-    assert plan.packed == {"half": {"used": 200, "cpu": 40, "disk": 60}}
+    assert packed_bytes(plan) == {"half": {"used": 200, "cpu": 40, "disk": 60}}
     assert packed_told(plan) == ["half: 40 B on cpu and 60 B on disk rest packed, 200 B as they are used"]
     assert packed_told(optimal_plan(stack(20), rates=RATES, cpu="60")) == []
 

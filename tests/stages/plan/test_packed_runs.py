@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 import offstage
+from offstage.stages.plan.table import packed_bytes
 from tests.stages.dispatch.experts.packed_mixture import save_packed_mixture
 
 CONFIG = LlamaConfig(
@@ -73,13 +74,13 @@ def test_a_plan_predicts_the_bytes_of_what_rests_packed_exactly(place: str, chec
     assert torch.equal(logits, expected)
     assert streamed == plan.forecast["streamed_bytes_per_token"]
     assert ("packed" in plan.serving.values()) == (place != "the rest on disk")
-    held, budget = plan.resident_bytes["cpu"], plan.budgets["cpu"]
+    held, budget = plan.devices["cpu"].weights, plan.budgets["cpu"]
     assert budget is not None
-    assert held + plan.reserves.get("cpu", 0) <= budget
+    assert held + plan.devices["cpu"].reserve <= budget
     if place == "all packed in memory":
         assert stored == 0
-        assert set(plan.packed["fp8"]) == {"used", "cpu"}
-        assert plan.resident_bytes["cpu"] > 0.5 * WEIGHT_BYTES
+        assert set(packed_bytes(plan)["fp8"]) == {"used", "cpu"}
+        assert plan.devices["cpu"].weights > 0.5 * WEIGHT_BYTES
 
 
 @pytest.mark.parametrize("max_memory", [{"cpu": "420KB"}, {0: "1MB", "cpu": "300KB"}], ids=["host", "accelerator"])

@@ -15,7 +15,7 @@ from offstage.stages.plan.placement import Placement, execution_devices
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.policies.explicit import override
 from offstage.stages.units import CPU, DISK
-from tests.stages.plan.plans import make_plan
+from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import outline, stack
 
 
@@ -50,10 +50,10 @@ def test_each_accelerator_that_streams_has_its_reserve_in_the_plan_its_peak_and_
     model = halves()
     device_map = {f"l.{index}.{name}": index % 2 if name == "a" else "disk" for index in range(4) for name in "ab"}
     plan = mapped(model, device_map, _0="40", _1="45", cpu="1GB")
-    assert plan.reserves == {0: 20, 1: 20}
+    assert of(plan, "reserve") == {0: 20, 1: 20}
     assert [plan.predicted[device]["reserve"] for device in (0, 1, CPU)] == [20, 20, 0]
     assert plan.predicted[CPU]["staging"] == 40, "what is read for either passes through the host"
-    assert make_dispatch_plan(model.skeleton, plan).reserves == plan.reserves
+    assert make_dispatch_plan(model.skeleton, plan).reserves == of(plan, "reserve")
 
 
 def test_what_code_makes_counts_on_the_host_wherever_a_placement_has_it() -> None:
@@ -61,7 +61,7 @@ def test_what_code_makes_counts_on_the_host_wherever_a_placement_has_it() -> Non
     made = tuple(replace(spec, persistent=spec.name != "a.angles") for spec in plain.skeleton.tensors)
     model = replace(plain, skeleton=replace(plain.skeleton, tensors=made))
     plan = mapped(model, {"": "disk"}, cpu="14")
-    assert (plan.resident_bytes[CPU], plan.reserves[CPU]) == (4, 10)
+    assert (plan.devices[CPU].weights, plan.devices[CPU].reserve) == (4, 10)
     assert plan.predicted[CPU]["weights"] == 4
     with pytest.raises(BudgetError, match=r"can.t hold 4 B of weights .*the least that works is 14 bytes"):
         mapped(model, {"": "disk"}, cpu="13")

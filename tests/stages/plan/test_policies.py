@@ -8,7 +8,7 @@ from offstage.pipeline.errors import BudgetError
 from offstage.stages.plan.checks import require_fit
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import execution_devices, fold
+from offstage.stages.plan.placement import all_homes, execution_devices, fold
 from offstage.stages.plan.policies import POLICIES
 from tests.stages.plan.skeletons import outline, stack
 
@@ -19,7 +19,7 @@ def placed(model: Outline, budgets: Budgets, policy: str = "sequential") -> dict
     budgets = {"disk": None, **budgets}
     placement = POLICIES[policy](model, budgets)
     require_fit(lay_out(model, placement, budgets))
-    return fold(model, placement.homes)
+    return fold(all_homes(model, placement.homes))
 
 
 THREE = {"a.weight": 4_000_000, "b.weight": 4_000_000, "layer.weight": 4_000_000, "layer.bias": 4_000}

@@ -156,7 +156,7 @@ def test_what_simulated_accelerators_hold_lies_on_the_host() -> None:
 def test_what_is_staged_on_the_host_is_predicted_unless_it_is_mapped() -> None:
     model = outline({f"l.{index}.w": 10 for index in range(4)})
     plan = planned(model, cpu="35")
-    assert plan.resident_bytes["cpu"] == 20
+    assert plan.devices["cpu"].weights == 20
     assert predicted(model, plan, MemoryNeeds(0), Rates()).predicted["cpu"]["reserve"] == 15
     assert predicted(model, plan, MemoryNeeds(0), Rates(), io="mmap").predicted["cpu"]["reserve"] == 0
     through = predicted(model, planned(model, _0="30", cpu="5"), MemoryNeeds(0), Rates()).predicted

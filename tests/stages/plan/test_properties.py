@@ -20,6 +20,7 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import (
     Budgets,
     Placement,
+    all_homes,
     execution_devices,
     fold,
     held_bytes,
@@ -117,7 +118,7 @@ def test_the_map_says_what_the_homes_say_and_reads_back_to_the_same_placement(po
     placement = place(outline, budgets, policy)
     if placement is None:
         return
-    device_map = fold(outline, placement.homes)
+    device_map = fold(all_homes(outline, placement.homes))
     homes = spread(outline, device_map)
     assert homes == {name: placement.homes[outline.skeleton.leader(name)] for name in outline.sizes}
     again = explicit(outline, device_map)

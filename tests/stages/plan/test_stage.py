@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import BudgetError, ConfigError
 from offstage.stages.plan import options
+from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.stage import PlanStage
-from tests.stages.plan.plans import make_plan
+from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import outline, stack
 
 
@@ -119,16 +121,14 @@ def test_shares_are_of_the_device() -> None:
 
 def test_automatic_budgets_are_the_sum_of_their_terms() -> None:
     plan = make_plan(stack(3), config(max_memory=None))
-    assert plan.budgets["cpu"] == sum(plan.budget_terms["cpu"].values())
+    assert plan.budgets["cpu"] == sum(plan.devices["cpu"].budget_terms.values())
     assert plan.device_map == {"": "cpu"}
 
 
 def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
-    from offstage.stages.plan.plan import from_json
-
     plan = make_plan(stack(7), config(max_memory={"0": "20", "cpu": "15"}, hardware=two_accelerators()))
     plan.save(tmp_path)
-    assert from_json(json.loads((tmp_path / "plan.json").read_text())) == plan
+    assert decode(Plan, json.loads((tmp_path / "plan.json").read_text())) == plan
 
 
 def test_every_tensor_and_every_module_with_tensors_has_a_device() -> None:
@@ -154,7 +154,7 @@ def test_cpu_offload_gb_offloads_the_first_layers_parameter_by_parameter() -> No
     changes = {"max_memory": {"0": "7GB", "cpu": "9GB"}, "hardware": two_accelerators("8GB")}
     plan = make_plan(model, config(**changes, device_map={"cpu_offload_gb": 2.5}))
     assert plan.device_map == {"embed": 0, "l.0": "cpu", "l.1.a": "cpu", "l.1.b": 0, "l.2": 0}
-    assert (set(plan.execution.values()), plan.reserves) == ({0}, {0: 2 * 10**9})
+    assert (set(plan.execution.values()), of(plan, "reserve")) == ({0}, {0: 2 * 10**9})
 
 
 def test_a_host_that_cannot_hold_the_plan_is_refused_with_the_most_that_works() -> None:
@@ -173,9 +173,9 @@ def short_host(memory: int) -> Any:
 
 def test_a_worked_out_budget_is_the_least_that_works_where_the_host_has_no_more() -> None:
     roomy, tight = short_host(2 * 10**9), short_host(370 * 10**6)
-    assert roomy.resident_bytes["cpu"] == 9 * 10**7
-    assert tight.budgets["cpu"] == tight.reserves["cpu"] == 3 * 10**7
-    assert sum(tight.budget_terms["cpu"].values()) == 3 * 10**7
+    assert roomy.devices["cpu"].weights == 9 * 10**7
+    assert tight.budgets["cpu"] == tight.devices["cpu"].reserve == 3 * 10**7
+    assert sum(tight.devices["cpu"].budget_terms.values()) == 3 * 10**7
     assert sum(tight.predicted["cpu"].values()) < 370 * 10**6
     assert any("the host's memory is short" in note for note in tight.notes)
     assert not any("short" in note for note in roomy.notes)
@@ -188,7 +188,7 @@ def test_a_host_that_truly_cannot_is_refused_by_its_own_limit_and_the_least_name
     assert told.startswith("hardware.host.memory: 330.00 MB are free on the host, and the run takes ")
     assert "max_memory" not in told
     (least,) = re.findall(r"the least that works is (\d+) bytes", told)
-    assert short_host(int(least)).reserves["cpu"] == 3 * 10**7
+    assert short_host(int(least)).devices["cpu"].reserve == 3 * 10**7
 
 
 def test_an_accelerator_that_cannot_hold_the_plan_is_refused() -> None:
@@ -201,11 +201,11 @@ def test_an_accelerator_that_cannot_hold_the_plan_is_refused() -> None:
 def test_simulated_accelerators_have_ledgers_and_a_note() -> None:
     devices = {"devices": [{"memory": "100"}, {"memory": "100", "ledger": "7"}, {"memory": "100"}]}
     plan = make_plan(stack(3), config(max_memory={"0": "20", "1": "20"}, hardware=devices))
-    assert plan.ledgers == {0: 20, 1: 7, 2: 0}
+    assert of(plan, "simulated") == {0: 20, 1: 7, 2: 0}
     assert plan.notes == ("3 simulated accelerators: times are those of the cpu",)
 
 
 def test_an_automatic_budget_leaves_room_for_the_libraries() -> None:
-    terms = make_plan(stack(3), config(max_memory=None)).budget_terms["cpu"]
+    terms = make_plan(stack(3), config(max_memory=None)).devices["cpu"].budget_terms
     assert list(terms) == ["available", "process", "libraries", "request", "margin"]
     assert terms["libraries"] <= -250 * 10**6

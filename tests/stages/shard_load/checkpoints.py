@@ -20,11 +20,13 @@ from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec
+from offstage.stages.plan.layout import Line
 from offstage.stages.plan.plan import Plan
 from offstage.stages.shard_load.expert_rows import Rows
 from offstage.stages.shard_load.sources import DiskWeights, TensorSource, Way
 from offstage.stages.shard_load.stage import ShardLoadStage
 from offstage.stages.units import DeviceId
+from tests.stages.plan.plans import plan_by_hand, with_lines
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIGS = {
@@ -84,18 +86,7 @@ def empty_model(kind: str, dtype: torch.dtype) -> Any:
 def make_plan(skeleton: Skeleton, where: Callable[[str], DeviceId]) -> Plan:
     """Return a plan whose homes are ``where(name of the tensor's leader)``."""
     homes: dict[str, DeviceId] = {t.name: where(skeleton.leader(t.name)) for t in skeleton.tensors}
-    return Plan(
-        policy="explicit",
-        main_device=0 if 0 in homes.values() else "cpu",
-        device_map=homes,
-        homes=homes,
-        execution={},
-        serving={},
-        budgets={"cpu": None, "disk": None},
-        resident_bytes={},
-        reserves={},
-        reasons={},
-    )
+    return plan_by_hand(homes, main=0 if 0 in homes.values() else "cpu")
 
 
 @dataclass
@@ -143,10 +134,14 @@ def make_context(
     plan = make_plan(skeleton, where)
     experts = [name for spec in skeleton.experts for name in spec.tensors if plan.homes[name] == "disk"]
     ways = {**({"disk": "direct"} if packs else {}), **({"cpu": "packed"} if waits_packed else {})}
-    streamed = {name: ways[home] for name, home in plan.homes.items() if home in ways}
-    plan = replace(plan, serving={**streamed, **(dict.fromkeys(experts, "experts") if routes else {})})
-    on_host = tuple(name for name, way in streamed.items() if way == "packed")
-    plan = replace(plan, codec="zstd" if packs else None, packed_on_host=on_host)
+    serving: dict[str, Any] = {name: ways[home] for name, home in plan.homes.items() if home in ways}
+    serving |= dict.fromkeys(experts, "experts") if routes else {}
+    packed = waits_packed and "zstd"
+
+    def lying(line: Line) -> Line:
+        return line._replace(serving=serving.get(line.name), codec=packed or None if line.home == "cpu" else None)
+
+    plan = replace(with_lines(plan, lying), codec="zstd" if packs else None)
     folders = {stage: root / "artifacts" / stage for stage in ("empty_init", "plan")}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """The folder that a mixture is offloaded to: where its experts lie, each by itself."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ from offstage.stages.dispatch.accelerate_api.streamed_model import Wanted, plan_
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton
 from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.serving import Serving
 from offstage.stages.shard_load.checkpoint_in_model import fill_model
 from offstage.stages.shard_load.expert_rows import read_rows
 from offstage.stages.shard_load.offload_store import read_index
 from offstage.stages.shard_load.sources import DiskWeights, LoadPlan, find_sources, prepare
+from tests.stages.plan.plans import with_lines
 from tests.stages.shard_load.checkpoints import assert_same
 from tests.stages.shard_load.test_rows import empty_mixture, make_mixture
 
@@ -26,8 +27,9 @@ from tests.stages.shard_load.test_rows import empty_mixture, make_mixture
 def plan_on_disk(skeleton: Skeleton, *, routes: bool) -> Plan:
     """Return a plan that has all on disk, experts served one by one where it ``routes``."""
     plan = plan_for(skeleton, Wanted({spec.name: "disk" for spec in skeleton.tensors}, "cpu"))
-    experts = [name for spec in skeleton.experts for name in spec.tensors]
-    return replace(plan, serving={**plan.serving, **dict.fromkeys(experts, "experts" if routes else "direct")})
+    experts = {name for spec in skeleton.experts for name in spec.tensors}
+    way: Serving = "experts" if routes else "direct"
+    return with_lines(plan, lambda line: line._replace(serving=way) if line.name in experts else line)
 
 
 def values_of(weights: DiskWeights) -> Mapping[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 import pytest
 
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
-from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
+from offstage.stages.plan.expert_slots import bank_bounds, kept_share, wanted
 from tests.stages.dispatch.experts.small_slots import small_slots
 
 

@@ -26,7 +26,7 @@ from offstage.stages.dispatch.transfer.reading_threads import reader_pool
 from offstage.stages.dispatch.transfer.traffic import Traffic
 from offstage.stages.empty_init.experts import is_experts
 from offstage.stages.machine.probes import READING_THREADS
-from offstage.stages.plan.expert_banks import bank_bounds
+from offstage.stages.plan.expert_slots import bank_bounds
 from tests.stages.dispatch.experts.mixtures import mixture
 from tests.stages.reading_threads import settle
 

@@ -15,10 +15,10 @@ from offstage.stages.dispatch.dispatch_plan import make_dispatch_plan
 from offstage.stages.dispatch.streaming.inputs import move_inputs
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton
-from offstage.stages.plan.plan import Plan
 from offstage.stages.units import CPU, DeviceId
 from tests.stages.dispatch.fake_accelerators import fake_accelerators, place
 from tests.stages.dispatch.streaming.lockstep_grid import CONFIGS
+from tests.stages.plan.plans import plan_by_hand
 
 DEVICES: tuple[DeviceId, ...] = (0, 1, CPU)
 IDS = torch.zeros(2, 5, dtype=torch.long)
@@ -51,7 +51,7 @@ def dealt(name: str, *, moves: bool = True) -> tuple[Any, dict[str, DeviceId]]:
     skeleton = describe(model, rehearsed=False)
     execution = in_turn(skeleton)
     homes = {tensor.name: execution[tensor.name.rpartition(".")[0]] for tensor in skeleton.tensors}
-    plan = make_dispatch_plan(skeleton, Plan("explicit", 0, homes, homes, execution, {}, {}, {}, {}, {}))
+    plan = make_dispatch_plan(skeleton, plan_by_hand(homes, execution, main=0))
     entries = {entry: torch_device(device) for entry, device in plan.entries.items()}
     place(model, lambda module: torch_device(execution.get(module, 0)))
     for _ in move_inputs(model, entries, main=torch_device(0)) if moves else ():

@@ -16,12 +16,12 @@ from offstage.stages.machine.devices import Devices
 from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement
-from offstage.stages.plan.plan import Plan
 from offstage.stages.units import CPU, DeviceId
 from tests.long_form import in_ci
 from tests.stages.dispatch.placed_models import to_disk
 from tests.stages.listed_experts import LAYERS, STYLES, TOP, WORDS, HitExperts, Mixture, SortedExperts, mixture
 from tests.stages.packed_models import ScaledRows, quantised, to_packed
+from tests.stages.plan.plans import plan_by_hand
 from tests.stages.shard_load.checkpoints import disk_weights
 
 IN_ORDER = [HitExperts, SortedExperts]
@@ -65,7 +65,7 @@ class Listed:
         homes: dict[str, DeviceId] = {tensor.name: "disk" for tensor in skeleton.tensors}
         execution = {parent(name): computes for name in homes}
         serving = lay_out(Outline(skeleton), Placement(homes, CPU), execution=execution, io="direct").serving
-        plan = Plan("explicit", computes, homes, homes, execution, serving, {}, {}, {}, {})
+        plan = plan_by_hand(homes, execution, serving, main=computes)
         dispatch = replace(make_dispatch_plan(skeleton, plan), staging_bytes=staging, reserves={0: staging})
         store = to_packed(codec) if codec else to_disk
         extents = store(self.model, set(homes), folder / "weights", begin=64)

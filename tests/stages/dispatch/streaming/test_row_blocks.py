@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from offstage.stages.dispatch.dispatch_plan import DispatchPlan, from_json
+from offstage.pipeline.decoding import decode
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan
 from offstage.stages.dispatch.streaming.row_blocks import BlockedWeight
 from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.machine.devices import Devices
@@ -118,6 +119,6 @@ def test_the_dispatch_plan_says_which_weights_come_so(tmp_path: Path) -> None:
     made = Setup(head(), lambda name: "disk", tmp_path, example=X, execution=lambda module: "cpu")
     plan = by_blocks(made.score, BLOCK)
     plan.save(tmp_path)
-    read = from_json(json.loads((tmp_path / "dispatch.json").read_text()))
+    read = decode(DispatchPlan, json.loads((tmp_path / "dispatch.json").read_text()))
     assert read.parts["head"].block_rows == {"head.weight": ROWS}
     assert not read.parts["body"].block_rows

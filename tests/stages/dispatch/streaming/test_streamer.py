@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import CheckpointError
-from offstage.stages.dispatch.dispatch_plan import DispatchPlan, from_json, make_dispatch_plan
+from offstage.stages.dispatch.dispatch_plan import DispatchPlan, make_dispatch_plan
 from offstage.stages.dispatch.streaming.streamer import Streamer
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.skeleton import Skeleton, parent
@@ -18,6 +19,7 @@ from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.serving import Io
 from offstage.stages.units import CPU, DeviceId
 from tests.stages.dispatch.placed_models import to_disk
+from tests.stages.plan.plans import plan_by_hand
 from tests.stages.shard_load.checkpoints import disk_weights
 
 
@@ -25,7 +27,7 @@ def plan_with(skeleton: Skeleton, on_disk: set[str], io: Io) -> Plan:
     homes: dict[str, DeviceId] = {t.name: "disk" if t.name in on_disk else "cpu" for t in skeleton.tensors}
     execution: dict[str, DeviceId] = {parent(name): "cpu" for name in homes}
     serving = lay_out(Outline(skeleton), Placement(homes, CPU), execution=execution, io=io).serving
-    return Plan("explicit", "cpu", homes, homes, execution, serving, {}, {}, {}, {})
+    return plan_by_hand(homes, execution, serving)
 
 
 Result = tuple[Streamer, DispatchPlan]
@@ -230,7 +232,7 @@ def test_the_score_survives_its_file_and_lists_streamed_modules_in_order(dispatc
     model = net()
     _, plan = dispatch(model, DISK, X)
     plan.save(tmp_path)
-    assert from_json(json.loads((tmp_path / "dispatch.json").read_text())) == plan
+    assert decode(DispatchPlan, json.loads((tmp_path / "dispatch.json").read_text())) == plan
     assert plan.order == ("0", "1", "3")
     assert plan.entries == {"": "cpu"}
     assert plan.streamed_bytes == BYTES_ON_DISK

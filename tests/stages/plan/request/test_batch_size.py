@@ -55,7 +55,7 @@ WHOLE = {"cpu": "400MB"}
 @pytest.mark.parametrize(("memory", "size"), [("2GiB", 96), ("1.5GiB", 48), ("1300MB", 16), ("900MB", 1)])
 def test_beside_a_given_budget_it_is_the_largest_that_fits(memory: str, size: int) -> None:
     plan = planned(memory, max_memory=WHOLE)
-    assert (plan.batch_size, plan.resident_bytes["cpu"]) == (size, 400 * MB)
+    assert (plan.batch_size, plan.devices["cpu"].weights) == (size, 400 * MB)
     room = coarse(parse_size(memory)) * 0.95 - LIBRARY_BYTES
     larger = min(one for one in batch_sizes(500) if one > size)
     assert held(plan) <= room or size == 1, "the margin goes before a run is refused"
@@ -71,9 +71,9 @@ def test_no_batch_takes_the_place_of_weights_that_a_budget_has() -> None:
 def test_where_budgets_are_worked_out_weights_give_way_only_where_that_is_sooner() -> None:
     machine = {"devices": [{"memory": "4.4GB"}], "host": {"memory": "64GiB"}}
     slow, fast = (planned("", model(40), rates=Rates(link=rate), hardware=machine) for rate in (MB, 10**13))
-    assert (slow.batch_size, slow.resident_bytes[0]) == (16, 4000 * MB), "passes over what is there cost less"
+    assert (slow.batch_size, slow.devices[0].weights) == (16, 4000 * MB), "passes over what is there cost less"
     assert (fast.batch_size or 0) >= 96
-    assert fast.resident_bytes[0] < 4000 * MB
+    assert fast.devices[0].weights < 4000 * MB
     assert max(sum(plan.predicted[0].values()) for plan in (slow, fast)) <= 4400 * MB * 0.95
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from offstage.stages.dispatch.experts.eviction import Expert
 from offstage.stages.dispatch.experts.expert_slots import ExpertSlots
-from offstage.stages.plan.expert_banks import bank_bounds, kept_share, wanted
+from offstage.stages.plan.expert_slots import bank_bounds, kept_share, wanted
 from tests.stages.dispatch.experts.small_slots import small_slots
 
 TENSORS = ("gate_up_proj", "down_proj")
