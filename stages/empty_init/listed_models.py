@@ -27,7 +27,7 @@ def import_models() -> None:
 
     A transformers that lists its models otherwise does so.
     """
-    made = getattr(import_utils, "define_import_structure", None)
+    made: Any = getattr(import_utils, "define_import_structure", None)
     is_listed = getattr(made, "cache_info", None) is not None and made.cache_info().currsize == 1
     if "transformers.models" in sys.modules or not is_listed:
         return
