@@ -13,6 +13,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+_ONES = 0x0101010101010101
+"""One in each of eight bytes."""
+_DIAGONAL = int.from_bytes([1 << bit for bit in range(8)], "little", signed=True)
+"""The first bit in the first of eight bytes, the last in the last."""
+
 
 def _halves(blocks: Tensor, begin: int) -> Tensor:
     """Return the float16 at byte ``begin`` of each block, as float32 in a column."""
@@ -83,16 +88,18 @@ def _codes(packed: Tensor) -> Tensor:
 
 def _planes(packed: Tensor, *, bits: int) -> Tensor:
     """Return for each byte of ``packed`` (…, 1, k) its pieces of so many ``bits``, the lowest first (…, 8 / bits, k);
-    they stand above four others.
+    they stand above four others. Eight bytes are shifted at once.
     """
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return (packed >> shifts[:, None]).bitwise_and_(2**bits - 1).mul_(16)
+    shifts = torch.arange(0, 8, bits, dtype=torch.int64, device=packed.device)
+    pieces = packed.contiguous().view(torch.int64) >> shifts[:, None]
+    return pieces.bitwise_and_((2**bits - 1) * _ONES).bitwise_left_shift_(4).view(torch.uint8)
 
 
 def _five_bits(packed: Tensor, fifth: Tensor, out: Tensor) -> None:
     """Write the low halves of 16 bytes, then the high ones, each with a fifth bit from four bytes more."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    codes = (fifth[:, :, None] >> shifts).bitwise_and_(1).mul_(16).view(-1, 32)
+    each = (fifth.to(torch.int64) * _ONES).bitwise_and_(_DIAGONAL)  # a bit of the byte in each of eight
+    codes = each.add_(127 * _ONES).bitwise_right_shift_(7).bitwise_and_(_ONES).bitwise_left_shift_(4)
+    codes = codes.view(torch.uint8)
     codes[:, :16] |= packed & 15
     codes[:, 16:] |= packed >> 4
     out.copy_(codes)
