@@ -4,10 +4,10 @@ The order begins as the rehearsal's and is corrected by what a whole pass really
 order, twice, or not at all is no error: only less is known ahead.
 
 A module that is entered from outside has an order of its own, beside that of a pass: ``generate`` calls an encoder once
-and then a decoder for each token, and an image tower runs in the first pass of a prompt alone. What a whole pass leaves
-out, or is called outside of all passes, is expected in no pass any more; but once a part of it is used, so are those
-that followed it the last time, and then what comes next in a pass. A part that two passes in turn have used is expected
-in each pass again.
+and then a decoder for each token; an image tower, or what an encoder's states become for the decoder, runs in the first
+pass of a prompt alone. What a whole pass leaves out, or is called outside of all passes, is expected in no pass any
+more; but once a part of it is used, so is all that followed it the last time, and then the next pass. A part that two
+passes in turn have used is expected in each pass again.
 
 A backward pass asks again for the parts whose weights its forward had saved: at first they are expected in the reverse
 order, then as the last backward pass asked for them, which is another order where it computes parts of the forward
@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
+
+_ROUTES = 4
+"""So many orders are known beside that of a pass: of an encoder, of the first pass of a prompt with images, …"""
 
 
 class Schedule:
@@ -38,8 +40,8 @@ class Schedule:
         self._backward: list[int] = []  # what comes between a pass and the next one
         self._saved: list[int] = []  # what the pass had saved that this followed
         self._left_out: set[int] = set()  # what no pass is expected to use
-        self._after: dict[int, int] = {}  # of what was left out, what followed each the last time
-        self._beside: list[int] = []  # what was left out and is expected now
+        self._routes: list[list[int]] = []  # what was used where some of that was used, the latest first
+        self._beside: list[int] = []  # the rest of one of them that is expected now
         self._beside_asked = 0
         self._again: set[int] = set()  # what was left out, and used by the last pass all the same
         self._in_pass = self._is_known = False  # the order is known once a whole pass was seen
@@ -83,42 +85,42 @@ class Schedule:
         """
         if part in self._optional:
             return False
-        if self._seen and self._seen[-1] in self._left_out:
-            self._follow(self._seen[-1], part)
         self._seen.append(part)
-        if part in self._left_out:
-            return self._use_beside(part)
+        if part in self._beside:
+            self._keep_beside(self._beside[self._beside.index(part) + 1 :])
+            return False
         self._keep_beside([])
+        if part in self._left_out:
+            return self._follow_route(part)
         for ahead in range(self._length):
             if self._at(self._step + ahead) == part:
                 self._skip_to(self._step + ahead + 1)
                 break
         return False
 
-    def _follow(self, last: int, part: int) -> None:
-        """Note that ``part`` comes after ``last``, which was left out."""
-        if part in self._left_out:
-            self._after[last] = part
-        else:
-            self._after.pop(last, None)
-
-    def _use_beside(self, part: int) -> bool:
-        """Note that ``part``, which was left out, is used; return whether that was not expected."""
-        if part in self._beside:
-            self._keep_beside(self._beside[self._beside.index(part) + 1 :])
+    def _follow_route(self, part: int) -> bool:
+        """Expect what followed ``part``, which was left out, the last time, and then the next pass, or the backward of
+        this one. Return whether something did.
+        """
+        route = next((route for route in self._routes if part in route), [part])
+        rest = route[route.index(part) + 1 :]
+        if not rest:
             return False
-        following, expected = self._after.get(part, part), dict[int, None]()
-        while following != part and following not in expected:
-            expected[following] = None
-            following = self._after.get(following, part)
-        self._keep_beside([])
-        if expected:
-            self.ask_again()
-            self._beside = [*expected]
-        return bool(expected)
+        begun = self._step % self._length if self._length else 0
+        is_over = not begun and not self._left_out.issuperset(self._seen)
+        if self._in_pass and begun < len(self._forward) and not is_over:
+            self._skip_to(self._step - begun + len(self._forward))
+        self.ask_again()
+        self._beside = rest
+        return True
+
+    def _note_route(self, used: Sequence[int]) -> None:
+        """Note the order in which parts were ``used``, if some of them were left out."""
+        if not self._left_out.isdisjoint(used):
+            self._routes = [[*used], *(route for route in self._routes if route != used)][:_ROUTES]
 
     def _keep_beside(self, parts: list[int]) -> None:
-        """Expect no more of what was left out than ``parts``, the last of what was expected of it."""
+        """Expect no more of a route than ``parts``, the last of what was expected of it."""
         past = len(self._beside) - len(parts)
         for part in self._beside[: min(past, self._beside_asked)]:
             self._wanted[part] -= 1
@@ -130,18 +132,20 @@ class Schedule:
         What was used since the last pass ended is what a backward pass asked for, if there was one, and else what was
         entered from outside.
         """
-        since = [part for part in self._seen[self._ended or 0 :] if part not in self._left_out]
+        used = self._seen[self._ended or 0 :]
+        since = [part for part in used if part not in self._left_out]
         followed = since if self._turns and self._ended is not None else []
-        is_outside = bool(since) and not self._turns and not self._in_pass
-        if self._seen:
-            self._after.pop(self._seen[-1], None)
+        is_outside = bool(used) and not self._turns and not self._in_pass
         self._seen, self._ended, self._turns, self._in_pass = [], None, 0, True
         self._keep_beside([])
+        if is_outside:
+            self._note_route(used)
         if followed != self._backward:
             self._turn_to(followed, step=0)
             return True
-        if is_outside and not self._is_known and not {*since} >= {*self._forward}:
+        if is_outside and not self._is_known and since and not {*since} >= {*self._forward}:
             self._leave_out(since)
+            self._note_route(used)
             self._turn_to([], step=0)
             return True
         if self._length:
@@ -157,6 +161,7 @@ class Schedule:
         besides = self._left_out.intersection(seen)
         self._left_out -= besides & self._again
         self._again = besides
+        self._note_route(seen)
         certain = [part for part in seen if part not in self._left_out]
         if not certain or certain == self._forward:
             return False
@@ -166,11 +171,9 @@ class Schedule:
         return True
 
     def _leave_out(self, parts: Collection[int]) -> None:
-        """Expect ``parts`` in no pass any more; they follow each other as they did in one."""
+        """Expect ``parts`` in no pass any more."""
         self._left_out.update(parts)
-        for part, following in pairwise(self._forward):
-            if part in self._left_out:
-                self._follow(part, following)
+        self._note_route(self._forward)
         self._forward = [part for part in self._forward if part not in self._left_out]
 
     def turn(self, saved: Iterable[int]) -> bool:

@@ -227,6 +227,21 @@ def test_a_tower_that_runs_in_the_first_pass_of_a_prompt_is_expected_in_none_but
     assert schedule.wanted(5)
 
 
+def test_what_only_the_first_pass_of_a_prompt_uses_is_expected_amid_what_all_use_once_it_has_begun() -> None:
+    schedule, first, other = Schedule([1, 2, 3, 4, 5, 6]), [1, 2, 3, 4, 5, 6], [1, 4, 6]
+    for _ in range(2):
+        play(schedule, first)
+        play(schedule, other)
+    assert schedule.order == other
+    schedule.begin_pass()
+    go(schedule, [1])
+    assert schedule.use(2)
+    assert ask(schedule, 7) == [3, 4, 5, 6, 1, 4, 6], "the rest of it, and then the next pass"
+    go(schedule, [3, 4, 5, 6])
+    assert not schedule.end_pass()
+    assert all(schedule.wanted(part) for part in other)
+
+
 def test_what_follows_in_a_tower_is_what_followed_last() -> None:
     schedule = Schedule(ENCODER + DECODER)
     generated(schedule)
