@@ -21,8 +21,8 @@ def lockstep(model: nn.Module, calls: Iterable[Callable[[], Answer]], *, size: i
     of its own, which is memory beside the budget; as one ends the next begins. Gradients are off, and random numbers
     are each call's own: all go on from the state that torch has now.
 
-    The first error of a call is raised, after the others were ended. Raises ``ValueError`` for a model that isn't
-    dispatched or a size below 1, ``RuntimeError`` where calls of the model in lockstep are under way already.
+    The first error of a call is raised, after the others were ended. A call may have calls in lockstep itself: these
+    go with all others. Raises ``ValueError`` for a model that isn't dispatched or a size below 1.
 
     >>> with offstage.load("/ckpt/llama", max_memory={"cpu": "2GB"}) as loaded:  # doctest: +SKIP
     ...     calls = [partial(loaded.model.generate, ids, max_new_tokens=20) for ids in prompts]

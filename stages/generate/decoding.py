@@ -103,7 +103,7 @@ class Decoding:
                     live.finish(progress.done[number][0]["text"])
                 return spans
 
-            together = [number for number, batch in left.items() if members > 1 and not self._goes_alone(batch[0])]
+            together = [number for number, batch in left.items() if members > 1 and not batch[0].with_media]
             for number in sorted(left.keys() - together):
                 self._answer_alone(partial(answer, number))
             try:
@@ -114,10 +114,6 @@ class Decoding:
                 self.cost.begun_again = len(again)
                 for number in again:
                     self._answer_alone(partial(answer, number))
-
-    def _goes_alone(self, asked: Asked) -> bool:
-        """Return whether a batch like ``asked`` goes through the model without others in lockstep."""
-        return asked.with_media or (self._inputs.asked.judges_exactly and self._guesses(asked.options))
 
     def _guesses(self, given: Mapping[str, Any]) -> bool:
         """Return whether tokens are guessed under the options ``given``, or under the model's defaults."""

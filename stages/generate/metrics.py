@@ -78,11 +78,13 @@ class Cost:
         earliest, latest = min(spans, key=lambda span: span.times[0]), max(spans, key=lambda span: span.times[-1])
         first, last = earliest.first, latest.last
         self.batches += len(spans)
-        self.passes += passes
-        for span in spans:
-            if span.judged is not None:
-                self.passes += span.judged.passes
-                self.judged.add(span.judged)
+        judged = [span.judged for span in spans if span.judged is not None]
+        for one in judged:
+            self.judged.add(one)
+        own = sum(one.passes for one in judged)
+        self.passes += passes or own
+        if passes and judged:  # those of each were those of all
+            self.judged.passes += passes - own
         began, ended = earliest.times[0], latest.times[-1]
         beside = _prefill_beside(spans)
         share = 1 - beside / (ended - began) if ended > began else 1

@@ -103,10 +103,10 @@ class GenerateOptions:
         """Yield why batches can't go in lockstep."""
         if self.batch_size == AUTO and self.lockstep == AUTO:
             yield "batch_size is auto too; give a number for one of them"
-        looks_up = self.options.get(LOOKUP) and self.judges_exactly
-        guesses = "assistant_model" if self.assistant_model else LOOKUP if looks_up else None
-        if guesses:
-            yield f"with {guesses} prompts are answered one at a time; leave one of them out"
+        if self.assistant_model and not self.judges_exactly:
+            yield (
+                "with assistant_model and speculation=batched prompts are answered one at a time; leave one of them out"
+            )
         cache = self.options.get("cache_implementation")
         if cache in _ONE_CACHE:
             yield (

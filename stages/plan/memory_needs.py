@@ -113,10 +113,16 @@ def memory_needs(
     activations = max(held for held, _ in found)
     scratch = max(map(sum, found)) - activations
     beside = request.members * request.sequences * request.kept * geometry.vocabulary * 4
-    beside += request.judged * copied // request.sequences  # each has a block's keys and values in hand
+    beside += (
+        request.members * request.judged * copied // request.sequences
+    )  # each has a block's keys and values in hand
     beside += (request.members - 1) * _parked_bytes(outline, request, at_most=activations)
     return MemoryNeeds(
-        activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes, caches=caches
+        activations + beside,
+        max(0, scratch),
+        request.result_bytes,
+        request.all_assistant_bytes,
+        caches=caches,
     )
 
 

@@ -40,10 +40,19 @@ def test_tokens_are_those_of_plain_decoding_in_fewer_passes(offstage_here: Run) 
     assert ["judged in one forward" in run.out for run in (guessed, batched)] == [False, True]
 
 
+def test_prompts_in_lockstep_guess_and_have_the_tokens_that_they_have_alone(offstage_here: Run) -> None:
+    alone, together = (offstage_here(*ASKED, LOOKUP, f"generate.lockstep={size}") for size in (1, 2))
+    assert together.code == 0, together.err
+    assert together.tokens == alone.tokens
+    mine, theirs = together.record["metrics"], alone.record["metrics"]
+    assert mine["passes"] < theirs["passes"]
+    assert mine["tokens_per_pass"] == sum(map(len, together.tokens)) / mine["passes"]
+    assert mine["accepted_tokens"] > 0
+
+
 def test_what_does_not_go_together_is_refused(offstage_here: Run) -> None:
     for argument, words in {
         "generate.speculation=both": "generate.speculation: 'both' is none of exact, batched",
-        "generate.lockstep=2": "generate.lockstep: with prompt_lookup_num_tokens prompts are answered one at a time",
     }.items():
         refused = offstage_here(*ASKED, LOOKUP, argument)
         assert (refused.code, refused.err.count("\n")) == (2, 1)

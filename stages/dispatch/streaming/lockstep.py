@@ -3,7 +3,8 @@
 Each call is an ordinary one, of its own shape and with its own cache, and computes exactly what it computes alone: what
 is shared is the weights and not the arithmetic, whose last bits would depend on the batch. One call runs at a time. At
 each shared part it stops, and the turn goes on; once all have come as far, the part is brought, used by each in turn,
-and let go. Calls join and leave where passes begin.
+and let go. Calls join and leave where passes begin. A call may divide into several, which go with all others, and goes
+on when they have ended.
 
 A member is a greenlet: a second thread would bring a second team of OpenMP's. Each has random numbers of its own, which
 go on from where they were as it began, and a state of the thread, such as autocast; none records gradients.
@@ -14,9 +15,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
 from typing import Any, Protocol
 
 import greenlet
@@ -65,11 +66,17 @@ class Member:
     """One call under way, a greenlet: the state of its random numbers, and what it waits for (null: the next pass).
 
     ``switch`` of its ``thread`` goes on with it, ``throw`` ends it. ``written`` is what it has written into the modules
-    of the model, while others have their turn.
+    of the model, while others have their turn. One that divides waits for its ``parts``, of which at most ``most`` are
+    ``under_way`` at a time; each of them has it as its ``whole``.
     """
 
     thread: greenlet.greenlet
     random: torch.Tensor
+    whole: Member | None = None
+    divides: bool = False
+    parts: Iterator[Task] = field(default_factory=lambda: iter(()))
+    most: int = 0
+    under_way: int = 0
     wants: Shared | None = None
     in_pass: bool = False
     depth: int = 0
@@ -79,7 +86,7 @@ class Member:
 class Lockstep(Turns):
     """Calls that go together, at most ``size`` at a time; ``state`` is what they keep in the modules of the model.
 
-    ``passes`` counts the passes that they shared, ``started`` how many calls there were.
+    ``passes`` counts the passes that they shared.
     """
 
     def __init__(self, size: int, state: ModuleState) -> None:
@@ -89,7 +96,7 @@ class Lockstep(Turns):
         self._current: Member | None = None
         self._going: deque[Member] = deque()
         self._leads = False
-        self.passes = self.started = 0
+        self._calls = self.passes = 0
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Call all ``tasks``, whose calls of the model go together. The first error of one ends them all."""
@@ -104,6 +111,29 @@ class Lockstep(Turns):
         finally:
             self._dismiss()
             self._state.end()
+
+    def divide(self, tasks: Iterable[Task], *, size: int) -> None:
+        """Have the caller, which is in no pass, be all of ``tasks``, at most ``size`` at a time, until they have ended.
+
+        They begin as it is now, with its random numbers too. The first error of one is raised, when all have ended.
+        """
+        member = self._mine()
+        if member.depth:
+            raise RuntimeError("a call in lockstep divides inside a pass of the model: end that first")
+        errors: list[Exception] = []
+        state = ThreadState.current()
+
+        def part(task: Task) -> None:
+            try:
+                with state.in_place():
+                    task()
+            except Exception as error:  # noqa: BLE001 - the whole raises it
+                errors.append(error)
+
+        member.divides, member.parts, member.most = True, (partial(part, task) for task in tasks), size
+        self._park(member, None)
+        if errors:
+            raise errors[0]
 
     def begin_pass(self) -> bool:
         """Wait until all members are ready for a pass; the first to go on begins it for all."""
@@ -131,13 +161,27 @@ class Lockstep(Turns):
 
     def _admit(self, waiting: Iterator[Task]) -> None:
         """Have tasks join as far as there is room, and go on until they call the model."""
-        while len(self._members) < self._size and (found := next(islice(waiting, 1), None)) is not None:
-            self.started += 1
-            thread = greenlet.greenlet(found)
-            thread.gr_context = copy_context()
-            member = Member(thread, torch.get_rng_state())
-            self._members.append(member)
-            self._resume(member)
+        while self._calls < self._size and (task := next(waiting, None)) is not None:
+            self._calls += 1
+            self._resume(self._begin(task, torch.get_rng_state(), copy_context()))
+
+    def _begin(self, task: Task, random: torch.Tensor, context: Context) -> Member:
+        thread = greenlet.greenlet(task)
+        thread.gr_context = context
+        member = Member(thread, random)
+        self._members.append(member)
+        return member
+
+    def _begin_parts(self, whole: Member) -> None:
+        """Have parts of ``whole`` join as far as there is room, or have it go on if all have ended."""
+        while whole.under_way < whole.most and (task := next(whole.parts, None)) is not None:
+            whole.under_way += 1
+            context = whole.thread.gr_context
+            part = self._begin(task, whole.random.clone(), copy_context() if context is None else context.copy())
+            part.whole, part.written = whole, dict(whole.written)
+            self._going.append(part)
+        if not whole.under_way:
+            self._going.append(whole)
 
     def _resume(self, member: Member, go: Callable[[], object] | None = None) -> None:
         """Let ``member`` go on until it waits again or is done. Raises what its task raises."""
@@ -148,11 +192,20 @@ class Lockstep(Turns):
             (go or member.thread.switch)()
         finally:
             self._current = None
-            if member.thread.dead:
+            is_over = bool(member.thread.dead)
+            if is_over:
                 self._members.remove(member)
                 self._outside.restore()
-            self._put_down(member, is_over=member.thread.dead)
+            self._put_down(member, is_over=is_over)
             torch.set_rng_state(random)
+        if member.divides:
+            member.divides = False
+            self._begin_parts(member)
+        elif is_over and member.whole is not None:
+            member.whole.under_way -= 1
+            self._begin_parts(member.whole)
+        elif is_over:
+            self._calls -= 1
 
     def _dismiss(self) -> None:
         """End what is still under way, as after an error; each task's own clearing up is done.
@@ -160,6 +213,7 @@ class Lockstep(Turns):
         What goes wrong as one is ended says nothing of what ended them all, and doesn't keep the others.
         """
         for member in [*self._members]:
+            member.divides, member.parts = False, iter(())
             with suppress(Exception):
                 self._resume(member, member.thread.throw)
 
@@ -193,15 +247,16 @@ class Lockstep(Turns):
 
     def _choose(self) -> None:
         """Have those go on who are the furthest behind, or all where all are ready for a pass."""
-        inside = [member.wants for member in self._members if member.wants is not None]
+        going = [member for member in self._members if not member.under_way]
+        inside = [member.wants for member in going if member.wants is not None]
         if inside:
             shared = min(inside, key=lambda wants: wants.place)
-            self._going.extend(member for member in self._members if member.wants is shared)
+            self._going.extend(member for member in going if member.wants is shared)
             shared.expect(len(self._going))
-        elif self._members:
+        elif going:
             self.passes += 1
             self._leads = True
-            self._going.extend(self._members)
+            self._going.extend(going)
 
 
 def check_gradients() -> None:

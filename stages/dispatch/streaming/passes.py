@@ -58,10 +58,12 @@ class ModelPasses:
     def go_together(self, tasks: Iterable[Task], *, size: int) -> Lockstep:
         """Call ``tasks``, at most ``size`` at a time, whose passes go together; return what they did.
 
-        The first error of one is raised once all have ended; the model is then as before.
+        A call that is one of several itself is divided into them. The first error of one is raised once all have ended;
+        the model is then as before.
         """
-        if self.turns is not ALONE and self.lock.is_mine():
-            raise RuntimeError("calls of this model in lockstep are under way already: end them first")
+        if isinstance(self.turns, Lockstep) and self.lock.is_mine():
+            self.turns.divide(tasks, size=size)
+            return self.turns
         with self.lock.held():
             group = self.turns = Lockstep(size, self._state())
             try:

@@ -62,10 +62,11 @@ class Request:
     them all, one after the other, over a cache each. The host keeps
     ``result_bytes`` of all results to the end. The logits of so many steps are ``kept``, in float32. So many guesses
     are ``judged`` in lockstep with the token before them, over one cache. ``assistant_bytes`` are what a second model
-    takes beside. ``moments`` are those of a forward that is known at its very shape, and ``caches`` what it leaves,
-    where that isn't known of the model. All in all there are ``rows`` of
-    prompts, the longest of ``routed`` tokens, and each is decoded in so many ``steps``; 0 where that isn't known. These
-    change nothing of the room that it takes: requests that differ in them alone are alike.
+    takes beside, ``assistant_cache`` its keys and values among them, of which each member has some. ``moments`` are
+    those of a forward that is known at its very shape, and ``caches`` what it leaves, where that isn't known of the
+    model. All in all there are ``rows`` of prompts, the longest of ``routed`` tokens, and each is decoded in so many
+    ``steps``; 0 where that isn't known. These change nothing of the room that it takes: requests that differ in them
+    alone are alike.
     """
 
     sequences: int = 1
@@ -80,6 +81,7 @@ class Request:
     kept: int = 0
     judged: int = 0
     assistant_bytes: int = 0
+    assistant_cache: int = 0
     moments: tuple[Moment, ...] = ()
     caches: tuple[CacheSpec, ...] = ()
     rows: int = field(default=1, compare=False)
@@ -90,6 +92,11 @@ class Request:
     def prompts(self) -> int:
         """How many prompts or texts the sequences of one member answer."""
         return self.sequences // self.copies
+
+    @property
+    def all_assistant_bytes(self) -> int:
+        """What a second model takes beside all members."""
+        return self.assistant_bytes + (self.members - 1) * self.assistant_cache
 
     @property
     def tokens(self) -> int:

@@ -155,6 +155,7 @@ def _answers(
     prompt, both, answer = (round_up(max(LEAST_LENGTH, count)) for count in (tokens, tokens + new, 1 + new))
     length = answer if has_encoder else both  # the prompt's positions are then the encoder's
     is_cached = all(one.options.get("use_cache") is not False for one in asked)
+    second = assistant_bytes(given.assistant_model, prompt=prompt, length=both)
     return Request(
         together * copies,
         prompt if is_cached else both,
@@ -164,7 +165,8 @@ def _answers(
         forwards=max(_forwards(one.options) for one in asked),
         judged=guesses if given.judges_exactly else 0,
         kept=round_up(new) if keeps else 0,
-        assistant_bytes=assistant_bytes(given.assistant_model, prompt=prompt, length=both),
+        assistant_bytes=sum(second),
+        assistant_cache=second[1],
         routed=round_up(tokens),
         steps=round_up(max(0, new - 1)),
     )
@@ -201,15 +203,15 @@ def assistant_defaults(path: str | None) -> dict[str, Any]:
     return {GUESSED: told.get(GUESSED)}
 
 
-def assistant_bytes(path: str | None, *, prompt: int, length: int) -> int:
+def assistant_bytes(path: str | None, *, prompt: int, length: int) -> tuple[int, int]:
     """Return what the assistant takes for a sequence of ``length`` tokens in the end, ``prompt`` of them at once.
 
-    That is its weights, in the dtype in which they rest or are unpacked to, its keys and values, and the widest moment
-    of a layer. A folder without weights takes nothing here: the stage itself refuses it.
+    That is its weights, in the dtype in which they rest or are unpacked to, and the widest moment of a layer; then its
+    keys and values. A folder without weights takes nothing here: the stage itself refuses it.
     """
     node = assistant_node(path)
     if node is None:
-        return 0
+        return 0, 0
     folder = checkpoint_folder(node)
     weights = assistant_weights(folder)
     config = read_object(folder / "config.json")
@@ -217,7 +219,8 @@ def assistant_bytes(path: str | None, *, prompt: int, length: int) -> int:
     width = int(DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4))
     cache = (geometry.layers + 1) * geometry.cached * length * width
     rows = max(prompt, GUESSES) * (6 * geometry.hidden + 2 * geometry.intermediate) * width
-    return weights + cache + max(rows, 2 * length * geometry.hidden * width) + geometry.vocabulary * (width + 4 * 4)
+    moment = max(rows, 2 * length * geometry.hidden * width) + geometry.vocabulary * (width + 4 * 4)
+    return weights + moment, cache
 
 
 def assistant_weights(folder: Path) -> int:

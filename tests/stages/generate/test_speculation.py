@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from offstage import lockstep
 from offstage.stages.generate import speculation
 from offstage.stages.generate.drafts import DraftLength
 from tests.long_form import in_ci
@@ -55,6 +57,26 @@ def test_a_pass_brings_the_weights_once_for_all_guesses(tmp_path: Path) -> None:
         judged = answer(loaded.model, prompt, guesses=5).judged
         assert judged.passes < judged.tokens
         assert loaded.traffic.streamed_bytes - before <= judged.passes * one
+
+
+@pytest.mark.parametrize("assists", [False, True], ids=["looked up", "by an assistant"])
+@pytest.mark.parametrize("name", in_ci("llama", "t5", of=["llama", "gemma3", "mixtral", "t5"]))
+def test_prompts_in_lockstep_guess_too_and_share_passes(name: str, assists: bool, tmp_path: Path) -> None:
+    plain = save_model(tmp_path, name, torch.float32)
+    asked = [edited_prompt(plain, number) if number % 2 else random_prompt(number) for number in range(6)]
+    with open_streamed(tmp_path) as loaded:
+        guess = {"guesses": 5, "assistant": plain if assists else None}
+        before = loaded.traffic.streamed_bytes
+        wanted = [answer(loaded.model, prompt, **guess) for prompt in asked]
+        between = loaded.traffic.streamed_bytes
+        found = lockstep(loaded.model, [partial(answer, loaded.model, prompt, **guess) for prompt in asked], size=4)
+        after = loaded.traffic.streamed_bytes
+    for mine, theirs, prompt in zip(found, wanted, asked, strict=True):
+        assert mine.tokens == theirs.tokens == answer(plain, prompt).tokens
+        assert mine.scores == theirs.scores
+        assert mine.judged == theirs.judged
+    assert sum(one.judged.accepted for one in found) > 0
+    assert after - between < 0.6 * (between - before)
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])

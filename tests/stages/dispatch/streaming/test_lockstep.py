@@ -46,7 +46,7 @@ def test_passes_are_as_many_as_the_longest_way_through_the_group(tmp_path: Path)
         streamer, one = streamer_of(loaded.model), sum(p.nbytes for p in loaded.model.parameters())
         group = streamer.go_together(calls(loaded.model, asked), size=2)
         # 5 tokens beside 2, then 3; the last joins where the first leaves.
-        assert (group.passes, group.started) == (6, 4)
+        assert group.passes == 6
         assert loaded.traffic.streamed_bytes <= 6 * one
 
 
@@ -114,9 +114,6 @@ def test_what_can_not_go_together_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path) as loaded:
         with pytest.raises(ValueError, match="size: 0 is no number of calls"):
             offstage.lockstep(loaded.model, [], size=0)
-        inner = partial(offstage.lockstep, loaded.model, calls(loaded.model, prompts(1)))
-        with pytest.raises(RuntimeError, match="under way already"):
-            offstage.lockstep(loaded.model, [inner])
 
         def recording() -> None:
             torch.set_grad_enabled(True)
@@ -125,3 +122,54 @@ def test_what_can_not_go_together_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="turned gradients on"):
             offstage.lockstep(loaded.model, [recording], size=1)
         assert offstage.lockstep(loaded.model, []) == []
+
+
+def test_a_call_divides_into_several_that_go_with_all_others(tmp_path: Path) -> None:
+    plain = saved(tmp_path / "checkpoint", "llama", torch.float32)
+    asked, sampled = prompts(6), {"do_sample": True}
+
+    def parted(model: Any, first: int, size: int) -> list[torch.Tensor]:
+        before = model.generate(asked[first][0], max_new_tokens=2, **sampled)
+        inner = offstage.lockstep(model, calls(model, asked[first : first + 3], **sampled), size=size)
+        return [before, *inner, model.generate(asked[first][0], max_new_tokens=2, **sampled)]
+
+    with opened(tmp_path) as loaded:
+        wanted = []
+        for first in (0, 3):
+            torch.manual_seed(5)
+            wanted.append(offstage.lockstep(loaded.model, [partial(parted, loaded.model, first, 3)])[0])
+        for size in (1, 2, 3):
+            torch.manual_seed(5)
+            before = loaded.traffic.streamed_bytes
+            found = offstage.lockstep(loaded.model, [partial(parted, loaded.model, first, size) for first in (0, 3)])
+            for mine, theirs in zip(found, wanted, strict=True):
+                assert all(map(torch.equal, mine, theirs))
+        passes = 4 + max(new for _, new in asked)
+        whole = sum(parameter.nbytes for parameter in plain.parameters())
+        assert loaded.traffic.streamed_bytes - before <= passes * whole, "parts of both share passes"
+
+
+def test_the_error_of_a_part_is_its_wholes_and_the_others_go_on(tmp_path: Path) -> None:
+    plain = saved(tmp_path / "checkpoint", "llama", torch.float32)
+    asked = prompts(3)
+    wanted = [call() for call in calls(plain, asked)]
+
+    def failing(model: Any) -> str:
+        def fail() -> None:
+            model(torch.tensor([[1, 2]]))
+            raise ArithmeticError("enough")
+
+        with pytest.raises(ArithmeticError, match="enough"):
+            offstage.lockstep(model, [*calls(model, asked[:1]), fail])
+        return "goes on"
+
+    with opened(tmp_path) as loaded:
+        said, *answers = offstage.lockstep(loaded.model, [partial(failing, loaded.model), *calls(loaded.model, asked)])
+        assert said == "goes on"
+        assert all(map(torch.equal, answers, wanted))
+        with (
+            pytest.raises(RuntimeError, match="inside a pass"),
+            loaded.model.model.layers[0].register_forward_hook(lambda *_: offstage.lockstep(loaded.model, [])),
+        ):
+            offstage.lockstep(loaded.model, calls(loaded.model, asked[:1]))
+        assert torch.equal(calls(loaded.model, asked)[0](), wanted[0])
