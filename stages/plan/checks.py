@@ -10,8 +10,9 @@ from offstage.stages.empty_init.skeleton import longest_prefix, parent
 from offstage.stages.machine.hardware import Hardware
 from offstage.stages.machine.host_memory import Host
 from offstage.stages.plan.budgets import least_available
+from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.outline import Outline
-from offstage.stages.plan.placement import Budgets, Placement, Shortage, find_shortage
+from offstage.stages.plan.placement import Shortage
 from offstage.stages.plan.plan import Plan, own_parts
 from offstage.stages.units import CPU, DISK, DeviceId, format_bytes, in_tier_order
 
@@ -100,9 +101,9 @@ def require_ties_together(outline: Outline, homes: Mapping[str, DeviceId], key: 
                 )
 
 
-def require_fit(outline: Outline, placement: Placement, budgets: Budgets) -> None:
+def require_fit(layout: Layout) -> None:
     """Raise ``ShortageError``, with the least budget that would work, where a device can't hold what must be there."""
-    shortage = find_shortage(outline, placement, budgets, tight=True)
+    shortage = layout.shortage(tight=True)
     if shortage is not None:
         raise ShortageError(shortage)
 

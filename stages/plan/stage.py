@@ -28,7 +28,6 @@ from offstage.stages.plan.checks import (
     require_room,
     require_writable,
 )
-from offstage.stages.plan.expert_slots import SINGLE
 from offstage.stages.plan.inputs import (
     Demand,
     PlanInputs,
@@ -39,6 +38,7 @@ from offstage.stages.plan.inputs import (
     machine_rates,
     with_row_blocks,
 )
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
 from offstage.stages.plan.options import PlanConfig
 from offstage.stages.plan.outline import Outline
@@ -50,7 +50,6 @@ from offstage.stages.plan.policies.device_unpacking import with_unpacking
 from offstage.stages.plan.policies.explicit import explicit, override
 from offstage.stages.plan.policies.host_layers import with_host_layers
 from offstage.stages.plan.policies.optimal import optimal
-from offstage.stages.plan.policies.placed_seconds import placed_seconds
 from offstage.stages.plan.predict import predict
 from offstage.stages.plan.request.choose import brings_more, choose_batch, choose_lockstep
 from offstage.stages.plan.request.media_demand import media_demand
@@ -58,6 +57,7 @@ from offstage.stages.plan.request.requests import asking, what_learns
 from offstage.stages.plan.request.training import FinetuneOptions
 from offstage.stages.plan.request.training_demand import training_demand
 from offstage.stages.plan.row_blocks import block_sizes
+from offstage.stages.plan.traffic import forecast
 from offstage.stages.plan.training_work import TrainingWork
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
@@ -69,7 +69,7 @@ class PlanStage(Stage[PlanInputs]):
     """Decides where every tensor lies and leaves the plan and its map. It needs no torch."""
 
     name = "plan"
-    version = 25
+    version = 26
     needs: tuple[str, ...] = ()
     config_class = PlanConfig
 
@@ -227,8 +227,7 @@ def _least_plan(inputs: PlanInputs, size: int | None, placements: _Placements) -
 def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:
     """Return the plan that leaves room for batches of ``size``; ``placements`` keeps those of budgets met before."""
     outline = inputs.outline
-    fastest = (demand.output, demand.members) if inputs.execution == options.FASTEST else ()
-    allowed = (*demand.allowance.budgets.items(), *fastest)
+    allowed = (*demand.allowance.budgets.items(), demand.step)
     if allowed not in placements:
         placements[allowed] = _placed(inputs, demand)
     placement = placements[allowed]
@@ -241,7 +240,7 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
     if inputs.execution == options.FASTEST and placement.main == CPU:
         idle = "execution=fastest changes nothing: no accelerator computes"
         allowance = replace(allowance, notes=(*allowance.notes, idle))
-    plan = assemble(outline, placement, allowance, policy=policy, io=demand.io)
+    plan, layout = assemble(outline, placement, allowance, policy=policy, io=demand.io)
     require_writable(plan, outline.skeleton.written)
     require_resident(outline, plan, inputs.learning)
     listed = ledgers(inputs.machine, plan.budgets, beside=demand.work.activation_bytes if inputs.trains else 0)
@@ -250,16 +249,12 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
     plan = replace(plan, offload_ratio=inputs.offload_ratio, codec=codec)
     plan = replace(plan, lockstep=size) if inputs.lockstep else replace(plan, batch_size=size)
     return predict(
-        outline,
+        layout,
         plan,
         inputs.works[size](block_sizes(outline, plan.block_rows)),
         inputs.rates,
-        routing=demand.routing or SINGLE,
-        members=demand.members,
-        pages_stay=demand.pages_stay,
+        step=demand.step,
         process_bytes=inputs.process_bytes,
-        output=demand.output,
-        decodes=demand.decodes,
     )
 
 
@@ -280,8 +275,8 @@ def _place(inputs: PlanInputs, demand: Demand, allowed: Budgets) -> Placement:
         inputs.outline,
         allowed,
         lambda outline, budgets: _place_in(inputs, demand, outline, budgets),
-        lambda outline, placement, budgets: placed_seconds(
-            outline, placement, budgets, inputs.rates, output=demand.output, members=demand.members
+        lambda outline, placement, budgets: (
+            forecast(lay_out(outline, placement, budgets), demand.step, inputs.rates).seconds
         ),
     )
 
@@ -289,9 +284,9 @@ def _place(inputs: PlanInputs, demand: Demand, allowed: Budgets) -> Placement:
 def _place_in(inputs: PlanInputs, demand: Demand, outline: Outline, allowed: Budgets) -> Placement:
     choice = inputs.choice
     if inputs.execution == options.FASTEST:
-        return with_host_layers(outline, allowed, inputs.rates, output=demand.output, members=demand.members)
+        return with_host_layers(outline, allowed, inputs.rates, step=demand.step)
     if choice.policy == "optimal":
-        return optimal(outline, allowed, inputs.rates)
+        return optimal(outline, allowed, inputs.rates, step=demand.step)
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowed)
     if choice.policy == options.OFFLOAD:
