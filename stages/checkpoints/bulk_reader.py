@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from offstage.stages.checkpoints.direct_file import Chunk, DirectFile, cut
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
-from offstage.stages.checkpoints.packed import AtRest, PackedBlock, PackedTensor, in_pieces
+from offstage.stages.checkpoints.packed import BLOCK_BYTES, AtRest, PackedBlock, PackedTensor, in_pieces
 from offstage.stages.checkpoints.packed_reads import bring_block, lent, read_span, room_at_rest
 from offstage.stages.checkpoints.page_cache import PAGE_BYTES, cached_pages
 from offstage.stages.checkpoints.shard_files import ShardFile, opened_shard, read_into
@@ -41,16 +41,14 @@ from offstage.stages.machine.aligned_memory import (
     private_memory,
 )
 from offstage.stages.machine.devices import Devices
+from offstage.stages.machine.operator_threads import alone
 from offstage.stages.units import DeviceId
 
-BLOCK_BYTES = 4 * 2**20
 IN_FLIGHT = 8
 """More than storage needs: some of the threads are held up by memory that is touched for the first time."""
 GAP_BYTES = 2**18
 """Neighbours at most so far apart are read together, with what lies between them."""
 _OPEN_FILES = 64
-_ALONE_ELEMENTS = 2**15 - 1
-"""Up to here torch copies without threads (its grain size is 2**15 elements)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,13 +314,6 @@ def _opened(file: ShardFile) -> Iterator[_OpenFile]:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy and cast in this thread alone: torch would start threads of its own in each of ours for more.
-
-    What goes to an accelerator goes at once; it is there when this returns, so that the buffer can be used again.
-    """
-    if not target.is_cpu:
+    """Copy and cast in this thread alone. On an accelerator it is there when this returns: the buffer is free again."""
+    with alone():
         target.copy_(source)
-        return
-    for start in range(0, source.numel(), _ALONE_ELEMENTS):
-        stop = start + _ALONE_ELEMENTS
-        target[start:stop].copy_(source[start:stop])

@@ -9,6 +9,7 @@ is, is each device's own.
 from __future__ import annotations
 
 import ctypes
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -116,6 +117,11 @@ def moved_bytes(tensor: PackedTensor) -> int:
 def look_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """Return what ``table`` has for each of ``codes`` (bytes), flat."""
     return table.index_select(0, codes.reshape(-1).to(torch.int32))
+
+
+def most_at_once(target: torch.Tensor) -> int:
+    """Return how many values are unpacked at once where ``target`` lies: on an accelerator, whole blocks."""
+    return TILE if target.is_cpu else sys.maxsize
 
 
 def tiles(rows: int, columns: int, *, most: int, height: int, width: int) -> Iterator[tuple[slice, slice]]:

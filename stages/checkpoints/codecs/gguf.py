@@ -20,7 +20,7 @@ import torch
 from offstage.stages.checkpoints.codecs.ggml_blocks import UNPACK
 from offstage.stages.checkpoints.codecs.ggml_formats import FORMATS
 from offstage.stages.checkpoints.codecs.loops import Loop, Loops, loops
-from offstage.stages.checkpoints.device_codec import TILE, DeviceCodec, tiles
+from offstage.stages.checkpoints.device_codec import DeviceCodec, most_at_once, tiles
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
@@ -171,8 +171,8 @@ class GgufCodec(DeviceCodec):
             place = self._place(tensor, index, first, count)
         else:
             place = _swapped(torch.arange(first, first + count, device=target.device), self.arrangement.swapped)
-        most = _LOOKED_UP if kind not in UNPACK else TILE if target.is_cpu else count * columns
-        room = torch.empty(min(most, count * columns), dtype=torch.float32, device=target.device)
+        most = min(most_at_once(target) if kind in UNPACK else _LOOKED_UP, count * columns)
+        room = torch.empty(most, dtype=torch.float32, device=target.device)
         for some, part in tiles(count, columns, most=most, height=1, width=256):
             blocks = packed[some, part.start // form.elements : part.stop // form.elements].reshape(-1, form.bytes)
             values = _values(kind, blocks, room).view(some.stop - some.start, -1)

@@ -154,8 +154,8 @@ enum { OF_BFLOAT16, OF_FLOAT16, OF_FLOAT32, OF_FP8, OF_E8M0, OF_EXPONENTS, OF_TA
    and infinite in a plain byte; or one of a table. */
 INLINE float stored_scale(const Work *all, int64_t at) {
     const uint8_t *scales = all->scales;
+    if (all->scale_kind == OF_FLOAT32) return float_at(scales + 4 * at);
     switch (all->scale_kind) {
-        case OF_FLOAT32: return float_at(scales + 4 * at);
         case OF_BFLOAT16: return as_float((uint32_t)(scales[2 * at] | scales[2 * at + 1] << 8) << 16);
         case OF_FLOAT16: return half_at(scales + 2 * at);
         case OF_FP8: return of_fp8(scales[at]);
@@ -166,15 +166,13 @@ INLINE float stored_scale(const Work *all, int64_t at) {
     }
 }
 
-/* The scale of the block at, in row: those of a table have a scale and an offset above them, others may be divided. */
-INLINE float scale_at(const Work *all, int64_t at, int64_t row) {
+/* The scale of the block at: those of a table have a scale above them and an offset, others may be divided by one. */
+INLINE float scale_at(const Work *all, const uint8_t *above, int64_t at) {
     float scale = stored_scale(all, at);
-    if (all->scale_kind == OF_TABLE) {
-        int64_t run = (all->inside + row) / all->above_run - all->inside / all->above_run;
-        scale = scale * float_at(all->above + 4 * run);
-        return scale + all->offset;
-    }
-    return all->above ? scale / float_at(all->above) : scale;
+    if (!above) return scale;
+    if (all->scale_kind != OF_TABLE) return scale / float_at(above);
+    scale = scale * float_at(above);
+    return scale + all->offset;
 }
 
 /* Codes of four bits whose values a table has: pairs[byte] are the two of a byte. */
@@ -209,7 +207,10 @@ static void run_of_table(const Work *all, const uint8_t *codes, float scale, cha
 void unpack_scaled(const Work *all) {
     Run run = all->kind == TABLE ? 0 : RUN[all->kind][all->dtype];
     int64_t per_byte = all->kind >= FP4 ? 2 : 1, first = all->inside / all->block_rows, columns = all->columns;
-    for (int64_t row = 0; row < all->rows; row++) {
+    const uint8_t *above = all->above;
+    int64_t left = all->scale_kind == OF_TABLE ? all->above_run - all->inside % all->above_run : all->rows;
+    for (int64_t row = 0; row < all->rows; row++, left--) {
+        if (!left) above += 4, left = all->above_run;
         int64_t block = ((all->inside + row) / all->block_rows - first) * all->across;
         int numbers = all->kind == FP8 && all->dtype == BFLOAT16 && are_numbers(all->codes + row * columns, columns);
         for (int64_t begin = 0; begin < columns; begin += all->block_columns, block++) {
@@ -217,7 +218,7 @@ void unpack_scaled(const Work *all) {
             int64_t at = row * columns + begin;
             const uint8_t *codes = all->codes + at / per_byte;
             char *made = all->made + at * SIZE_OF(all->dtype);
-            float scale = scale_at(all, block, row);
+            float scale = scale_at(all, above, block);
             if (numbers && scale - scale == 0) /* which is finite */
                 fp8_numbers(codes, scale, (uint16_t *)made, count);
             else if (run)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from offstage.stages.checkpoints.codecs.loops import Loop, loops
-from offstage.stages.checkpoints.device_codec import TILE, DeviceCodec, look_up, tiles
+from offstage.stages.checkpoints.device_codec import DeviceCodec, look_up, most_at_once, tiles
 from offstage.stages.checkpoints.dtypes import torch_dtype
 from offstage.stages.checkpoints.extents import Extent
 from offstage.stages.checkpoints.packed import BLOCK_BYTES, PackedBlock, PackedTensor
@@ -191,10 +191,10 @@ class ScaledCodes(DeviceCodec):
         (_, rows, _), (_, across) = self._grid(tensor), self._scale_grid(tensor)
         scales = self._scales(tensor, block, data, tables).view(-1, across)
         made, skipped = self._made(tensor, block, target), block.begin % rows % self.block_rows
-        each, most = 1 if self._is_odd(tensor) else 2, TILE if target.is_cpu else made.numel()
+        each, most = 1 if self._is_odd(tensor) else 2, min(most_at_once(target), made.numel())
         kind = torch.uint16 if each == 2 and self.name in _OF_EIGHT_BITS else torch.uint8
         codes = data[0].view(kind).view(len(made), -1)
-        places = torch.empty(min(most, made.numel()) // each, dtype=torch.int32, device=target.device)
+        places = torch.empty(most // each, dtype=torch.int32, device=target.device)
         found = tables[0].new_empty(len(places), device=target.device)
         for some, part in self._tiles(len(made), made.shape[1], most):
             at_rest = codes[some, part.start // each : part.stop // each]

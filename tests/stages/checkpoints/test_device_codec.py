@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from offstage.stages.checkpoints import device_codec
 from offstage.stages.checkpoints.codecs.planes import PlaneCodec
 from offstage.stages.checkpoints.device_codec import DeviceCodec, block_scratch, device_bytes, moved_bytes
 from offstage.stages.checkpoints.packed import PackedTensor
@@ -15,19 +16,29 @@ from offstage.stages.empty_init.live_storages import CountingMode, LiveStorages
 from tests.stages.checkpoints.device_unpacking import TENSORS, same_numbers, unpacked_on
 
 HOST = torch.device("cpu")
+at_once = pytest.mark.parametrize("most", [device_codec.TILE, 2**12, 2**40], ids=["tiles", "small", "whole blocks"])
 every_tensor = pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
 
 
+@at_once
 @every_tensor
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_torch_unpacks_to_the_bits_that_the_host_unpacks_to(tensor: PackedTensor) -> None:
+def test_torch_unpacks_to_the_bits_that_the_host_unpacks_to(
+    tensor: PackedTensor, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted_of = {dtype: read_packed(replace(tensor, dtype=dtype)) for dtype in ("bfloat16", "float16", "float32")}
+    monkeypatch.setattr(device_codec, "TILE", most)
     for dtype in ("bfloat16", "float16", "float32") if tensor.bytes < 2**20 else ("bfloat16",):
         wanted = replace(tensor, dtype=dtype)
-        assert same_numbers(unpacked_on(wanted, HOST), read_packed(wanted))
+        assert same_numbers(unpacked_on(wanted, HOST), wanted_of[dtype])
 
 
+@at_once
 @every_tensor
-def test_unpacking_takes_no_more_on_the_device_than_the_codec_says(tensor: PackedTensor) -> None:
+def test_unpacking_takes_no_more_on_the_device_than_the_codec_says(
+    tensor: PackedTensor, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_codec, "TILE", most)
     codec, storages = tensor.codec, LiveStorages()
     assert isinstance(codec, DeviceCodec)
     tables, target = codec.tables(tensor), torch.zeros(tensor.bytes, dtype=torch.uint8)
