@@ -268,7 +268,7 @@ def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     read = plan.used_bytes
     assert seconds(plan) == pytest.approx(int(read[0]) / 10**11 + int(read[1]) / (25 * 10**9))
     assert of(plan, "rates") == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
-    shown = render(plan, model.sizes)
+    shown = render(plan)
     assert "0 (RTX 4090)" in shown
     assert "1 1.00 TB over its link and 25.00 GB in its memory" in shown
 
