@@ -23,7 +23,8 @@ def decode(kind: type[Kind], data: object) -> Kind:
 
     Raises ``ValueError``, which names the fields down to the first one whose value isn't of its type.
     """
-    made: Kind = _decoder(kind)(data)
+    hint: Any = kind
+    made: Kind = _decoder(hint)(data)
     return made
 
 

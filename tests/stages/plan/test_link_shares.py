@@ -148,9 +148,8 @@ def test_layers_that_share_a_tensor_stay_together() -> None:
 
 def test_the_screen_shows_each_link() -> None:
     plan = planned(llama(24), 10**9, 10**9)
-    sizes = llama(24).sizes
-    assert "side by side" in render(plan, sizes)
-    assert "side by side" not in render(planned(llama(24), 10**9), sizes)
+    assert "side by side" in render(plan)
+    assert "side by side" not in render(planned(llama(24), 10**9))
 
 
 def random_model(draw: random.Random) -> Outline:
