@@ -68,7 +68,7 @@ def _of_fields(kind: Any) -> Decoder:
 
     def made(value: Any) -> Any:
         if not isinstance(value, Mapping) or not value.keys() <= decoders.keys() or not needed <= value.keys():
-            raise ValueError(f": {_shown(value)} isn't a {kind.__name__}: an object of {', '.join(decoders)}")
+            raise ValueError(f": {_shown(value)} isn't {kind.__name__}: an object of {', '.join(decoders)}")
         return kind(**{name: _within(name, decoders[name], one) for name, one in value.items()})
 
     return made

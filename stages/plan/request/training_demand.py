@@ -8,16 +8,17 @@ beside the figures of the machine: a run that is served from the cache rehearses
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.decoding import decode, decodes
 from offstage.pipeline.errors import OffstageError
 from offstage.pipeline.stage import MEASURED, Config
-from offstage.pipeline.typed_config import fits, read
+from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import adapter_folder
 from offstage.stages.empty_init.step_peaks import TrainingPeaks
 from offstage.stages.machine.kept_figures import kept_or_measured
@@ -37,6 +38,14 @@ _KEPT = {"adamw": 2, "sgd": 0}
 """How many tensors an optimizer keeps of each weight, of the weight's own size."""
 _MADE = {"adamw": 3, "sgd": 1}
 """How many it makes to change a weight, one weight after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigure:
+    """What is kept of a step that was rehearsed: its ``peaks``, and the bytes of the largest weight that learns."""
+
+    peaks: TrainingPeaks
+    largest_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +79,19 @@ def training_demand(config: Config, cache: Path, *, skeleton: str, live: Callabl
     asked |= {"accumulates": options.gradient_accumulation > 1, "window": window, "adapted": adapted}
     key = fingerprint([VERSION, asked, skeleton])
     probe = partial(_rehearse, options, live, window=window, adapted=adapted)
-    figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=_is_sound).get(key) or probe()
-    return _demand(figure, options)
+    is_sound = partial(decodes, StepFigure)
+    figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=is_sound).get(key) or probe()
+    return _demand(decode(StepFigure, figure), options)
 
 
-def _demand(figure: Mapping[str, Any], options: FinetuneOptions) -> TrainingDemand:
-    told: dict[str, Any] = {
-        name: tuple(map(tuple, one)) if isinstance(one, list) else one for name, one in figure["peaks"].items()
-    }
-    peaks = TrainingPeaks(**told)
+def _demand(figure: StepFigure, options: FinetuneOptions) -> TrainingDemand:
+    peaks = figure.peaks
     added = peaks.gradient_bytes if options.lora is not None else 0
     return TrainingDemand(
         peaks,
         kept_bytes=added + _KEPT[options.optimizer] * peaks.gradient_bytes,
-        update_bytes=peaks.gradient_bytes + _MADE[options.optimizer] * figure["largest_bytes"],
+        update_bytes=peaks.gradient_bytes + _MADE[options.optimizer] * figure.largest_bytes,
     )
-
-
-def _is_sound(figure: Any) -> bool:
-    if not isinstance(figure, dict) or set(figure) != {"peaks", "largest_bytes"}:
-        return False
-    return isinstance(figure["peaks"], dict) and fits(int, figure["largest_bytes"])
 
 
 def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window: int, adapted: bool) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window
     except REFUSALS:
         geometry = geometry_of(model.config.to_dict())
         peaks = bound_peaks(geometry, tokens=options.batch_size * window, gradient_bytes=sum(sizes))
-    return {"peaks": asdict(peaks), "largest_bytes": max(sizes)}
+    return asdict(StepFigure(peaks, max(sizes)))
 
 
 def bound_peaks(geometry: Geometry, *, tokens: int, gradient_bytes: int) -> TrainingPeaks:
