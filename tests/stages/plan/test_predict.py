@@ -156,7 +156,7 @@ def test_what_simulated_accelerators_hold_lies_on_the_host() -> None:
     caches = tuple(BlockCache(name, 100, 90) for name in names)
     plan = predicted(model, planned(model, _0="20", _1="10", cpu="100"), MemoryNeeds(7, 3, caches=caches), Rates())
     assert plan.predicted["cpu"]["simulated"] == (10 + 10 + 300) + (10 + 100) + 7 + 3
-    alone = predicted(model, replace(plan, ledgers={}), MemoryNeeds(7, 3, caches=caches), Rates())
+    alone = predicted(model, plan.with_devices(simulated={}, names={}), MemoryNeeds(7, 3, caches=caches), Rates())
     assert "simulated" not in alone.predicted["cpu"], "a real accelerator's memory is its own"
 
 
