@@ -3,9 +3,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from offstage.stages.plan.work import BlockCache, Work
 
 from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.memory_needs import BlockCache, MemoryNeeds
 from offstage.stages.plan.plan import DevicePlan, Plan, own_parts
 from offstage.stages.plan.table import ranges, render, rows
 from offstage.stages.units import DeviceId
@@ -63,7 +63,7 @@ def with_a_request(**budgets: str) -> Plan:
     machine = {"devices": [{"memory": "1GB"}, {"memory": "1GB"}], "host": {"memory": "4GB"}}
     caches = tuple(BlockCache(name, 30_000_000, 20_000_000) for name in names)
     return predicted(
-        model, make_plan(model, {**config, "hardware": machine}), Work(7_000_000, 3, caches=caches), Rates()
+        model, make_plan(model, {**config, "hardware": machine}), MemoryNeeds(7_000_000, 3, caches=caches), Rates()
     )
 
 
