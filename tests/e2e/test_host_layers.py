@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from offstage.pipeline.decoding import decode
+from offstage.stages.plan.plan import Plan
 from tests.e2e.conftest import Finished
 
 Run = Callable[..., Finished]
