@@ -78,12 +78,6 @@ class Room:
     slots: int = 0
     unpacking: int = 0
 
-    @property
-    def left(self) -> int | None:
-        """What the budget leaves beside all of it; null where there is no limit."""
-        taken = self.weights + self.reserve + self.slots + self.unpacking
-        return None if self.budget is None else self.budget - taken
-
     def staging_bytes(self, *, is_main: bool) -> int:
         """Return the bytes that the host may hold for streamed weights where it computes some: all, if it ``is_main``.
 
