@@ -16,8 +16,9 @@ from typing import Any
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import SINGLE, UNIFORM, Routing, hit_rates
-from offstage.stages.plan.layout import Layout, Line
+from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.serving import Line
 from offstage.stages.plan.token_time import (
     ONE_TOKEN,
     Brought,
