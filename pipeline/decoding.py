@@ -23,7 +23,8 @@ def decode(kind: type[Kind], data: object) -> Kind:
 
     Raises ``ValueError``, which names the fields down to the first one whose value isn't of its type.
     """
-    made: Kind = _decoder(kind)(data)
+    hint: Any = kind
+    made: Kind = _decoder(hint)(data)
     return made
 
 
@@ -67,7 +68,7 @@ def _of_fields(kind: Any) -> Decoder:
 
     def made(value: Any) -> Any:
         if not isinstance(value, Mapping) or not value.keys() <= decoders.keys() or not needed <= value.keys():
-            raise ValueError(f": {_shown(value)} isn't a {kind.__name__}: an object of {', '.join(decoders)}")
+            raise ValueError(f": {_shown(value)} isn't {kind.__name__}: an object of {', '.join(decoders)}")
         return kind(**{name: _within(name, decoders[name], one) for name, one in value.items()})
 
     return made

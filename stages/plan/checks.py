@@ -125,7 +125,7 @@ def require_room(plan: Plan, machine: Hardware) -> None:
         parts = _own(plan, device)
         excess = sum(parts.values()) - rooms[device]
         if excess > 0:
-            automatic = bool(device in plan.devices and plan.devices[device].budget_terms)
+            automatic = bool(plan.devices[device].budget_terms)
             limit = _limit(machine.host) if automatic and device == CPU else f"max_memory.{device}"
             raise BudgetError(_excess(plan, device, room=rooms[device], excess=excess, limit=limit))
 

@@ -11,59 +11,21 @@ experts a device that computes some which lie elsewhere needs room for a slot or
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from offstage.stages.empty_init.skeleton import DeviceUnpacking, parent
-from offstage.stages.plan.expert_slots import LEAST, ROOMY, Pool, pools, slot_bytes
-from offstage.stages.plan.lasting_parts import place_lasting
+from offstage.stages.plan.expert_slots import LEAST, Pool, pools, slot_bytes
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Budgets, Placement, Shortage, execution_devices
+from offstage.stages.plan.reserves import needed_rooms
 from offstage.stages.plan.row_blocks import block_rows, least_sizes
-from offstage.stages.plan.serving import Io, Serving, is_streamed
-from offstage.stages.units import CPU, DEVICE_ALIGNMENT, DISK, DeviceId, in_tier_order
+from offstage.stages.plan.serving import Io, Line, Serving, is_streamed
+from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
 Counts = Mapping[DeviceId, int]
-
-
-class Line(NamedTuple):
-    """One tensor by its ``name``, tied ones included: where it lies, ``bytes`` there, and where it computes, ``used``.
-
-    ``serving`` is how it gets there, null where it is resident. The bytes of tied ones are those of their ``leader``.
-    ``codec`` is what it lies packed by, as it rests on disk, null where it lies as it is used. ``made`` says that the
-    model's constructor makes it, on the host, where the placement has it on disk. ``routed`` says, where that is
-    experts of which a token uses some, of how many it uses how many.
-    """
-
-    name: str
-    home: DeviceId
-    computes: DeviceId
-    bytes: int
-    used: int
-    leader: str = ""
-    layer: str = ""
-    serving: Serving | None = None
-    codec: str | None = None
-    made: bool = False
-    routed: tuple[int, int] | None = None
-
-    @property
-    def at_rest(self) -> bool:
-        """Whether it lies packed, as it rests on disk."""
-        return self.codec is not None
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether all of it is brought in for each use."""
-        return is_streamed(self.serving)
-
-    @property
-    def is_unpacked(self) -> bool:
-        """Whether it is unpacked for each use."""
-        return self.at_rest and self.serving in ("direct", "packed", "experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +39,6 @@ class Room:
     reserve: int = 0
     slots: int = 0
     unpacking: int = 0
-
-    @property
-    def left(self) -> int | None:
-        """What the budget leaves beside all of it; null where there is no limit."""
-        taken = self.weights + self.reserve + self.slots + self.unpacking
-        return None if self.budget is None else self.budget - taken
 
     def staging_bytes(self, *, is_main: bool) -> int:
         """Return the bytes that the host may hold for streamed weights where it computes some: all, if it ``is_main``.
@@ -279,7 +235,7 @@ class Layout:
     @cached_property
     def _at_once(self) -> tuple[Counts, Counts]:
         """What each device needs room for of what is streamed: a layer's, and the least that works."""
-        return self._needed(self.outline.sizes)
+        return needed_rooms(self.outline, self.streamed, self.outline.sizes)
 
     def _least_reserves(self, rooms: Mapping[DeviceId, int | None]) -> Counts:
         """Return the least that each device can keep, of what all ``rooms`` (null is unlimited) have.
@@ -288,38 +244,9 @@ class Layout:
         """
         layers, parts = self._at_once
         fits = all((room := rooms[device]) is None or count <= room for device, count in parts.items())
-        return parts if fits or parts is layers else self._needed(least_sizes(self.outline))[1]
-
-    def _needed(self, sizes: Mapping[str, int]) -> tuple[Counts, Counts]:
-        """Return the bytes of the largest layer that each device computes of what is streamed, and the least it can
-        keep.
-
-        That is the largest part, where each is alone while its module runs: a part is what one module holds, so much of
-        each tensor at once as ``sizes`` say; where several are there together, it is what these take. Where no
-        rehearsal saw how it is, and where experts are modules in a list, it is as much as for a layer. What is there
-        beside a layer counts.
-        """
-        outline = self.outline
-        together: dict[tuple[str, DeviceId], dict[str, None]] = {}
-        whole: dict[str, Counter[DeviceId]] = defaultdict(Counter)
-        parts: dict[str, Counter[DeviceId]] = whole if sizes is outline.sizes else defaultdict(Counter)
-        for line in self.streamed:
-            together.setdefault((line.layer, line.computes), {})[line.leader] = None
-            module = parent(line.name)
-            whole[module][line.computes] += line.used
-            if parts is not whole:
-                divided = sizes[line.name] < line.used
-                parts[line.name if divided else module][line.computes] += sizes[line.name]
-        layers = _largest({device: _at_once(outline, leaders)} for (_, device), leaders in together.items())
-        if outline.skeleton.unrehearsed is not None:
-            return layers, layers
-        layers = _largest([layers, *whole.values()])  # a module that isn't kept whole is a layer for each tensor
-        beside = _beside(outline, whole)
-        least = _least_staging(outline, whole) if beside else _largest(whole.values())
-        kept = (layers + beside) | least
-        if outline.listed:
-            return kept, kept
-        return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else least
+        if fits or parts is layers:
+            return parts
+        return needed_rooms(self.outline, self.streamed, least_sizes(self.outline))[1]
 
 
 def lay_out(
@@ -409,71 +336,3 @@ def _routed(outline: Outline, name: str, serving: Serving | None) -> tuple[int, 
         experts = outline.experts[parent(name)]
         return experts.count, experts.per_token
     return outline.listed.get(name)
-
-
-def _largest(counts: Iterable[Counts]) -> Counter[DeviceId]:
-    """Return the most that one of ``counts`` has on each device. (Placements are tried by thousands, of ten thousand
-    parts: as many new counters take most of a plan's time.)
-    """
-    found: Counter[DeviceId] = Counter()
-    for sizes in counts:
-        for device, size in sizes.items():
-            if size > found[device]:
-                found[device] = size
-    return +found
-
-
-def _at_once(outline: Outline, leaders: Iterable[str]) -> int:
-    """Return the most bytes of the tensors ``leaders`` of one layer that there must be room for at once.
-
-    Experts that are modules in a list are called one after the other: two may be there.
-    """
-    whole, experts = 0, Counter[str]()
-    for leader in leaders:
-        if leader in outline.listed:
-            experts[outline.skeleton.expert_of[parent(leader)]] += outline.sizes[leader]
-        else:
-            whole += outline.sizes[leader]
-    return whole + sum(sorted(experts.values())[-ROOMY:])
-
-
-def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
-    """Return the most bytes of streamed ``parts`` that are there together, beside the largest, on each device.
-
-    A part is there while its module runs, or one that borrows its weights; those of modules around that are there too.
-    """
-    callers: dict[str, list[Counter[DeviceId]]] = {}
-    for module, sizes in parts.items():
-        for caller in (module, *outline.skeleton.borrowers.get(module, ())):
-            callers.setdefault(caller, []).append(sizes)
-    found: Counter[DeviceId] = Counter()
-    for caller in callers:
-        around = outline.around[caller]
-        if len(around) == len(callers[caller]) == 1:
-            continue
-        running = [sizes for above in around for sizes in callers.get(above, ())]
-        for device in set().union(*running) if len(running) > 1 else ():
-            together = [sizes[device] for sizes in running]
-            found[device] = max(found[device], sum(together) - max(together))
-    return +found
-
-
-def _least_staging(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
-    """Return the least bytes that hold whatever is there at once of streamed ``parts``, on each device.
-
-    Each begins where that device has parts begin; what rests of the host's is on top of its staging memory.
-    """
-    by_device: dict[DeviceId, dict[str, int]] = {}
-    for name, sizes in parts.items():
-        for device, size in sizes.items():
-            by_device.setdefault(device, {})[name] = size
-    return Counter(
-        {
-            device: place_lasting(
-                {name: (name, *outline.skeleton.borrowers.get(name, ())) for name in sizes},
-                sizes,
-                alignment=1 if device == CPU else DEVICE_ALIGNMENT,
-            ).least
-            for device, sizes in by_device.items()
-        }
-    )

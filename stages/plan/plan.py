@@ -14,9 +14,9 @@ from offstage.pipeline.atomic_files import write_text
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates, known_rates
 from offstage.stages.plan.expert_slots import Pool
-from offstage.stages.plan.layout import Layout, Line, Room
+from offstage.stages.plan.layout import Layout, Room
 from offstage.stages.plan.placement import fold
-from offstage.stages.plan.serving import Serving
+from offstage.stages.plan.serving import Line, Serving
 from offstage.stages.units import CPU, DISK, DeviceId, in_tier_order
 
 FILE_NAME = "plan.json"

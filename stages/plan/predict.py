@@ -16,7 +16,7 @@ from offstage.stages.plan.plan import SIMULATED, Plan
 from offstage.stages.plan.traffic import PLAIN_STEP, Step, forecast
 from offstage.stages.units import CPU, DISK, DeviceId
 
-Ledger = dict[DeviceId, dict[str, int]]
+ByPart = dict[DeviceId, dict[str, int]]
 """The bytes of each device at its peak, by what they are for: those of its budget come first."""
 
 
@@ -51,7 +51,7 @@ def predict(
     )
 
 
-def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: int = PROCESS_BYTES) -> Ledger:
+def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: int = PROCESS_BYTES) -> ByPart:
     """Return what each device holds at its peak beside a request that ``needs`` so much, by what it is for.
 
     What lies on disk is there without a part of a request. The host's process has ``process_bytes`` of its own.
@@ -59,7 +59,7 @@ def ledger(layout: Layout, needs: MemoryNeeds, *, process_bytes: int = PROCESS_B
     main = layout.placement.main
     caches = cache_bytes(needs.caches, lambda block: _computes(layout, block))
     computed = {line.computes for line in layout.lines}
-    found: Ledger = {}
+    found: ByPart = {}
     for device, room in layout.rooms.items():
         held = found[device] = {"weights": room.weights}
         if device == DISK:
@@ -138,7 +138,7 @@ def _unpacking_bytes(layout: Layout) -> int:
     return max((packed[line.name].working_bytes for line in by_host), default=0)
 
 
-def _held_for(simulated: Collection[DeviceId], held: Ledger, needs: MemoryNeeds) -> dict[str, int]:
+def _held_for(simulated: Collection[DeviceId], held: ByPart, needs: MemoryNeeds) -> dict[str, int]:
     """Return what the host holds for ``simulated`` accelerators, whose bytes really lie there.
 
     One of them computes at a time, on the host, so the widest moment of a forward counts once for all.

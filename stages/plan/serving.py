@@ -10,7 +10,9 @@ uses it where a map of its file has it. What rests packed is of no use in a map:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from offstage.stages.units import DeviceId
 
 Serving = Literal["direct", "map", "rows", "copy", "packed", "experts"]
 """``direct``: read from disk past the page cache, for each use. ``map``: used where a map of its file has it. ``rows``:
@@ -43,3 +45,40 @@ def routed(serving: Mapping[str, Serving]) -> tuple[str, ...]:
 def is_streamed(serving: Serving | None) -> bool:
     """Return whether all of the tensor is brought in for each use."""
     return serving not in (None, "rows", "experts")
+
+
+class Line(NamedTuple):
+    """One tensor by its ``name``, tied ones included: where it lies, ``bytes`` there, and where it computes, ``used``.
+
+    ``serving`` is how it gets there, null where it is resident. The bytes of tied ones are those of their ``leader``.
+    ``codec`` is what it lies packed by, as it rests on disk, null where it lies as it is used. ``made`` says that the
+    model's constructor makes it, on the host, where the placement has it on disk. ``routed`` says, where that is
+    experts of which a token uses some, of how many it uses how many.
+    """
+
+    name: str
+    home: DeviceId
+    computes: DeviceId
+    bytes: int
+    used: int
+    leader: str = ""
+    layer: str = ""
+    serving: Serving | None = None
+    codec: str | None = None
+    made: bool = False
+    routed: tuple[int, int] | None = None
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether it lies packed, as it rests on disk."""
+        return self.codec is not None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether all of it is brought in for each use."""
+        return is_streamed(self.serving)
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether it is unpacked for each use."""
+        return self.at_rest and self.serving in ("direct", "packed", "experts")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from offstage.pipeline.report.quantities import scale_for
 from offstage.stages.empty_init.skeleton import upward
-from offstage.stages.plan.layout import Line
 from offstage.stages.plan.plan import Plan, own_parts
+from offstage.stages.plan.serving import Line
 from offstage.stages.units import DeviceId, format_bytes, in_tier_order
 
 _MOST_LISTED = 24

@@ -15,8 +15,9 @@ from itertools import groupby
 from offstage.stages.empty_init.skeleton import parent
 from offstage.stages.machine.rates import Rates
 from offstage.stages.plan.expert_slots import SINGLE, Routing, hit_rates
-from offstage.stages.plan.layout import Layout, Line
+from offstage.stages.plan.layout import Layout
 from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.serving import Line
 from offstage.stages.plan.token_time import (
     HOST_TOKENS,
     ONE_TOKEN,

@@ -178,7 +178,7 @@ def test_the_plan_counts_the_adapter_and_a_replay_names_one_that_changed(
     file = adapter / "adapter_model.safetensors"
     assert lies[1] - lies[0] == sum(tensor.nbytes for tensor in load_file(file).values())
 
-    processes = [json.loads(path.read_text())["predicted"]["cpu"]["process"] for path in plans_of(bare, first)]
+    processes = [json.loads(path.read_text())["devices"]["cpu"]["ledger"]["process"] for path in plans_of(bare, first)]
     assert processes[1] - processes[0] == PEFT_BYTES
 
     moved = shutil.copytree(adapter, tmp_path / "moved")

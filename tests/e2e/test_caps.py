@@ -90,7 +90,7 @@ def test_the_automatic_budget_stays_below_the_cap_and_says_why(roomy: tuple[Path
     terms = plan["devices"]["cpu"]["budget_terms"]
     assert set(terms) == {"available", "process", "libraries", "request", "margin"}
     assert terms["available"] <= ROOMY
-    assert plan["budgets"]["cpu"] == sum(terms.values()) < ROOMY + terms["process"] + terms["libraries"]
+    assert plan["devices"]["cpu"]["budget"] == sum(terms.values()) < ROOMY + terms["process"] + terms["libraries"]
 
 
 @pytest.mark.long_form

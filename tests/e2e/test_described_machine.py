@@ -35,7 +35,7 @@ def test_a_plan_for_another_machine_measures_nothing_of_this_one(
     asked_for = [file.name for file in figures.glob("*")]  # with the locks of what is measured, kept or not
     assert not [name for name in asked_for if any(figure in name for figure in FIGURES)]
     plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
-    assert plan["predicted"]["cpu"]["process"] >= PROCESS_BYTES
+    assert plan["devices"]["cpu"]["ledger"]["process"] >= PROCESS_BYTES
     assert any(note.startswith("hardware.host is described: a process is taken to hold") for note in plan["notes"])
 
 

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from offstage.pipeline.decoding import decode
+from offstage.stages.plan.plan import Plan
 from tests.e2e.conftest import Finished
 
 Run = Callable[..., Finished]
@@ -19,10 +21,10 @@ def test_some_layers_compute_on_the_host_and_the_run_says_so(offstage_here: Run)
     assert not fastest.cached["plan"], "the key is the plan's"
     assert fastest.cached["empty_init"]
     assert fastest.tokens == exact.tokens, "all of it computes here"
-    plan = json.loads(Path(fastest.record["stages"][1]["artifact"], "plan.json").read_text())
+    plan = decode(Plan, json.loads(Path(fastest.record["stages"][1]["artifact"], "plan.json").read_text()))
     metrics = fastest.record["metrics"]
-    assert metrics["host_layers"] == len(plan["host_layers"]) > 0
-    assert {0, "cpu"} <= set(plan["execution"].values())
+    assert metrics["host_layers"] == len(plan.host_layers) > 0
+    assert {0, "cpu"} <= set(plan.execution.values())
     assert metrics["predicted_seconds_per_token"] < exact.record["metrics"]["predicted_seconds_per_token"]
     assert metrics["streamed_bytes_per_token"] < exact.record["metrics"]["streamed_bytes_per_token"]
     assert "compute on the host, where they lie" in fastest.out

@@ -324,7 +324,8 @@ def test_a_report_of_a_stranger_s_runs_reads_nothing_beside_them(by: str, finish
     record = json.loads(finished.read_text()) | {"signature": None, "device_map": {"": "cpu"}}
     plan = stranger.outside / "plan"
     plan.mkdir()
-    plan.joinpath("plan.json").write_text('{"homes": {"secret.a": "cpu"}, "reasons": {"secret": "cpu"}}')
+    layers = '[{"names": ["secret"], "lines": [{"name": "a", "home": "cpu"}]}]'
+    plan.joinpath("plan.json").write_text(f'{{"layers": {layers}, "reasons": {{"secret": "cpu"}}}}')
     (entry,) = (stage for stage in record["stages"] if stage["name"] == "plan")
     kept = stranger.sent / "cache/plan" / entry["key"]
     kept.parent.mkdir(parents=True)

@@ -53,7 +53,8 @@ def bytes_as_predicted(done: Finished) -> tuple[int, int]:
     assert done.code == 0, done.err
     predicted, measured = (done.record["memory"][kind]["cpu"] for kind in ("predicted", "measured"))
     assert predicted == pytest.approx(measured, rel=0.1)
-    parts = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())["predicted"]["cpu"]
+    plan = json.loads(Path(done.record["stages"][1]["artifact"], "plan.json").read_text())
+    parts = plan["devices"]["cpu"]["ledger"]
     return sum(parts[name] for name in ("cache", "activations", "scratch")), predicted
 
 

@@ -125,7 +125,8 @@ def test_accelerators_with_links_of_their_own_are_planned_named_and_run_as_they_
     assert (
         unlike.record["metrics"]["predicted_seconds_per_token"] > alike.record["metrics"]["predicted_seconds_per_token"]
     )
-    assert (plan["names"], plan["device_rates"]["1"]["link"]) == ({"0": "RTX 4090", "1": "RTX 3060"}, 50 * 10**6)
+    assert [plan["devices"][device]["name"] for device in "01"] == ["RTX 4090", "RTX 3060"]
+    assert plan["devices"]["1"]["rates"]["link"] == 50 * 10**6
     assert "1 (RTX 3060)" in unlike.out
 
 

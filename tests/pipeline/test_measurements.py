@@ -59,11 +59,11 @@ def test_a_plan_alone_shows_what_it_predicts(tmp_path: Path) -> None:
     assert lines[-3:] == [["device", "predicted"], ["0", "2.00", "GB"], ["cpu", "1.00", "GB"]]
 
 
-def test_each_device_has_its_peak_beside_what_was_predicted_and_allowed(tmp_path: Path) -> None:
+def test_each_device_has_its_peak_beside_what_was_predicted_and_no_budget_of_a_part_of_it(tmp_path: Path) -> None:
     memory = {"budget": {"cpu": 10**8, "disk": None}, "predicted": {"cpu": 10**9}, "measured": {"cpu": 9 * 10**8}}
     assert shown(tmp_path, memory=memory) == [
-        ["device", "peak", "predicted", "budget", "of", "weights"],
-        ["cpu", "900.0", "MB", "1.00", "GB", "100.0", "MB"],
+        ["device", "peak", "predicted"],
+        ["cpu", "900.0", "MB", "1.00", "GB"],
     ]
 
 

@@ -7,16 +7,16 @@ from the cache imports neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.decoding import decode, decodes
 from offstage.pipeline.errors import ConfigError
 from offstage.pipeline.stage import MEASURED, Config
-from offstage.pipeline.typed_config import fits
 from offstage.stages.empty_init.identity import text_identity
 from offstage.stages.empty_init.skeleton import CacheSpec, Moment, monomials
 from offstage.stages.inputs.generate_options import GenerateOptions, read_generate
@@ -77,15 +77,11 @@ def media_demand(config: Config, cache: Path, *, skeleton: str, live: Callable[[
     key = fingerprint([list(prompts.values()), asked, skeleton, text_identity(model), media_libraries()])
     probe = partial(_measure, prompts, given, model, live)
     try:
-        figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=_is_sound).get(key)
+        is_sound = partial(decodes, MediaDemand)
+        figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=is_sound).get(key)
     except ConfigError:
         return None
-    return None if figure is None else _demand(figure)
-
-
-def _demand(figure: Mapping[str, Any]) -> MediaDemand:
-    caches = (CacheSpec(tuple(blocks), 0, own, encoded) for blocks, own, encoded in figure["caches"])
-    return MediaDemand(figure["tokens"], tuple(map(_moment, figure["moments"])), tuple(caches))
+    return None if figure is None else decode(MediaDemand, figure)
 
 
 def _measure(
@@ -109,48 +105,8 @@ def _measure(
         rows = encoder_rows_bytes(model, {name: tuple(one.shape) for name, one in largest.items()})
         moments = (Moment((float(rows + 2 * _bytes(largest)), *_CONSTANT)),)
     moments = (Moment((float(preparing), *_CONSTANT)), *moments)
-    figures = [
-        [moment.activations[0], moment.kernel, [operand[0] for operand in moment.operands]] for moment in moments
-    ]
-    caches = [[list(one.blocks), one.position_bytes, one.encoded_bytes] for one in weighed.caches if encoded]
-    return {"tokens": max(tokens, encoded), "moments": figures, "caches": caches}
+    return asdict(MediaDemand(max(tokens, encoded), moments, weighed.caches if encoded else ()))
 
 
 def _bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _moment(figure: list[Any]) -> Moment:
-    held, kernel, operands = figure
-    return Moment((held, *_CONSTANT), kernel, tuple((operand, *_CONSTANT) for operand in operands))
-
-
-def _is_sound(figure: Any) -> bool:
-    if not isinstance(figure, dict) or set(figure) != {"tokens", "moments", "caches"}:
-        return False
-    moments, caches = figure["moments"], figure["caches"]
-    return (
-        fits(int, figure["tokens"])
-        and isinstance(moments, list)
-        and all(map(_is_sound_moment, moments))
-        and isinstance(caches, list)
-        and all(map(_is_sound_cache, caches))
-    )
-
-
-def _is_sound_moment(figure: Any) -> bool:
-    if not isinstance(figure, list) or len(figure) != 3:
-        return False
-    held, kernel, operands = figure
-    if not fits(float, held) or not isinstance(kernel, str) or not isinstance(operands, list):
-        return False
-    return len(operands) in (0, 3) and all(fits(float, operand) for operand in operands)
-
-
-def _is_sound_cache(figure: Any) -> bool:
-    return (
-        isinstance(figure, list)
-        and len(figure) == 3
-        and fits(Sequence[str], figure[0])
-        and all(fits(float, count) for count in figure[1:])
-    )

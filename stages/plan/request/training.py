@@ -11,16 +11,17 @@ beside the figures of the machine: a run that is served from the cache rehearses
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offstage.pipeline.cache.fingerprint import fingerprint
+from offstage.pipeline.decoding import decode, decodes
 from offstage.pipeline.errors import OffstageError
 from offstage.pipeline.stage import MEASURED, Config
-from offstage.pipeline.typed_config import fits, read
+from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import adapter_folder
 from offstage.stages.empty_init.step_peaks import TrainingPeaks
 from offstage.stages.inputs.finetune_options import FinetuneOptions
@@ -48,7 +49,7 @@ VERSION = 2
 _KEPT = {"adamw": 2, "sgd": 0}
 """How many tensors an optimizer keeps of each weight, of the weight's own size."""
 _MADE = {"adamw": 3, "sgd": 1}
-"""How many it makes to change a weight, one weight after the other."""
+"""How many it makes to change a weight."""
 _GROWN = 2
 """How many times what lies in it the memory on the host may have grown to: it doubles, and is registered whole."""
 
@@ -57,17 +58,23 @@ _GROWN = 2
 class TrainingDemand:
     """What a step of training holds: the ``peaks`` of its forward and backward, and what stays from step to step.
 
-    ``kept_bytes`` are the optimizer's, and the weights of an adapter that is new; ``update_bytes`` are held, gradients
-    included, while the weights are changed.
+    Of each weight so many tensors of its size are ``kept``, the optimizer's and the weight itself where its adapter is
+    new. So many are ``made`` while it is changed, one weight after the other, the largest of ``largest_bytes``.
     """
 
     peaks: TrainingPeaks
-    kept_bytes: int
-    update_bytes: int
+    largest_bytes: int
+    kept: int = 0
+    made: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is there from step to step."""
+        return self.kept * self.peaks.gradient_bytes
 
     def step_bytes(self, ratio: float) -> int:
         """Return the most that a step holds beside weights and what is kept, at that ratio of activation offload."""
-        return max(self.peaks.peak(ratio), self.update_bytes)
+        return max(self.peaks.peak(ratio), self.peaks.gradient_bytes + self.made * self.largest_bytes)
 
 
 def training_demand(config: Config, cache: Path, *, skeleton: str, live: Callable[[], nn.Module]) -> TrainingDemand:
@@ -84,8 +91,10 @@ def training_demand(config: Config, cache: Path, *, skeleton: str, live: Callabl
     asked |= {"accumulates": options.gradient_accumulation > 1, "window": window, "adapted": adapted}
     key = fingerprint([VERSION, asked, skeleton])
     probe = partial(_rehearse, options, live, window=window, adapted=adapted)
-    figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=_is_sound).get(key) or probe()
-    return _demand(figure, options)
+    is_sound = partial(decodes, TrainingDemand)
+    figure = kept_or_measured(cache / MEASURED / FILE_NAME, {key: probe}, is_sound=is_sound).get(key) or probe()
+    kept = _KEPT[options.optimizer] + (options.lora is not None)
+    return replace(decode(TrainingDemand, figure), kept=kept, made=_MADE[options.optimizer])
 
 
 def training_needs(
@@ -134,25 +143,6 @@ def _product_bytes(outline: Outline, geometry: Geometry, request: Request, kerne
     matrices = (tensor.bytes for tensor in outline.skeleton.unique if len(tensor.shape) == 2)
     product = max(request.sequences * request.prompt * widest, *matrices)
     return round(max(kernels.get(f"mm {dtype}", (0,))) * product)
-
-
-def _demand(figure: Mapping[str, Any], options: FinetuneOptions) -> TrainingDemand:
-    told: dict[str, Any] = {
-        name: tuple(map(tuple, one)) if isinstance(one, list) else one for name, one in figure["peaks"].items()
-    }
-    peaks = TrainingPeaks(**told)
-    added = peaks.gradient_bytes if options.lora is not None else 0
-    return TrainingDemand(
-        peaks,
-        kept_bytes=added + _KEPT[options.optimizer] * peaks.gradient_bytes,
-        update_bytes=peaks.gradient_bytes + _MADE[options.optimizer] * figure["largest_bytes"],
-    )
-
-
-def _is_sound(figure: Any) -> bool:
-    if not isinstance(figure, dict) or set(figure) != {"peaks", "largest_bytes"}:
-        return False
-    return isinstance(figure["peaks"], dict) and fits(int, figure["largest_bytes"])
 
 
 def _rehearse(options: FinetuneOptions, live: Callable[[], nn.Module], *, window: int, adapted: bool) -> dict[str, Any]:

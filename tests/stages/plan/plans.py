@@ -13,7 +13,7 @@ from offstage.stages.machine.hardware import hardware
 from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.machine.rates import Rates, read_rates
 from offstage.stages.plan.inputs import gather_inputs
-from offstage.stages.plan.layout import Line, lay_out
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.lossless import choose_packing, possible_packing, with_copies
 from offstage.stages.plan.memory_needs import MemoryNeeds
 from offstage.stages.plan.options import PlanConfig
@@ -21,7 +21,7 @@ from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import AlikeLayers, DevicePlan, Plan
 from offstage.stages.plan.predict import predict
-from offstage.stages.plan.serving import Io, Serving
+from offstage.stages.plan.serving import Io, Line, Serving
 from offstage.stages.plan.stage import plan_from
 from offstage.stages.units import DeviceId
 

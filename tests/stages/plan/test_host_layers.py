@@ -212,8 +212,8 @@ def test_the_plan_says_what_computes_on_the_host_and_that_bits_may_differ() -> N
     model = llama()
     plan = make_plan(model, config())
     count = len(plan.host_layers)
-    assert f"{count} of 25 layers compute on the host, where they lie: " in render(plan, model.sizes)
-    assert "the last bits may differ from those of other placements" in render(plan, model.sizes)
+    assert f"{count} of 25 layers compute on the host, where they lie: " in render(plan)
+    assert "the last bits may differ from those of other placements" in render(plan)
     layer = plan.host_layers[0]
     assert plan.reasons[layer].endswith("resident on cpu, which computes it: faster than over the link")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from offstage.pipeline.stage import keyed
-from offstage.stages.machine.hardware import Hardware
+from offstage.stages.machine.hardware import Accelerator, Hardware
 from offstage.stages.machine.host_memory import PROCESS_BYTES, Host
 from offstage.stages.machine.kernels import NOMINAL
 from offstage.stages.machine.rates import read_rates
 from offstage.stages.plan.inputs import PlanInputs, gather_inputs
-from tests.stages.plan.skeletons import stack
+from tests.stages.plan.skeletons import outline, stack
 from tests.stages.plan.test_stage import config
 
 GB = 10**9
@@ -33,3 +33,17 @@ def test_an_open_batch_size_has_the_same_key_however_much_more_than_enough_is_fr
 def test_where_memory_may_be_too_little_for_one_of_the_sizes_it_is_a_part_of_the_key(free: int) -> None:
     assert gathered(free).rooms
     assert keyed(gathered(free)) != keyed(gathered(20 * GB))
+
+
+def test_the_free_memory_of_an_accelerator_is_a_part_of_the_key_where_a_given_budget_may_be_too_much_for_it() -> None:
+    def planned(free: int) -> PlanInputs:
+        host = Host(total_bytes=64 * GB, available_bytes=20 * GB)
+        machine = Hardware((Accelerator("real", 24 * GB, free, simulated=False),), host)
+        given = config(generate={"prompts": [[1, 2, 3]]}, max_memory={"0": "2GB", "cpu": "1GB"}, stages=["generate"])
+        model = outline({f"l.{index}.w": GB for index in range(3)})
+        return gather_inputs(model, given, machine=machine, rates=read_rates({}), kernels=NOMINAL)
+
+    assert keyed(planned(20 * GB)) == keyed(planned(14 * GB))
+    assert not planned(20 * GB).rooms
+    assert keyed(planned(GB)) != keyed(planned(20 * GB))
+    assert planned(GB).rooms.keys() == {0}

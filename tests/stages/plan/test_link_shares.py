@@ -148,9 +148,8 @@ def test_layers_that_share_a_tensor_stay_together() -> None:
 
 def test_the_screen_shows_each_link() -> None:
     plan = planned(llama(24), 10**9, 10**9)
-    sizes = llama(24).sizes
-    assert "side by side" in render(plan, sizes)
-    assert "side by side" not in render(planned(llama(24), 10**9), sizes)
+    assert "side by side" in render(plan)
+    assert "side by side" not in render(planned(llama(24), 10**9))
 
 
 def random_model(draw: random.Random) -> Outline:
@@ -268,7 +267,7 @@ def test_a_memory_with_a_rate_of_its_own_is_read_at_it() -> None:
     read = plan.used_bytes
     assert seconds(plan) == pytest.approx(int(read[0]) / 10**11 + int(read[1]) / (25 * 10**9))
     assert of(plan, "rates") == {0: {"link": 10**12, "device": 10**11}, 1: {"link": 10**12, "device": 25 * 10**9}}
-    shown = render(plan, model.sizes)
+    shown = render(plan)
     assert "0 (RTX 4090)" in shown
     assert "1 1.00 TB over its link and 25.00 GB in its memory" in shown
 

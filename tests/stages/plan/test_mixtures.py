@@ -81,7 +81,7 @@ def test_tables_of_which_a_token_needs_a_row_make_room_for_slots_until_all_exper
     assert set(plan.serving.values()) == {"rows"}, "all experts are resident"
     less = plan_for(model, cpu=model.skeleton.bytes - table - 1)
     assert set(less.serving.values()) == {"rows", "experts"}
-    assert less.slots == {CPU: less.pools[CPU].bytes - expert_bytes(model)}
+    assert of(less, "slots") == {CPU: of(less, "pool")[CPU].bytes - expert_bytes(model)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,8 +110,8 @@ def test_all_experts_of_a_token_have_a_slot_before_weights_that_every_token_need
     whole = plan_for(model, cpu=kept_bytes(model) + together * one)
     assert (of(whole, "slots"), of(whole, "reserve")) == ({CPU: together * one}, {})
     less = plan_for(model, cpu=kept_bytes(model) + together * one - 1)
-    assert less.slots == {CPU: together * one}
-    assert less.reserves, "a part of what every token needs is read for each"
+    assert of(less, "slots") == {CPU: together * one}
+    assert of(less, "reserve"), "a part of what every token needs is read for each"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -157,7 +157,7 @@ def test_more_budget_is_never_fewer_slots_nor_more_bytes_a_token(name: str, data
         return
     assert isinstance(more, Plan)
     if less.devices[CPU].weights == more.devices[CPU].weights:
-        assert less.slots.get(CPU, 0) <= more.slots.get(CPU, 0)
+        assert less.devices[CPU].slots <= more.devices[CPU].slots
     assert less.forecast["streamed_bytes_per_token"] >= more.forecast["streamed_bytes_per_token"]
 
 
@@ -333,8 +333,8 @@ def test_the_screen_shows_the_slots() -> None:
     model = mixture("Mixtral")
     plan = plan_for(model, cpu=kept_bytes(model) + 6 * expert_bytes(model))
     told = "6 slots for 18 experts on cpu; 25% of those a token uses are expected there; 62.21 kB a token are brought"
-    assert f"{told}, which assumes uniform routing" in render(plan, model.sizes)
-    assert "slots" in render(plan, model.sizes).splitlines()[-5]
+    assert f"{told}, which assumes uniform routing" in render(plan)
+    assert "slots" in render(plan).splitlines()[-5]
 
 
 def test_without_the_switch_experts_are_streamed_as_any_weights() -> None:

@@ -71,7 +71,9 @@ def test_an_accelerator_gets_over_the_link_what_the_host_unpacks_meanwhile() -> 
         "storage": 10 / 10 / 2,
         "link": 60 / 100 / 2,
         "host memory": 0,
+        "host cores": 0,
         "device memory": (100 + 60) / 1000,
+        "device cores": 0,
         "crossing": 0,
         "link beside the host": 0,
         "unpacking": 40 / 50 / 2,
@@ -139,7 +141,7 @@ def test_the_host_holds_packed_what_storage_would_be_slower_to_bring() -> None:
     assert len(packed) == 20, "all of it, beside a part that is used and one that comes"
     assert slow.devices["cpu"].weights == 100
     assert (slow.forecast["streamed_bytes_per_token"], slow.forecast["bound"]) == (100, "unpacking")
-    assert slow.packed == {"half": {"used": 200, "cpu": 100}}
+    assert packed_bytes(slow) == {"half": {"used": 200, "cpu": 100}}
     assert slow.homes[packed[0]] == "cpu"
     fast = optimal_plan(model, rates=Rates(storage=10**6, host=10**6, unpacking=100), cpu="120")
     assert "packed" not in fast.serving.values(), "the cores that unpack are what is slow"

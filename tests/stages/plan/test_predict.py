@@ -15,10 +15,17 @@ from offstage.stages.empty_init.skeleton import Moment, TensorSpec
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import Kernels, identity
 from offstage.stages.machine.rates import DECODING_NAME, Rates, coarse_rate, local_rates, read_rates
+from offstage.stages.plan.expert_slots import Routing
+from offstage.stages.plan.layout import lay_out
 from offstage.stages.plan.memory_needs import BlockCache, MemoryNeeds, memory_needs
 from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.placement import Placement
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.request.geometry import Geometry, Request, geometry_of, read_geometry
+from offstage.stages.plan.token_time import LayerOutput
+from offstage.stages.plan.traffic import Step, computed_bytes
+from offstage.stages.units import CPU
+from tests.stages.plan.mixtures import mixture
 from tests.stages.plan.plans import make_plan, predicted
 from tests.stages.plan.skeletons import outline
 
@@ -149,7 +156,7 @@ def test_what_simulated_accelerators_hold_lies_on_the_host() -> None:
     caches = tuple(BlockCache(name, 100, 90) for name in names)
     plan = predicted(model, planned(model, _0="20", _1="10", cpu="100"), MemoryNeeds(7, 3, caches=caches), Rates())
     assert plan.predicted["cpu"]["simulated"] == (10 + 10 + 300) + (10 + 100) + 7 + 3
-    alone = predicted(model, replace(plan, ledgers={}), MemoryNeeds(7, 3, caches=caches), Rates())
+    alone = predicted(model, plan.with_devices(simulated={}, names={}), MemoryNeeds(7, 3, caches=caches), Rates())
     assert "simulated" not in alone.predicted["cpu"], "a real accelerator's memory is its own"
 
 
@@ -194,6 +201,37 @@ def test_a_token_takes_as_long_as_the_slowest_of_storage_link_and_memory() -> No
     assert predicted(model, plan, MemoryNeeds(0), Rates(storage=1000, host=10)).forecast["bound"] == "host memory"
     linked = planned(model, _0="30", cpu="100")
     assert predicted(model, linked, MemoryNeeds(0), Rates(link=10)).forecast["seconds_per_token"] == 2.0
+
+
+@pytest.mark.parametrize("devices", [[], [{"memory": "1GB"}]])
+def test_a_pass_takes_as_long_as_its_tokens_compute_once_they_are_many(devices: list[dict[str, str]]) -> None:
+    model, at_once = outline({f"l.{index}.w": 10 for index in range(4)}), 128 if devices else 16
+    budgets = {"0": "100"} if devices else {"cpu": "100"}
+    given = {"max_memory": budgets, "hardware": {"devices": devices}, "device_map": "sequential"}
+    rates = Rates(host=1000, device=1000, calls=10**9)
+
+    def forecast(sequences: int, **generate: Any) -> Any:
+        asked = {"prompts": [[1]] * sequences, "batch_size": sequences, **generate}
+        return make_plan(model, {**given, "device_map_overrides": {}, "generate": asked}, rates=rates).forecast
+
+    memory, cores = ("device memory", "device cores") if devices else ("host memory", "host cores")
+    few, many = forecast(at_once), forecast(3 * at_once)
+    assert (few["seconds_per_token"], few["bound"]) == (pytest.approx(40 / 1000, rel=1e-4), memory)
+    assert (many["seconds_per_token"], many["bound"]) == (pytest.approx(3 * 40 / 1000, rel=1e-4), cores)
+    guided = forecast(3 * at_once, guidance_scale=1.5)
+    assert guided["seconds_per_token"] == pytest.approx(2 * many["seconds_per_token"], rel=1e-4)
+
+
+def test_of_experts_a_token_computes_with_those_that_it_uses_however_many_are_read() -> None:
+    model = mixture("Mixtral")
+    tokens = 100
+    layout = lay_out(model, Placement(dict.fromkeys(model.sizes, CPU), CPU))
+    step = Step(Routing(tokens), output=LayerOutput(tokens))
+    (spec, *_) = model.experts.values()
+    looked_up = sum(model.sizes[name] for name in model.lookups)
+    assert computed_bytes(layout, step)[CPU] == pytest.approx(tokens * (model.token_bytes - looked_up))
+    assert spec.per_token < spec.count
+    assert computed_bytes(layout, Step(Routing(2), output=LayerOutput(2))) == {}, "they compute while it is read"
 
 
 def test_guesses_that_are_judged_in_lockstep_have_a_layers_keys_and_values_each_and_no_cache() -> None:

@@ -12,8 +12,13 @@ import pytest
 from offstage.pipeline.decoding import decode
 from offstage.pipeline.errors import BudgetError, ConfigError
 from offstage.stages.plan import options
+from offstage.stages.plan.assembly import plan_of
+from offstage.stages.plan.layout import lay_out
+from offstage.stages.plan.placement import all_homes, fold
 from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.policies.sequential import sequential
 from offstage.stages.plan.stage import PlanStage
+from offstage.stages.units import CPU, DISK
 from tests.stages.plan.plans import make_plan, of
 from tests.stages.plan.skeletons import outline, stack
 
@@ -129,6 +134,33 @@ def test_a_plan_comes_back_from_its_file(tmp_path: Path) -> None:
     plan = make_plan(stack(7), config(max_memory={"0": "20", "cpu": "15"}, hardware=two_accelerators()))
     plan.save(tmp_path)
     assert decode(Plan, json.loads((tmp_path / "plan.json").read_text())) == plan
+
+
+def test_layers_that_lie_alike_are_written_once(tmp_path: Path) -> None:
+    sizes = {f"model.layers.{i}.experts.{j}.{k}": 10 for i in range(40) for j in range(8) for k in ("up", "down")}
+    layers = [f"model.layers.{i}" for i in range(40)]
+    model = outline(sizes, classes=dict.fromkeys(layers, "Block"), no_split=["Block"])
+    plan = make_plan(model, config(max_memory={"0": "1600", "cpu": "2400"}, hardware=two_accelerators()))
+    plan.save(tmp_path)
+    data = json.loads(tmp_path.joinpath("plan.json").read_text())
+    assert sorted(name for alike in data["layers"] for name in alike["names"]) == sorted(layers)
+    assert sum(len(alike["lines"]) for alike in data["layers"]) == 16 * len(data["layers"]) <= 16 * 3
+    again = decode(Plan, data)
+    assert list(again.tensors) == list(sizes), "in the order of execution"
+    assert again.tensors == plan.tensors
+
+
+def test_a_plan_is_the_layout_that_it_was_made_of() -> None:
+    model = outline({"embed.weight": 8, "block.norm": 1, "block.fc.weight": 9, "head.weight": 8},
+                    tied=[["embed.weight", "head.weight"]], classes={"block": "Block"}, no_split=["Block"])  # fmt: skip
+    layout = lay_out(model, sequential(model, {CPU: 19, DISK: None}), {CPU: 19, DISK: None})
+    plan = plan_of(layout, policy="sequential")
+    assert plan.tensors == layout.by_name
+    assert (plan.homes, plan.execution, plan.serving) == (
+        {line.name: line.home for line in layout.lines}, layout.execution, layout.serving,
+    )  # fmt: skip
+    assert plan.device_map == fold(all_homes(model, layout.placement.homes))
+    assert plan.tensors["head.weight"].leader == "embed.weight"
 
 
 def test_every_tensor_and_every_module_with_tensors_has_a_device() -> None:

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
-from offstage.stages.plan.plan import Plan
+import re
+
+import pytest
+
+from offstage.stages.machine.rates import Rates
+from offstage.stages.plan.memory_needs import BlockCache, MemoryNeeds
+from offstage.stages.plan.plan import DevicePlan, Plan, own_parts
 from offstage.stages.plan.table import ranges, render, rows
-from tests.stages.plan.plans import make_plan
+from offstage.stages.units import DeviceId
+from tests.stages.plan.plans import make_plan, plan_by_hand, predicted
 from tests.stages.plan.skeletons import outline
 
 
@@ -36,6 +43,59 @@ def test_the_table_shows_modules_and_devices() -> None:
     text = render(plan)
     assert "model.layers.4-8" in text
     assert "unlimited" in text
+
+
+def cells(text: str) -> dict[str, list[str]]:
+    """Return the table of devices in what a plan shows: its columns by their titles."""
+    table = next(part for part in text.split("\n\n") if "of budget" in part).splitlines()
+    ends = [match.end() for match in re.finditer(r"\S+(?: \S+)*", table[0])]
+    begins = [0, *ends[:-1]]
+    cut = [[line[begin:end].strip() for begin, end in zip(begins, ends, strict=True)] for line in table]
+    return {title: column for title, *column in map(list, zip(*cut, strict=True))}
+
+
+def with_a_request(**budgets: str) -> Plan:
+    """Return the plan of four blocks that keep a cache, on two accelerators and a host."""
+    names = [f"model.layers.{index}" for index in range(4)]
+    sizes = {f"{name}.weight": 100_000_000 for name in names}
+    model = outline(sizes, classes=dict.fromkeys(names, "Block"), no_split=["Block"])
+    config = {"max_memory": budgets, "device_map": "sequential", "device_map_overrides": {}, "generate": {}}
+    machine = {"devices": [{"memory": "1GB"}, {"memory": "1GB"}], "host": {"memory": "4GB"}}
+    caches = tuple(BlockCache(name, 30_000_000, 20_000_000) for name in names)
+    return predicted(
+        model, make_plan(model, {**config, "hardware": machine}), MemoryNeeds(7_000_000, 3, caches=caches), Rates()
+    )
+
+
+def test_what_each_device_holds_is_shown_by_what_it_is_for_and_the_sum() -> None:
+    plan = with_a_request(**{"0": "200MB", "1": "100MB", "cpu": "300MB"})
+    shown = cells(render(plan))
+    titles = ["MB on", "weights", "reserve", "of budget", "KV cache", "activations", "process", "sum"]
+    assert list(shown) == titles
+    assert shown["MB on"] == ["0", "1", "cpu", "disk"]
+    assert (shown["weights"], shown["reserve"]) == (["100.0", "100.0", "200.0", ""], ["100.0", "", "", ""])
+    assert shown["of budget"] == ["200.0", "100.0", "300.0", "unlimited"]
+    assert shown["KV cache"] == ["90.0", "30.0", "", ""]
+    for place, device in enumerate((0, 1, "cpu")):
+        ledger = own_parts(plan.devices[device].ledger)
+        assert float(shown["sum"][place]) == pytest.approx(sum(ledger.values()) / 1e6, abs=0.05)
+        parts = [shown[title][place] for title in titles if title not in ("MB on", "of budget", "sum")]
+        assert sum(float(part or 0) for part in parts) == pytest.approx(float(shown["sum"][place]), abs=0.3)
+
+
+def test_a_cache_is_on_the_device_that_computes_its_block_and_in_the_sum() -> None:
+    plan = with_a_request(**{"0": "200MB", "1": "200MB", "cpu": "0"})
+    assert cells(render(plan))["KV cache"] == ["60.0", "60.0", "", ""]
+    assert [plan.devices[device].ledger["cache"] for device in (0, 1, "cpu")] == [60 * 10**6, 60 * 10**6, 0]
+
+
+def test_a_full_table_of_devices_has_eighty_columns_at_most() -> None:
+    ledger = dict.fromkeys(["weights", "reserve", "slots", "cache", "activations", "process"], 987_654_321)
+    devices: dict[DeviceId, DevicePlan] = {
+        device: DevicePlan(987_654_321, 987_654_321, ledger=ledger) for device in (*range(16), "cpu", "disk")
+    }
+    shown = render(plan_by_hand({"a": 0}, devices={**devices, "disk": DevicePlan(None, 0, ledger={"weights": 1})}))
+    assert max(map(len, shown.splitlines())) == 80
 
 
 def test_numbers_are_folded_into_ranges() -> None:

@@ -20,8 +20,8 @@ from offstage.stages.checkpoints.packed import AtRest
 from offstage.stages.empty_init.describe import describe
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.empty_init.skeleton import Skeleton, TensorSpec
-from offstage.stages.plan.layout import Line
 from offstage.stages.plan.plan import Plan
+from offstage.stages.plan.serving import Line
 from offstage.stages.shard_load.expert_rows import Rows
 from offstage.stages.shard_load.sources import DiskWeights, TensorSource, Way
 from offstage.stages.shard_load.stage import ShardLoadStage

@@ -1,0 +1,116 @@
+"""What each device needs room for of what is streamed to it: a layer's, so that what comes next is on its way while one
+part computes, and the least that works.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.plan.expert_slots import ROOMY
+from offstage.stages.plan.lasting_parts import place_lasting
+from offstage.stages.plan.outline import Outline
+from offstage.stages.plan.serving import Line
+from offstage.stages.units import CPU, DEVICE_ALIGNMENT, DeviceId
+
+
+def needed_rooms(
+    outline: Outline, streamed: Iterable[Line], sizes: Mapping[str, int]
+) -> tuple[Counter[DeviceId], Counter[DeviceId]]:
+    """Return the bytes of the largest layer that each device computes of what is ``streamed``, and the least that it
+    can keep.
+
+    That is the largest part, where each is alone while its module runs: a part is what one module holds, so much of
+    each tensor at once as ``sizes`` say; where several are there together, it is what these take. Where no
+    rehearsal saw how it is, and where experts are modules in a list, it is as much as for a layer. What is there
+    beside a layer counts.
+    """
+    together: dict[tuple[str, DeviceId], dict[str, None]] = {}
+    whole: dict[str, Counter[DeviceId]] = defaultdict(Counter)
+    parts: dict[str, Counter[DeviceId]] = whole if sizes is outline.sizes else defaultdict(Counter)
+    for line in streamed:
+        together.setdefault((line.layer, line.computes), {})[line.leader] = None
+        module = parent(line.name)
+        whole[module][line.computes] += line.used
+        if parts is not whole:
+            divided = sizes[line.name] < line.used
+            parts[line.name if divided else module][line.computes] += sizes[line.name]
+    layers = _largest({device: _at_once(outline, leaders)} for (_, device), leaders in together.items())
+    if outline.skeleton.unrehearsed is not None:
+        return layers, layers
+    layers = _largest([layers, *whole.values()])  # a module that isn't kept whole is a layer for each tensor
+    beside = _beside(outline, whole)
+    least = _least_staging(outline, whole) if beside else _largest(whole.values())
+    kept = (layers + beside) | least
+    if outline.listed:
+        return kept, kept
+    return kept, _least_staging(outline, parts) if parts.keys() - whole.keys() else least
+
+
+def _largest(counts: Iterable[Mapping[DeviceId, int]]) -> Counter[DeviceId]:
+    """Return the most that one of ``counts`` has on each device. (Placements are tried by thousands, of ten thousand
+    parts: as many new counters take most of a plan's time.)
+    """
+    found: Counter[DeviceId] = Counter()
+    for sizes in counts:
+        for device, size in sizes.items():
+            if size > found[device]:
+                found[device] = size
+    return +found
+
+
+def _at_once(outline: Outline, leaders: Iterable[str]) -> int:
+    """Return the most bytes of the tensors ``leaders`` of one layer that there must be room for at once.
+
+    Experts that are modules in a list are called one after the other: two may be there.
+    """
+    whole, experts = 0, Counter[str]()
+    for leader in leaders:
+        if leader in outline.listed:
+            experts[outline.skeleton.expert_of[parent(leader)]] += outline.sizes[leader]
+        else:
+            whole += outline.sizes[leader]
+    return whole + sum(sorted(experts.values())[-ROOMY:])
+
+
+def _beside(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
+    """Return the most bytes of streamed ``parts`` that are there together, beside the largest, on each device.
+
+    A part is there while its module runs, or one that borrows its weights; those of modules around that are there too.
+    """
+    callers: dict[str, list[Counter[DeviceId]]] = {}
+    for module, sizes in parts.items():
+        for caller in (module, *outline.skeleton.borrowers.get(module, ())):
+            callers.setdefault(caller, []).append(sizes)
+    found: Counter[DeviceId] = Counter()
+    for caller in callers:
+        around = outline.around[caller]
+        if len(around) == len(callers[caller]) == 1:
+            continue
+        running = [sizes for above in around for sizes in callers.get(above, ())]
+        for device in set().union(*running) if len(running) > 1 else ():
+            together = [sizes[device] for sizes in running]
+            found[device] = max(found[device], sum(together) - max(together))
+    return +found
+
+
+def _least_staging(outline: Outline, parts: Mapping[str, Counter[DeviceId]]) -> Counter[DeviceId]:
+    """Return the least bytes that hold whatever is there at once of streamed ``parts``, on each device.
+
+    Each begins where that device has parts begin; what rests of the host's is on top of its staging memory.
+    """
+    by_device: dict[DeviceId, dict[str, int]] = {}
+    for name, sizes in parts.items():
+        for device, size in sizes.items():
+            by_device.setdefault(device, {})[name] = size
+    return Counter(
+        {
+            device: place_lasting(
+                {name: (name, *outline.skeleton.borrowers.get(name, ())) for name in sizes},
+                sizes,
+                alignment=1 if device == CPU else DEVICE_ALIGNMENT,
+            ).least
+            for device, sizes in by_device.items()
+        }
+    )

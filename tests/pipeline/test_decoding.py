@@ -1,0 +1,104 @@
+"""What was written as JSON comes back as what it was, and anything else is refused where it first differs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+from hypothesis import given, strategies as st
+
+from offstage.pipeline.decoding import decode, decodes
+from offstage.pipeline.errors import StorageError
+from offstage.pipeline.stage import Artifact
+from offstage.stages.empty_init.skeleton import Skeleton
+from offstage.stages.plan.plan import Plan
+
+
+class Point(NamedTuple):
+    x: int
+    way: Literal["up", "down"] | None = None
+
+
+@dataclass(frozen=True)
+class Inner:
+    count: int
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    name: str
+    ratio: float
+    points: tuple[Point, ...] = ()
+    pair: tuple[int, str] = (0, "")
+    by_device: Mapping[int | str, int | None] = field(default_factory=dict)
+    inner: Inner | None = None
+
+
+wholes = st.builds(
+    Whole,
+    name=st.text(),
+    ratio=st.floats(allow_nan=False),
+    points=st.lists(st.builds(Point, st.integers(), st.sampled_from(["up", "down", None]))).map(tuple),
+    pair=st.tuples(st.integers(), st.text()),
+    by_device=st.dictionaries(st.integers(0, 15) | st.sampled_from(["cpu", "disk"]), st.none() | st.integers()),
+    inner=st.none() | st.builds(Inner, st.integers(), st.none() | st.floats(allow_nan=False)),
+)
+
+
+@given(made=wholes)
+def test_what_was_written_comes_back(made: Whole) -> None:
+    data = {**asdict(made), "points": [point._asdict() for point in made.points]}
+    assert decode(Whole, json.loads(json.dumps(data))) == made
+
+
+RIGHT = {"name": "a", "ratio": 1, "points": [{"x": 1}], "by_device": {"0": 1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"name": 5}, ".name: 5 isn't str"),
+        ({"ratio": "much"}, ".ratio: 'much' isn't float"),
+        ({"ratio": True}, ".ratio: True isn't float"),
+        ({"points": {}}, ".points: {} isn't a list"),
+        ({"points": [{"x": 1}, {"way": "up"}]}, ".points.1: {'way': 'up'} isn't Point: an object of x, way"),
+        ({"points": [{"x": 1, "way": "out"}]}, ".points.0.way: 'out' isn't"),
+        ({"pair": [1]}, ".pair: [1] isn't a list of 2"),
+        ({"pair": [1, 2]}, ".pair.1: 2 isn't str"),
+        ({"by_device": {"cpu": "8"}}, ".by_device.cpu: '8' isn't int"),
+        ({"by_device": []}, ".by_device: [] isn't an object"),
+        ({"inner": {}}, ".inner: {} isn't Inner"),
+        ({"more": 1}, "isn't Whole"),
+    ],
+)
+def test_the_first_value_that_is_not_of_its_type_is_named(changes: dict[str, Any], told: str) -> None:
+    assert decode(Whole, RIGHT) == Whole("a", 1, (Point(1),), by_device={0: 1})
+    assert not decodes(Whole, {**RIGHT, **changes})
+    with pytest.raises(ValueError, match="isn't") as refused:
+        decode(Whole, {**RIGHT, **changes})
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("data", [None, 0, "", [], [RIGHT]])
+def test_another_thing_than_an_object_is_none(data: Any) -> None:
+    assert not decodes(Whole, data)
+
+
+DAMAGED = ["{}", "[]", '{"policy": "optimal"}', "{", '{"devices": {"cpu": 3}}', '"' + "a" * 500 + '"']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("kind", [Plan, Skeleton])
+def test_a_damaged_artifact_is_refused_in_one_line_with_its_file(kind: type, content: str, tmp_path: Path) -> None:
+    tmp_path.joinpath("plan.json").write_text(content)
+    with pytest.raises(StorageError) as refused:
+        Artifact("plan", "key", tmp_path, {}).read(kind, "plan.json")
+    told = str(refused.value)
+    assert told.startswith(f"{tmp_path}/plan.json")
+    assert f"remove {tmp_path}, and it is made again" in told
+    assert "\n" not in told
+    assert len(told) < 600
