@@ -192,6 +192,7 @@ def test_variables_of_one_s_own_are_what_interpolations_make_of_them_and_stay_in
 
 
 def test_a_record_may_have_a_key_that_is_gone() -> None:
-    faults = {fault.key for fault in check({"expert_eviction": "lru", "expert_evictoin": "lru"}, [])}
+    given = {**composed(), "expert_eviction": "lru", "expert_evictoin": "lru"}
+    faults = {fault.key for fault in check(given, STAGES)}
     assert "expert_eviction" not in faults
     assert "expert_evictoin" in faults
