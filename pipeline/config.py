@@ -19,7 +19,7 @@ from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf knows only the
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from offstage.pipeline.errors import ConfigError, Fault, closest
+from offstage.pipeline.errors import REMOVED, ConfigError, Fault, closest
 from offstage.pipeline.hydra_arguments import refuse_launcher
 from offstage.pipeline.installed_stages import stage_configs
 from offstage.pipeline.measure import MeasureConfig, check_measure
@@ -275,7 +275,8 @@ def _unless_sign(locate: Callable[[str], str], path: str) -> str:
 def check(config: Mapping[str, Any], known_stages: Sequence[str]) -> Iterable[Fault]:
     """Yield what is wrong with the types of keys, whosever they are, and with the keys that belong to no stage."""
     kinds = config_classes()
-    yield from unknown_keys(config, key_names(kinds))
+    given = {key: value for key, value in config.items() if key not in REMOVED}  # which records of before still have
+    yield from unknown_keys(given, key_names(kinds))
     wrong = [fault for kind in kinds for fault in type_faults(kind, config)]
     yield from wrong
     if config.get("outputs") == "":

@@ -189,3 +189,10 @@ def test_variables_of_one_s_own_are_what_interpolations_make_of_them_and_stay_in
     assert given["vars"] == {"lab": {"link": "25GB", "all": [1, {2: "x"}]}, "new": 1}
     assert list(check(given, STAGES)) == []
     assert composed()["vars"] == {}
+
+
+def test_a_record_may_have_a_key_that_is_gone() -> None:
+    given = {**composed(), "expert_eviction": "lru", "expert_evictoin": "lru"}
+    faults = {fault.key for fault in check(given, STAGES)}
+    assert "expert_eviction" not in faults
+    assert "expert_evictoin" in faults

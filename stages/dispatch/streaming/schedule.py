@@ -74,6 +74,10 @@ class Schedule:
             self._wanted[part] += 1
             self._asked += 1
 
+    def expected(self) -> list[int]:
+        """Return the parts from the next one on, at most one pass ahead."""
+        return [*self._beside, *(self._at(self._step + ahead) for ahead in range(self._length))]
+
     def wanted(self, part: int) -> bool:
         """Return whether ``part`` is among the steps that were asked for and not yet used."""
         return self._wanted[part] > 0

@@ -193,10 +193,13 @@ class WeightCache:
                 self._ask(part, region)
 
     def _expect_anew(self) -> None:
-        """Ask for what comes next, and give up what was brought for what doesn't."""
+        """Ask for what comes next; of what was brought for another order, what comes last or never makes room first."""
         self._ask_ahead()  # what is there already stays
-        self._forget_unwanted()
-        self._ask_ahead()
+        places = {part: place for place, part in reversed([*enumerate(self._schedule.expected())])}
+        for part in sorted(self._held, key=lambda part: places.get(part, len(places)), reverse=True):
+            if not self._held[part].users and not self._schedule.wanted(part):
+                self._drop(part)
+                self._ask_ahead()
 
     def _ask(self, part: int, region: torch.Tensor, *, is_beyond: bool = False) -> _Held:
         """Have ``part`` brought into ``region``."""
