@@ -23,7 +23,7 @@ from offstage.stages.empty_init.config_limits import check_numbers
 from offstage.stages.empty_init.identity import constructor_arguments, is_of_diffusers, read_config
 from offstage.stages.empty_init.init import init_empty_weights
 from offstage.stages.empty_init.targets import check_targets, module_class
-from offstage.stages.empty_init.transformers_import import import_losses, import_models
+from offstage.stages.empty_init.transformers_import import import_models
 
 _DEFAULT_CLASSES = (
     "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM",
@@ -40,7 +40,6 @@ def build_model(node: Mapping[str, Any], dtype: str) -> nn.Module:
     of that.
     """
     import_models()
-    import_losses()
     transformers.logging.set_verbosity_error()
     model: Any = _build_module(node, dtype) if node["kind"] == "module" else _build_pretrained(node, dtype)
     if getattr(model, "can_generate", lambda: False)():

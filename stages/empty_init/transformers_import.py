@@ -1,8 +1,7 @@
-"""transformers, imported without two things that it does as it is and that no model needs.
+"""transformers' package of models, imported without what takes a quarter of a second and that no model needs.
 
-It makes a list of what its models' files have of the source of all of them, and makes it again as its package of models
-is imported, where names only lack that package's own: a quarter of a second. And its losses import scipy, where that
-is installed, for one function that training an object detector calls: another.
+transformers makes a list of what its models' files have, of the source of all of them, and makes it again as its package
+of models is imported, where names only lack that package's own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import utils
 from transformers.utils import import_utils
 
 Listing = Mapping[frozenset[str], Mapping[str, set[str]]]
@@ -22,7 +20,6 @@ Listing = Mapping[frozenset[str], Mapping[str, set[str]]]
 
 _PACKAGE = Path(transformers.__file__).parent / "models"
 _PREFIX = "models."
-_LOSSES = "transformers.loss."
 
 
 def import_models() -> None:
@@ -52,26 +49,3 @@ def models_alone(listing: Listing) -> Listing:
         needed: {name.removeprefix(_PREFIX): found for name, found in modules.items() if name.startswith(_PREFIX)}
         for needed, modules in listing.items()
     }
-
-
-def import_losses() -> None:
-    """Import transformers' losses, if they weren't before: scipy is imported by the first call of its function there.
-
-    They ask whether scipy is installed as they are imported, and are told that it isn't; afterwards, that it is.
-    """
-    is_installed: Any = getattr(utils, "is_scipy_available", None)
-    is_there = "scipy.optimize" in sys.modules or f"{_LOSSES}loss_utils" in sys.modules
-    if is_there or is_installed is None or not is_installed():
-        return
-    vars(utils)["is_scipy_available"] = lambda: False
-    try:
-        import_module(f"{_LOSSES}loss_utils")
-    finally:
-        vars(utils)["is_scipy_available"] = is_installed
-        for name, module in list(sys.modules.items()):
-            if name.startswith(_LOSSES) and hasattr(module, "is_scipy_available"):
-                vars(module).update(is_scipy_available=is_installed, linear_sum_assignment=_assign)
-
-
-def _assign(*args: Any, **kwargs: Any) -> Any:
-    return import_module("scipy.optimize").linear_sum_assignment(*args, **kwargs)
