@@ -1,7 +1,7 @@
 """transformers' package of models, imported without what takes a quarter of a second and that no model needs.
 
-transformers makes a list of what its models' files have, of the source of all of them, and makes it again as its package
-of models is imported, where names only lack that package's own.
+transformers makes a list of what its models' files have, of the source of all of them, and makes it again as its
+package of models is imported, where names only lack that package's own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the process of a run holds on the host beside weights: measured once an environment, and kept beside the cache.
 
-No constant knows it. transformers imports what it finds installed (accelerate, pillow), and builds of torch differ by
+No constant knows it. transformers imports what it finds installed (scipy, scikit-learn), and builds of torch differ by
 hundreds of megabytes. So the embedded model is run once, in a process of its own, which imports all that a run does.
 After the run that process has what it takes to measure how fast the host decodes, where that is asked for too: most of
 the time of either probe goes to the imports.
