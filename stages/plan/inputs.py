@@ -17,7 +17,7 @@ from offstage.pipeline.typed_config import read
 from offstage.stages.checkpoints.adapters import is_added
 from offstage.stages.checkpoints.codec_rates import mean_rate, unpacking_rates
 from offstage.stages.checkpoints.hub import local_weights
-from offstage.stages.machine.hardware import Accelerator, Hardware, coarse, hardware
+from offstage.stages.machine.hardware import Accelerator, Hardware, hardware
 from offstage.stages.machine.host_memory import PEFT_BYTES, PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels, local_kernels
 from offstage.stages.machine.process_memory import process_bytes
@@ -340,14 +340,14 @@ def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs:
     whole, most = outline.skeleton.bytes, allowance.budgets.get(CPU, 0)
     held = whole if most is None else min(most, whole)
     process = machine.host.process_bytes + outline.unpacking_bytes
-    free = coarse(machine.host.available_bytes) - held - needs.bytes - process
+    free = machine.free(CPU) - held - needs.bytes - process
     return {"streamed_bytes": max(0, outline.dense.skeleton.bytes - held), "free_bytes": free}
 
 
 def _tight(demand: Demand, machine: Hardware, outline: Outline) -> int | None:
     """Return the memory that is free where it may be too little, else null: then it changes nothing of the plan."""
     free = machine.host.available_bytes
-    return None if _most_held(outline, demand, machine, CPU) <= free else coarse(free)
+    return None if _most_held(outline, demand, machine, CPU) <= free else machine.free(CPU)
 
 
 def _most_held(outline: Outline, demand: Demand, machine: Hardware, device: DeviceId) -> int:

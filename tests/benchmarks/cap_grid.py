@@ -5,14 +5,15 @@
     python -m tests.benchmarks.cap_grid /ckpt/1.1b --caps 2GiB --beside 300MB 100MB 50MB 25MB
 
 A cap is a memory cgroup that a fresh process begins in, without swap. Budgets are worked out from it, or, with
-``--beside``, given: so much is left of the cap beside what the plan predicts, which shows what it costs where libraries'
-pages are scarce. Libraries and checkpoint leave the page cache before each run, so that the group pays for all that it
-reads. That needs an environment of whose files no other process runs: pages that another maps stay, and are its own.
+``--beside``, given: so much is left of the cap beside what the plan predicts, which shows what it costs where pages of
+libraries are scarce. These and the checkpoint's leave the page cache before each run, so that the group pays for all
+that it reads. That needs an environment of whose files no other process runs: pages that another maps stay, and are its
+own.
 
 One line a run: the budget, what the plan predicts and what was held at the peak (anonymous and shared memory, and the
-kernel's own pages of the group, sampled together), the file pages that were mapped then, the share of the cap that
-neither fills where mapped pages count as far as they are hot, bytes streamed and seconds for a token, and pages that
-were read again since they had been given up meanwhile (of the text of a token: ``refaults``). Then how it ended.
+kernel's own pages of the group, sampled together), the file pages that were mapped then, libraries' for the most part,
+the share of the cap that none of these fills, bytes streamed and seconds for a token, and how many pages were read
+again since the kernel had taken them back (``refaults``). Then how it ended.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offstage.pipeline.cgroup_files import INTERFACES, read_lines
 from offstage.pipeline.memory_cgroups import MemoryGroup
-from offstage.stages.units import format_bytes, parse_size
+from offstage.stages.units import parse_size
 from tests.benchmarks.caps import cap
 
 COMMAND = [sys.executable, "-P", "-c", "from offstage.pipeline.app import main; main()"]
-HOT_BYTES = 15 * 10**6
-"""File pages of libraries that a token runs through: 10 to 15 MB were touched in each second of decoding."""
 ASKED: Mapping[str, tuple[str, ...]] = {
     "generate": ("generate.prompts=[[5,6,7,8]]", "generate.min_new_tokens=8", "generate.max_new_tokens=8"),
     "score": (),
     "finetune": (),
 }
+TOO_SLOW = -1
+FATES = {0: "lives", 4: "refused", -9: "KILLED", TOO_SLOW: "TOO SLOW"}
+_STREAMED = ("streamed_bytes_per_token",)
+_SECONDS = ("decode_seconds_per_token",)
 _PAUSE = 0.01
 
 
@@ -54,19 +56,17 @@ class Held:
     bytes: int = 0
     mapped: int = 0
     refaults: int = 0
-    at: Mapping[str, int] = field(default_factory=dict)
 
     def sample(self, group: MemoryGroup) -> None:
         """Look at the ``group`` once more."""
         stat = dict(line.split() for line in read_lines(group.folder / "memory.stat"))
         names, total = INTERFACES[group.version].held, "total_" if group.version == 1 else ""
-        at = {name: int(stat[name]) for name in names}
         kernel = read_lines(group.folder / "memory.kmem.usage_in_bytes")
-        at["kernel"] = int(kernel[0] if kernel else stat["kernel"])
+        held = sum(int(stat[name]) for name in names) + int(kernel[0] if kernel else stat["kernel"])
         self.refaults = int(stat[f"{total}workingset_refault_file"])
-        if sum(at.values()) > self.bytes:
-            mapped = int(stat[f"{total}mapped_file" if group.version == 1 else "file_mapped"])
-            self.bytes, self.mapped, self.at = sum(at.values()), mapped, at
+        mapped = int(stat[f"{total}mapped_file" if group.version == 1 else "file_mapped"])
+        if held + mapped > self.bytes + self.mapped:
+            self.bytes, self.mapped = held, mapped
 
 
 @contextmanager
@@ -104,6 +104,7 @@ class Setup:
     checkpoint: Path
     work: Path
     options: tuple[str, ...]
+    patience_seconds: float
 
     def run(self, limit: int, *options: str) -> tuple[int, Held, dict[str, Any]]:
         """Return how a run under ``limit`` bytes ended, what it held, and its record; only measures stay cached."""
@@ -113,16 +114,26 @@ class Setup:
         forget(Path(sys.prefix), self.checkpoint)
         asked = [*COMMAND, "model=pretrained", f"model.path={self.checkpoint}", *self.options, *options]
         with cap(limit) as group, watched(group) as held:
-            done = subprocess.run(group.entering(asked), cwd=self.work, capture_output=True, text=True, check=False)
+            code, said = self._outcome(group.entering(asked))
         records = list(self.work.glob("outputs/runs/*/*/run.json"))
         record = json.loads(records[0].read_text()) if records else {}
-        if done.returncode not in (0, -9, 4):
-            raise SystemExit(f"{limit}: exit code {done.returncode}\n{done.stderr[-4000:]}")
-        return done.returncode, held, record
+        if code not in FATES:
+            raise SystemExit(f"{limit}: exit code {code}\n{said[-4000:]}")
+        return code, held, record
+
+    def _outcome(self, command: list[str]) -> tuple[int, str]:
+        try:
+            done = subprocess.run(
+                command, cwd=self.work, text=True, check=False, timeout=self.patience_seconds,
+                stdin=subprocess.DEVNULL, capture_output=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return TOO_SLOW, ""
+        return done.returncode, done.stderr
 
     def beside(self, limit: int, left: int) -> tuple[str, ...]:
         """Return the option that gives the budget by which ``left`` bytes of ``limit`` are over, as it is predicted."""
-        code, _, record = self.run(1 << 40, "stages=plan_only", f"max_memory.cpu={limit // 2}")
+        _, _, record = self.run(1 << 40, "stages=plan_only", f"max_memory.cpu={limit // 2}")
         predicted = record["memory"]["predicted"]["cpu"]
         budget = limit // 2 + limit - left - predicted
         return (f"max_memory.cpu={budget}",)
@@ -130,21 +141,15 @@ class Setup:
 
 def line(limit: int, code: int, held: Held, record: Mapping[str, Any]) -> str:
     """Return the table's line of a run under ``limit`` bytes."""
-    fate = {0: "lives", 4: "refused", -9: "KILLED"}[code]
     memory, metrics = record.get("memory") or {}, record.get("metrics") or {}
-    used = held.bytes + min(held.mapped, HOT_BYTES)
     budget, predicted = ((memory.get(key) or {}).get("cpu") or 0 for key in ("budget", "predicted"))
-    seconds = next((metrics[name] for name in _SECONDS if metrics.get(name)), 0)
-    streamed = metrics.get("streamed_bytes_per_token") or metrics.get("streamed_bytes_per_pass") or 0
-    sizes = (limit, budget, predicted, held.bytes, held.mapped)
-    return (
-        " ".join(f"{count / 1e6:8.0f}" for count in sizes) + f"  {1 - used / limit:6.1%} {streamed / 1e6:8.1f} "
-        f"{seconds:8.3f} {held.refaults:8} {fate}  " + " ".join(f"{name} {n / 1e6:.0f}" for name, n in held.at.items())
-        + f"  load {os.getloadavg()[0]:.1f}"
-    )  # fmt: skip
-
-
-_SECONDS = ("decode_seconds_per_token", "seconds_per_pass", "score_seconds", "step_seconds", "seconds_per_step")
+    sizes = " ".join(f"{count / 1e6:8.0f}" for count in (limit, budget, predicted, held.bytes, held.mapped))
+    unused = 1 - (held.bytes + held.mapped) / limit
+    streamed, seconds = (
+        next((metrics[name] for name in names if metrics.get(name)), 0) for names in (_STREAMED, _SECONDS)
+    )
+    load = f"{held.refaults:8} (load {os.getloadavg()[0]:.1f})"
+    return f"{sizes} {unused:7.1%} {streamed / 1e6:8.1f} {seconds:8.3f} {load} {FATES[code]}"
 
 
 def main() -> None:
@@ -154,13 +159,16 @@ def main() -> None:
     parser.add_argument("--stage", choices=ASKED, default="generate")
     parser.add_argument("--caps", nargs="+", default=["600MB", "800MB", "1GB", "1.5GB", "2GiB", "3GB", "4GB", "8GiB"])
     parser.add_argument("--beside", nargs="+", default=[], help="what given budgets leave beside the predicted peak")
+    parser.add_argument("--patience", type=float, default=120, metavar="SECONDS", help="after which a run is ended")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--option", action="append", default=[], help="an override, e.g. storage.io=direct")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/offstage-bench"))
     given = parser.parse_args()
     work = given.folder / f"caps-{given.checkpoint.name}"
-    setup = Setup(given.checkpoint.resolve(), work, (f"stages={given.stage}", *ASKED[given.stage], *given.option))
-    print("MB: cap, budget, predicted, held, mapped; unused; MB streamed, seconds for a token; refaults; fate", flush=True)
+    setup = Setup(
+        given.checkpoint.resolve(), work, (f"stages={given.stage}", *ASKED[given.stage], *given.option), given.patience
+    )
+    print("MB: cap, budget, predicted, held, mapped; unused; MB streamed, seconds a token; refaults; fate", flush=True)
     for limit in map(parse_size, given.caps):
         for budgets in [setup.beside(limit, left) for left in map(parse_size, given.beside)] or [()]:
             for _ in range(given.repeats):

@@ -208,4 +208,4 @@ def test_simulated_accelerators_have_ledgers_and_a_note() -> None:
 def test_an_automatic_budget_leaves_room_for_the_libraries() -> None:
     terms = make_plan(stack(3), config(max_memory=None)).budget_terms["cpu"]
     assert list(terms) == ["available", "process", "libraries", "request", "margin"]
-    assert terms["libraries"] <= -250 * 10**6
+    assert -100 * 10**6 <= terms["libraries"] <= -80 * 10**6, "75 MB is what a mixture needs"
