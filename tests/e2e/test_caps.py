@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from offstage.stages.plan.budgets import MARGIN, least_available
+from offstage.stages.machine.host_memory import Host
+from offstage.stages.plan.budgets import LEAST_MARGIN, least_available
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.benchmarks.checkpoints import make, make_mixture_like
 from tests.e2e.conftest import COMMAND, environment, finish, records_in, start
@@ -69,7 +70,7 @@ def cap_that_leaves(share: float, plan: dict[str, Any]) -> int:
     """
     terms = plan["budget_terms"]["cpu"]
     beside = -sum(terms[name] for name in ("process", "libraries", "request"))
-    return round((beside + share * sum(plan["resident_bytes"].values())) / (1 - MARGIN))
+    return round((beside + share * sum(plan["resident_bytes"].values())) / (1 - LEAST_MARGIN))
 
 
 @pytest.mark.parametrize("share", [0.4, pytest.param(0.7, marks=pytest.mark.long_form)])
@@ -100,7 +101,8 @@ def test_a_cap_with_room_for_nothing_to_spare_is_lived_under(
     """CI has the plan on a described host in ``test_stage``."""
     terms = roomy[1]["budget_terms"]["cpu"]
     beside = -sum(terms[name] for name in ("process", "request"))
-    cap = round(least_available(beside + sum(roomy[1]["resident_bytes"].values()) // 3))
+    needed = beside + sum(roomy[1]["resident_bytes"].values()) // 3
+    cap = round(least_available(needed, Host(ROOMY, ROOMY, limit="a cap")))
     record = run(folder, cap, "max_memory=null", f"model.path={checkpoint}")
     assert len(record["outputs"][0]["token_ids"]) == 4
     assert record["memory"]["measured"]["cpu"] < cap

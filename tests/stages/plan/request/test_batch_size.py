@@ -11,7 +11,7 @@ from offstage.pipeline.errors import BudgetError
 from offstage.stages.empty_init.skeleton import Moment
 from offstage.stages.machine.hardware import coarse
 from offstage.stages.machine.rates import Rates
-from offstage.stages.plan.budgets import LIBRARY_BYTES
+from offstage.stages.plan.budgets import LEAST_MARGIN, LIBRARY_BYTES
 from offstage.stages.plan.outline import Outline
 from offstage.stages.plan.plan import Plan
 from offstage.stages.plan.request.choose import batch_sizes
@@ -56,7 +56,7 @@ WHOLE = {"cpu": "400MB"}
 def test_beside_a_given_budget_it_is_the_largest_that_fits(memory: str, size: int) -> None:
     plan = planned(memory, max_memory=WHOLE)
     assert (plan.batch_size, plan.resident_bytes["cpu"]) == (size, 400 * MB)
-    room = coarse(parse_size(memory)) * 0.95 - LIBRARY_BYTES
+    room = parse_size(memory) * (1 - LEAST_MARGIN) - LIBRARY_BYTES
     larger = min(one for one in batch_sizes(500) if one > size)
     assert held(plan) <= room or size == 1, "the margin goes before a run is refused"
     assert held(plan) + (larger - size) * A_SEQUENCE > room
