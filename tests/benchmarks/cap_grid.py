@@ -44,8 +44,8 @@ ASKED: Mapping[str, tuple[str, ...]] = {
 }
 TOO_SLOW = -1
 FATES = {0: "lives", 4: "refused", -9: "KILLED", TOO_SLOW: "TOO SLOW"}
-_STREAMED = ("streamed_bytes_per_token",)
-_SECONDS = ("decode_seconds_per_token",)
+_STREAMED = ("streamed_bytes_per_token", "streamed_bytes_per_forward")
+_SECONDS = ("decode_seconds_per_token", "score_seconds", "train_seconds")
 _PAUSE = 0.01
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offstage.stages.machine.host_memory import Host
-from offstage.stages.plan.budgets import LEAST_MARGIN, least_available
+from offstage.stages.plan.budgets import LEAST_MARGIN, LIBRARY_BYTES, least_available
 from tests.benchmarks.caps import can_cap, run_capped
 from tests.benchmarks.checkpoints import make, make_mixture_like
 from tests.e2e.conftest import COMMAND, environment, finish, records_in, start
@@ -18,6 +18,8 @@ LIBRARIES = 64 * MIB
 ROOMY = 2048 * MIB
 """A cap under which all weights fit."""
 TOLERANCE = 0.1
+UNUSED = 0.06
+"""The most of a cap that no page of the run or its libraries fills at its peak."""
 
 pytestmark = pytest.mark.skipif(not can_cap(), reason="may not make memory cgroups")
 
@@ -82,7 +84,8 @@ def test_a_model_that_does_not_fit_under_the_cap_is_streamed_and_lives(
     memory = record["memory"]
     assert len(record["outputs"][0]["token_ids"]) == 4
     assert record["metrics"]["streamed_bytes_per_token"] > 0
-    assert memory["measured"]["cpu"] < cap - LIBRARIES
+    left = cap - memory["measured"]["cpu"]
+    assert LIBRARIES < left <= LIBRARY_BYTES + UNUSED * cap, "what libraries' pages need is left, and little to nobody"
     assert memory["measured"]["cpu"] == pytest.approx(memory["predicted"]["cpu"], rel=TOLERANCE)
 
 
