@@ -40,11 +40,15 @@ LEAST_LIBRARY_BYTES = 25 * 10**6
 
 @dataclass(frozen=True)
 class Allowance:
-    """``budgets`` by device (null: unlimited), the ``terms`` of automatic ones, and ``notes`` in words."""
+    """``budgets`` by device (null: unlimited), the ``terms`` of automatic ones, and ``notes`` in words.
+
+    ``by_blocks`` says that the request is what it takes where the widest weights come by blocks of rows.
+    """
 
     budgets: Mapping[DeviceId, int | None]
     terms: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    by_blocks: bool = False
 
     @property
     def host_room(self) -> int:
@@ -66,7 +70,17 @@ class Allowance:
             short -= min(count, short)
         pages = f"{format_bytes(-spared['libraries'])} are left to libraries' pages"
         note = f"the host's memory is short: its budget is the least that works, {format_bytes(needed)}, and {pages}"
-        return Allowance({**self.budgets, CPU: needed}, {**self.terms, str(CPU): spared}, (*self.notes, note))
+        return self._with_host(spared, needed, notes=(*self.notes, note))
+
+    def in_blocks(self, host_needed: int) -> Allowance:
+        """Return this with an automatic budget of the host beside a request that takes ``host_needed`` bytes there,
+        since the widest weights come by blocks of rows.
+        """
+        terms = {**self.terms[str(CPU)], "request": -host_needed}
+        return replace(self._with_host(terms, max(0, sum(terms.values())), notes=self.notes), by_blocks=True)
+
+    def _with_host(self, terms: Mapping[str, int], budget: int, *, notes: tuple[str, ...]) -> Allowance:
+        return replace(self, budgets={**self.budgets, CPU: budget}, terms={**self.terms, str(CPU): terms}, notes=notes)
 
 
 def _spared(terms: Mapping[str, int]) -> dict[str, int]:

@@ -327,8 +327,12 @@ def _needed(machine: Hardware, needs: Work, *, host_computes: bool) -> tuple[int
     That computes where nothing else does, and where ``host_computes`` says that it may.
     """
     needed = needs.cache_bytes + needs.activation_bytes + needs.assistant_bytes + needs.learning_bytes
-    on_host = needed + needs.scratch_bytes + needs.result_bytes + needs.library_bytes
-    return needed, on_host if host_computes or not machine.accelerators else 0
+    return needed, host_needed(needs) if host_computes or not machine.accelerators else 0
+
+
+def host_needed(needs: Work) -> int:
+    """Return what the request takes beside weights on a host that computes."""
+    return needs.bytes - needs.offloaded_bytes
 
 
 def _streaming(machine: Hardware, outline: Outline, allowance: Allowance, needs: Work) -> dict[str, int]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from operator import mul
 
-from offstage.stages.empty_init.skeleton import parent
+from offstage.stages.empty_init.skeleton import Moment, parent
 from offstage.stages.machine.host_memory import PROCESS_BYTES
 from offstage.stages.machine.kernels import NOMINAL, Kernels
 from offstage.stages.machine.probes import CHUNK_BYTES
@@ -66,7 +66,7 @@ def work(
     layers = {"": max(1, geometry.layers)}  # of what isn't known by blocks
     copied = max((one.finished // layers.get(one.block, 1) for one in caches), default=0) // request.members
     grown = copied + request.tokens * max(2 * geometry.hidden, geometry.expanded) * width
-    moments = outline.skeleton.moments
+    moments = _moments(outline, geometry, request, width=width)
     found = [moment.at(request.sequences, request.prompt, kernels, blocks=blocks) for moment in moments]
     if not found:
         tokens = request.sequences * max(request.prompt, request.length)
@@ -82,6 +82,17 @@ def work(
     beside += request.judged * copied // request.sequences  # each has a block's keys and values in hand
     beside += (request.members - 1) * _parked_bytes(outline, request, at_most=activations)
     return Work(activations + beside, max(0, scratch), request.result_bytes, request.assistant_bytes, caches=caches)
+
+
+def _moments(outline: Outline, geometry: Geometry, request: Request, *, width: int) -> list[Moment]:
+    """Return the moments of the rehearsal's forward that one of ``request`` has too.
+
+    Where one forward is all, and gives the logits of all positions, none has a head that is given the last one alone.
+    """
+    moments, head = list(outline.skeleton.moments), geometry.hidden * geometry.vocabulary * width
+    if request.length or request.positions == 1:
+        return moments
+    return [one for one in moments if not (one.kernel.startswith("strided ") and one.right_bytes(1, 1) == head)]
 
 
 def _parked_bytes(outline: Outline, request: Request, *, at_most: int) -> int:

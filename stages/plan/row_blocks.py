@@ -46,6 +46,26 @@ def least_sizes(outline: Outline) -> dict[str, int]:
     return {name: min(size, blocks.get(name, size)) for name, size in outline.sizes.items()}
 
 
+def least_blocks(outline: Outline) -> dict[int, int]:
+    """Return the bytes of the weights that could be brought by blocks of rows, and those of a block, at the least.
+
+    It isn't asked in which dtypes products are exact so.
+    """
+    blocks = {spec.name: LEAST_ROWS * _row_bytes(outline, spec.name) for spec in _possible(outline)}
+    return {outline.sizes[name]: count for name, count in blocks.items() if count < outline.sizes[name]}
+
+
+def wide_sets(outline: Outline) -> Iterator[frozenset[str]]:
+    """Yield the leaders of the widest divisible weights, of the two widest kinds, and so on; tied tables are among them."""
+    divided = divisible(outline)
+    users = {
+        name: set(outline.skeleton.names_of(name)) - outline.lookups for layer in outline.layers for name in layer.owned
+    }
+    wide = {leader: outline.sizes[leader] for leader, names in users.items() if names and names <= divided}
+    for least in sorted(set(wide.values()), reverse=True):
+        yield frozenset(leader for leader, size in wide.items() if size >= least)
+
+
 def block_rows(
     outline: Outline, brought: Collection[str], execution: Mapping[str, DeviceId], reserves: Mapping[DeviceId, int]
 ) -> dict[str, int]:

@@ -35,6 +35,7 @@ from offstage.stages.plan.inputs import (
     assumed_of_host,
     gather_inputs,
     host_kernels,
+    host_needed,
     known_machine,
     machine_rates,
     with_row_blocks,
@@ -57,11 +58,14 @@ from offstage.stages.plan.request.media_demand import media_demand
 from offstage.stages.plan.request.requests import asking, what_learns
 from offstage.stages.plan.request.training import FinetuneOptions
 from offstage.stages.plan.request.training_demand import training_demand
-from offstage.stages.plan.row_blocks import block_sizes
+from offstage.stages.plan.row_blocks import block_sizes, least_blocks
 from offstage.stages.plan.training_work import TrainingWork
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"
+_TRIED_BLOCKS = 4
+_WORTH_BLOCKS = 0.01
+"""The share of the host's memory that blocks of rows must save, before a plan by them is made."""
 _Placements = dict[tuple[object, ...], Placement]
 
 
@@ -174,7 +178,7 @@ def plan_from(inputs: PlanInputs) -> plans.Plan:
     _require_devices(inputs.choice, inputs.overrides, inputs.machine)
     placements: _Placements = {}
     *larger, least = inputs.demands
-    plan = _least_plan(inputs, least, placements)
+    plan = _least_plan(inputs, least, inputs.demands[least], placements)
     if least is not None and inputs.lockstep:
         plan = _soonest_in_lockstep(inputs, plan, placements)
     elif least is not None:
@@ -204,12 +208,52 @@ def _larger_plan(inputs: PlanInputs, size: int, placements: _Placements) -> plan
     return None
 
 
-def _least_plan(inputs: PlanInputs, size: int | None, placements: _Placements) -> plans.Plan:
-    """Return the plan for batches of ``size``, the least: a budget that was worked out then is as large as it must be.
+def _least_plan(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:
+    """Return the plan for batches of ``size``, the least; of two that a budget which is worked out allows, the sooner.
+
+    Raises ``BudgetError``, with the machine's limit, where there can be none.
+    """
+    try:
+        whole = _at_least(inputs, size, demand, placements)
+    except BudgetError:
+        divided = _by_blocks(inputs, size, demand, placements)
+        if divided is None:
+            raise
+        return divided
+    if not whole.forecast["streamed_bytes_per_token"]:
+        return whole
+    with suppress(BudgetError):
+        divided = _by_blocks(inputs, size, demand, placements)
+        return min([whole, *([divided] if divided else [])], key=lambda plan: plan.forecast["seconds_per_token"])
+    return whole
+
+
+def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan | None:
+    """Return the plan of which the widest weights come by blocks of rows, null where that would leave no more to weights.
+
+    What products with such a weight take beside it is as much as a block's then, and no longer the widest of all. How
+    large the blocks are hangs on what is left for them: so it is tried, from the least on.
+    """
+    outline, asked = inputs.outline, demand.allowance
+    if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or outline.exact is None:
+        return None
+    blocks, whole = least_blocks(outline), host_needed(demand.work)
+    for _ in range(_TRIED_BLOCKS):
+        needed = host_needed(inputs.works[size](blocks))
+        if whole - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
+            return None
+        plan = _at_least(inputs, size, replace(demand, allowance=asked.in_blocks(needed)), placements)
+        blocks = block_sizes(outline, plan.block_rows)
+        if host_needed(inputs.works[size](blocks)) <= needed:
+            return plan
+    return None
+
+
+def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:
+    """Return the plan for batches of ``size``: a budget that was worked out then is as large as it must be.
 
     Raises ``BudgetError``, with the machine's limit, where that can't be.
     """
-    demand = inputs.demands[size]
     asked = demand.allowance
     while True:
         try:
@@ -228,7 +272,7 @@ def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
     """Return the plan that leaves room for batches of ``size``; ``placements`` keeps those of budgets met before."""
     outline = inputs.outline
     fastest = (demand.output, demand.members) if inputs.execution == options.FASTEST else ()
-    allowed = (*demand.allowance.budgets.items(), *fastest)
+    allowed = (*demand.allowance.budgets.items(), *fastest, demand.allowance.by_blocks)
     if allowed not in placements:
         placements[allowed] = _placed(inputs, demand)
     placement = placements[allowed]
@@ -291,7 +335,7 @@ def _place_in(inputs: PlanInputs, demand: Demand, outline: Outline, allowed: Bud
     if inputs.execution == options.FASTEST:
         return with_host_layers(outline, allowed, inputs.rates, output=demand.output, members=demand.members)
     if choice.policy == "optimal":
-        return optimal(outline, allowed, inputs.rates)
+        return optimal(outline, allowed, inputs.rates, by_blocks=demand.allowance.by_blocks)
     if choice.policy in POLICIES:
         return POLICIES[choice.policy](outline, allowed)
     if choice.policy == options.OFFLOAD:

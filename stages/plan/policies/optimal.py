@@ -54,6 +54,7 @@ from offstage.stages.plan.policies.packed_experts import with_experts_packed
 from offstage.stages.plan.policies.sequential import sequential
 from offstage.stages.plan.policies.spreading import fastest_first
 from offstage.stages.plan.policies.subset_sums import subset_sums
+from offstage.stages.plan.row_blocks import least_sizes, wide_sets
 from offstage.stages.plan.token_time import expected_seconds, token_seconds
 from offstage.stages.units import CPU, DISK, DeviceId
 
@@ -71,19 +72,30 @@ _SHARES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What placements are compared by, and how many ``links`` may stream; null: those of all accelerators."""
+    """What placements are compared by, how many ``links`` may stream (null: those of all accelerators), and whether the
+    widest weights come by blocks of rows.
+    """
 
     rates: Rates
     links: int | None
+    by_blocks: bool = False
 
 
-def optimal(outline: Outline, budgets: Budgets, rates: Rates | None = None, *, links: int | None = None) -> Placement:
+def optimal(
+    outline: Outline,
+    budgets: Budgets,
+    rates: Rates | None = None,
+    *,
+    links: int | None = None,
+    by_blocks: bool = False,
+) -> Placement:
     """Return the placement of the fewest seconds a token. Where nothing must be streamed it is the balanced one.
 
     Among placements that are equally fast (the host's memory may bound both) the one with the least to stream. At most
-    so many ``links`` stream; null: those of all accelerators.
+    so many ``links`` stream; null: those of all accelerators. If ``by_blocks``, the widest weights come by blocks of
+    rows where that is possible, however much the budget can hold: products with them take less beside it then.
     """
-    terms = _Terms(rates or Rates(), links)
+    terms = _Terms(rates or Rates(), links, by_blocks)
     placement = _as_used(outline, budgets, terms)
     if outline.experts:
         return with_experts_packed(outline, placement, budgets, terms.rates)
@@ -145,8 +157,10 @@ def _as_used(outline: Outline, budgets: Budgets, terms: _Terms) -> Placement:
     if not outline.experts:
         found += _partly_resident(outline, budgets, terms)
     found.append(whole)
-    if all(find_shortage(outline, placement, budgets) is not None for placement in found):
-        found = [*_part_by_part(outline, budgets, terms)] or found
+    if terms.by_blocks:
+        found = [*_by_blocks(outline, budgets, terms)] or found
+    elif all(find_shortage(outline, placement, budgets) is not None for placement in found):
+        found = [*_part_by_part(outline, budgets, terms), *_by_blocks(outline, budgets, terms)] or found
     return min(found, key=lambda placement: _cost(outline, placement, budgets, terms.rates))
 
 
@@ -207,6 +221,18 @@ def _part_by_part(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator
         placement = _sharing(outline, Placement(homes, main), shares)
         if find_shortage(outline, placement, budgets, tight=True) is None:
             yield placement
+
+
+def _by_blocks(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
+    """Yield the placements on the host of which the widest weights come by blocks of rows, and the others partly stay."""
+    room = budgets.get(CPU)
+    if _computing(budgets)[0] != CPU or room is None:
+        return
+    (alone,) = _shares(outline, budgets, replace(terms, links=1))
+    least = least_sizes(outline)
+    for wide in wide_sets(outline):
+        block = max(least[name] for leader in wide for name in outline.skeleton.names_of(leader))
+        yield from _split(outline, {**budgets, CPU: room - block}, alone, wide=wide)
 
 
 def _computing(budgets: Budgets) -> tuple[DeviceId, list[DeviceId]]:
@@ -284,17 +310,25 @@ def _evened(
         shares = replace(shares, partly=again)
 
 
-def _split(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: bool = False) -> Iterator[Placement]:
+def _split(
+    outline: Outline,
+    budgets: Budgets,
+    shares: _Shares,
+    *,
+    plain_stays: bool = False,
+    wide: frozenset[str] = frozenset(),
+) -> Iterator[Placement]:
     """Yield the placement of partly resident layers, if the budgets can hold one.
 
-    If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes.
+    If ``plain_stays``, no more is streamed than what rests packed, which is read in fewer bytes. What is ``wide`` is
+    streamed in any case, by blocks of rows.
     """
     main, accelerators = _computing(budgets)
     homes, away, alone = dict(shares.whole), set[str](), len(shares.partly) == 1
     to_main = alone and main in shares.partly
     for device, layers in shares.partly.items():
         room = budgets.get(device, 0)
-        streamed = _streamed_of(outline, layers, device, room, plain_stays=plain_stays, alone=alone)
+        streamed = _streamed_of(outline, layers, device, room, plain_stays=plain_stays, alone=alone, wide=wide)
         if streamed is None:
             return
         homes |= {name: device for layer in layers for name in layer.owned if name not in streamed}
@@ -302,12 +336,19 @@ def _split(outline: Outline, budgets: Budgets, shares: _Shares, *, plain_stays: 
     homes |= below(outline, [name for layer in outline.layers for name in layer.owned if name in away], main, budgets)
     first = main if to_main else next(filter(lambda device: device in homes.values(), accelerators), main)
     placement = _sharing(outline, Placement(homes, first), shares)
-    if (main in homes.values() or not to_main) and find_shortage(outline, placement, budgets) is None:
+    if (main in homes.values() or not to_main) and find_shortage(outline, placement, budgets, tight=bool(wide)) is None:
         yield placement
 
 
 def _streamed_of(
-    outline: Outline, layers: Sequence[Layer], device: DeviceId, room: int | None, *, plain_stays: bool, alone: bool
+    outline: Outline,
+    layers: Sequence[Layer],
+    device: DeviceId,
+    room: int | None,
+    *,
+    plain_stays: bool,
+    alone: bool,
+    wide: frozenset[str],
 ) -> set[str] | None:
     """Return the tensors of ``layers`` that are streamed to ``device``, if others fit into its ``room``, or null."""
     if room is None:
@@ -315,9 +356,10 @@ def _streamed_of(
     tables = {name for layer in layers for name in layer.owned if device == CPU and is_table(outline, name)}
     stays = {name for layer in layers for name in layer.owned if plain_stays and name not in outline.packed} - tables
     left = room - total_bytes(outline, stays)
-    streamed = _least_streamed(outline, _without(outline, layers, tables | stays), left, alone=alone)
+    streamed = _least_streamed(outline, _without(outline, layers, tables | stays | wide), left, alone=alone)
     if streamed is None:
         return None
+    streamed |= wide
     kept = sum(layer.bytes for layer in layers) - total_bytes(outline, streamed | tables)
     return streamed | (tables - fitting(outline, tables, 0 if streamed else room - kept))
 
