@@ -29,13 +29,15 @@ LIBRARY_BYTES = 90 * 10**6
 """The file pages of torch and the other libraries that a forward runs through again and again.
 
 They are page cache and not the process's own, but a cgroup pays for them, and without them every call would read its
-own code from storage. A run has mapped 105 to 120 MB of them after its first tokens. It loses nothing where 75 MB are
-left to them, and a dense model's little with 25 MB; but with 60 MB a mixture took minutes for a token in place of
-0.2 s, where the storage reads 8 MB around each page that is wanted: so each drives others out.
+own code from storage. A run has mapped 105 to 120 MB of them after its first tokens, of which a second of decoding
+touches 15; but where the storage reads 8 MB around each page that is wanted, each drives others out. With 84 MB left to
+them a token took as long as with more, and 0.4 million pages were read again in all.
 """
 
-LEAST_LIBRARY_BYTES = 25 * 10**6
-"""What they are left at the least: with 15 MB a dense model's run lives, and with 8 MB the kernel ends it."""
+LEAST_LIBRARY_BYTES = 75 * 10**6
+"""What they are left at the least. With 74 MB 2.7 million pages were read again, and a token took twice as long; with
+64 and less 10 million and more, and a dense model's and a mixture's tokens took minutes in place of a second.
+"""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def least_blocks(outline: Outline) -> dict[int, int]:
 
 
 def wide_sets(outline: Outline) -> Iterator[frozenset[str]]:
-    """Yield the leaders of the widest divisible weights, of the two widest kinds, and so on; tied tables are among them."""
+    """Yield the leaders of the widest divisible weights, of the two widest kinds, and so on; tied tables count too."""
     divided = divisible(outline)
     users = {
         name: set(outline.skeleton.names_of(name)) - outline.lookups for layer in outline.layers for name in layer.owned

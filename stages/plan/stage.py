@@ -229,7 +229,7 @@ def _least_plan(inputs: PlanInputs, size: int | None, demand: Demand, placements
 
 
 def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan | None:
-    """Return the plan of which the widest weights come by blocks of rows, null where that would leave no more to weights.
+    """Return the plan of which the widest weights come by blocks of rows, null where that leaves no more to weights.
 
     What products with such a weight take beside it is as much as a block's then, and no longer the widest of all. How
     large the blocks are hangs on what is left for them: so it is tried, from the least on.

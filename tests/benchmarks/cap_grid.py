@@ -33,6 +33,7 @@ from typing import Any
 
 from offstage.pipeline.cgroup_files import INTERFACES, read_lines
 from offstage.pipeline.memory_cgroups import MemoryGroup
+from offstage.stages.plan.budgets import LIBRARY_BYTES
 from offstage.stages.units import parse_size
 from tests.benchmarks.caps import cap
 
@@ -54,7 +55,7 @@ class Held:
     """What a group held at its peak, in bytes, and the pages of files that it has read again."""
 
     bytes: int = 0
-    mapped: int = 0
+    files: int = 0
     refaults: int = 0
 
     def sample(self, group: MemoryGroup) -> None:
@@ -65,8 +66,10 @@ class Held:
         held = sum(int(stat[name]) for name in names) + int(kernel[0] if kernel else stat["kernel"])
         self.refaults = int(stat[f"{total}workingset_refault_file"])
         mapped = int(stat[f"{total}mapped_file" if group.version == 1 else "file_mapped"])
-        if held + mapped > self.bytes + self.mapped:
-            self.bytes, self.mapped = held, mapped
+        cached = int(stat[f"{total}cache"] if group.version == 1 else stat["file"]) - int(stat[names[1]])
+        files = max(mapped, min(cached, LIBRARY_BYTES))
+        if held + files > self.bytes + self.files:
+            self.bytes, self.files = held, files
 
 
 @contextmanager
@@ -143,13 +146,14 @@ def line(limit: int, code: int, held: Held, record: Mapping[str, Any]) -> str:
     """Return the table's line of a run under ``limit`` bytes."""
     memory, metrics = record.get("memory") or {}, record.get("metrics") or {}
     budget, predicted = ((memory.get(key) or {}).get("cpu") or 0 for key in ("budget", "predicted"))
-    sizes = " ".join(f"{count / 1e6:8.0f}" for count in (limit, budget, predicted, held.bytes, held.mapped))
-    unused = 1 - (held.bytes + held.mapped) / limit
+    sizes = " ".join(f"{count / 1e6:8.0f}" for count in (limit, budget, predicted, held.bytes, held.files))
+    unused = 1 - (held.bytes + held.files) / limit
     streamed, seconds = (
         next((metrics[name] for name in names if metrics.get(name)), 0) for names in (_STREAMED, _SECONDS)
     )
+    told = metrics.get("predicted_seconds_per_token") or 0
     load = f"{held.refaults:8} (load {os.getloadavg()[0]:.1f})"
-    return f"{sizes} {unused:7.1%} {streamed / 1e6:8.1f} {seconds:8.3f} {load} {FATES[code]}"
+    return f"{sizes} {unused:7.1%} {streamed / 1e6:8.1f} {told:8.3f} {seconds:8.3f} {load} {FATES[code]}"
 
 
 def main() -> None:
@@ -168,7 +172,10 @@ def main() -> None:
     setup = Setup(
         given.checkpoint.resolve(), work, (f"stages={given.stage}", *ASKED[given.stage], *given.option), given.patience
     )
-    print("MB: cap, budget, predicted, held, mapped; unused; MB streamed, seconds a token; refaults; fate", flush=True)
+    print(
+        "MB: cap, budget, predicted, held, files; unused; MB streamed, seconds: predicted, measured; refaults; fate",
+        flush=True,
+    )
     for limit in map(parse_size, given.caps):
         for budgets in [setup.beside(limit, left) for left in map(parse_size, given.beside)] or [()]:
             for _ in range(given.repeats):

@@ -224,7 +224,7 @@ def _part_by_part(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator
 
 
 def _by_blocks(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Placement]:
-    """Yield the placements on the host of which the widest weights come by blocks of rows, and the others partly stay."""
+    """Yield the placements on the host of which the widest weights come by blocks of rows, and others partly stay."""
     room = budgets.get(CPU)
     if _computing(budgets)[0] != CPU or room is None:
         return
