@@ -74,12 +74,10 @@ class Allowance:
         note = f"the host's memory is short: its budget is the least that works, {format_bytes(needed)}, and {pages}"
         return self._with_host(spared, needed, notes=(*self.notes, note))
 
-    def in_blocks(self, host_needed: int) -> Allowance:
-        """Return this with an automatic budget of the host beside a request that takes ``host_needed`` bytes there,
-        since the widest weights come by blocks of rows.
-        """
-        terms = {**self.terms[str(CPU)], "request": -host_needed}
-        return replace(self._with_host(terms, max(0, sum(terms.values())), notes=self.notes), by_blocks=True)
+    def beside(self, term: str, count: int) -> Allowance:
+        """Return this with an automatic budget of the host that leaves ``count`` bytes for that ``term``."""
+        terms = {**self.terms[str(CPU)], term: -count}
+        return self._with_host(terms, max(0, sum(terms.values())), notes=self.notes)
 
     def _with_host(self, terms: Mapping[str, int], budget: int, *, notes: tuple[str, ...]) -> Allowance:
         return replace(self, budgets={**self.budgets, CPU: budget}, terms={**self.terms, str(CPU): terms}, notes=notes)

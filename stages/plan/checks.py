@@ -29,7 +29,7 @@ class ShortageError(BudgetError):
 
 def host_is_short(shortage: Shortage, terms: Mapping[str, int], host: Host) -> BudgetError:
     """Return the error of a ``host`` that can't give the least that works, whose budget was worked out by ``terms``."""
-    taken = [(name, -terms[name]) for name in ("process", "request", "unpacking") if terms.get(name)]
+    taken = [(name, -terms[name]) for name in ("process", "request", "unpacking", "staging") if terms.get(name)]
     beside = "".join(f"{format_bytes(count)} for its {name}, " for name, count in taken)
     enough = math.ceil(least_available(shortage.least + sum(count for _, count in taken), host))
     return BudgetError(

@@ -321,7 +321,7 @@ def unpacking_rooms(outline: Outline, placement: Placement) -> dict[DeviceId, in
 def computed_bytes(outline: Outline, placement: Placement, *, without: Collection[str] = ()) -> dict[DeviceId, int]:
     """Return the bytes on each device that computes with what it holds, ``without`` some tensors.
 
-    What waits on the host for an accelerator isn't among them.
+    What waits on the host for an accelerator isn't among them, nor are tables, of which next to nothing is read.
     """
     computing = execution_devices(outline, placement)
     host = (layer.tensors for layer in outline.layers if computing[layer.name] == CPU)
@@ -329,7 +329,7 @@ def computed_bytes(outline: Outline, placement: Placement, *, without: Collectio
     homes = {
         leader: home
         for leader, home in placement.homes.items()
-        if home != DISK and leader not in without and (home != CPU or leader in used)
+        if home != DISK and leader not in without and leader not in outline.tables and (home != CPU or leader in used)
     }
     return resident_bytes(outline, homes, placement.packed)
 

@@ -267,7 +267,8 @@ def _used_bytes(outline: Outline, plan: Plan, experts: ExpertTraffic, routing: R
         home, unused = plan.homes[spec.name], 0.0
         if spec.name in outline.listed:
             unused = 1 - routing.share(*outline.listed[spec.name])
-        if home in used and spec.name not in outline.expert_tensors and (home != CPU or spec.name in on_host):
+        read = spec.name not in outline.expert_tensors and spec.name not in outline.tables
+        if home in used and read and (home != CPU or spec.name in on_host):
             used[home] += lying[spec.name] - round(lying[spec.name] * unused)
     for there in (experts.resident, experts.found):
         for device, count in there.items():

@@ -20,6 +20,7 @@ from offstage.stages.machine.hardware import Hardware, given_names, hardware, le
 from offstage.stages.machine.kernels import identity
 from offstage.stages.plan import budgets, options, plan as plans, table
 from offstage.stages.plan.assembly import assemble, lying_bytes
+from offstage.stages.plan.budgets import Allowance
 from offstage.stages.plan.checks import (
     ShortageError,
     has_room,
@@ -63,6 +64,8 @@ from offstage.stages.plan.training_work import TrainingWork
 from offstage.stages.units import CPU, DeviceId, format_bytes
 
 SIZES_NAME = "sizes.json"
+STAGING = "staging"
+"""What the host's staging memory is called in a plan's ledger, and among the terms of its budget."""
 _TRIED_BLOCKS = 4
 _WORTH_BLOCKS = 0.01
 """The share of the host's memory that blocks of rows must save, before a plan by them is made."""
@@ -203,7 +206,11 @@ def _soonest_in_lockstep(inputs: PlanInputs, least: plans.Plan, placements: _Pla
 def _larger_plan(inputs: PlanInputs, size: int, placements: _Placements) -> plans.Plan | None:
     """Return the plan for batches of ``size``, or so many in lockstep; null where there is no room for it."""
     with suppress(BudgetError):
-        plan = _plan_for(inputs, size, inputs.demands[size], placements)
+        demand = inputs.demands[size]
+        plan = _plan_for(inputs, size, demand, placements)
+        allowance = _beside_staging(inputs, demand.allowance, plan)
+        if allowance is not None:
+            plan = _plan_for(inputs, size, replace(demand, allowance=allowance), placements)
         return plan if has_room(plan, inputs.rooms) else None
     return None
 
@@ -242,7 +249,8 @@ def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placements:
         needed = host_needed(inputs.works[size](blocks))
         if whole - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
             return None
-        plan = _at_least(inputs, size, replace(demand, allowance=asked.in_blocks(needed)), placements)
+        allowance = replace(asked.beside("request", needed), by_blocks=True)
+        plan = _at_least(inputs, size, replace(demand, allowance=allowance), placements)
         blocks = block_sizes(outline, plan.block_rows)
         if host_needed(inputs.works[size](blocks)) <= needed:
             return plan
@@ -257,7 +265,7 @@ def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
     asked = demand.allowance
     while True:
         try:
-            return _plan_for(inputs, size, demand, placements)
+            plan = _plan_for(inputs, size, demand, placements)
         except ShortageError as error:
             device, terms = error.shortage.device, asked.terms.get(str(error.shortage.device))
             allowance = asked.with_least(device, error.shortage.least)
@@ -265,7 +273,22 @@ def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placements: 
                 raise host_is_short(error.shortage, terms, inputs.machine.host) from error
             if allowance is None:
                 raise
-            demand = replace(demand, allowance=allowance)
+        else:
+            allowance = _beside_staging(inputs, asked, plan)
+            if allowance is None:
+                return plan
+            asked = allowance
+        demand = replace(demand, allowance=allowance)
+
+
+def _beside_staging(inputs: PlanInputs, asked: Allowance, plan: plans.Plan) -> Allowance | None:
+    """Return what is ``asked`` with an automatic budget that leaves what experts pass through on the host in ``plan``.
+
+    Whether they do is known once they are placed. Null where nothing is left to change.
+    """
+    terms = asked.terms.get(str(CPU))
+    staging = 0 if inputs.machine.accelerators else plan.predicted[CPU].get(STAGING, 0)
+    return asked.beside(STAGING, staging) if terms and staging > -terms.get(STAGING, 0) else None
 
 
 def _plan_for(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:

@@ -47,7 +47,7 @@ from offstage.stages.plan.placement import (
     streamed_bytes,
 )
 from offstage.stages.plan.policies.balanced import balanced
-from offstage.stages.plan.policies.even_choice import below, fitting, is_table, total_bytes
+from offstage.stages.plan.policies.even_choice import below, fitting, total_bytes
 from offstage.stages.plan.policies.expert_placement import SlottedMixture
 from offstage.stages.plan.policies.link_shares import devices_to_share, evened_bytes, share_layers, wanted_bytes
 from offstage.stages.plan.policies.packed_experts import with_experts_packed
@@ -99,7 +99,7 @@ def optimal(
     placement = _as_used(outline, budgets, terms)
     if outline.experts:
         return with_experts_packed(outline, placement, budgets, terms.rates)
-    if not (_stored_packed(outline, placement) or outline.unpacks) or not budgets.get(CPU):
+    if by_blocks or not (_stored_packed(outline, placement) or outline.unpacks) or not budgets.get(CPU):
         return placement
     found = [placement, *_with_packed(outline, budgets, terms)]
     fitting = [one for one in found if find_shortage(outline, one, budgets) is None]
@@ -140,7 +140,7 @@ def _beside_packed(outline: Outline, budgets: Budgets) -> int:
     if _computing(budgets)[0] != CPU:
         return 0
     leaders = {name for layer in outline.layers for name in layer.owned}
-    stays = {name for name in leaders if name not in outline.packed and not is_table(outline, name)}
+    stays = {name for name in leaders if name not in outline.packed and name not in outline.tables}
     placement = Placement({name: CPU if name in stays else DISK for name in leaders}, CPU)
     return total_bytes(outline, stays) + kept_free(outline, placement).get(CPU, 0)
 
@@ -232,7 +232,11 @@ def _by_blocks(outline: Outline, budgets: Budgets, terms: _Terms) -> Iterator[Pl
     least = least_sizes(outline)
     for wide in wide_sets(outline):
         block = max(least[name] for leader in wide for name in outline.skeleton.names_of(leader))
-        yield from _split(outline, {**budgets, CPU: room - block}, alone, wide=wide)
+        for placement in _split(outline, {**budgets, CPU: room - block}, alone, wide=wide):
+            away = {name for name, home in placement.homes.items() if home == DISK} - wide - outline.lookups
+            left = room - resident_bytes(outline, placement.homes)[CPU] - _two_largest(outline, away) - block
+            more = fitting(outline, away, left if left > 0 and away else 0)
+            yield replace(placement, homes={**placement.homes, **dict.fromkeys(more, CPU)})
 
 
 def _computing(budgets: Budgets) -> tuple[DeviceId, list[DeviceId]]:
@@ -353,7 +357,7 @@ def _streamed_of(
     """Return the tensors of ``layers`` that are streamed to ``device``, if others fit into its ``room``, or null."""
     if room is None:
         return None
-    tables = {name for layer in layers for name in layer.owned if device == CPU and is_table(outline, name)}
+    tables = {name for layer in layers for name in layer.owned if device == CPU and name in outline.tables}
     stays = {name for layer in layers for name in layer.owned if plain_stays and name not in outline.packed} - tables
     left = room - total_bytes(outline, stays)
     streamed = _least_streamed(outline, _without(outline, layers, tables | stays | wide), left, alone=alone)
