@@ -4,11 +4,11 @@
     python -m tests.benchmarks.cap_grid --short
     python -m tests.benchmarks.cap_grid dense --caps 2GiB --beside 300MB 100MB 50MB
 
-Sixty runs from the least cap to 8 GiB, and ten of small models with ``--short``: a dense model of 1.1B, a mixture of 2 GB,
-the dense one in FP8 and with ``storage.codec=zstd``, scores, and a training; checkpoints of random weights are made in
-``--folder``, 7 GB in all. A cap is a memory cgroup that a fresh process begins in, without swap. Budgets are worked out from
-it, or, with ``--beside``, given: so much is left of the cap beside what the plan predicts, which shows what it costs
-where pages of libraries are scarce. These and the checkpoint's leave the page cache before each run, so that the group
+Sixty runs from the least cap to 8 GiB, and ten of small models with ``--short``: a dense model of 1.1B, a mixture of
+2 GB, the dense one in FP8 and with ``storage.codec=zstd``, scores, and a training; checkpoints of random weights are
+made in ``--folder``, 7 GB in all. A cap is a memory cgroup that a fresh process begins in, without swap. Budgets are
+worked out from it, or, with ``--beside``, given: so much is left of the cap beside what the plan predicts, which shows
+what it costs where pages of libraries are scarce. These and the checkpoint's leave the page cache before each run, so that the group
 pays for all that it reads. That needs an environment of whose files no other process runs: pages that another maps
 stay, and are its own.
 
@@ -54,7 +54,9 @@ UNCAPPED = 1 << 40
 TOO_SLOW = -1
 REFUSED = 4
 FATES = {0: "lives", REFUSED: "refused", -9: "KILLED", TOO_SLOW: "TOO SLOW"}
-HEADER = "     cap   budget predicted    held    files  unused  streamed  predicted  seconds  refaults (load)  fate   [MB, s]"
+HEADER = (
+    "MB: cap, budget, predicted, held, files; unused; streamed; seconds: predicted, measured; refaults (load); fate"
+)
 _STREAMED = ("streamed_bytes_per_token", "streamed_bytes_per_forward")
 _SECONDS = ("decode_seconds_per_token", "score_seconds", "train_seconds")
 _PAUSE = 0.01
@@ -62,8 +64,12 @@ _PAUSE = 0.01
 GENERATE = ("generate.prompts=[[5,6,7,8]]", "generate.min_new_tokens=8", "generate.max_new_tokens=8")
 SCORE = ("stages=score", f"model.tokenizer={TOKENIZER}", f"score.texts=['{TEXT}']")
 FINETUNE = (
-    "stages=finetune", f"model.tokenizer={TOKENIZER}", "finetune.window=64", "finetune.batch_size=4", "finetune.steps=3",
-)  # fmt: skip
+    "stages=finetune",
+    f"model.tokenizer={TOKENIZER}",
+    "finetune.window=64",
+    "finetune.batch_size=4",
+    "finetune.steps=3",
+)
 
 
 def _dense(folder: Path) -> Path:
@@ -88,28 +94,31 @@ class Kind:
     short: tuple[str, ...] = ()
 
 
+def _from_least(sizes: str) -> tuple[str, ...]:
+    return (LEAST, *sizes.split())
+
+
 KINDS: Mapping[str, Kind] = {
-    "dense": Kind(
-        _dense, GENERATE,
-        (LEAST, *["480MB", "600MB", "700MB", "800MB", "1GB", "1.25GB", "1.5GB", "1.75GB", "2GiB", "2.5GB", "3GB", "8GiB"]),
-    ),
+    "dense": Kind(_dense, GENERATE, _from_least("480MB 600MB 700MB 800MB 1GB 1.25GB 1.5GB 1.75GB 2GiB 2.5GB 3GB 8GiB")),
     "mixture": Kind(
-        _mixture, ("generate.prompts=[[5,6,7,8]]", "generate.min_new_tokens=24", "generate.max_new_tokens=24"),
-        (LEAST, *["550MB", "600MB", "700MB", "800MB", "1GB", "1.25GB", "1.5GB", "1.75GB", "2GiB", "3GB", "8GiB"]),
+        _mixture,
+        ("generate.prompts=[[5,6,7,8]]", "generate.min_new_tokens=24", "generate.max_new_tokens=24"),
+        _from_least("550MB 600MB 700MB 800MB 1GB 1.25GB 1.5GB 1.75GB 2GiB 3GB 8GiB"),
     ),
     "fp8": Kind(
-        lambda folder: make_fp8(_dense(folder), folder / "fp8"), GENERATE,
-        (LEAST, *["600MB", "800MB", "1GB", "1.5GB", "2GiB", "3GB"]),
+        lambda folder: make_fp8(_dense(folder), folder / "fp8"),
+        GENERATE,
+        _from_least("600MB 800MB 1GB 1.5GB 2GiB 3GB"),
     ),
-    "codec": Kind(_dense, (*GENERATE, "storage.codec=zstd"), (LEAST, *["600MB", "800MB", "1GB", "1.5GB", "2GiB", "3GB"])),
-    "score": Kind(_dense, SCORE, (LEAST, *["600MB", "800MB", "1.2GB", "1.8GB", "2.5GB", "4GB"])),
-    "mixture score": Kind(_mixture, SCORE, (LEAST, *["800MB", "1.2GB", "1.8GB", "3GB"])),
+    "codec": Kind(_dense, (*GENERATE, "storage.codec=zstd"), _from_least("600MB 800MB 1GB 1.5GB 2GiB 3GB")),
+    "score": Kind(_dense, SCORE, _from_least("600MB 800MB 1.2GB 1.8GB 2.5GB 4GB")),
+    "mixture score": Kind(_mixture, SCORE, _from_least("800MB 1.2GB 1.8GB 3GB")),
     "finetune": Kind(
-        _small, FINETUNE, (LEAST, *["1.75GB", "1.8GB", "1.9GB", "2GB", "2.2GB", "3GB", "4GB", "8GiB"]), (LEAST, "2GB", "8GiB"),
+        _small, FINETUNE, _from_least("1.75GB 1.8GB 1.9GB 2GB 2.2GB 3GB 4GB 8GiB"), _from_least("2GB 8GiB")
     ),
-    "small": Kind(_small, GENERATE, (), (LEAST, "480MB", "550MB", "8GiB")),
-    "small score": Kind(_small, SCORE, (), (LEAST, "550MB", "8GiB")),
-}  # fmt: skip
+    "small": Kind(_small, GENERATE, (), _from_least("480MB 550MB 8GiB")),
+    "small score": Kind(_small, SCORE, (), _from_least("550MB 8GiB")),
+}
 
 
 @dataclass(slots=True)
@@ -255,10 +264,11 @@ def summary(kind: str, outcomes: Sequence[Outcome]) -> str:
     """Return in a line what the runs of a ``kind`` come to, whose caps grow."""
     short = [one.unused for one in outcomes if one.code == 0 and not one.whole]
     seconds = [one.predicted_seconds for one in outcomes if one.code == 0]
-    slower = max((later / min(seconds[: at + 1]) - 1 for at, later in enumerate(seconds[1:])), default=0.0)
+    slower = max((one / min(seconds[: at + 1]) - 1 for at, one in enumerate(seconds[1:])), default=0.0)
     lived = sum(one.code == 0 for one in outcomes)
     most = f"at most {max(short):.1%} unused where weights are streamed" if short else "all whole"
-    return f"{kind}: {lived} of {len(outcomes)} lived; {most}; a larger cap predicted at most {max(0.0, slower):.1%} slower"
+    later = f"a larger cap predicted at most {max(0.0, slower):.1%} slower"
+    return f"{kind}: {lived} of {len(outcomes)} lived; {most}; {later}"
 
 
 def main() -> None:
