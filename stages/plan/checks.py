@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 
 from offstage.pipeline.errors import BudgetError, ConfigError, closest
@@ -31,7 +32,8 @@ def host_is_short(shortage: Shortage, terms: Mapping[str, int], host: Host) -> B
     """Return the error of a ``host`` that can't give the least that works, whose budget was worked out by ``terms``."""
     taken = [(name, -terms[name]) for name in ("process", "request", "unpacking", "staging") if terms.get(name)]
     beside = "".join(f"{format_bytes(count)} for its {name}, " for name, count in taken)
-    enough = math.ceil(least_available(shortage.least + sum(count for _, count in taken), host))
+    enough = least_available(shortage.least + sum(count for _, count in taken), host)
+    enough = math.ceil(enough / mmap.PAGESIZE) * mmap.PAGESIZE  # a group's limit is rounded down to whole pages
     return BudgetError(
         f"{_limit(host)}: {format_bytes(host.available_bytes)} are free on the host, and the run takes {beside}"
         f"{_wants(shortage)}; the least that works is {enough} bytes ({format_bytes(enough)}), or ask for less: "

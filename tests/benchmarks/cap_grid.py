@@ -8,9 +8,9 @@ Sixty runs from the least cap to 8 GiB, and ten of small models with ``--short``
 2 GB, the dense one in FP8 and with ``storage.codec=zstd``, scores, and a training; checkpoints of random weights are
 made in ``--folder``, 7 GB in all. A cap is a memory cgroup that a fresh process begins in, without swap. Budgets are
 worked out from it, or, with ``--beside``, given: so much is left of the cap beside what the plan predicts, which shows
-what it costs where pages of libraries are scarce. These and the checkpoint's leave the page cache before each run, so that the group
-pays for all that it reads. That needs an environment of whose files no other process runs: pages that another maps
-stay, and are its own.
+what it costs where pages of libraries are scarce. These and the checkpoint's leave the page cache before each run, so
+that the group pays for all that it reads. That needs an environment of whose files no other process runs: pages that
+another maps stay, and are its own.
 
 One line a run: the budget, what the plan predicts and what was held at the peak (anonymous and shared memory, and the
 kernel's own pages of the group, sampled together), the file pages then, as far as they are mapped or are what budgets
