@@ -62,7 +62,7 @@ def assemble(outline: Outline, placement: Placement, allowance: Allowance, *, po
         unpacking=unpacking,
         packed=_packed(outline, placement),
         packed_on_host=tuple(name for name in outline.sizes if skeleton.leader(name) in placement.packed),
-        block_rows=block_rows(outline, _brought(serving), execution, kept),
+        block_rows=block_rows(outline, _brought(serving), execution, kept, least=allowance.by_blocks),
         tied={name: skeleton.leader(name) for name in outline.sizes if skeleton.leader(name) != name},
         notes=allowance.notes,
         host_layers=tuple(name for name, device in placement.computes.items() if device == CPU != placement.main),

@@ -66,7 +66,6 @@ from offstage.stages.units import CPU, DeviceId, format_bytes
 SIZES_NAME = "sizes.json"
 STAGING = "staging"
 """What the host's staging memory is called in a plan's ledger, and among the terms of its budget."""
-_TRIED_BLOCKS = 4
 _WORTH_BLOCKS = 0.01
 """The share of the host's memory that blocks of rows must save, before a plan by them is made."""
 _Placements = dict[tuple[object, ...], Placement]
@@ -238,23 +237,18 @@ def _least_plan(inputs: PlanInputs, size: int | None, demand: Demand, placements
 def _by_blocks(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan | None:
     """Return the plan of which the widest weights come by blocks of rows, null where that leaves no more to weights.
 
-    What products with such a weight take beside it is as much as a block's then, and no longer the widest of all. How
-    large the blocks are hangs on what is left for them: so it is tried, from the least on.
+    What products with such a weight take beside it is as much as for a block then, and no longer the widest of all.
     """
     outline, asked = inputs.outline, demand.allowance
     if not asked.terms or inputs.machine.accelerators or inputs.choice.policy != "optimal" or outline.exact is None:
         return None
-    blocks, whole = least_blocks(outline), host_needed(demand.work)
-    for _ in range(_TRIED_BLOCKS):
-        needed = host_needed(inputs.works[size](blocks))
-        if whole - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
-            return None
-        allowance = replace(asked.beside("request", needed), by_blocks=True)
-        plan = _at_least(inputs, size, replace(demand, allowance=allowance), placements)
-        blocks = block_sizes(outline, plan.block_rows)
-        if host_needed(inputs.works[size](blocks)) <= needed:
-            return plan
-    return None
+    needed = host_needed(inputs.works[size](least_blocks(outline)))
+    if host_needed(demand.work) - needed < _WORTH_BLOCKS * inputs.machine.host.available_bytes:
+        return None
+    allowance = replace(asked.beside("request", needed), by_blocks=True)
+    plan = _at_least(inputs, size, replace(demand, allowance=allowance), placements)
+    taken = host_needed(inputs.works[size](block_sizes(outline, plan.block_rows)))
+    return plan if taken <= needed else None
 
 
 def _at_least(inputs: PlanInputs, size: int | None, demand: Demand, placements: _Placements) -> plans.Plan:
